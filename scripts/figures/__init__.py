@@ -1,1 +1,1 @@
-"""The papers' figures as measured exponents, one file each; `result.py` says what such a file holds."""
+"""The papers' figures, measured again: one file `fig*.py` for each (see `result.py`)."""

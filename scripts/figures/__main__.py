@@ -1,9 +1,10 @@
-"""Measures and draws the papers' figures, and writes docs/evidence/reproduction.md from what they found.
+"""Measure and draw the papers' figures, and write docs/evidence/reproduction.md from their records.
 
-    python -m scripts.figures [NAME ...] [--full] [--out docs/evidence/figures] [--again] [--render] [--list]
+    python -m scripts.figures [NAME ...] [--full] [--out FOLDER] [--again] [--render] [--list]
 
-Every figure leaves NAME.json (settings, numbers, rows with their verdicts) and NAME.png; with `--full`, the paper's sizes,
-NAME-full. A figure whose record has the same settings is only drawn again.
+Every figure leaves NAME.json (settings, numbers, rows with their verdicts) and NAME.png. With
+`--full`, which has the paper's sizes, the files are named NAME-full. A figure whose record has the
+same settings is only drawn again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from scripts import ROOT, harness
 from scripts.figures import page
 
 OUT = ROOT / "docs" / "evidence" / "figures"
+"""Default folder of records and pictures."""
 WORK = Path("runs") / "figures"
+"""Folder of the figures' work folders, relative to the current folder."""
 
 
 @dataclass(frozen=True)
@@ -30,28 +33,30 @@ class Options:
     """Flags of the command."""
 
     names: Positional[tuple[str, ...]] = ()
+    """Figures to measure; all by default."""
     full: Switch = False
-    """The paper's sizes: hours, on an accelerator."""
+    """Measure the paper's sizes, which takes hours on an accelerator."""
     out: Path = OUT
     """Folder of the records and pictures."""
     again: Switch = False
-    """Measure even what is there with the same settings."""
+    """Measure even figures whose record has the same settings."""
     render: Switch = False
-    """Measure nothing: draw and judge what is there."""
+    """Measure nothing: draw the records and write the page."""
     list: Switch = False
-    """Say what there is, and stop."""
+    """Print the figures."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns 0, or 2 for a wrong name."""
+    """Run the command and return its exit status."""
     figure_names = page.names()
     args = harness.parse(Options, argv)
     harness.check_names(args.names, figure_names, "figure")
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.names or figure_names:
         if args.list:
-            there = "" if (args.out / f"{name}.json").exists() else " (not measured yet)"
-            print(f"{name:16} {page.load(name).title}{there}")
+            is_measured = (args.out / f"{name}.json").exists()
+            suffix = "" if is_measured else " (not measured yet)"
+            print(f"{name:16} {page.load(name).title}{suffix}")
         else:
             _run(name, args)
     if not args.list:
@@ -62,18 +67,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, args: Options) -> None:
+    """Measure a figure if its record lacks these settings, draw it, and print its rows."""
     from scripts.figures import result
 
     figure = page.load(name)
     settings = figure.full if args.full else figure.small
     stem = args.out / (f"{name}-full" if args.full else name)
     path = stem.with_suffix(".json")
-    record = result.load(path) if path.exists() else None
-    if record is not None and not result.same_settings(record, settings):
-        record = None
+    record = None
+    if path.exists():
+        stored = result.load(path)
+        if result.same_settings(stored, settings):
+            record = stored
     if record is None and args.render:
         print(f"{stem.name}: nothing measured with these settings")
         return
+
     if record is not None and not args.again:
         about = {key: record[key] for key in ("command", "versions", "seconds")}
         data = record["data"]
@@ -88,6 +97,7 @@ def _run(name: str, args: Options) -> None:
             "versions": _versions(),
             "seconds": round(time.process_time() - started),
         }
+
     record = result.record(figure, settings, data, **about)
     result.save(path, record)
     figure.draw(record["settings"], record["data"]).savefig(stem.with_suffix(".png"))
@@ -97,12 +107,13 @@ def _run(name: str, args: Options) -> None:
 
 
 def _versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that the numbers depend on."""
     from importlib.metadata import version
 
-    return {
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("jax", "flax", "numpy")},
-    }
+    versions = {"python": platform.python_version()}
+    for name in ("jax", "flax", "numpy"):
+        versions[name] = version(name)
+    return versions
 
 
 if __name__ == "__main__":

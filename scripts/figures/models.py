@@ -1,8 +1,11 @@
-"""The models of the figures at initialization: the zoo's `bordelon-vit` and `bart-large` at small sizes, absolute presets, images."""
+"""Models, presets and images of the figures at initialization.
+
+The models are the zoo's `bordelon-vit` and `bart-large` at small sizes, under absolute presets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def vit(*, head_dim: int, heads: int, depth: int) -> ViTConfig:
-    """The paper's ViT (LayerNorm without parameters, no biases, F = D, GELU, learned positions) on 8x8 images, 16 patches."""
+    """Return the configuration of the paper's ViT on 8x8 images with 16 patches.
+
+    The ViT has LayerNorm without parameters, no biases, an MLP as wide as the stream, GELU and
+    learned positions. The output is not centred.
+    """
     paper = configs.get("bordelon-vit")
     assert isinstance(paper, configs.ViTConfig)
     return replace(
@@ -36,7 +43,11 @@ def vit(*, head_dim: int, heads: int, depth: int) -> ViTConfig:
 def encoder_decoder(
     *, head_dim: int, heads: int, depth: int, encoder_depth: int, seq_len: int, target_len: int
 ) -> EncoderDecoderConfig:
-    """BART's layout (pre-norm, norms after both embeddings, learned positions, no biases and gains) on ASCII, F = D."""
+    """Return the configuration of an encoder-decoder in BART's layout on ASCII text.
+
+    The layout is pre-norm with norms after both embeddings, learned positions, no biases and gains,
+    and an MLP as wide as the stream.
+    """
     paper = configs.get("bart-large")
     assert isinstance(paper, configs.EncoderDecoderConfig)
     return replace(
@@ -54,12 +65,15 @@ def encoder_decoder(
 
 
 def absolute(*, alpha_a: float, alpha_l: float, beta0: float = 4.0) -> Preset:
-    """`depth-mup` in the paper's absolute form."""
+    """Return `depth-mup` in the paper's absolute form, which has no base."""
     return get("depth-mup", base=None, alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0)
 
 
 def images(count: int) -> np.ndarray:
-    """The first handwritten digits of scikit-learn, standardized over all of them, float32 [count, 8, 8, 1]."""
+    """Return the first handwritten digits of scikit-learn, float32 [count, 8, 8, 1].
+
+    Pixels are standardized by the mean and standard deviation of all digits.
+    """
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
@@ -70,17 +84,17 @@ def images(count: int) -> np.ndarray:
 def at_initialization(
     config: configs.ModelConfig, look: Callable[[Any], Any]
 ) -> Callable[[int, Sequence[Preset]], list[Any]]:
-    """A compiled program that starts a model and looks at it.
+    """Return a function that initializes a model and observes it under several presets.
+
+    The function is compiled once for all seeds and presets.
 
     Args:
-        config: the model.
-        look: model to a tree of arrays.
+        look: Function from a model to a tree of arrays.
 
     Returns:
-        (seed, presets) to what `look` sees under each preset, all with the same initial weights.
-
-    Raises:
-        ValueError: presets that do not start alike.
+        Function from a seed and presets to the list of what `look` returns under each preset. All
+        presets get the same initial weights. The function raises `ValueError` for presets whose
+        initial weights differ.
     """
     import jax
 
@@ -99,21 +113,23 @@ def at_initialization(
     def run(seed: int, presets: Sequence[Preset]) -> list[Any]:
         resolved = [factors.resolve(preset, definition) for preset in presets]
         stds = [factors.init_stds(preset, definition) for preset in presets]
-        for numbers in ([one.multiplier for one in resolved], stds):
-            if any(
-                not np.array_equal(one[name], numbers[0][name]) for one in numbers for name in one
-            ):
+        multipliers = [values.multiplier for values in resolved]
+        for values_by_preset in (multipliers, stds):
+            if not all(_equal(values, values_by_preset[0]) for values in values_by_preset):
                 raise ValueError(
-                    "these presets start from other weights; give each a call of its own"
+                    "these presets have different initial weights; call the program once for each"
                 )
         forwards = jax.tree.map(
-            lambda *numbers: np.stack(numbers), *(one.forward for one in resolved)
+            lambda *values: np.stack(values), *(values.forward for values in resolved)
         )
-        outputs = jax.device_get(
-            program(np.uint32(seed), stds[0], resolved[0].multiplier, forwards)
-        )
+        outputs = jax.device_get(program(np.uint32(seed), stds[0], multipliers[0], forwards))
         return [
             jax.tree.map(lambda array, i=index: array[i], outputs) for index in range(len(presets))
         ]
 
     return run
+
+
+def _equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Return whether two mappings with the same keys have equal arrays."""
+    return all(np.array_equal(left[name], right[name]) for name in left)

@@ -1,4 +1,7 @@
-"""docs/evidence/reproduction.md, made from the records of the figures, and the list of figures there are."""
+"""Text of docs/evidence/reproduction.md, made from the figures' records, and the list of figures.
+
+`python -m scripts.figures` writes the page and loads the figures by their names.
+"""
 
 from __future__ import annotations
 
@@ -12,122 +15,166 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scripts.figures.result import Figure
 
+Row = Mapping[str, Any]
+"""Row of a record, as JSON has it."""
+Record = Mapping[str, Any]
+"""Record of a figure, as JSON has it."""
+
 _FIRST_SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
+SHORT_SOURCES = {
+    "Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)": "Bordelon et al. 2024",
+    "Dinan, Yaida and Zhang 2023 (arXiv 2304.02034)": "Dinan et al. 2023",
+}
+"""Full citation in a record to its short form on the page, whose head has the arXiv numbers."""
 
 HEAD = """# The papers' figures, measured again
 
-`make figures` measures every figure on a CPU in {minutes} minutes of CPU time, `python -m scripts.figures NAME` one of them, and
-`python -m scripts.figures --render` writes this page from the records. Each row compares a measured value with the prediction of its source:
+`make figures` measures every figure in {minutes} minutes of CPU time, and `python -m scripts.figures NAME` measures one.
+`python -m scripts.figures --render` writes this page from the records. Each row compares a measured value with a prediction:
 
-| verdict | means |
+| verdict | meaning |
 |---|---|
 | reproduces | the estimate lies in the band (±) around the prediction, and its 95 % interval over seeds is at most twice as wide as the band |
-| does not reproduce | the whole interval lies outside of the band |
+| does not reproduce | the whole interval lies outside the band |
 | undecided | neither |
 
-Where a source only gives a lower bound, the whole interval must be above it. A control must fail.
+A lower bound reproduces if the whole interval lies above it. A control must fail.
+Bordelon et al. 2024 is arXiv 2405.15712, and Dinan et al. 2023 is arXiv 2304.02034.
 """
 
 
 def names() -> list[str]:
-    """The figures there are: a file `fig*.py` each, in some room."""
-    return sorted(_rooms())
+    """Return the names of all figures: the files `fig*.py` in the folders of `scripts/figures`."""
+    return sorted(_folders())
 
 
 def load(name: str) -> Figure:
-    """The figure in the file of this name."""
-    return importlib.import_module(f"scripts.figures.{_rooms()[name]}.{name}").FIGURE
+    """Import the file of a figure and return its `FIGURE`."""
+    return importlib.import_module(f"scripts.figures.{_folders()[name]}.{name}").FIGURE
 
 
-def _rooms() -> dict[str, str]:
-    return {path.stem: path.parent.name for path in Path(__file__).parent.glob("*/fig*.py")}
+def _folders() -> dict[str, str]:
+    """Return the name of every figure's file with the name of its folder."""
+    files = Path(__file__).parent.glob("*/fig*.py")
+    return {file.stem: file.parent.name for file in files}
 
 
 def text(folder: Path) -> str:
-    """The page, from the records in `folder`."""
+    """Return the page's Markdown, made from all records in `folder`."""
     records = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("fig*.json"))}
-    minutes = round(sum(record["seconds"] for record in records.values()) / 60)
-    parts = [HEAD.format(minutes=minutes), _summary(records)]
-    parts += [_section(folder.name, name, record) for name, record in records.items()]
-    return "\n".join(parts)
+    seconds = sum(record["seconds"] for record in records.values())
+    head = HEAD.format(minutes=round(seconds / 60))
+    sections = [_section(folder.name, name, record) for name, record in records.items()]
+    return "\n".join([head, _summary(records), *sections])
 
 
-def sentence(row: Mapping[str, Any]) -> str:
-    """A row in one line of text."""
-    predicted = "" if row["predicted"] is None else f", predicted {_predicted(row)}"
+def sentence(row: Row) -> str:
+    """Return a row as one line of text, which the command prints."""
+    predicted = ""
+    if row["predicted"] is not None:
+        predicted = f", predicted {_predicted(row)}"
     return f"{row['what']}: {_measured(row)}{predicted}: {row['verdict']}"
 
 
-def _summary(records: Mapping[str, Mapping[str, Any]]) -> str:
-    predicted: list[Mapping[str, Any]] = []
+def _summary(records: Mapping[str, Record]) -> str:
+    """Return the paragraph that counts the predictions and controls of all records."""
+    predicted: list[Row] = []
     for record in records.values():
         predicted += [row for row in record["rows"] if row["predicted"] is not None]
     claims = [row for row in predicted if not row["control"]]
-    controls = len(predicted) - len(claims)
-    good = sum(map(_reproduces, claims))
+    num_controls = len(predicted) - len(claims)
+    num_reproduced = sum(map(_reproduces, claims))
     return (
-        f"**{good} of {len(claims)} predictions reproduce**; {controls} controls stand beside them. "
-        "The tables on this page show every prediction that does not reproduce or is undecided. "
-        "A figure's record has all rows, and says in full how it was measured.\n"
+        f"**{num_reproduced} of {len(claims)} predictions reproduce**; {num_controls} controls "
+        "test the measurements. The tables show every prediction that does not reproduce or is "
+        "undecided. Each record has all rows with their notes, and the method.\n"
     )
 
 
-def _section(folder: str, name: str, record: Mapping[str, Any]) -> str:
-    claims = [row for row in record["rows"] if row["predicted"] is not None and not row["control"]]
-    controls = [row for row in record["rows"] if row["control"]]
-    good = sum(map(_reproduces, claims))
-    failed = sum(row["verdict"].startswith("control: fails") for row in controls)
+def _section(folder: str, name: str, record: Record) -> str:
+    """Return the section of one figure.
 
-    counts = [f"{good} of {len(claims)} predictions reproduce"] if claims else []
-    counts += [f"{failed} of {len(controls)} controls fail as they must"] if controls else []
-    counts.append(f"[rows and method]({folder}/{name}.json)")
+    Args:
+        folder: Name of the folder with records and pictures, next to the page.
+        name: Name of the record's file, without its suffix.
+    """
+    about = _FIRST_SENTENCE.split(record["about"])[0]
+    source = record["source"]
+    for citation, short in SHORT_SOURCES.items():
+        source = source.replace(citation, short)
+    link = f"[record]({folder}/{name}.json)"
     lines = [
         f"## {record['title']}",
         "",
-        f"{_FIRST_SENTENCE.split(record['about'])[0]} Source: {record['source']}.",
+        f"{about} Source: {source}.",
         "",
-        f"`{name}` ({record['seconds']} s): {'; '.join(counts)}.",
+        f"`{name}` ({record['seconds']} s): {_counts(record['rows'])}{link}.",
         "",
-        f"![{record['title']}]({folder}/{name}.png)",
+        f"![{name}]({folder}/{name}.png)",
         "",
     ]
-    if against := _against(record["rows"]):
+    failures = _failures(record["rows"])
+    if failures:
         lines += ["| what | predicted | measured [95 %] | verdict |", "|---|---|---|---|"]
-        lines += [_line(row) for row in against]
+        lines += [_table_row(row) for row in failures]
         lines.append("")
+        # A note that all rows share explains the table; the record has the other notes.
+        notes = {row["note"] for row in failures}
+        if len(notes) == 1 and notes != {""} and len(failures) > 1:
+            lines += [*notes, ""]
     return "\n".join(lines)
 
 
-def _reproduces(row: Mapping[str, Any]) -> bool:
+def _counts(rows: Sequence[Row]) -> str:
+    """Return how many predictions of a figure reproduce and how many of its controls fail.
+
+    The text is empty for a figure that has neither.
+    """
+    claims = [row for row in rows if row["predicted"] is not None and not row["control"]]
+    controls = [row for row in rows if row["control"]]
+    counts = ""
+    if claims:
+        num_reproduced = sum(map(_reproduces, claims))
+        counts += f"{num_reproduced} of {len(claims)} predictions reproduce; "
+    if controls:
+        num_failed = sum(map(_fails_as_control, controls))
+        counts += f"{num_failed} of {len(controls)} controls fail; "
+    return counts
+
+
+def _reproduces(row: Row) -> bool:
     return row["verdict"].startswith("reproduces")
 
 
-def _against(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows that go against a prediction."""
-    against: list[Mapping[str, Any]] = []
-    for row in rows:
-        failed_control = row["verdict"].startswith("control: fails")
-        if row["predicted"] is not None and not _reproduces(row) and not failed_control:
-            against.append(row)
-    return against
+def _fails_as_control(row: Row) -> bool:
+    return row["verdict"].startswith("control: fails")
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    predicted = "" if row["predicted"] is None else _predicted(row)
+def _failures(rows: Sequence[Row]) -> list[Row]:
+    """Return predictions that do not reproduce or are undecided, and controls that do not fail."""
+    predicted = [row for row in rows if row["predicted"] is not None]
+    return [row for row in predicted if not _reproduces(row) and not _fails_as_control(row)]
+
+
+def _table_row(row: Row) -> str:
+    """Return a row as a line of a Markdown table, without the reason of its verdict."""
     source = f" ({row['source']})" if row["source"] else ""
-    note = f" {row['note']}" if row["note"] else ""
-    return f"| {row['what']} | {predicted}{source} | {_measured(row)} | {row['verdict']}.{note} |"
+    verdict = row["verdict"]
+    if not row["control"]:
+        verdict = verdict.partition(":")[0]
+    return f"| {row['what']} | {_predicted(row)}{source} | {_measured(row)} | {verdict} |"
 
 
-def _measured(row: Mapping[str, Any]) -> str:
-    low, high = (_number(row, row[end]) for end in ("low", "high"))
+def _measured(row: Row) -> str:
+    low = _number(row, row["low"])
+    high = _number(row, row["high"])
     return f"{_number(row, row['measured'])} [{low}, {high}]"
 
 
-def _number(row: Mapping[str, Any], value: float) -> str:
+def _number(row: Row, value: float) -> str:
     return f"{value:+.2f}" if row["kind"] == "exponent" else f"{value:.4g}"
 
 
-def _predicted(row: Mapping[str, Any]) -> str:
+def _predicted(row: Row) -> str:
     number = _number(row, row["predicted"])
     return f"above {number}" if row.get("above") else f"{number} ± {row['tolerance']:.2g}"

@@ -1,4 +1,4 @@
-"""Figures of loss against learning rate: transfer studies, kept as numbers, judged and drawn as `mupax transfer` does."""
+"""Transfer studies of the figures, judged and drawn as `mupax transfer` does."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
 AROUND = 1.5
-"""Octaves around each curve's best learning rate that a figure's axis of losses shows; its subject is where the minima lie."""
+"""Octaves around each curve's best learning rate whose losses set the limits of the loss axis."""
 DIVERGED = -1.0
-"""Stands in a record for the loss of a run that diverged, which JSON has no number for; null for a run that was not made."""
+"""Loss of a diverged run in a record, because JSON has no infinity.
+
+A run that was not made has null.
+"""
 
 
 def measure(
@@ -31,17 +34,16 @@ def measure(
     limits: Mapping[str, Any],
     work: Path,
 ) -> dict[str, Any]:
-    """Find the best learning rate of every size.
+    """Search the best learning rate of every size in every study.
 
     Args:
-        configs: name of a study to a run per size.
-        sizes: increasing.
-        limits: as `mupax.train.studies.transfer.study.measure` has them.
-        work: folder where points stay.
+        configs: Name of a study to a run of every size.
+        sizes: Sizes [sizes], ascending.
+        limits: Keyword arguments of `mupax.train.studies.transfer.study.measure`.
 
     Returns:
-        Per study why it `stopped`, and per size the rates `x` (log2), the `losses` [rates][seeds] and how many seeds chose the
-        rates, `first`.
+        For every study, the reason why it `stopped`, and for every size the log2 rates `x`, the
+        `losses` [rates][seeds], and the number of seeds `first` that the rates were chosen on.
     """
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.transfer import study as transfer
@@ -51,15 +53,21 @@ def measure(
         for name, grown in configs.items()
     ]
     engine = sweep.Sweep(work, evaluated=False)
-    measured = transfer.measure(studies, engine.run, **limits)
-    return {
-        one.study.label: {"stopped": one.stopped, **_record(one, len(sizes))} for one in measured
-    }
+    records = {}
+    for measured in transfer.measure(studies, engine.run, **limits):
+        records[measured.study.label] = {
+            "stopped": measured.stopped,
+            **_record(measured, len(sizes)),
+        }
+    return records
 
 
-def _record(measured: Any, sizes: int) -> dict[str, Any]:
-    curves = [measured.curve(at) for at in range(sizes)]
-    losses = [[[kept_loss(loss) for loss in rate] for rate in curve.losses] for curve in curves]
+def _record(measured: Any, num_sizes: int) -> dict[str, Any]:
+    """Return the curves of a measured study as JSON has them."""
+    curves = [measured.curve(index) for index in range(num_sizes)]
+    losses = []
+    for curve in curves:
+        losses.append([[kept_loss(loss) for loss in of_seeds] for of_seeds in curve.losses])
     return {
         "x": [curve.x for curve in curves],
         "losses": losses,
@@ -68,63 +76,88 @@ def _record(measured: Any, sizes: int) -> dict[str, Any]:
 
 
 def kept_loss(loss: float) -> float | None:
-    """A loss as a record has it: null where it was not measured, `DIVERGED` where it is not finite."""
+    """Return a loss for a record: `None` if it was not measured, `DIVERGED` if it is infinite."""
     if math.isnan(loss):
         return None
     return loss if math.isfinite(loss) else DIVERGED
 
 
 def curves(of_study: Data) -> list[Curve]:
-    """What `measure` kept of a study."""
+    """Return the curves of a study, one per size, from what `measure` returned."""
     by_size = []
     for x, losses, first in zip(of_study["x"], of_study["losses"], of_study["first"], strict=True):
-        table = np.array(losses, float)
-        by_size.append(
-            Curve(np.array(x, float), np.where(table == DIVERGED, math.inf, table), first)
-        )
+        stored = np.array(losses, float)
+        with_infinity = np.where(stored == DIVERGED, math.inf, stored)
+        by_size.append(Curve(np.array(x, float), with_infinity, first))
     return by_size
 
 
-def row(what: str, sizes: Sequence[int], of_study: Data, **more: Any) -> Row:
-    """The drift of a study's best learning rate in octaves per doubling; `more` are fields of `Row`."""
+def row(description: str, sizes: Sequence[int], of_study: Data, **fields: Any) -> Row:
+    """Return the row of the drift of a study's best learning rate.
+
+    The drift is in octaves per doubling of the size.
+
+    Args:
+        of_study: What `measure` returned for the study.
+        fields: Further fields of `Row`.
+    """
     analysis = analyse(sizes, curves(of_study))
-    price = analysis.prices[-1].value
-    cost = (
-        f"costs {price:.2g} nats" if math.isfinite(price) else "diverges or lies outside the grid"
+    note = (
+        f"From {analysis.seeds} paired seeds; at {sizes[-1]} the best learning rate of {sizes[0]} "
+        f"{price_words(analysis)}."
     )
-    note = f"From {analysis.seeds} paired seeds; at {sizes[-1]} the best learning rate of {sizes[0]} {cost}."
     drift = analysis.drift
-    band = {"tolerance": TOLERANCE, "note": note, **more}
-    return Row(what=what, measured=drift.value, low=drift.low, high=drift.high, **band)
+    band = {"tolerance": TOLERANCE, "note": note, **fields}
+    return Row(what=description, measured=drift.value, low=drift.low, high=drift.high, **band)
+
+
+def price_words(analysis: Analysis) -> str:
+    """Return in words what the smallest size's best rate costs at the largest size."""
+    price = analysis.prices[-1].value
+    if math.isfinite(price):
+        return f"costs {price:.2g} nats"
+    return "diverges or lies outside the grid"
 
 
 def draw(title: str, size: str, sizes: Sequence[int], data: Data) -> matplotlib.figure.Figure:
-    """A panel per study with shared axes, a curve per size; `size` is what grows."""
+    """Draw a panel for every study with a curve for every size, all on the same loss axis.
+
+    Args:
+        size: Name of the size that grows, which titles the legend.
+        sizes: Sizes [sizes], ascending.
+        data: What `measure` returned.
+    """
     from mupax.train.studies.transfer import figure as transfer_figure
 
-    all_curves = {name: curves(of_study) for name, of_study in data.items()}
-    analyses: dict[str, Analysis] = {
-        name: analyse(sizes, some) for name, some in all_curves.items()
-    }
-    figure, axes = panels.row(len(analyses), title)
-    for one, (name, analysis) in zip(axes, analyses.items(), strict=True):
-        transfer_figure.draw_study(one, analysis, all_curves[name])
-        words = f"{name}\n{transfer_figure.drift_words(analysis)}"
-        panels.label(one, words, "learning rate", "training loss (nats)" if one is axes[0] else "")
-    low, high = near([curve for some in all_curves.values() for curve in some])
-    for one in axes:
-        one.set_ylim(low, high)
+    figure, axes = panels.row(len(data), title)
+    every_curve: list[Curve] = []
+    for panel, (name, of_study) in zip(axes, data.items(), strict=True):
+        study_curves = curves(of_study)
+        every_curve += study_curves
+        analysis = analyse(sizes, study_curves)
+        transfer_figure.draw_study(panel, analysis, study_curves)
+        panel_title = f"{name}\n{transfer_figure.drift_words(analysis)}"
+        loss_name = "training loss (nats)" if panel is axes[0] else ""
+        panels.label(panel, panel_title, "learning rate", loss_name)
+    low, high = near(every_curve)
+    for panel in axes:
+        panel.set_ylim(low, high)
     axes[-1].legend(title=size, frameon=False, fontsize=9)
     return figure
 
 
 def near(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Limits of the losses near the minima."""
-    near = []
+    """Return limits of a loss axis that show every curve within `AROUND` octaves of its minimum."""
+    near_losses = []
     for curve in curves:
         mean = np.nanmean(curve.losses, axis=1)
-        best = curve.x[int(np.argmin(np.where(np.isfinite(mean), mean, np.inf)))]
-        near.extend(mean[np.isfinite(mean) & (np.abs(curve.x - best) <= AROUND)])
-    low, high = (min(near), max(near)) if near else (0.0, 1.0)
+        is_finite = np.isfinite(mean)
+        best = curve.x[int(np.argmin(np.where(is_finite, mean, np.inf)))]
+        near_losses.extend(mean[is_finite & (np.abs(curve.x - best) <= AROUND)])
+    low = 0.0
+    high = 1.0
+    if near_losses:
+        low = min(near_losses)
+        high = max(near_losses)
     pad = 0.06 * (high - low) or 0.1
     return low - pad, high + pad

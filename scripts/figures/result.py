@@ -1,24 +1,29 @@
-"""What a figure comes to: numbers, rows that hold them against a prediction, and a picture.
+"""Result of a figure: measured numbers, rows that compare them with predictions, and a picture.
 
-A figure is a file `fig*.py` in this folder with a `FIGURE` in it; `python -m scripts.figures` finds it by its name:
+A figure is a file `fig*.py` in a folder of `scripts/figures` that defines `FIGURE`.
+`python -m scripts.figures` loads the file by its name:
 
-    def measure(settings, work):                       # the only slow part; its numbers are kept as JSON
+    def measure(settings, work):                       # the only slow part; its numbers are saved as JSON
         return {"heads": [8, 16, 32], "error": error}  # lists or arrays; error [sizes, seeds]
 
     def rows(settings, data):
-        return [exponent("squared error against H", data["heads"], data["error"], predicted=-1, tolerance=0.15)]
+        what = "squared error against H"
+        return [exponent(what, data["heads"], data["error"], predicted=-1, tolerance=0.15)]
 
     def draw(settings, data):
-        figure, (left, right) = panels.row(2, "Figure 3a: ...")
-        panels.power_law(left, data["heads"], data["error"], "H", "squared error", predicted=-1)
+        figure, (axes,) = panels.row(1, "Figure 3a: ...")
+        panels.power_law(axes, data["heads"], data["error"], "squared error", predicted=-1)
         return figure
 
-    FIGURE = Figure(title=..., source="figure 3a of Bordelon et al. 2024", about=..., small={...}, full={...},
-                    measure=measure, rows=rows, draw=draw)
+    FIGURE = Figure(
+        title=..., source="figure 3a of Bordelon et al. 2024", about=..., small={...}, full={...},
+        measure=measure, rows=rows, draw=draw,
+    )
 
-`settings` is one of `small` and `full`: JSON numbers, texts and lists, all that the numbers depend on. While they are those
-of the record in the output folder, nothing is measured again. `work` is a folder of the figure's own for parts of a long
-measurement (a sweep's points): it stays when the process ends, and parts found there need not be done again.
+`settings` is `small` or `full`. The settings hold everything that the numbers depend on, as JSON
+numbers, texts and lists. A record with the same settings is not measured again. `work` is the
+figure's own folder for parts of a long measurement, such as a sweep's rows. The folder stays when
+the process ends, so that finished parts are not repeated.
 """
 
 from __future__ import annotations
@@ -37,25 +42,29 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 Settings = Mapping[str, Any]
+"""Settings of a measurement, as JSON has them."""
 Data = Mapping[str, Any]
+"""Measured numbers by their names: arrays, or lists from a record."""
 Interval = tuple[float, float, float]
-"""Estimate, and the ends of its 95 % interval."""
+"""Estimate, followed by the lower and upper ends of its 95 % interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured number beside what is predicted.
+    """Measured number with its prediction.
 
     Attributes:
-        what: the number in words, with the sizes it is about.
-        measured: the estimate; `low` and `high` its 95 % interval over seeds.
-        predicted: what the source says; None where it says nothing.
-        tolerance: how far `measured` may be from it.
-        kind: "exponent", or "value" of any other number.
-        source: of the prediction, where it is not the figure's.
-        above: the source says more than `predicted`, which is a bound; `tolerance` is not read.
-        control: the row must not agree with its prediction.
-        note: what the reader should know of it.
+        what: Description of the number, with the sizes it was measured at.
+        measured: Estimate.
+        low: Lower end of the estimate's 95 % interval over seeds.
+        high: Upper end of the interval.
+        predicted: Prediction of the source, `None` if the source has none.
+        tolerance: Distance from `predicted` up to which `measured` agrees with it.
+        kind: "exponent", or "value" for any other number.
+        source: Source of the prediction, if it is not the figure's source.
+        above: Whether `predicted` is a lower bound, to which `tolerance` does not apply.
+        control: Whether the row must disagree with its prediction.
+        note: Remark for the reader.
     """
 
     what: str
@@ -72,77 +81,77 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        """Whether the estimate lies in the band around its prediction, or above its bound, and the prediction is there."""
+        """Agreement of the estimate with its prediction: inside the band, or above the bound.
+
+        A row without a prediction does not agree.
+        """
         if self.predicted is None:
             return False
-        return (
-            self.measured > self.predicted
-            if self.above
-            else abs(self.measured - self.predicted) <= self.tolerance
-        )
+        if self.above:
+            return self.measured > self.predicted
+        return abs(self.measured - self.predicted) <= self.tolerance
 
     @property
     def verdict(self) -> str:
-        """In words: does it reproduce?"""
+        """Verdict on the prediction in words, for the page."""
         if self.predicted is None:
             return "measured, nothing predicted"
         if not math.isfinite(self.measured):
             return "not measured"
-        band = 0.0 if self.above else self.tolerance
-        apart = self.high < self.predicted - band or (
-            self.low > self.predicted + band and not self.above
-        )
-        if self.control:
-            return (
-                "control: fails as it must"
-                if apart
-                else "control: does not fail, so the check shows nothing"
-            )
+
         if self.above:
-            meets = "undecided: the interval meets the bound"
-            return (
-                "reproduces"
-                if self.low > self.predicted
-                else "does not reproduce"
-                if apart
-                else meets
-            )
-        if self.agrees:
-            if (
-                self.low >= self.predicted - self.tolerance
-                and self.high <= self.predicted + self.tolerance
-            ):
+            contradicts = self.high < self.predicted
+        else:
+            is_below = self.high < self.predicted - self.tolerance
+            is_above = self.low > self.predicted + self.tolerance
+            contradicts = is_below or is_above
+
+        if self.control:
+            if contradicts:
+                return "control: fails as it must"
+            return "control: does not fail, so the check shows nothing"
+        if contradicts:
+            return "does not reproduce"
+        if self.above:
+            if self.low > self.predicted:
                 return "reproduces"
-            if self.high - self.low > 4 * self.tolerance:
-                return "undecided: the interval is twice as wide as the band"
-            return "reproduces, with an interval that reaches out of the band"
-        return (
-            "does not reproduce" if apart else "undecided: outside the band, the interval meets it"
+            return "undecided: the interval meets the bound"
+        if not self.agrees:
+            return "undecided: outside the band, the interval meets it"
+        is_inside = (
+            self.low >= self.predicted - self.tolerance
+            and self.high <= self.predicted + self.tolerance
         )
+        if is_inside:
+            return "reproduces"
+        if self.high - self.low > 4 * self.tolerance:
+            return "undecided: the interval is twice as wide as the band"
+        return "reproduces, with an interval that reaches out of the band"
 
     def json(self) -> dict[str, Any]:
-        """All fields and the verdict, numbers to six digits; `above` only where it is so."""
-        fields = {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if name != "above" or value
-        }
+        """Return all fields and the verdict, with numbers to six digits.
+
+        `above` is left out where it is False, because records of most figures do not have it.
+        """
+        fields = dataclasses.asdict(self)
+        if not self.above:
+            del fields["above"]
         return {**_plain(fields), "verdict": self.verdict}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """How a figure is measured, judged and drawn (see the module).
+    """Description of a figure, with the functions that measure, judge and draw it (see the module).
 
     Attributes:
-        title: one line.
-        source: figure or section, and paper.
-        about: what is measured and on which models, for a reader of the page.
-        small: settings of the CPU version.
-        full: settings of the paper's sizes.
-        measure: (settings, work folder) to numbers.
-        rows: (settings, numbers) to rows.
-        draw: (settings, numbers) to a picture.
+        title: Title in one line.
+        source: Figure or section, and paper.
+        about: Measurement and models, for a reader of the page. The page shows the first sentence.
+        small: Settings of the CPU version.
+        full: Settings of the paper's sizes.
+        measure: Function from settings and work folder to numbers.
+        rows: Function from settings and numbers to rows.
+        draw: Function from settings and numbers to a picture.
     """
 
     title: str
@@ -156,22 +165,31 @@ class Figure:
 
 
 def settings_of(module: str) -> dict[str, Settings]:
-    """Return the `small` and `full` settings of a figure, which `settings.json` has by the name of its module."""
-    file = Path(__file__).with_name("settings.json")
-    return json.loads(file.read_text())[module.rpartition(".")[2]]
+    """Return the `small` and `full` settings of a figure from `settings.json`.
+
+    Args:
+        module: Dotted name of the figure's module. Its last part is the key in `settings.json`.
+    """
+    path = Path(__file__).with_name("settings.json")
+    name = module.rpartition(".")[2]
+    return json.loads(path.read_text())[name]
 
 
-def estimate(what: str, interval: Interval, kind: str = "value", **more: Any) -> Row:
-    """Return the row of an estimate with its interval; `more` are fields of `Row`."""
+def estimate(description: str, interval: Interval, kind: str = "value", **fields: Any) -> Row:
+    """Return the row of an estimate with its interval.
+
+    Args:
+        fields: Further fields of `Row`.
+    """
     measured, low, high = interval
-    return Row(what=what, measured=measured, low=low, high=high, kind=kind, **more)
+    return Row(what=description, measured=measured, low=low, high=high, kind=kind, **fields)
 
 
 def mean(values: Any) -> Interval:
-    """Mean over seeds of values [seeds], with its 95 % interval (Student's t).
+    """Return the mean of values [seeds] with its 95 % interval by Student's t.
 
     Raises:
-        ValueError: one seed, which has no interval.
+        ValueError: There is one seed, which has no interval.
     """
     from scipy import stats
 
@@ -179,52 +197,74 @@ def mean(values: Any) -> Interval:
     if len(values) < 2:
         raise ValueError(f"{len(values)} seed has no interval; measure at least 2")
     estimate = float(values.mean())
-    room = float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
-    return estimate, estimate - room, estimate + room
+    quantile = stats.t.ppf(0.975, len(values) - 1)
+    half_width = float(quantile * values.std(ddof=1) / math.sqrt(len(values)))
+    return estimate, estimate - half_width, estimate + half_width
 
 
 def jackknife(statistic: Callable[[np.ndarray], float], seeds: int) -> Interval:
-    """A statistic of the indices of seeds, with the 95 % interval from leaving out one seed at a time."""
+    """Return a statistic of all seeds with its jackknife 95 % interval.
+
+    The jackknife leaves out one seed at a time.
+
+    Args:
+        statistic: Function from the indices of seeds to a number.
+    """
     from scipy import stats
 
-    estimate = statistic(np.arange(seeds))
-    without = np.array([statistic(np.delete(np.arange(seeds), one)) for one in range(seeds)])
-    error = math.sqrt((seeds - 1) * float(np.mean((without - without.mean()) ** 2)))
-    room = float(stats.t.ppf(0.975, seeds - 1)) * error
-    return estimate, estimate - room, estimate + room
+    every_seed = np.arange(seeds)
+    estimate = statistic(every_seed)
+    leave_one_out = np.array([statistic(np.delete(every_seed, seed)) for seed in range(seeds)])
+    error = math.sqrt((seeds - 1) * float(np.mean((leave_one_out - leave_one_out.mean()) ** 2)))
+    half_width = float(stats.t.ppf(0.975, seeds - 1)) * error
+    return estimate, estimate - half_width, estimate + half_width
 
 
 def slope(sizes: Any, values: Any) -> Interval:
-    """Log-log slope of positive values [sizes, seeds] against sizes: the mean over seeds of each one's least-squares line."""
-    x, y = np.log(np.asarray(sizes, np.float64)), np.log(np.asarray(values, np.float64))
-    x = x - x.mean()
-    return mean(x @ y / (x @ x))
+    """Return the log-log slope of positive values [sizes, seeds] against sizes.
+
+    The slope is the mean over seeds of each seed's least-squares slope, with its 95 % interval.
+    """
+    log_sizes = np.log(np.asarray(sizes, np.float64))
+    log_values = np.log(np.asarray(values, np.float64))
+    centred = log_sizes - log_sizes.mean()
+    return mean(centred @ log_values / (centred @ centred))
 
 
 def exponent(
-    what: str,
+    description: str,
     sizes: Any,
     values: Any,
     *,
     predicted: float | None,
     tolerance: float = 0.1,
-    **more: Any,
+    **fields: Any,
 ) -> Row:
-    """The row of a power law, from values [sizes, seeds]; `more` are fields of `Row`."""
+    """Return the row of a power law's exponent, fitted to values [sizes, seeds].
+
+    Args:
+        fields: Further fields of `Row`.
+    """
     measured, low, high = slope(sizes, values)
     return Row(
-        what=what,
+        what=description,
         measured=measured,
         low=low,
         high=high,
         predicted=predicted,
         tolerance=tolerance,
-        **more,
+        **fields,
     )
 
 
 def record(figure: Figure, settings: Settings, data: Data, **about: Any) -> dict[str, Any]:
-    """What is kept of a figure: settings, numbers, rows, and what `about` says of how they came to be."""
+    """Return a figure's record as plain JSON values.
+
+    The record has title, source, settings, rows and measured numbers.
+
+    Args:
+        about: Further fields on the measurement: command, versions and seconds.
+    """
     data = _plain(dict(data))
     rows = [row.json() for row in figure.rows(settings, data)]
     head = {"title": figure.title, "source": figure.source, "about": figure.about}
@@ -232,11 +272,12 @@ def record(figure: Figure, settings: Settings, data: Data, **about: Any) -> dict
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a record, a line per field and row."""
+    """Write a record as JSON, with one line for each field and each row."""
     lines = []
     for name, value in content.items():
         if name == "rows":
-            text = "[\n" + ",\n".join(f"  {_text(row)}" for row in value) + "\n ]"
+            rows = ",\n".join(f"  {_text(row)}" for row in value)
+            text = f"[\n{rows}\n ]"
         else:
             text = _text(value)
         lines.append(f" {json.dumps(name)}: {text}")
@@ -244,13 +285,14 @@ def save(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The record in a file."""
+    """Return the record in a file."""
     return json.loads(path.read_text())
 
 
 def same_settings(content: Mapping[str, Any], settings: Settings) -> bool:
-    """Whether a record was measured with these settings."""
-    return content["settings"] == json.loads(_text(_plain(dict(settings))))
+    """Return whether a record was measured with these settings."""
+    as_saved = json.loads(_text(_plain(dict(settings))))
+    return content["settings"] == as_saved
 
 
 def _text(value: Any) -> str:
@@ -258,13 +300,15 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays as lists, floats to six digits."""
+    """Return a value as JSON types: arrays become lists, and floats are rounded to six digits."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, int | np.integer):
         return int(value)
-    return float(f"{value:.6g}") if isinstance(value, float | np.floating) else value
+    if isinstance(value, float | np.floating):
+        return float(f"{value:.6g}")
+    return value

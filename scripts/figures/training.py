@@ -1,7 +1,9 @@
-"""Training for the figures: the zoo's models with train/'s own step, many seeds and presets of one program, and looks between.
+"""Training for the figures, with observations between the steps.
 
-The models are in the form of Bordelon et al. 2024, absolute presets, by default with the constants of the authors' code
-(`with_constants`): a ViT on the endless image set with heavy-ball SGD, a decoder on Python's sources with Adam.
+The models are the zoo's, and the step is that of `train/`. One compiled program serves many seeds
+and presets. Models have the form of Bordelon et al. 2024 under absolute presets: a ViT on the
+endless image set with heavy-ball SGD, and a decoder on Python's sources with Adam. By default they
+have the constants of the authors' code (`with_constants`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig
 
 _ENDS = (Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION, Role.READOUT)
+"""Roles of the parameters at the input and the output of a model."""
 
 
 def vit(
@@ -43,7 +46,15 @@ def vit(
     patch_size: int = 8,
     data_name: str = "shapes",
 ) -> Config:
-    """A run of the paper's ViT: momentum 0.9, constant rate, centred output."""
+    """Return a run of the paper's ViT with a centred output.
+
+    The optimizer is SGD with momentum 0.9 and a constant learning rate.
+
+    Args:
+        alpha_a: Exponent of N in the scale of attention logits.
+        alpha_l: Exponent of the depth in the scale of branches.
+        gamma0: Scale of feature learning; 0 in the limit of lazy training.
+    """
     model = configs.get("bordelon-vit")
     assert isinstance(model, configs.ViTConfig)
     model = replace(
@@ -89,9 +100,15 @@ def lm(
     seq_len: int = 64,
     warmup_steps: int = 20,
 ) -> Config:
-    """A run of the paper's decoder on bytes: Adam with eps 1e-20, warm-up and cosine to 0, centred output.
+    """Return a run of the paper's decoder on bytes: Adam with eps 1e-20, warm-up and cosine to 0.
 
-    As in its text: the GELU before branches, the norm of queries and keys and the readout's bias are its code's alone.
+    The decoder is that of the paper's text, with a centred output. The authors' code alone has a
+    GELU before branches, a norm of queries and keys, and a bias of the readout.
+
+    Args:
+        alpha_a: Exponent of N in the scale of attention logits.
+        alpha_l: Exponent of the depth in the scale of branches.
+        gamma0: Scale of feature learning; 0 in the limit of lazy training.
     """
     model = configs.get("bordelon-lm")
     assert isinstance(model, configs.DecoderConfig)
@@ -128,47 +145,49 @@ def lm(
 
 
 def _compute(depth: int) -> ComputeConfig:
-    """A deep stack as a loop, whose compilation takes no longer; a shallow one unrolled, which runs faster on a CPU."""
+    """Return how to run a stack of layers: as a loop if it is deep, else unrolled."""
+    # A loop compiles as fast at any depth, and an unrolled stack runs faster on a CPU.
     return ComputeConfig(layers="scan" if depth > 4 else "auto")
 
 
 def _preset(alpha_a: float, alpha_l: float, gamma0: float, beta0: float) -> PresetConfig:
+    """Return `depth-mup` in the paper's absolute form."""
     return PresetConfig(
         name="depth-mup", base=None, alpha_a=alpha_a, alpha_l=alpha_l, gamma0=gamma0, beta0=beta0
     )
 
 
-def with_constants(run: StepInputs, program: Program, ends: float = 4.0) -> StepInputs:
-    """The run's numbers with the constants of the authors' code.
+def with_constants(step_inputs: StepInputs, program: Program, ends: float = 4.0) -> StepInputs:
+    """Return a run's step inputs with the constants of the authors' code.
+
+    Embeddings, positions and the readout learn `ends` times as fast as by the preset's rule.
+    Queries and keys are divided by the square root of two each.
 
     Args:
-        run: numbers from the preset.
-        program: of the run.
-        ends: by how much more than by the rule the embeddings, positions and readout learn: beta0 in most figures.
-
-    Returns:
-        The same with those rates, and queries and keys divided by the square root of two each.
+        ends: Factor on the learning rates of embeddings, positions and readout. Most figures have
+            beta0.
     """
-    specs, factors = program.definition.specs, run.factors
-    lr = {
-        name: rate * (ends if specs[name].role in _ENDS else 1) for name, rate in factors.lr.items()
-    }
-    pair = (Role.QUERY, Role.KEY)
-    multiplier = {
-        name: one * (0.5**0.5 if specs[name].role in pair else 1)
-        for name, one in factors.multiplier.items()
-    }
-    return run._replace(factors=factors._replace(lr=lr, multiplier=multiplier))
+    specs = program.definition.specs
+    factors = step_inputs.factors
+    lr = {}
+    for name, rate in factors.lr.items():
+        lr[name] = rate * (ends if specs[name].role in _ENDS else 1)
+    multiplier = {}
+    for name, value in factors.multiplier.items():
+        is_query_or_key = specs[name].role in (Role.QUERY, Role.KEY)
+        multiplier[name] = value * (0.5**0.5 if is_query_or_key else 1)
+    return step_inputs._replace(factors=factors._replace(lr=lr, multiplier=multiplier))
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A model between two steps.
+    """Model between two steps of a run.
 
     Attributes:
-        step: optimizer steps done.
-        params: the parameters now; `start` those at step 0.
-        run: numbers they are used with.
+        step: Number of finished optimizer steps.
+        params: Present parameters.
+        start: Parameters at step 0.
+        run: Step inputs of the run, which have the model's multipliers.
     """
 
     step: int
@@ -178,19 +197,22 @@ class Snapshot:
 
 
 class Trainer:
-    """Trains runs that differ in seed and in the preset's and optimizer's numbers, with one compilation, on one device.
+    """Trainer of runs that share one compiled program, on one device.
+
+    The runs may differ in their seeds and in the values of their presets and optimizers.
 
     Args:
-        config: whose model, data and optimizer all runs share.
-        batches: of the data, shared between trainers on the same data; made when None.
-        ends: see `with_constants`.
+        config: Configuration with the model, data and optimizer that all runs share.
+        batches: Batches of the data, to share them between trainers. None loads them.
+        ends: Factor of `with_constants`.
     """
 
     def __init__(self, config: Config, batches: Batches | None = None, ends: float = 4.0) -> None:
         self.program = assemble(config, jax.devices()[:1])
         self.batches = batches or Batches(config)
         self.definition = self.program.definition
-        self._step, self.ends = self.program.compile_train(), ends
+        self.ends = ends
+        self._step = self.program.compile_train()
         self._internals = jax.jit(
             lambda params, run, inputs: internals(
                 self.definition.model(params, run.factors.multiplier, run.factors.forward), inputs
@@ -207,15 +229,22 @@ class Trainer:
         at: Sequence[int] = (),
         look: Callable[[Snapshot], Any] = lambda snapshot: None,
     ) -> tuple[np.ndarray, list[Any]]:
-        """The training losses float64 [steps] of a run, and what `look` saw after the steps `at` (0 is before the first)."""
-        numbers = assemble(config, jax.devices()[:1])
-        program = replace(
-            numbers, initializer=self.program.initializer
-        )  # compiled once for all runs
+        """Train a run and return its training losses and observations.
+
+        Args:
+            at: Numbers of finished steps at which to observe; 0 is before the first step.
+
+        Returns:
+            Losses float64 [steps], and what `look` returned at each step of `at`.
+        """
+        # The first program's initializer is compiled already.
+        assembled = assemble(config, jax.devices()[:1])
+        program = replace(assembled, initializer=self.program.initializer)
         start = program.initializer.params(config.seed, program.stds)
         run = with_constants(program.step_inputs(), program, self.ends)
         state = program.placed(program.initial_state(), self._step)
-        losses, observations = [], []
+        losses = []
+        observations = []
         for step in range(config.steps + 1):
             if step in at:
                 observations.append(look(Snapshot(step, state.params, start, run)))
@@ -225,43 +254,46 @@ class Trainer:
         return np.asarray(jax.device_get(losses), np.float64), observations
 
     def internals(self, snapshot: Snapshot, inputs: np.ndarray) -> dict[str, np.ndarray]:
-        """`mupax.train.studies.check.observables.internals` of the model as it is."""
+        """Return the activations that `check.observables.internals` reads from the model."""
         return jax.device_get(self._internals(snapshot.params, snapshot.run, jnp.asarray(inputs)))
 
     def logits(self, snapshot: Snapshot, inputs: np.ndarray) -> np.ndarray:
-        """The centred output."""
+        """Return the centred logits of the model."""
         return np.asarray(self._logits(snapshot.params, snapshot.run, jnp.asarray(inputs)))
 
     def names(self, *roles: Role) -> list[str]:
-        """Parameters of these roles."""
+        """Return the names of the parameters that have one of the roles."""
         return [name for name, spec in self.definition.specs.items() if spec.role in roles]
 
 
 class Batches:
-    """The training batches of a config's data from the first on, each made once, and some evaluation examples."""
+    """Training batches of a configuration's data, each loaded once, and its evaluation examples."""
 
     def __init__(self, config: Config) -> None:
         seed = config.seed if config.data.seed is None else config.data.seed
         self._data = data.load(config.data, config.model, seed=seed, note=lambda line: None)
         self._batches: list[Batch] = []
 
-    def __getitem__(self, k: int) -> Batch:
-        while len(self._batches) <= k:
-            self._batches.append(
-                jax.tree.map(jnp.asarray, self._data.train_batch(len(self._batches)))
-            )
-        return self._batches[k]
+    def __getitem__(self, step: int) -> Batch:
+        """Return the batch of a step, counted from 0."""
+        while len(self._batches) <= step:
+            batch = self._data.train_batch(len(self._batches))
+            self._batches.append(jax.tree.map(jnp.asarray, batch))
+        return self._batches[step]
 
     def probe(self, count: int) -> np.ndarray:
-        """Inputs of the first evaluation examples."""
+        """Return the inputs of the first `count` evaluation examples."""
         return self._data.eval_batch(0, slice(0, count))["inputs"]
 
     def probe_targets(self, count: int) -> np.ndarray:
-        """Their targets."""
+        """Return the targets of the first `count` evaluation examples."""
         return self._data.eval_batch(0, slice(0, count))["targets"]
 
 
 def smoothed(losses: np.ndarray, points: int = 60) -> np.ndarray:
-    """Means of losses [..., steps] over `points` windows of equal length, [..., points]."""
+    """Return means of losses [..., steps] over `points` windows of equal length, [..., points].
+
+    There are fewer points if there are fewer steps.
+    """
     windows = np.array_split(np.asarray(losses), min(points, losses.shape[-1]), axis=-1)
     return np.stack([window.mean(axis=-1) for window in windows], axis=-1)

@@ -1,1 +1,1 @@
-"""Does a tuned preset win, or only transfer? Large models under `mup`, tuned at the base, against `sp` tuned anew at every size."""
+"""Study of tuned presets: a preset tuned once at the base against `sp` tuned anew at every size."""

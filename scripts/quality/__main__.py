@@ -1,10 +1,11 @@
-"""Measures what a tuned preset is worth: writes docs/evidence/quality/ and docs/evidence/quality.md.
+"""Measure what a tuned preset is worth, and write docs/evidence/quality/ and its page quality.md.
 
     python -m scripts.quality [CELL ...] [--rates] [--render] [--list]
 
-A cell searches the base's constants, gives them to every arm, searches an arm's own at every size where it has some, and trains what
-they end at from paired seeds until the difference is known to ± 0.005 nats or the seeds end. Rows are kept as they finish: a cell
-that was stopped goes on.
+For every cell the command searches the base's constants and gives them to every arm. It searches an
+arm's own constants, if the arm has some, at every size. It trains the resulting settings from
+paired seeds, until the difference is known to ± 0.005 nats or the cell's seeds are used up. Rows
+are saved as they finish, so the same command continues a cell that was stopped.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from scripts.quality.measuring import FINAL, FIRST, Measuring
 from scripts.quality.page import difference
 
 HALF_WIDTH = 0.005
-"""Half-width of a difference that needs no more seeds, in nats."""
+"""Half-width of a difference's 95 % interval, in nats, that needs no more seeds."""
 PROBE = 2
 """Octaves by which a probed rate is raised and lowered."""
 PICTURED = "head_dim-800"
@@ -40,12 +41,12 @@ PICTURED = "head_dim-800"
 
 
 class Probe(NamedTuple):
-    """One group's rate moved to one side at four times the base.
+    """Gain of moving one group's rate in one direction at four times the base.
 
     Attributes:
-        group: of parameters.
-        octaves: by which its rate was moved.
-        gains: nats per seed by which the loss fell.
+        group: Group of parameters.
+        octaves: Octaves by which the group's rate was moved.
+        gains: Nats by which the loss fell, for every seed.
     """
 
     group: str
@@ -54,23 +55,24 @@ class Probe(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Mean over seeds, minus infinity where a run diverged."""
+        """Mean gain over seeds, minus infinity if a run diverged."""
         mean = float(np.mean(self.gains))
         return mean if np.isfinite(mean) else -np.inf
 
 
 def measure(cell: Cell, stop: StopRequest) -> None:
-    """Train a cell, and write its result.json after every size of an arm."""
+    """Train a cell, and write its result.json after every size of every arm."""
     work = Measuring(cell, stop)
     base = work.searched(cell.arms[0], cell.sizes[0], cell.start, cell.searched)
     study = Study(work, work.seconds, {arm.label: [base] for arm in cell.arms})
     compared = [arm for arm in cell.arms if not arm.ablation]
-    ablations = [arm for arm in cell.arms if arm.ablation]  # after all sizes of the others
+    ablations = [arm for arm in cell.arms if arm.ablation]
+    # Ablations matter least, so they come after all sizes of the other arms.
     for arms, size in itertools.product((compared, ablations), cell.sizes[1:]):
         for arm in arms:
             study.add_size(arm, size)
             if arm.probed and size == cell.probe_size and study.probe(arm):
-                # A group joined the search: search the sizes so far again, with it.
+                # A group joined the search: search the sizes so far again, with the new group.
                 study.settings[arm.label] = [base]
                 for smaller in cell.sizes[1 : cell.sizes.index(size) + 1]:
                     study.add_size(arm, smaller)
@@ -78,19 +80,18 @@ def measure(cell: Cell, stop: StopRequest) -> None:
 
 
 def measure_rates(cell: Cell, stop: StopRequest) -> None:
-    """Train the two arms of the README's picture at the rates around their own, and write rates.json."""
+    """Train the README picture's two arms at the rates around their own, and write rates.json."""
     record = json.loads((cell.folder / "result.json").read_text())
     work = Measuring(cell, stop)
     arms = {arm.label: arm for arm in cell.arms}
-    curves = {
-        label: rates.measure(work, arms[label], rates.settings_of(record, label))
-        for label in (MUP, RETUNED)
-    }
+    curves = {}
+    for label in (MUP, RETUNED):
+        curves[label] = rates.measure(work, arms[label], rates.settings_of(record, label))
     rates.write(cell.folder / "rates.json", cell, curves)
 
 
 def draw_rates(cell: Cell) -> None:
-    """Draw the README's picture from rates.json, if that is there."""
+    """Draw the README's picture from rates.json, if the cell has that file."""
     path = cell.folder / "rates.json"
     if path.exists():
         curves = rates.read(path)
@@ -98,11 +99,13 @@ def draw_rates(cell: Cell) -> None:
 
 
 class Study:
-    """Settings that a cell's arms have so far.
+    """Settings that the arms of a cell have so far.
 
-    Args:
-        tuning: seconds that the search at the base took.
-        settings: label of an arm to its setting at every size, the base first.
+    Attributes:
+        work: Trainer of the cell's runs.
+        tuning: Seconds of training that the search at the base took.
+        settings: Label of an arm to its settings, one per size from the base on.
+        probes: Label of an arm to the probes of its groups.
     """
 
     def __init__(self, work: Measuring, tuning: float, settings: dict[str, list[Setting]]) -> None:
@@ -113,31 +116,45 @@ class Study:
         self._joined: dict[str, tuple[str, ...]] = {}
 
     def tuned(self, arm: Arm) -> tuple[str, ...]:
-        """Return the constants that are searched anew for an arm, those that joined by a probe included."""
+        """Return the constants that an arm searches at every size, with those joined by a probe."""
         return arm.tuned + self._joined.get(arm.label, ())
 
     def add_size(self, arm: Arm, size: int) -> None:
-        """Search an arm's setting at the next size, or repeat the last one if the arm is not tuned there."""
-        own = self.settings[arm.label]
-        if arm.tuned and (arm.searches is None or len(own) <= arm.searches):
-            own.append(self.work.searched(arm, size, _ahead(own), self.tuned(arm)))
+        """Add an arm's setting at the next size.
+
+        The setting is searched if the arm is tuned at this size. Otherwise it is the last one.
+        """
+        settings = self.settings[arm.label]
+        is_searched = bool(arm.tuned)
+        if arm.searches is not None and len(settings) > arm.searches:
+            is_searched = False
+        if is_searched:
+            start = _extrapolated(settings)
+            settings.append(self.work.searched(arm, size, start, self.tuned(arm)))
         else:
-            own.append(own[-1])
+            settings.append(settings[-1])
 
     def probe(self, arm: Arm) -> bool:
-        """Move the rate of every group that an arm does not search, and return whether one gained enough to join."""
+        """Move the rate of every group that an arm does not search, and keep the gains.
+
+        Groups that gain more than `page.JOINS` nats join the arm's search.
+
+        Returns:
+            Whether a group joined.
+        """
         cell = self.work.cell
         size = cell.probe_size
         centre = self.settings[arm.label][cell.sizes.index(size)]
+        values = dict(centre)
         probes: list[Probe] = []
         for group in cell.groups():
             constant = f"rates.{group}"
             if constant in arm.tuned:
                 continue
-            for side in (-PROBE, PROBE):
-                moved = setting({**dict(centre), constant: dict(centre).get(constant, 0) + side})
-                before, after = self.work.losses(arm, size, [centre, moved], FIRST)
-                probes.append(Probe(group, side, [float(gain) for gain in before - after]))
+            for step in (-PROBE, PROBE):
+                moved = setting({**values, constant: values.get(constant, 0) + step})
+                previous, after = self.work.losses(arm, size, [centre, moved], FIRST)
+                probes.append(Probe(group, step, [float(gain) for gain in previous - after]))
         joined = sorted({f"rates.{probe.group}" for probe in probes if probe.gain > page.JOINS})
         self.probes[arm.label] = probes
         self._joined[arm.label] = tuple(joined)
@@ -146,55 +163,52 @@ class Study:
 
 
 def without_curves(folder: Path) -> None:
-    """Rewrite a cell's rows without their curves, three quarters of the file, which nothing here reads.
+    """Rewrite a cell's rows without their loss curves, which are three quarters of the file.
 
-    Args:
-        folder: of the cell.
+    Nothing in the study reads the curves.
     """
     rows = Rows(folder)
-    if any(row.curve for row in rows.values()):
-        with tempfile.TemporaryDirectory(dir=folder) as name:
-            bare = Rows(Path(name))
-            for row in rows.values():
-                bare.add(replace(row, curve=()))
-            bare.path.replace(rows.path)
-            (folder / COMPRESSED_NAME).unlink(missing_ok=True)
+    if not any(row.curve for row in rows.values()):
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        bare = Rows(Path(name))
+        for row in rows.values():
+            bare.add(replace(row, curve=()))
+        bare.path.replace(rows.path)
+        (folder / COMPRESSED_NAME).unlink(missing_ok=True)
 
 
-def _ahead(own: Sequence[Setting]) -> Setting:
-    """Where the next size's search begins: as far on as the last one moved."""
-    if len(own) == 1:
-        return own[0]
-    last, before = dict(own[-1]), dict(own[-2])
-    return setting(
-        {name: 2 * last.get(name, 0) - before.get(name, 0) for name in last.keys() | before.keys()}
-    )
+def _extrapolated(settings: Sequence[Setting]) -> Setting:
+    """Return the start of the next size's search: the last setting, moved as it moved before."""
+    if len(settings) == 1:
+        return settings[0]
+    last = dict(settings[-1])
+    previous = dict(settings[-2])
+    names = last.keys() | previous.keys()
+    return setting({name: 2 * last.get(name, 0) - previous.get(name, 0) for name in names})
 
 
 def _write(study: Study) -> None:
-    """Train what each comparison lacks of its seeds, and write result.json."""
+    """Train the seeds that each comparison lacks, and write result.json."""
     work = study.work
-    settings = study.settings
     cell = work.cell
+    differences: dict[tuple[str, int], np.ndarray | None] = {}
+    for arm in cell.arms:
+        for size, own_setting in zip(cell.sizes, study.settings[arm.label], strict=False):
+            differences[arm.label, size] = _compared(study, arm, size, own_setting)
+
+    # Losses are read after all comparisons, which may have trained more seeds of a reference.
     arms = []
     for arm in cell.arms:
         sizes = []
-        for size, own in zip(cell.sizes, settings[arm.label], strict=False):
-            seeds = FINAL
-            against = _paired(work, arm, size, own, settings, seeds)
-            unprobed = arm.probed and arm.label not in study.probes  # its setting may change
-            most = FINAL if arm.ablation or unprobed else cell.most
-            while against is not None and difference(against)[2] > HALF_WIDTH and seeds < most:
-                seeds += 1
-                against = _paired(work, arm, size, own, settings, seeds)
+        for size, own_setting in zip(cell.sizes, study.settings[arm.label], strict=False):
+            losses = work.trained(arm, size, own_setting)
             sizes.append(
                 {
                     "size": size,
-                    "octaves": octaves(dict(own)),
-                    "losses": [],
-                    "reference_minus_this": None
-                    if against is None
-                    else [float(f"{d:.4g}") for d in against],
+                    "octaves": octaves(dict(own_setting)),
+                    "losses": [_rounded(loss, 6) for loss in losses],
+                    "reference_minus_this": _rounded_differences(differences[arm.label, size]),
                 }
             )
         arms.append(
@@ -206,14 +220,9 @@ def _write(study: Study) -> None:
                 "sizes": sizes,
             }
         )
-    for arm, one in (
-        (arm, one) for arm, row in zip(cell.arms, arms, strict=True) for one in row["sizes"]
-    ):
-        own = settings[arm.label][cell.sizes.index(one["size"])]
-        losses = work.trained(
-            arm, one["size"], own
-        )  # more of a reference than it had when its own row was made
-        one["losses"] = [float(f"{loss:.6g}") if np.isfinite(loss) else None for loss in losses]
+    probes = {}
+    for label, arm_probes in study.probes.items():
+        probes[label] = [_probe_record(probe) for probe in arm_probes]
     record = {
         "cell": cell.name,
         "axis": cell.axis,
@@ -222,36 +231,68 @@ def _write(study: Study) -> None:
         "tuning_seconds": round(study.tuning, 1),
         "train_seconds": round(work.seconds, 1),
         "arms": arms,
-        "probes": {
-            label: [_probe_record(probe) for probe in probes]
-            for label, probes in study.probes.items()
-        },
+        "probes": probes,
     }
     (cell.folder / "result.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
+def _rounded(value: float, digits: int) -> float | None:
+    """Return a number to so many significant digits, `None` if it is not finite."""
+    return float(f"{value:.{digits}g}") if np.isfinite(value) else None
+
+
+def _rounded_differences(differences: np.ndarray | None) -> list[float] | None:
+    if differences is None:
+        return None
+    return [float(f"{value:.4g}") for value in differences]
+
+
 def _probe_record(probe: Probe) -> dict[str, Any]:
-    """Return a probe as JSON has it; a gain is None where a run diverged."""
-    gains = [float(f"{gain:.4g}") if np.isfinite(gain) else None for gain in probe.gains]
+    """Return a probe as JSON has it; a gain is `None` where a run diverged."""
+    gains = [_rounded(gain, 4) for gain in probe.gains]
     return {"group": probe.group, "octaves": probe.octaves, "gains": gains}
 
 
-def _paired(
-    work: Measuring,
-    arm: Arm,
-    size: int,
-    own: Setting,
-    settings: dict[str, list[Setting]],
-    seeds: int,
+def _compared(study: Study, arm: Arm, size: int, own_setting: Setting) -> np.ndarray | None:
+    """Compare an arm with its reference on as many seeds as the difference needs.
+
+    Returns:
+        As `_paired_differences`.
+    """
+    cell = study.work.cell
+    # An arm that is still to be probed may change its setting, so it gets no more seeds yet.
+    is_unprobed = arm.probed and arm.label not in study.probes
+    max_seeds = FINAL if arm.ablation or is_unprobed else cell.max_seeds
+    seeds = FINAL
+    differences = _paired_differences(study, arm, size, own_setting, seeds)
+    while (
+        differences is not None
+        and difference(differences).half_width > HALF_WIDTH
+        and seeds < max_seeds
+    ):
+        seeds += 1
+        differences = _paired_differences(study, arm, size, own_setting, seeds)
+    return differences
+
+
+def _paired_differences(
+    study: Study, arm: Arm, size: int, own_setting: Setting, seeds: int
 ) -> np.ndarray | None:
-    """The reference's losses less an arm's, seed by seed; None where one diverged or the reference has no such size."""
-    reference, at = reference_of(work.cell, arm), work.cell.sizes.index(size)
-    losses = work.losses(arm, size, [own], seeds)[0]
-    if arm is reference or at >= len(settings[reference.label]):
+    """Return the reference's losses less an arm's [seeds].
+
+    The result is `None` for the reference itself, where a run diverged, and where the reference has
+    no setting of this size yet.
+    """
+    work = study.work
+    reference = reference_of(work.cell, arm)
+    reference_settings = study.settings[reference.label]
+    index = work.cell.sizes.index(size)
+    losses = work.losses(arm, size, [own_setting], seeds)[0]
+    if arm is reference or index >= len(reference_settings):
         return None
-    theirs = work.losses(reference, size, [settings[reference.label][at]], seeds)[0]
-    apart = theirs - losses
-    return apart if np.isfinite(apart).all() else None
+    reference_losses = work.losses(reference, size, [reference_settings[index]], seeds)[0]
+    differences = reference_losses - losses
+    return differences if np.isfinite(differences).all() else None
 
 
 @dataclass(frozen=True)
@@ -259,42 +300,56 @@ class Options:
     """Flags of the command."""
 
     cells: Positional[tuple[str, ...]] = ()
+    """Cells to train; all by default."""
     rates: Switch = False
+    """Train the curves of loss against learning rate of the README's picture."""
     render: Switch = False
-    """Train nothing: write the page from what is there."""
+    """Train nothing: write the page from the results that are there."""
     list: Switch = False
     """Print the cells."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the cells that are asked for, all unless named, and write the page; 0 when all are done."""
+    """Run the command and return its exit status: 0 when all cells are done."""
     args = harness.parse(Options, argv)
     harness.check_names(args.cells, CELLS, "cell")
     if args.list:
         for cell in CELLS.values():
-            print(
-                f"{cell.name}: {cell.axis} {', '.join(map(str, cell.sizes))}; {len(cell.arms)} arms; {cell.recipe} {cell.words}"
-            )
+            sizes = ", ".join(map(str, cell.sizes))
+            run = f"{cell.recipe} {cell.words}"
+            print(f"{cell.name}: {cell.axis} {sizes}; {len(cell.arms)} arms; {run}")
         return 0
     if not args.render:
         with StopRequest() as stop:
             stop.defer()
             try:
-                if args.rates:
-                    measure_rates(CELLS[PICTURED], stop)
-                    without_curves(CELLS[PICTURED].folder)
-                else:
-                    for name in args.cells or CELLS:
-                        measure(CELLS[name], stop)
-                        without_curves(CELLS[name].folder)
+                _train(args, stop)
             except Stopped:
                 print("stopped; what was trained is saved, and the same command goes on")
                 return stop.exit_code
     draw_rates(CELLS[PICTURED])
     path = OUT.with_suffix(".md")
     path.write_text(page.markdown(page.records()))
-    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    shown = path
+    if path.is_relative_to(Path.cwd()):
+        shown = path.relative_to(Path.cwd())
+    print(f"wrote {shown}")
     return 0
+
+
+def _train(args: Options, stop: StopRequest) -> None:
+    """Train what the flags ask for.
+
+    Raises:
+        Stopped: A signal ended the training; finished rows are saved.
+    """
+    if args.rates:
+        measure_rates(CELLS[PICTURED], stop)
+        without_curves(CELLS[PICTURED].folder)
+        return
+    for name in args.cells or CELLS:
+        measure(CELLS[name], stop)
+        without_curves(CELLS[name].folder)
 
 
 if __name__ == "__main__":

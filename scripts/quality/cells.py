@@ -1,4 +1,8 @@
-"""What is compared: a cell is one model growing along one axis at one horizon, an arm one way to set its numbers."""
+"""Definition of what the study trains: its cells and their arms.
+
+A cell is one model that grows along one axis for one number of steps. An arm is one way to set the
+constants of every size.
+"""
 
 from __future__ import annotations
 
@@ -14,43 +18,55 @@ from mupax.train.studies.transfer import study
 from scripts import ROOT
 
 OUT = ROOT / "docs" / "evidence" / "quality"
+"""Folder of the cells' folders."""
 STEP = {"lr": 0.5}
-"""Octaves between neighbours of the search; of every other constant `OCTAVE`."""
+"""Octaves of one step of the search, for constants whose step is not `OCTAVE`."""
 OCTAVE = 1.0
+"""Octaves of one step of the search, for all other constants."""
 LM = (
-    "--model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 --optimizer.name adam "
-    "--optimizer.clip-norm None --optimizer.peak-lr 0.015625"
+    "--model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 "
+    "--optimizer.name adam --optimizer.clip-norm None --optimizer.peak-lr 0.015625"
 )
+"""Flags of the language model at the base."""
 VIT = (
-    "--model.width 64 --model.num-heads 4 --model.depth 2 --data.batch-size 32 --optimizer.name adam --optimizer.peak-lr 0.00390625 "
-    "--optimizer.clip-norm None"
+    "--model.width 64 --model.num-heads 4 --model.depth 2 --data.batch-size 32 "
+    "--optimizer.name adam --optimizer.peak-lr 0.00390625 --optimizer.clip-norm None"
 )
+"""Flags of the image model at the base."""
 GAINS = ("norm_gain", "block.norm_gain")
+"""Groups of the gains of norms."""
 
-Setting = Mapping[str, int]
-"""Constant to its value in steps of `STEP` octaves from the recipe's; 0 where it is missing."""
 Constants = Callable[[float], Mapping[str, float]]
-"""Constants of the preset beside those of a setting, from the grown size over the base's."""
+"""Function from growth (a size over the base's) to constants of the preset, by their names."""
+
+
+def _no_constants(growth: float) -> Mapping[str, float]:
+    """Return no constants at any size."""
+    del growth
+    return {}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to set the numbers of every size.
+    """One way to set the constants of every size.
 
     Attributes:
-        label: for a person.
-        preset: its name.
-        tuned: constants searched anew at every size, from the size before on; none: the base's setting transfers.
-        constants: of the preset, from the grown size over the base's.
-        ablation: whether it is `mup` with one rule as `sp` has it, held against `mup` alone.
-        searches: sizes after the base at which `tuned` is searched, later ones take the last's setting; all unless given.
-        probed: whether the rates of all other groups are probed at four times the base; those that gain join `tuned`.
+        label: Name in records and on the page.
+        preset: Name of the preset.
+        tuned: Constants that are searched again at every size, starting from the size before. An
+            arm without any uses the base's setting at every size.
+        constants: Constants of the preset at a grown size, in addition to the setting's.
+        ablation: Whether the arm is `mup` with one rule of `sp`, to be compared with `mup`.
+        searches: Number of sizes after the base at which `tuned` is searched; later sizes use the
+            last setting. None searches at all sizes.
+        probed: Whether the rates of all other groups are probed at `Cell.probe_size`. Groups that
+            gain enough join `tuned`.
     """
 
     label: str
     preset: str = "mup"
     tuned: tuple[str, ...] = ()
-    constants: Constants = lambda m: {}
+    constants: Constants = _no_constants
     ablation: bool = False
     searches: int | None = None
     probed: bool = False
@@ -58,19 +74,19 @@ class Arm:
 
 @dataclass(frozen=True)
 class Cell:
-    """One model, one axis, one horizon.
+    """One model that grows along one axis for one number of steps.
 
     Attributes:
-        name: of its folder.
-        recipe: that is changed by `words`.
-        words: flags of a run.
-        axis: what grows.
-        sizes: of it; the first is the base.
-        searched: constants that are tuned at the base, once, for every arm.
-        arms: the first is the one that every other is held against, but ablations.
-        start: where the search at the base begins.
-        finalists: of a search (`descend`).
-        most: seeds of a comparison, at most.
+        name: Name of the cell and of its folder.
+        recipe: Name of the recipe that `words` change.
+        words: Flags of a run, in one string.
+        axis: Size that grows.
+        sizes: Values of the axis in ascending order; the first is the base.
+        searched: Constants that are tuned once, at the base, for every arm.
+        arms: Arms of the cell. All others are compared with the first one, except ablations.
+        start: Setting at which the search at the base begins.
+        finalists: Number of settings that a search compares on all seeds; see `descend`.
+        max_seeds: Largest number of seeds of a comparison.
     """
 
     name: str
@@ -82,11 +98,11 @@ class Cell:
     arms: tuple[Arm, ...]
     start: tuple[tuple[str, int], ...] = ()
     finalists: int | None = None
-    most: int = 12
+    max_seeds: int = 12
 
     @property
     def folder(self) -> Path:
-        """Where its rows are."""
+        """Folder of the cell's rows and result.json."""
         return OUT / self.name
 
     @property
@@ -95,36 +111,41 @@ class Cell:
         return self.sizes[2]
 
     def groups(self) -> tuple[str, ...]:
-        """Groups of the model's parameters that have a learning rate, in alphabetical order."""
+        """Return the model's parameter groups that have a learning rate, in alphabetical order."""
         model = self.config(self.arms[0], self.sizes[0], {}, 0).model
         return tuple(sorted({spec.group for spec in model.parameters().values()}))
 
-    def config(self, arm: Arm, size: int, setting: Setting, seed: int) -> Config:
-        """The run of one point.
+    def config(self, arm: Arm, size: int, setting: Mapping[str, int], seed: int) -> Config:
+        """Return the configuration of one run.
 
         Args:
-            arm: whose rules.
-            size: of the axis.
-            setting: the constants.
-            seed: of the initialization; all points see the same batches.
+            setting: Name of a constant to its distance from the recipe's value, in steps of the
+                search. A missing constant keeps the recipe's value.
+            seed: Seed of the initialization. All runs see the same batches.
         """
+        base_size = self.sizes[0]
         config = cli.parse(self.recipe, cli.recipe(self.recipe), self.words.split()).config
+
         values = {name: 2.0 ** (STEP.get(name, OCTAVE) * n) for name, n in setting.items()}
-        factors = (
-            dict(arm.constants(size / self.sizes[0])) if size > self.sizes[0] else {}
-        )  # a rule is none at the base
         rate = config.optimizer.peak_lr * values.pop("lr", 1.0)
+        factors: dict[str, float] = {}
+        if size > base_size:
+            # At the base all arms are one model, so an arm's constants apply to larger sizes only.
+            factors.update(arm.constants(size / base_size))
         for name, value in values.items():
             factors[name] = factors.get(name, 1.0) * value
-        overrides = {
-            name: value for name, value in factors.items() if value != 1 or name not in values
-        }
+        overrides = {}
+        for name, factor in factors.items():
+            is_unchanged = name in values and factor == 1
+            if not is_unchanged:
+                overrides[name] = factor
         constants = tuple(f"{name}={value:.10g}" for name, value in sorted(overrides.items()))
+
         preset = PresetConfig(name=arm.preset, constants=constants)
-        planned = study.plan(
-            config, self.axis, (self.sizes[0], max(size, 2 * self.sizes[0])), preset, arm.label
-        )
-        grown = planned.configs[0 if size == self.sizes[0] else -1]
+        # A plan needs a second, larger size even for the base.
+        sizes = (base_size, max(size, 2 * base_size))
+        planned = study.plan(config, self.axis, sizes, preset, arm.label)
+        grown = planned.configs[0 if size == base_size else -1]
         return replace(
             grown,
             seed=seed,
@@ -134,79 +155,96 @@ class Cell:
         )
 
 
-def _each(groups: tuple[str, ...], value: Callable[[float], float]) -> Constants:
-    return lambda m: {f"rates.{group}": value(m) for group in groups}
+def _half_readout(growth: float) -> Mapping[str, float]:
+    """Return constants with which the readout's std falls as m^-1/2 in the growth m."""
+    del growth
+    return {"readout_width": -0.5}
+
+
+def _half_readout_and_embedding(growth: float) -> Mapping[str, float]:
+    """Return constants with which the readout's std and the embedding's rate fall as m^-1/2."""
+    del growth
+    return {"readout_width": -0.5, "embedding_width": -0.5}
+
+
+def _sp_embedding_rate(growth: float) -> Mapping[str, float]:
+    """Return the factor that gives `mup` the token embedding's rate of `sp`."""
+    return {"rates.token_embedding": 1 / growth}
+
+
+def _sp_gain_rates(growth: float) -> Mapping[str, float]:
+    """Return the factors that give `mup` the rates of `sp` for the gains of norms."""
+    return {f"rates.{group}": 1 / growth for group in GAINS}
+
+
+def _sp_attention_logits(growth: float) -> Mapping[str, float]:
+    """Return the constant that gives `mup` the attention logits of `sp`."""
+    return {"c_a": growth**0.5}
+
+
+def _alpha_l_1(growth: float) -> Mapping[str, float]:
+    """Return the constant that gives `depth-mup` branches of L^-1."""
+    del growth
+    return {"alpha_l": 1.0}
 
 
 MUP = "mup"
 SP = "sp, rate and readout's rate tuned anew"
 RETUNED = "sp, rate, readout's and embedding's rate tuned anew"
-HALF = Arm("mup-half, readout std m^-1/2", "mup-half", constants=lambda m: {"readout_width": -0.5})
-"""Attention's logits as `sp` has them, too."""
+HALF = Arm("mup-half, readout std m^-1/2", "mup-half", constants=_half_readout)
+"""Arm whose attention logits, too, are those of `sp`."""
 ANEW = Arm(
     "mup, readout std m^-1/2, rate and readout's rate tuned anew",
     tuned=("lr", "rates.readout"),
-    constants=lambda m: {"readout_width": -0.5},
+    constants=_half_readout,
 )
-"""What is lost by tuning at the base alone, apart from what the rules lose."""
+"""Arm that shows what tuning at the base alone loses, apart from what the rules lose."""
 TWICE = replace(ANEW, label="mup, readout std m^-1/2, tuned at twice the base", searches=1)
+"""Arm that is tuned at the base and at the next size."""
 WIDTH_ARMS = (
     Arm(
         "mup, readout std and embedding rate m^-1/2",
-        constants=lambda m: {"readout_width": -0.5, "embedding_width": -0.5},
+        constants=_half_readout_and_embedding,
     ),
-    Arm("mup, readout std m^-1/2", constants=lambda m: {"readout_width": -0.5}),
+    Arm("mup, readout std m^-1/2", constants=_half_readout),
     Arm(MUP),
     HALF,
     ANEW,
     TWICE,
     Arm(SP, "sp", ("lr", "rates.readout")),
-    Arm(
-        "embedding's rate as sp has it",
-        "mup",
-        ("lr",),
-        _each(("token_embedding",), lambda m: 1 / m),
-        ablation=True,
-    ),
-    Arm(
-        "gains' rates as sp has them", "mup", ("lr",), _each(GAINS, lambda m: 1 / m), ablation=True
-    ),
-    Arm(
-        "readout's std as sp has it",
-        "mup",
-        ("lr",),
-        lambda m: {"readout_width": -0.5},
-        ablation=True,
-    ),
-    Arm(
-        "attention's logits as sp has them",
-        "mup",
-        ("lr",),
-        lambda m: {"c_a": m**0.5},
-        ablation=True,
-    ),
+    Arm("embedding's rate as sp has it", "mup", ("lr",), _sp_embedding_rate, ablation=True),
+    Arm("gains' rates as sp has them", "mup", ("lr",), _sp_gain_rates, ablation=True),
+    Arm("readout's std as sp has it", "mup", ("lr",), _half_readout, ablation=True),
+    Arm("attention's logits as sp has them", "mup", ("lr",), _sp_attention_logits, ablation=True),
 )
+"""Arms of cells that grow in head dimension for 100 steps."""
 HEADS_ARMS = tuple(arm for arm in WIDTH_ARMS[:-1] if arm is not HALF)
-"""As many heads more, logits scale alike under both."""
+"""Arms of cells that grow in heads; attention logits then scale alike under `mup` and `sp`."""
 DEPTH_ARMS = (
-    Arm("depth-mup, alpha_L 1", "depth-mup", constants=lambda m: {"alpha_l": 1.0}),
+    Arm("depth-mup, alpha_L 1", "depth-mup", constants=_alpha_l_1),
     Arm("depth-mup", "depth-mup"),
     Arm(SP, "sp", ("lr", "rates.readout")),
 )
+"""Arms of cells that grow in depth."""
 SEARCHED = ("lr", "rates.readout", "rates.token_embedding", "stds.readout")
+"""Constants of language models that are tuned at the base."""
 VIT_SEARCHED = ("lr", "rates.readout", "rates.patch_embedding", "stds.readout")
+"""Constants of image models that are tuned at the base."""
 SHORT = (("lr", -1), ("rates.readout", 3), ("rates.token_embedding", 4), ("stds.readout", -1))
-"""Where 100 steps of the language model end at the base, and the search of 800 begins."""
+"""Setting that 100 steps of the language model end at, where the search of 800 steps begins."""
 VIT_SHORT = (("lr", 1), ("rates.patch_embedding", 4), ("rates.readout", 3), ("stds.readout", 1))
+"""Setting that 100 steps of the image model end at, where the search of 800 steps begins."""
+# `embedding_width` changes token embeddings alone, so the first two arms are one with images.
+# The arm keeps both constants, because the rows that were trained so have both.
 IMAGE_ARM = replace(WIDTH_ARMS[0], label=WIDTH_ARMS[1].label)
-"""First arm of image cells. `embedding_width` changes token embeddings alone, so with images both arms are one; rows have both constants."""
+"""First arm of image cells."""
 
 
 def _retuned(embedding: str) -> Arm:
-    """Return `sp` with every constant that matters searched anew.
+    """Return `sp` with every constant that matters searched at every size.
 
     Args:
-        embedding: group of the parameter that reads the inputs.
+        embedding: Group of the parameter that reads the inputs.
     """
     searched = ("lr", "rates.readout", f"rates.{embedding}")
     return Arm(RETUNED, "sp", searched, probed=True)
@@ -214,80 +252,99 @@ def _retuned(embedding: str) -> Arm:
 
 _SP = next(arm for arm in WIDTH_ARMS if arm.label == SP)
 LONG_ARMS = (*WIDTH_ARMS[:3], _SP, _retuned("token_embedding"))
-"""Of runs that take eight times as long: what is asked, and what a readout that starts as 1/m does."""
+"""Arms of language models over 800 steps. They are few, because runs take eight times as long."""
 LONG_IMAGE_ARMS = (IMAGE_ARM, WIDTH_ARMS[2], _SP, _retuned("patch_embedding"))
-WIDE, MORE, DEEP = (16, 32, 64, 128), (4, 8, 16, 32), (2, 4, 8, 16)
+"""Arms of image models over 800 steps."""
+HEAD_DIMS = (16, 32, 64, 128)
+HEADS = (4, 8, 16, 32)
+DEPTHS = (2, 4, 8, 16)
 
 
-def _horizon(words: str, steps: int) -> str:
-    """The run at so many steps: a fifth of it warms up, as in the transfer studies."""
+def _with_steps(words: str, steps: int) -> str:
+    """Return a run's flags with its number of steps; a fifth of them warms up, as in transfer."""
     return f"{words} --steps {steps} --optimizer.warmup-steps {steps // 5}"
 
 
+def _short_lm_cell(axis: str, sizes: tuple[int, ...], arms: tuple[Arm, ...]) -> Cell:
+    """Return a cell of the language model over 100 steps."""
+    return Cell(
+        name=f"{axis}-100",
+        recipe="lm-tiny",
+        words=_with_steps(LM, 100),
+        axis=axis,
+        sizes=sizes,
+        searched=SEARCHED,
+        arms=arms,
+    )
+
+
+def _long_lm_cell(axis: str, sizes: tuple[int, ...], arms: tuple[Arm, ...], max_seeds: int) -> Cell:
+    """Return a cell of the language model over 800 steps."""
+    return Cell(
+        name=f"{axis}-800",
+        recipe="lm-tiny",
+        words=_with_steps(LM, 800),
+        axis=axis,
+        sizes=sizes,
+        searched=SEARCHED,
+        arms=arms,
+        start=SHORT,
+        finalists=2,
+        max_seeds=max_seeds,
+    )
+
+
 def _cells() -> dict[str, Cell]:
-    cells: list[Cell] = []
-    for axis, sizes, arms in (
-        ("head_dim", WIDE, WIDTH_ARMS),
-        ("heads", MORE, HEADS_ARMS),
-        ("depth", DEEP, DEPTH_ARMS),
-    ):
-        cells.append(Cell(f"{axis}-100", "lm-tiny", _horizon(LM, 100), axis, sizes, SEARCHED, arms))
-    short = (IMAGE_ARM, *WIDTH_ARMS[2:7])
-    cells.append(
-        Cell("vit-100", "vit-endless", _horizon(VIT, 100), "head_dim", WIDE, VIT_SEARCHED, short)
-    )
-    long = (
-        ("head_dim", WIDE, LONG_ARMS, 8),
-        ("heads", MORE, LONG_ARMS, 8),
-        ("depth", DEEP, DEPTH_ARMS, 12),
-    )
-    for axis, sizes, arms, most in long:  # in depth seeds differ by more
-        run = _horizon(LM, 800)
-        cells.append(
-            Cell(
-                f"{axis}-800",
-                "lm-tiny",
-                run,
-                axis,
-                sizes,
-                SEARCHED,
-                arms,
-                SHORT,
-                finalists=2,
-                most=most,
-            )
-        )
-    images = _horizon(VIT, 800)
-    cells.append(
+    """Return all cells by their names, in the order in which they are trained."""
+    cells = (
+        _short_lm_cell("head_dim", HEAD_DIMS, WIDTH_ARMS),
+        _short_lm_cell("heads", HEADS, HEADS_ARMS),
+        _short_lm_cell("depth", DEPTHS, DEPTH_ARMS),
         Cell(
-            "vit-800",
-            "vit-endless",
-            images,
-            "head_dim",
-            WIDE,
-            VIT_SEARCHED,
-            LONG_IMAGE_ARMS,
-            VIT_SHORT,
+            name="vit-100",
+            recipe="vit-endless",
+            words=_with_steps(VIT, 100),
+            axis="head_dim",
+            sizes=HEAD_DIMS,
+            searched=VIT_SEARCHED,
+            arms=(IMAGE_ARM, *WIDTH_ARMS[2:7]),
+        ),
+        _long_lm_cell("head_dim", HEAD_DIMS, LONG_ARMS, max_seeds=8),
+        _long_lm_cell("heads", HEADS, LONG_ARMS, max_seeds=8),
+        # Seeds differ by more in depth than in width.
+        _long_lm_cell("depth", DEPTHS, DEPTH_ARMS, max_seeds=12),
+        Cell(
+            name="vit-800",
+            recipe="vit-endless",
+            words=_with_steps(VIT, 800),
+            axis="head_dim",
+            sizes=HEAD_DIMS,
+            searched=VIT_SEARCHED,
+            arms=LONG_IMAGE_ARMS,
+            start=VIT_SHORT,
             finalists=2,
-            most=8,
-        )
+            max_seeds=8,
+        ),
     )
     return {cell.name: cell for cell in cells}
 
 
 CELLS = _cells()
+"""Name of a cell to the cell."""
 
 
 def reference_of(cell: Cell, arm: Arm) -> Arm:
-    """What an arm is held against: `mup` where it restores one of its rules, else the cell's first arm."""
-    return next(one for one in cell.arms if one.label == MUP) if arm.ablation else cell.arms[0]
+    """Return the arm that `arm` is compared with: `mup` for an ablation, else the first arm."""
+    if arm.ablation:
+        return next(reference for reference in cell.arms if reference.label == MUP)
+    return cell.arms[0]
 
 
-def octaves(setting: Setting) -> dict[str, float]:
-    """The setting as log2 of its factors; what is not searched is left out."""
+def octaves(setting: Mapping[str, int]) -> dict[str, float]:
+    """Return a setting in octaves (log2 of the factors), without constants that are unchanged."""
     return {name: STEP.get(name, OCTAVE) * n for name, n in setting.items() if n}
 
 
 def rate(config: Config) -> float:
-    """log2 of a point's peak learning rate."""
+    """Return log2 of a run's peak learning rate."""
     return math.log2(config.optimizer.peak_lr)

@@ -1,4 +1,4 @@
-"""A pattern search: the least loss among a setting and its neighbours, moved to until the setting is the least of them."""
+"""Pattern search for the setting with the least loss among its neighbours."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 Setting = tuple[tuple[str, int], ...]
+"""Names of constants with their numbers of search steps, sorted, without those at 0 steps."""
 Losses = Callable[[Sequence[Setting], int], np.ndarray]
-"""Settings [n] and a number of seeds to losses float64 [n, seeds], inf where a point diverged."""
+"""Function from settings [n] and a number of seeds to losses float64 [n, seeds].
+
+The loss is infinite where a run diverged.
+"""
 FAR = 12
-"""Moves after which a search ends in an error: a loss that falls forever is no minimum."""
+"""Half the number of moves after which a search fails: a loss that falls forever has no minimum."""
 
 
 def setting(values: Mapping[str, int]) -> Setting:
-    """The same, to be a key."""
+    """Return constants and their search steps as a setting, which can be a dictionary's key."""
     return tuple(sorted((name, value) for name, value in values.items() if value))
 
 
 def neighbours(centre: Setting, constants: Sequence[str]) -> list[Setting]:
-    """The centre, and it with each constant one step up and down.
-
-    Args:
-        centre: a setting.
-        constants: to move.
-    """
+    """Return the centre, and then the centre with each constant one step down and one step up."""
     values = dict(centre)
-    moved = [{**values, name: values.get(name, 0) + side} for name in constants for side in (-1, 1)]
-    return [centre, *map(setting, moved)]
+    settings = [centre]
+    for name in constants:
+        for step in (-1, 1):
+            settings.append(setting({**values, name: values.get(name, 0) + step}))
+    return settings
 
 
 def descend(
@@ -38,37 +40,44 @@ def descend(
     final: int,
     finalists: int | None = None,
 ) -> Setting:
-    """The setting whose mean loss over seeds is the least of its neighbours'.
+    """Return the setting whose mean loss over seeds is less than that of all its neighbours.
 
-    Moves are decided on `seeds` seeds; where they end, the same is asked of `final` seeds, and if they say otherwise the search goes
-    on with those. With `finalists` that question is asked of the best few alone and ends the search, which costs a third.
+    The search moves on `seeds` seeds. Where it ends, it repeats the comparison on `final` seeds and
+    moves on if the result differs. With `finalists` it compares only the best few settings on
+    `final` seeds and then ends, which costs a third.
 
     Args:
-        losses: trains points.
-        start: first setting.
-        constants: to search.
-        seeds: of the first moves.
-        final: of the last, at least `seeds`.
-        finalists: settings that `final` seeds decide between; None: the centre and all of its neighbours, and on from there.
+        losses: Function that trains settings and returns their losses.
+        seeds: Number of seeds of the first moves.
+        final: Number of seeds of the last comparison, at least `seeds`.
+        finalists: Number of settings in the last comparison. None compares the centre with all of
+            its neighbours.
 
     Raises:
-        ValueError: no minimum within `FAR` moves.
+        ValueError: There is no minimum within `2 * FAR` moves.
     """
-    at, count, visited = start, seeds, {start}
+    centre = start
+    count = seeds
+    visited = {start}
     for _ in range(2 * FAR):
-        cross = neighbours(at, constants)
-        means = np.mean(losses(cross, count), axis=1)
-        best = cross[int(np.argmin(means))]
-        if (
-            best == at or best in visited
-        ):  # with more seeds it would go back and forth between equals
-            if count >= final:
-                return best if means.min() < means[0] else at
-            if finalists is not None:
-                last = [cross[index] for index in np.argsort(means, kind="stable")[:finalists]]
-                return last[int(np.argmin(np.mean(losses(last, final), axis=1)))]
-            count, visited = final, {at}
+        settings = neighbours(centre, constants)
+        means = np.mean(losses(settings, count), axis=1)
+        best = settings[int(np.argmin(means))]
+
+        # A visited setting ends the moves, too: the search would go back and forth between equals.
+        if best != centre and best not in visited:
+            centre = best
+            visited.add(centre)
             continue
-        at = best
-        visited.add(at)
-    raise ValueError(f"no minimum within {2 * FAR} moves of {dict(start)}: the last was {dict(at)}")
+        if count >= final:
+            return best if means.min() < means[0] else centre
+        if finalists is not None:
+            ranked = np.argsort(means, kind="stable")[:finalists]
+            last = [settings[index] for index in ranked]
+            final_means = np.mean(losses(last, final), axis=1)
+            return last[int(np.argmin(final_means))]
+        count = final
+        visited = {centre}
+    raise ValueError(
+        f"no minimum within {2 * FAR} moves of {dict(start)}: the last was {dict(centre)}"
+    )

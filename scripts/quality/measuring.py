@@ -1,9 +1,10 @@
-"""Training of a cell's points: each is trained once, whichever arm or search asks for it."""
+"""Trainer of a cell's runs. Each run is trained once, whichever arm or search needs it."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,42 +14,65 @@ from scripts.quality.cells import Arm, Cell, octaves
 from scripts.quality.descent import Setting, descend
 
 FIRST = 2
+"""Seeds of a search's moves."""
 FINAL = 5
-"""Seeds of a search's moves, and of its last comparison and of every arm; an arm whose difference is not known yet has more."""
+"""Seeds of a search's last comparison, and the least number of seeds of every arm."""
+
+
+class RunKey(NamedTuple):
+    """One run of a cell."""
+
+    label: str
+    """Label of the arm."""
+    size: int
+    setting: Setting
+    seed: int
 
 
 class Measuring:
-    """Trainer of one cell's points."""
+    """Trainer of one cell's runs, which keeps their losses.
+
+    Attributes:
+        cell: The cell.
+        seconds: Training time of all runs that were asked for, in seconds.
+    """
 
     def __init__(self, cell: Cell, stop: StopRequest) -> None:
         self.cell = cell
-        self._sweep = Sweep(cell.folder, evaluated=False, stop=lambda: stop.received is not None)
-        self._losses: dict[tuple[str, int, Setting, int], float] = {}
         self.seconds = 0.0
+        self._sweep = Sweep(cell.folder, evaluated=False, stop=lambda: stop.received is not None)
+        self._losses: dict[RunKey, float] = {}
 
     def losses(self, arm: Arm, size: int, settings: Sequence[Setting], seeds: int) -> np.ndarray:
-        """Final training losses [settings, seeds], inf where a point diverged."""
-        arm = (
-            self.cell.arms[0] if size == self.cell.sizes[0] else arm
-        )  # at the base all are one model
-        keys = [(arm.label, size, one, seed) for one in settings for seed in range(seeds)]
-        if todo := [key for key in dict.fromkeys(keys) if key not in self._losses]:
+        """Train what is missing and return final training losses [settings, seeds].
+
+        The loss is infinite where a run diverged.
+        """
+        arm = self._trained_arm(arm, size)
+        keys = []
+        for setting in settings:
+            keys += [RunKey(arm.label, size, setting, seed) for seed in range(seeds)]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._losses]
+        if missing:
             rows = self._sweep.run(
-                [self.cell.config(arm, size, dict(one), seed) for *_, one, seed in todo]
+                [self.cell.config(arm, size, dict(key.setting), key.seed) for key in missing]
             )
-            for key, row in zip(todo, rows, strict=True):
+            for key, row in zip(missing, rows, strict=True):
                 self._losses[key] = row.loss
                 self.seconds += row.seconds
         return np.array([self._losses[key] for key in keys]).reshape(len(settings), seeds)
 
-    def trained(self, arm: Arm, size: int, one: Setting) -> np.ndarray:
-        """Final training losses of the seeds that have been trained so, from the first on."""
-        arm = self.cell.arms[0] if size == self.cell.sizes[0] else arm
-        seeds = next(n for n in itertools.count() if (arm.label, size, one, n) not in self._losses)
-        return self.losses(arm, size, [one], seeds)[0]
+    def trained(self, arm: Arm, size: int, setting: Setting) -> np.ndarray:
+        """Return final training losses [seeds] of a setting, for all seeds trained so far."""
+        label = self._trained_arm(arm, size).label
+        seeds = 0
+        for seeds in itertools.count():
+            if RunKey(label, size, setting, seeds) not in self._losses:
+                break
+        return self.losses(arm, size, [setting], seeds)[0]
 
     def searched(self, arm: Arm, size: int, start: Setting, constants: Sequence[str]) -> Setting:
-        """The best setting of an arm at a size."""
+        """Search an arm's best setting at a size and return it."""
         optimum = descend(
             lambda settings, seeds: self.losses(arm, size, settings, seeds),
             start,
@@ -58,7 +82,12 @@ class Measuring:
             self.cell.finalists,
         )
         print(
-            f"  {self.cell.name} {arm.label}, {self.cell.axis} {size}: {octaves(dict(optimum)) or 'as the recipe'}",
+            f"  {self.cell.name} {arm.label}, {self.cell.axis} {size}: "
+            f"{octaves(dict(optimum)) or 'as the recipe'}",
             flush=True,
         )
         return optimum
+
+    def _trained_arm(self, arm: Arm, size: int) -> Arm:
+        """Return the arm whose runs stand for `arm` at a size: at the base the cell's first arm."""
+        return self.cell.arms[0] if size == self.cell.sizes[0] else arm

@@ -1,10 +1,13 @@
-"""The page of what a tuned preset is worth, from each cell's result.json."""
+"""Text of docs/evidence/quality.md, made from each cell's result.json.
+
+`python -m scripts.quality` writes the page.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -14,129 +17,221 @@ from scripts.quality.cells import CELLS
 JOINS = 0.005
 """Nats that a probed group must gain to be searched at every size."""
 GOAL = 0.005
-"""Upper end of the 95 % interval of a difference, in nats, that counts as not worse."""
+"""Upper end of a difference's 95 % interval, in nats, up to which an arm counts as not worse."""
+
+Record = Mapping[str, Any]
+"""Object of a result.json: a cell, an arm or a size."""
+
 HEAD = f"""# Does a tuned preset win?
 
-A learning rate that transfers is worth nothing if the model it transfers to is worse. This page compares losses:
+A learning rate that transfers is worth nothing if the large model is worse. This page compares training losses:
 
-* **The preset** is tuned once, at the smallest size: learning rate, the readout's and the input embedding's rate, the readout's initial
-  std. Larger models use these constants unchanged.
-* **`sp`** has the same constants at the base, where both are one model. At every larger size its rates are searched again: the global
-  rate and the readout's, and in the cells of 800 steps over width also the input embedding's. There the rate of every other group is
-  probed once, at four times the base, two octaves up and down. A group that gains more than {JOINS:.3f} nats joins the search.
+* **The preset** is tuned once, at the smallest size: learning rate, rates of readout and input embedding, initial std of the
+  readout. Larger models use these constants unchanged.
+* **`sp`** has the same constants at the base, where both are one model. At every larger size its learning rate and its readout's
+  rate are searched again, and over width at 800 steps the input embedding's, too. There the rate of every other group is moved
+  once by two octaves up and down, at four times the base. A group that gains more than {JOINS:.3f} nats joins the search.
 
-Losses are means over the last tenth of a run's steps; every run sees the same examples in the same order. Differences are paired by seed,
-with a 95 % t interval. Below zero the preset is ahead. **Not worse** means that the interval ends at or below {GOAL:+.3f} nats. Arms
-in which `mup` has one rule of `sp` say what that rule is worth; their rate is searched at every size.
+Losses are means over the last tenth of a run. Every run sees the same examples in the same order. Differences are paired by seed,
+with a 95 % t interval. Below zero the preset is ahead. **Not worse** means that the interval ends at or below {GOAL:+.3f} nats.
 
-`python -m scripts.quality` makes this page and goes on where it was stopped. Every run is in `points.jsonl` beside it, or
-`points.jsonl.gz`. The last column of a cell's table is the largest size's loss of the first arm less this arm's; for an arm that is
-`mup` with one rule of `sp` it is `mup` less this arm. `result.json` has it at every size. With images `embedding_width` changes nothing,
-because it is about token embeddings; those two arms are one.
+`python -m scripts.quality` trains what is missing and writes this page. A cell's folder has its runs (`points.jsonl` or
+`points.jsonl.gz`) and every difference (`result.json`).
 """
-LESS = "first arm less this one, largest size"
+COLUMNS = """The tables of the cells have losses in nats by size. The last column is the first row less this row at the largest
+size. Rows that end in "as sp has it" are `mup` with one rule of `sp`, and their learning rate is searched at every size. Their last
+column is `mup` less the row. Constants of the base are multiples of the recipe's.
+"""
+LESS = "first less this"
 READING = {
-    "head_dim-100": "**Not reached**, because constants of width 64 do not serve larger models at this horizon: `mup`'s best readout rate "
-    "falls from 2^3 at width 64 to 2^1 at 256 and stays there. Searched again as `sp` is, `mup` with a readout that starts at m^-1/2 "
-    "ends at or below `sp` at every size (-0.005, -0.000, -0.009 nats). Tuned at width 128 it ends 0.002 nats above `sp` at 512.",
-    "heads-100": "**Reached** by `mup` whose readout std and embedding rate fall as m^-1/2. Nothing is lost by tuning at the base alone: "
-    "searched again, `mup`'s rates stay where they are at every size, where `sp`'s rate falls by an octave with every doubling. Plain "
-    "`mup` is 0.021 behind at eight times: its readout starts as m^-1.",
-    "depth-100": "**Reached** by both, by more the deeper the model: 0.036 nats at depth 16 with branches of L^-1/2, 0.092 with "
-    "branches of L^-1.",
-    "depth-800": "**Reached** by branches of L^-1. Branches of L^-1/2, ahead at every depth after 100 steps, fall behind after 800, by "
-    "0.028 at 16 layers.",
-    "heads-800": "**Reached** by `mup` whose readout std and embedding rate fall as m^-1/2, against an `sp` whose embedding rate is not "
-    "searched yet. Plain `mup` is ahead at two and four times and 0.009 behind at eight. `sp`'s best rate falls by an octave with every "
-    "doubling. The comparison was stopped at six seeds at 32 heads.",
-    "head_dim-800": "**Reached** against an `sp` whose embedding rate is not searched. At twice the width it has been searched: then `sp` is "
-    "0.008 ± 0.010 nats behind the first row and 0.007 ± 0.009 behind plain `mup` (five seeds). Half of the margin is gone, and the "
-    "remainder cannot be told from zero. Four and eight times are being searched.",
-    "vit-800": "**Reached** against an `sp` whose patch embedding's rate is not searched. At twice the width it has been searched: then `sp` "
-    "is 0.012 ± 0.025 nats behind the first row and 0.004 ± 0.025 behind the second (five seeds). Most of the margin came from that one "
-    "rate, and the remainder cannot be told from zero. Four and eight times are being searched.",
-    "vit-100": "**Not shown** at two and four times, reached at eight. 100 steps of these images end on a plateau (1.62 nats at every size, "
-    "under every rule) on which width hardly counts.",
+    "head_dim-100": "**Not reached**: constants of width 64 do not serve larger models at this "
+    "horizon. `mup`'s best readout rate falls from 2^3 at width 64 to 2^1 at 256 and stays there. "
+    "Searched again as `sp` is, `mup` with a readout std of m^-1/2 ends at or below `sp` at every "
+    "size (-0.005, -0.000, -0.009 nats). Tuned at width 128 it ends 0.002 nats above `sp` at 512.",
+    "heads-100": "**Reached** by `mup` whose readout std and embedding rate fall as m^-1/2. Tuning "
+    "at the base alone loses nothing: searched again, `mup`'s rates stay where they are, and "
+    "`sp`'s rate falls by an octave per doubling. Plain `mup`, whose readout starts as m^-1, is "
+    "0.021 behind at eight times.",
+    "depth-100": "**Reached** by both, by more the deeper the model: 0.036 nats at depth 16 with "
+    "branches of L^-1/2, 0.092 with branches of L^-1.",
+    "depth-800": "**Reached** by branches of L^-1. Branches of L^-1/2 are ahead at every depth "
+    "after 100 steps and fall behind after 800, by 0.028 at 16 layers.",
+    "heads-800": "**Reached** by `mup` whose readout std and embedding rate fall as m^-1/2, "
+    "against an `sp` whose embedding rate is not searched yet. Plain `mup` is ahead at two and "
+    "four times and 0.009 behind at eight. `sp`'s best rate falls by an octave per doubling. "
+    "At 32 heads the comparison was stopped at six seeds.",
+    "head_dim-800": "**Reached** against an `sp` whose embedding rate is not searched. Searched "
+    "at twice the width, `sp` is 0.008 ± 0.010 nats behind the first row and 0.007 ± 0.009 behind "
+    "plain `mup` (five seeds). Half of the margin is gone, and the rest cannot be told from zero. "
+    "Four and eight times are being searched.",
+    "vit-800": "**Reached** against an `sp` whose patch embedding's rate is not searched. Searched "
+    "at twice the width, `sp` is 0.012 ± 0.025 nats behind the first row and 0.004 ± 0.025 behind "
+    "the second (five seeds). Most of the margin came from that rate, and the rest cannot be told "
+    "from zero. Four and eight times are being searched.",
+    "vit-100": "**Not shown** at two and four times, reached at eight. 100 steps of these images "
+    "end on a plateau (1.62 nats at every size, under every rule) on which width hardly counts.",
 }
-"""What a person reads from a cell's numbers, by its name."""
+"""Name of a cell to the conclusion that a person drew from its numbers."""
 
 
-def difference(apart: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
-    """Mean, standard error and half-width of the 95 % t interval of paired differences [seeds >= 2]."""
-    values = np.asarray(apart, float)
+class Difference(NamedTuple):
+    """Mean of paired differences, in nats, with its uncertainty."""
+
+    mean: float
+    error: float
+    """Standard error of the mean."""
+    half_width: float
+    """Half-width of the 95 % t interval."""
+
+
+def difference(gap: Sequence[float] | np.ndarray) -> Difference:
+    """Return the mean of paired differences [seeds] with its 95 % t interval.
+
+    Args:
+        gap: Differences of at least 2 seeds.
+    """
+    values = np.asarray(gap, float)
     error = float(values.std(ddof=1) / np.sqrt(len(values)))
-    return float(values.mean()), error, float(stats.t.ppf(0.975, len(values) - 1)) * error
+    half_width = float(stats.t.ppf(0.975, len(values) - 1)) * error
+    return Difference(float(values.mean()), error, half_width)
 
 
 def records() -> list[dict[str, Any]]:
-    """result.json of each cell that has one."""
+    """Return result.json of every cell that has one."""
     paths = [cell.folder / "result.json" for cell in CELLS.values()]
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
-def markdown(cells: Iterable[Mapping[str, Any]]) -> str:
-    """The page.
-
-    Args:
-        cells: records of `python -m scripts.quality`.
-    """
+def markdown(cells: Iterable[Record]) -> str:
+    """Return the page's Markdown, made from the records of the cells."""
     cells = list(cells)
-    return "\n".join([HEAD, *_summary(cells), *(line for cell in cells for line in _cell(cell))])
+    lines = [HEAD, *_summary(cells), COLUMNS]
+    for cell in cells:
+        lines += _section(cell)
+    return "\n".join(lines)
 
 
-def _summary(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row per arm whose constants transfer, less `sp` at every size; and what is not trained."""
+def _summary(cells: Sequence[Record]) -> list[str]:
+    """Return the table of all arms whose constants transfer, and the cells that have no record.
+
+    A row has the arm's loss less `sp`'s at every size but the base.
+    """
     lines = [
-        "| what grows, steps | transferred from the base | less `sp` tuned anew, in nats, at 2, 4 and 8 times | not worse |",
+        "| what grows, steps | transferred from the base | less `sp`, in nats, at 2, 4 and 8 times | not worse |",
         "|---|---|---|---|",
     ]
     for cell in cells:
-        sp = _most_tuned(cell["arms"])
-        for arm in (arm for arm in cell["arms"] if not arm["tuned"] and not arm["ablation"]):
-            apart = _less(arm, sp)
-            figures = ", ".join(f"{mean:+.4f} ± {half:.4f}" for _, mean, _, half in apart)
-            whole = len(apart) == max(len(each["sizes"]) for each in cell["arms"]) - 1
-            within_goal = all(mean + half <= GOAL for _, mean, _, half in apart)
-            verdict = ("yes" if within_goal else "no") if whole else "not finished"
+        baseline = _most_tuned_sp(cell["arms"])
+        num_sizes = max(len(arm["sizes"]) for arm in cell["arms"])
+        for arm in cell["arms"]:
+            if arm["tuned"] or arm["ablation"]:
+                continue
+            differences = _differences(arm, baseline)
+            figures = ", ".join(map(_interval, differences))
+            if len(differences) < num_sizes - 1:
+                verdict = "not finished"
+            elif all(gap.mean + gap.half_width <= GOAL for gap in differences):
+                verdict = "yes"
+            else:
+                verdict = "no"
             lines.append(f"| {cell['cell']} | {arm['label']} | {figures} | {verdict} |")
-    missing = ", ".join(name for name in CELLS if name not in {cell["cell"] for cell in cells})
-    return [*lines, "", *([f"Not trained: {missing}.", ""] if missing else [])]
+    lines.append("")
+    trained = {cell["cell"] for cell in cells}
+    missing = [name for name in CELLS if name not in trained]
+    if missing:
+        lines += [f"Not trained: {', '.join(missing)}.", ""]
+    return lines
 
 
-def _most_tuned(arms: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the `sp` whose search at every size has the most constants."""
-    return max(
-        (arm for arm in arms if arm["label"].startswith("sp")), key=lambda arm: len(arm["tuned"])
-    )
+def _most_tuned_sp(arms: Sequence[Record]) -> Record:
+    """Return the `sp` arm that searches the most constants at every size."""
+    baselines = [arm for arm in arms if arm["label"].startswith("sp")]
+    return max(baselines, key=lambda arm: len(arm["tuned"]))
 
 
-def _probes(cell: Mapping[str, Any]) -> list[str]:
-    """Return a table of what the probed groups gain, with the text that leads to it."""
+def _differences(arm: Record, baseline: Record) -> list[Difference]:
+    """Return an arm's loss less the baseline's at every size but the base, paired by seed.
+
+    Sizes at which fewer than two seeds can be paired are left out.
+    """
+    differences = []
+    for row, baseline_row in zip(arm["sizes"][1:], baseline["sizes"][1:], strict=False):
+        pairs = _paired_differences(row["losses"], baseline_row["losses"])
+        if len(pairs) > 1:
+            differences.append(difference(pairs))
+    return differences
+
+
+def _paired_differences(
+    losses: Sequence[float | None], baseline: Sequence[float | None]
+) -> list[float]:
+    """Return differences of the seeds that both arms have, or none if one of the seeds diverged."""
+    differences = []
+    for loss, baseline_loss in zip(losses, baseline, strict=False):
+        if loss is None or baseline_loss is None:
+            return []
+        differences.append(loss - baseline_loss)
+    return differences
+
+
+def _section(cell: Record) -> list[str]:
+    """Return the section of a cell: its conclusion, its constants and the losses of every arm."""
+    name = cell["cell"]
+    arms = cell["arms"]
+    base = arms[0]["sizes"][0]
+    most_sizes = max((arm["sizes"] for arm in arms), key=len)
+    # All arms are one model at the base, so its loss has no column.
+    sizes = [row["size"] for row in most_sizes[1:]]
+    lines = [f"## {name}", ""]
+    if name in READING:
+        lines += [READING[name], ""]
+    lines += [
+        f"Base: {cell['axis']} {base['size']}, {_loss(base['losses'])} nats at "
+        f"{_setting(base['octaves'])} ([record](quality/{name}/result.json)).",
+        "",
+        f"| {cell['axis']} | {' | '.join(map(str, sizes))} | {LESS} |",
+        f"|---|{'---|' * (len(sizes) + 1)}",
+    ]
+    for index, arm in enumerate(arms):
+        losses = [_loss(row["losses"]) for row in arm["sizes"][1:]]
+        is_complete = len(losses) == len(sizes)
+        losses += [""] * (len(sizes) - len(losses))
+        gap = ""
+        if index > 0 and is_complete:
+            gap = _reference_difference(arm["sizes"][-1])
+        lines.append(f"| {arm['label']} | {' | '.join(losses)} | {gap} |")
+    return [*lines, "", *_probes(cell)]
+
+
+def _probes(cell: Record) -> list[str]:
+    """Return a table of the gains of a cell's probed groups for every arm, each with a sentence."""
     lines: list[str] = []
     for label, probes in cell.get("probes", {}).items():
         size = CELLS[cell["cell"]].probe_size
         joined = sorted({probe["group"] for probe in probes if _mean(probe["gains"]) > JOINS})
-        names = ", ".join(f"`{group}`" for group in joined)
-        verdict = (
-            f"joined the search: {names}" if joined else "none gains enough to join the search"
-        )
+        if joined:
+            verdict = f"joined the search: {', '.join(f'`{group}`' for group in joined)}"
+        else:
+            verdict = "none gains enough to join the search"
         lines += [
-            f"`{label}`, rates of other groups moved by two octaves at {cell['axis']} {size} (nats gained, mean of two seeds): {verdict}.",
+            f"`{label}`, rates of other groups moved by two octaves at {cell['axis']} {size} "
+            f"(nats gained, mean of two seeds): {verdict}.",
             "",
             "| group | × 2^-2 | × 2^2 |",
             "|---|---|---|",
         ]
+        gains = {(probe["group"], probe["octaves"]): probe["gains"] for probe in probes}
         for group in dict.fromkeys(probe["group"] for probe in probes):
-            gains = {
-                probe["octaves"]: probe["gains"] for probe in probes if probe["group"] == group
-            }
-            lines.append(f"| {group} | {_gain(gains[-2])} | {_gain(gains[2])} |")
+            lines.append(f"| {group} | {_gain(gains[group, -2])} | {_gain(gains[group, 2])} |")
         lines.append("")
     return lines
 
 
 def _mean(gains: Sequence[float | None]) -> float:
-    return -np.inf if None in gains else float(np.mean(np.array(gains, float)))
+    """Return the mean gain over seeds, minus infinity if a run diverged."""
+    if None in gains:
+        return -np.inf
+    return float(np.mean(np.array(gains, float)))
 
 
 def _gain(gains: Sequence[float | None]) -> str:
@@ -144,63 +239,27 @@ def _gain(gains: Sequence[float | None]) -> str:
     return f"{mean:+.4f}" if np.isfinite(mean) else "diverged"
 
 
-def _less(arm: Mapping[str, Any], sp: Mapping[str, Any]) -> list[tuple[int, float, float, float]]:
-    """An arm less another at every size but the base, paired by seed: size, mean, standard error and half-width."""
-    return [
-        (one["size"], *difference(pairs))
-        for one, theirs in zip(arm["sizes"][1:], sp["sizes"][1:], strict=False)
-        if len(pairs := _pairs(one["losses"], theirs["losses"])) > 1
-    ]
-
-
-def _cell(cell: Mapping[str, Any]) -> list[str]:
-    """Return the section of a cell: what a person reads from it, and the losses of every arm."""
-    name = cell["cell"]
-    base = cell["arms"][0]["sizes"][0]
-    sizes = [row["size"] for row in max((arm["sizes"] for arm in cell["arms"]), key=len)]
-    lines = [f"## {name}", ""]
-    if name in READING:
-        lines += [READING[name], ""]
-    lines += [
-        f"Learning rates and std tuned at the base, as multiples of the recipe's: {_setting(base['octaves'])}. "
-        f"All runs of the cell trained for {cell['train_seconds'] / 60:.0f} minutes; [recipe and settings](quality/{name}/result.json).",
-        "",
-        f"| {cell['axis']} | {' | '.join(map(str, sizes))} | {LESS} |",
-        f"|---|{'---|' * (len(sizes) + 1)}",
-    ]
-    for index, arm in enumerate(cell["arms"]):
-        losses = [_loss(row["losses"]) for row in arm["sizes"]]
-        losses += [""] * (len(sizes) - len(losses))
-        largest = arm["sizes"][-1]
-        apart = "" if index == 0 or len(arm["sizes"]) < len(sizes) else _apart(largest)
-        lines.append(f"| {arm['label']} | {' | '.join(losses)} | {apart} |")
-    return [*lines, "", *_probes(cell)]
-
-
-def _pairs(losses: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:
-    """Differences of the seeds that both have; none where one diverged."""
-    apart = [
-        one - other
-        for one, other in zip(losses, baseline, strict=False)
-        if one is not None and other is not None
-    ]
-    return apart if len(apart) == min(len(losses), len(baseline)) else []
-
-
 def _loss(losses: Sequence[float | None]) -> str:
     return "diverged" if None in losses else f"{np.mean(np.array(losses, float)):.4f}"
 
 
-def _apart(one: Mapping[str, Any]) -> str:
-    if not one["reference_minus_this"]:
-        return ""
-    mean, _, half = difference(one["reference_minus_this"])
-    return f"{mean:+.4f} ± {half:.4f}"
+def _interval(gap: Difference) -> str:
+    return f"{gap.mean:+.4f} ± {gap.half_width:.4f}"
+
+
+def _reference_difference(row: Record) -> str:
+    """Return the reference's loss less an arm's at one size, empty if there is no comparison."""
+    differences = row["reference_minus_this"]
+    return _interval(difference(differences)) if differences else ""
 
 
 def _setting(octaves: Mapping[str, float]) -> str:
-    terms = [
-        f"{name.replace('rates.', '').replace('_', ' ') if name != 'lr' else 'rate'} × 2^{value:g}"
-        for name, value in octaves.items()
-    ]
+    """Return the constants of a setting in words, as powers of two."""
+    terms = []
+    for constant, value in octaves.items():
+        if constant == "lr":
+            name = "rate"
+        else:
+            name = constant.replace("rates.", "").replace("_", " ")
+        terms.append(f"{name} 2^{value:g}")
     return ", ".join(terms).replace("stds.readout", "readout std") or "as the recipe"

@@ -1,6 +1,7 @@
 """Loss against learning rate at every size of a cell: the README's picture.
 
-`mup` keeps the constants of the base; `sp` has its other constants searched anew at every size. Both are drawn on one scale.
+`mup` keeps the constants of the base. `sp` has its other constants searched again at every size.
+The picture shows both on one scale.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ if TYPE_CHECKING:
 OFFSETS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 """Octaves from an arm's own rate at which its curves are measured."""
 SEEDS = 2
-"""Seeds of a curve's points. The marked point has all seeds of its comparison."""
+"""Number of seeds of a curve's points. The marked point has all seeds of its comparison."""
 ABOVE = 0.25
 """Nats above the least loss at which the picture ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateCurve:
-    """Losses of one arm at one size.
+    """Losses of one arm at one size against the learning rate.
 
     Attributes:
-        size: of the grown axis.
-        width: of the model.
-        log2_rates: peak learning rates, ascending.
-        losses: mean final training loss at each rate, in nats; None where a seed diverged.
+        size: Value of the cell's axis.
+        width: Width of the model.
+        log2_rates: log2 of the peak learning rates, ascending.
+        losses: Mean final training loss at each rate, in nats; `None` where a seed diverged.
         marked_rate: log2 of the rate that the arm uses.
-        marked_loss: mean loss over all seeds there.
+        marked_loss: Mean loss over all seeds at `marked_rate`.
     """
 
     size: int
@@ -54,29 +55,29 @@ class RateCurve:
 
 
 def settings_of(record: Mapping[str, Any], label: str) -> list[Setting]:
-    """Return an arm's setting at every size from a cell's result.json."""
+    """Return an arm's settings, one per size, from the content of a cell's result.json."""
     arm = next(arm for arm in record["arms"] if arm["label"] == label)
     return [_setting(size["octaves"]) for size in arm["sizes"]]
 
 
-def _setting(moved: Mapping[str, float]) -> Setting:
-    return setting({name: round(value / STEP.get(name, 1.0)) for name, value in moved.items()})
+def _setting(octaves: Mapping[str, float]) -> Setting:
+    """Return constants in octaves as a setting, which counts steps of the search."""
+    return setting({name: round(value / STEP.get(name, 1.0)) for name, value in octaves.items()})
 
 
 def measure(work: Measuring, arm: Arm, settings: Sequence[Setting]) -> list[RateCurve]:
-    """Train an arm at the rates around its own at every size.
+    """Train an arm at the rates around its own at every size, and return the curves.
 
     Args:
-        work: trains the cell's points.
-        arm: one of the cell's.
-        settings: of the arm, one per size.
+        settings: The arm's settings, one per size of the cell.
     """
     cell = work.cell
+    steps = [round(offset / STEP["lr"]) for offset in OFFSETS]
     curves: list[RateCurve] = []
-    for size, own in zip(cell.sizes, settings, strict=True):
-        steps = [round(offset / STEP["lr"]) for offset in OFFSETS]
-        moved = [setting({**dict(own), "lr": dict(own).get("lr", 0) + step}) for step in steps]
-        configs = [cell.config(arm, size, dict(one), 0) for one in moved]
+    for size, own_setting in zip(cell.sizes, settings, strict=True):
+        values = dict(own_setting)
+        moved = [setting({**values, "lr": values.get("lr", 0) + step}) for step in steps]
+        configs = [cell.config(arm, size, dict(neighbour), 0) for neighbour in moved]
         losses = work.losses(arm, size, moved, SEEDS).mean(axis=1)
         marked = configs[OFFSETS.index(0.0)]
         curves.append(
@@ -86,7 +87,7 @@ def measure(work: Measuring, arm: Arm, settings: Sequence[Setting]) -> list[Rate
                 log2_rates=[round(rate(config), 4) for config in configs],
                 losses=[float(f"{loss:.6g}") if math.isfinite(loss) else None for loss in losses],
                 marked_rate=round(rate(marked), 4),
-                marked_loss=float(f"{work.trained(arm, size, own).mean():.6g}"),
+                marked_loss=float(f"{work.trained(arm, size, own_setting).mean():.6g}"),
             )
         )
     return curves
@@ -96,11 +97,11 @@ def write(path: Path, cell: Cell, arms: Mapping[str, Sequence[RateCurve]]) -> No
     """Write the curves of a cell as JSON.
 
     Args:
-        arms: label of an arm to its curves.
+        arms: Label of an arm to its curves.
     """
-    rows = {
-        label: [dataclasses.asdict(curve) for curve in curves] for label, curves in arms.items()
-    }
+    rows = {}
+    for label, curves in arms.items():
+        rows[label] = [dataclasses.asdict(curve) for curve in curves]
     record = {
         "cell": cell.name,
         "recipe": f"{cell.recipe} {cell.words}",
@@ -111,17 +112,20 @@ def write(path: Path, cell: Cell, arms: Mapping[str, Sequence[RateCurve]]) -> No
 
 
 def read(path: Path) -> dict[str, list[RateCurve]]:
-    """Return the curves that `write` wrote, by the label of their arm."""
-    record = json.loads(path.read_text())
-    return {label: [RateCurve(**row) for row in rows] for label, rows in record["arms"].items()}
+    """Return the curves in a file of `write`, by the labels of their arms."""
+    arms = json.loads(path.read_text())["arms"]
+    curves = {}
+    for label, rows in arms.items():
+        curves[label] = [RateCurve(**row) for row in rows]
+    return curves
 
 
 def draw(path: Path, left: Sequence[RateCurve], right: Sequence[RateCurve]) -> None:
-    """Write a PNG of two panels on one scale.
+    """Write a PNG with two panels on one scale.
 
     Args:
-        left: curves of `mup`, whose constants are those of the smallest size.
-        right: curves of `sp`, whose other constants were searched at every size.
+        left: Curves of `mup`, whose constants are those of the smallest size.
+        right: Curves of `sp`, whose other constants were searched at every size.
     """
     from matplotlib.figure import Figure
 
@@ -140,28 +144,28 @@ def draw(path: Path, left: Sequence[RateCurve], right: Sequence[RateCurve]) -> N
         left[0].marked_rate, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0
     )
     panels[0].set_ylabel("training loss after 800 steps (nats)", fontsize=10)
-    panels[0].set_ylim(
-        least - 0.03, least + ABOVE + left[0].marked_loss - min(c.marked_loss for c in left)
-    )
+    # The left panel's smallest model must fit, whose loss is highest.
+    spread = left[0].marked_loss - min(curve.marked_loss for curve in left)
+    panels[0].set_ylim(least - 0.03, least + ABOVE + spread)
     figure.savefig(path, dpi=130)
 
 
 def _draw_panel(panel: Axes, curves: Sequence[RateCurve]) -> None:
-    """Draw a curve per size, with the marked loss written beside its mark and the width at the left end."""
+    """Draw a curve per size, with its width and marked loss written beside the mark."""
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
     for index, curve in enumerate(curves):
-        colour = colormaps["Blues"](0.4 + 0.6 * index / max(1, len(curves) - 1))
+        color = colormaps["Blues"](0.4 + 0.6 * index / max(1, len(curves) - 1))
         losses = np.array([math.nan if loss is None else loss for loss in curve.losses])
         rates = np.array(curve.log2_rates)
-        panel.plot(rates, losses, "o-", color=colour, lw=1.8, ms=3.5)
+        panel.plot(rates, losses, "o-", color=color, lw=1.8, ms=3.5)
         panel.plot(
             curve.marked_rate,
             curve.marked_loss,
             "o",
             ms=7,
-            mfc=colour,
+            mfc=color,
             mec=ORANGE,
             mew=1.8,
             zorder=5,

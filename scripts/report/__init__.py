@@ -1,1 +1,1 @@
-"""A report of what presets do, what transfers and what a wrong rule costs, from the committed records: build/report.pdf."""
+"""Report on presets, transfer and wrong rules, made from the committed records."""

@@ -1,8 +1,9 @@
-"""Writes build/report.pdf, or what `--out` names: every number of it is computed from the committed records.
+"""Write a report as build/report.pdf, with every number computed from the committed records.
 
     python -m scripts.report [--out build/report.pdf]
 
-Typst sets it (`pip install typst`, or the extra `site`); `make report` installs and runs it.
+The command needs Typst (`pip install typst`, or the extra `site`). `make report` installs Typst and
+runs the command.
 """
 
 from __future__ import annotations
@@ -20,18 +21,16 @@ from scripts import harness
 from scripts.report import facts
 
 TEMPLATE = Path(__file__).with_name("report.typ")
+"""Text of the report, which reads its numbers from facts.json."""
 PICTURES = {"head_dim.png": "transfer/head_dim/head_dim.png"}
-"""Name in the template to file of docs/."""
+"""Name of a picture in the template to its path below docs/evidence."""
 
 
-def compiled(out: Path) -> None:
-    """Writes the report.
+def write_report(out: Path) -> None:
+    """Set the report with Typst and write it as a PDF to `out`."""
+    import typst  # pyright: ignore[reportMissingImports]  (comes with the extra `site`)
 
-    Args:
-        out: the PDF.
-    """
-    import typst  # pyright: ignore[reportMissingImports]  (of the extra `site`)
-
+    # Typst reads files below its root only, so everything is copied to one folder.
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "facts.json").write_text(json.dumps(facts.gathered()))
@@ -47,11 +46,11 @@ class Options:
     """Flags of the command."""
 
     out: Path = Path("build/report.pdf")
-    """The PDF."""
+    """File to write the PDF to."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the report; 2 where Typst is not installed."""
+    """Run the command and return its exit status: 2 if Typst is not installed."""
     args = harness.parse(Options, argv)
     if importlib.util.find_spec("typst") is None:
         print(
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    compiled(args.out)
+    write_report(args.out)
     print(f"wrote {args.out}")
     return 0
 

@@ -1,7 +1,11 @@
-"""Every number and table of the report, read from the records in docs/ and asked of the presets' rules; nothing is trained."""
+"""Numbers and tables of the report, from the records in docs/ and from the presets' rules.
+
+Nothing is trained. Table cells are texts, because the template prints them as they are.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import Counter
@@ -15,52 +19,63 @@ from scripts.check import mutations
 from scripts.pages import leaderboard
 
 DOCS = ROOT / "docs" / "evidence"
+"""Folder of the records."""
 LIMITS = ("head_dim", "heads", "depth")
+"""Sizes that grow in the table of rules."""
 OBSERVED = ("attention", "update query", "change residual", "change logits")
-"""Observables that the table of theory and measurement shows, of those that are measured."""
+"""Observables in the table of theory and measurement; more are measured."""
 
 
 def _record(name: str) -> Any:
+    """Return the content of a JSON file in docs/evidence."""
     return json.loads((DOCS / name).read_text())
 
 
-def _groups(rows: Mapping[str, list[list[str]]]) -> list[dict[str, Any]]:
-    """Rows of a table under titles."""
-    return [{"title": title, "rows": of_title} for title, of_title in rows.items()]
+def _groups(rows_by_title: Mapping[str, list[list[str]]]) -> list[dict[str, Any]]:
+    """Return groups of table rows as the template reads them."""
+    return [{"title": title, "rows": rows} for title, rows in rows_by_title.items()]
 
 
 def rules() -> list[list[str]]:
-    """Preset and, for each limit, what is wrong with it under Adam by its rules alone; of every preset with a rule for Adam."""
+    """Return a row for every preset with a rule for Adam: the verdicts on it in each limit.
+
+    A verdict follows from the rules alone.
+    """
     rows = []
     for name in presets.PRESETS:
         try:
             verdicts = wrong(presets.get(name), "adam")
         except presets.PresetError:
             continue
-        rows.append(
-            [
-                name,
-                *(
-                    ", ".join(sorted({entry.verdict for _, entry in verdicts[k]})) or "right"
-                    for k in LIMITS
-                ),
-            ]
-        )
+        row = [name]
+        for limit in LIMITS:
+            names = sorted({entry.verdict for _, entry in verdicts[limit]})
+            row.append(", ".join(names) or "right")
+        rows.append(row)
     return rows
 
 
 def theory() -> dict[str, Any]:
-    """How many slopes agree, and the observables shown, by preset and axis."""
+    """Return how many measured slopes agree with theory, and a table of both.
+
+    A group of the table has the presets for one size that grows.
+    """
     studies = _record("theory-and-measurement.json")["studies"]
-    counts = Counter(o["verdict"] for study in studies for o in study["observables"])
+    counts: Counter[str] = Counter()
     groups: dict[str, list[list[str]]] = {}
     for study in studies:
-        by_name = {(o["observable"], o["step"]): o for o in study["observables"]}
-        cells = [by_name.get((name, 0 if name == "attention" else 1)) for name in OBSERVED]
-        shown = ["" if o is None else f"{o['predicted']:+.2f} | {o['slope']:+.2f}" for o in cells]
-        groups.setdefault(f"{study['grow']} grows", []).append(
-            [study["preset"], *shown, study["verdict"]]
-        )
+        counts.update(slope["verdict"] for slope in study["observables"])
+        slopes = {(slope["observable"], slope["step"]): slope for slope in study["observables"]}
+        row = [study["preset"]]
+        for name in OBSERVED:
+            # Attention logits are compared at the start, changes after the first step.
+            slope = slopes.get((name, 0 if name == "attention" else 1))
+            if slope is None:
+                row.append("")
+            else:
+                row.append(f"{slope['predicted']:+.2f} | {slope['slope']:+.2f}")
+        row.append(study["verdict"])
+        groups.setdefault(f"{study['grow']} grows", []).append(row)
     return {
         "counts": dict(counts),
         "slopes": counts.total(),
@@ -70,33 +85,40 @@ def theory() -> dict[str, Any]:
 
 
 def figures() -> dict[str, Any]:
-    """What the papers' figures came to: predictions, those that reproduce, controls, and every prediction that does not."""
+    """Return counts of the papers' figures, and a table of predictions that do not reproduce."""
     records = [json.loads(path.read_text()) for path in sorted((DOCS / "figures").glob("*.json"))]
-    rows = [
-        (record["title"], row)
-        for record in records
-        for row in record["rows"]
-        if row["predicted"] is not None
-    ]
-    claims = [(title, row) for title, row in rows if not row["control"]]
-    against = [(title, row) for title, row in claims if not row["verdict"].startswith("reproduces")]
+    num_claims = 0
+    num_controls = 0
+    num_reproduced = 0
     groups: dict[str, list[list[str]]] = {}
-    for title, row in against:
-        groups.setdefault(title, []).append(
-            [row["what"], _interval(row, "measured", 3), row["verdict"]]
-        )
+    for record in records:
+        for row in record["rows"]:
+            if row["predicted"] is None:
+                continue
+            if row["control"]:
+                num_controls += 1
+                continue
+            num_claims += 1
+            if row["verdict"].startswith("reproduces"):
+                num_reproduced += 1
+                continue
+            cells = [row["what"], _interval(row, "measured", 3), row["verdict"]]
+            groups.setdefault(record["title"], []).append(cells)
     return {
         "figures": len(records),
-        "claims": len(claims),
-        "reproduce": len(claims) - len(against),
-        "controls": len(rows) - len(claims),
+        "claims": num_claims,
+        "reproduce": num_reproduced,
+        "controls": num_controls,
         "against": _groups(groups),
         "cpu_minutes": round(sum(record["seconds"] for record in records) / 60),
-    }  # fmt: skip
+    }
 
 
 def transfer() -> list[dict[str, Any]]:
-    """The leaderboard's tasks, each with its rows: preset, drift, verdict, price, least loss, seeds."""
+    """Return the leaderboard's tasks, each with a row for every preset.
+
+    A row has the preset, drift, verdict, price, least loss and number of seeds.
+    """
     groups: dict[str, list[list[str]]] = {}
     for row in leaderboard.rows():
         groups.setdefault(row.task, []).append(_transferred(row))
@@ -104,24 +126,29 @@ def transfer() -> list[dict[str, Any]]:
 
 
 def _transferred(row: leaderboard.Row) -> list[str]:
+    """Return a row of the leaderboard as table cells."""
     loss = "unknown" if row.loss is None else f"{row.loss:.3f}"
-    drift, price = _interval(row.drift, "value", 2), _interval(row.price, "value", 3)
+    drift = _interval(row.drift, "value", 2)
+    price = _interval(row.price, "value", 3)
     return [row.preset, drift, row.verdict, price, loss, str(row.seeds)]
 
 
 def quality() -> dict[str, Any]:
-    """Cells with their losses of presets tuned once at the base beside `sp` tuned anew at every size, and the largest size's difference."""
-    records = [
-        json.loads(path.read_text()) for path in sorted((DOCS / "quality").glob("*/result.json"))
-    ]
-    cells = [
-        {
-            "axis": record["axis"],
-            "sizes": [size["size"] for size in record["arms"][0]["sizes"]],
-            "rows": [_arm(arm) for arm in record["arms"] if not arm["ablation"]],
-        }
-        for record in records
-    ]
+    """Return the tables of the study of tuned presets, one for each cell, and its training minutes.
+
+    A row has an arm's losses at every size and its difference at the largest size.
+    """
+    paths = sorted((DOCS / "quality").glob("*/result.json"))
+    records = [json.loads(path.read_text()) for path in paths]
+    cells = []
+    for record in records:
+        cells.append(
+            {
+                "axis": record["axis"],
+                "sizes": [size["size"] for size in record["arms"][0]["sizes"]],
+                "rows": [_arm(arm) for arm in record["arms"] if not arm["ablation"]],
+            }
+        )
     return {
         "cells": cells,
         "minutes": round(sum(record["train_seconds"] for record in records) / 60),
@@ -129,102 +156,150 @@ def quality() -> dict[str, Any]:
 
 
 def _arm(arm: Mapping[str, Any]) -> list[str]:
-    losses = [
-        "diverged" if None in one["losses"] else f"{statistics.fmean(one['losses']):.4f}"
-        for one in arm["sizes"]
-    ]
-    apart = arm["sizes"][-1]["reference_minus_this"]
-    return [arm["label"], *losses, "" if apart is None else _t(apart)]
+    """Return the table cells of an arm: label, mean loss at every size, and difference."""
+    cells = [arm["label"]]
+    for size in arm["sizes"]:
+        losses = size["losses"]
+        cells.append("diverged" if None in losses else f"{statistics.fmean(losses):.4f}")
+    differences = arm["sizes"][-1]["reference_minus_this"]
+    cells.append("" if differences is None else _mean_interval(differences))
+    return cells
 
 
 def forecasts() -> list[list[str]]:
-    """Of every backtest: forecasts, share inside the 90 % interval, median and largest error."""
-    return [
-        [
-            name,
-            str(each["came"]),
-            f"{each['inside90']:.1%}",
-            f"{each['median_error']:.2%}",
-            f"{each['largest_error']:.2%}",
-        ]
-        for name, each in _record("forecasts.json")["summary"].items()
-    ]
+    """Return a row for every backtest of the forecasts.
+
+    A row has the name, the number of forecasts, the share inside the 90 % interval, and the median
+    and the largest error.
+    """
+    rows = []
+    for name, summary in _record("forecasts.json")["summary"].items():
+        rows.append(
+            [
+                name,
+                str(summary["came"]),
+                f"{summary['inside90']:.1%}",
+                f"{summary['median_error']:.2%}",
+                f"{summary['largest_error']:.2%}",
+            ]
+        )
+    return rows
 
 
 def wrong_rules() -> dict[str, Any]:
-    """Mutants of right rules: how many change training, how many of those the check catches, by column."""
-    every = [one for study in mutations.outcomes().values() for one in study]
-    training = [one for one in every if not one.trains_alike]
-    columns = Counter(one.column for one in training)
-    caught = Counter(one.column for one in training if one.by is not None)
-    joint = _record("joint-mutations.json")["mutants"]
+    """Return how many mutants of right rules change training, and how many of these are caught."""
+    outcomes = list(itertools.chain.from_iterable(mutations.outcomes().values()))
+    changing = [outcome for outcome in outcomes if not outcome.trains_alike]
+    changing_by_column = Counter(outcome.column for outcome in changing)
+    caught = Counter(outcome.column for outcome in changing if outcome.by is not None)
+    columns = []
+    for column, count in changing_by_column.items():
+        columns.append([column, str(count), str(caught[column])])
+    structures = _record("structures.json")["rows"]
     return {
-        "tried": len(every),
-        "change": len(training),
+        "tried": len(outcomes),
+        "change": len(changing),
         "caught": caught.total(),
-        "by_activations": sum(one.by_activations is not None for one in training),
-        "columns": [[column, str(n), str(caught[column])] for column, n in columns.items()],
-        "joint": len(joint),
-        "structures": len(rows := _record("structures.json")["rows"]),
-        "structures_pass": sum(row["verdict"] == "pass" for row in rows),
+        "by_activations": sum(outcome.by_activations is not None for outcome in changing),
+        "columns": columns,
+        "joint": len(_record("joint-mutations.json")["mutants"]),
+        "structures": len(structures),
+        "structures_pass": sum(row["verdict"] == "pass" for row in structures),
     }
 
 
 def robustness() -> list[list[str]]:
-    """Campaign, cases, and those that ended wrong."""
-    kills, operations = _record("kills.json")["runs"], _record("operations.json")["runs"]
+    """Return a row for every campaign of failures: name, cases, and cases that ended wrong."""
+    kills = _record("kills.json")["runs"]
+    operations = _record("operations.json")["runs"]
     processes = _record("processes.json")["rows"]
     faults = [row for row in _record("faults.json") if row["fired"]]
-    corruptions, fuzz = _record("corruptions.json")["results"], _record("fuzz.json")
+    corruptions = _record("corruptions.json")["results"]
+    fuzz = _record("fuzz.json").values()
+    fuzz_failures = sum(row["tracebacks"] + row["hangs"] + row["large"] for row in fuzz)
+    num_good = sum(bool(row["good"]) for row in corruptions)
     return [
-        _campaign("runs killed at random moments", _kills(kills), sum(bool(run["differences"]) for run in kills)),
-        _campaign("runs killed at a file operation", _kills(operations), sum(bool(r["differences"]) for r in operations)),
-        _campaign("processes of a pod that fail", len(processes), sum(bool(row["wrong"]) for row in processes)),
-        _campaign("disks that are unwell", len(faults), sum(bool(row["wrong"]) for row in faults)),
-        _campaign("damaged checkpoints", len(corruptions), sum(not row["good"] for row in corruptions)),
+        _campaign("runs killed at random moments", _kills(kills), _true(kills, "differences")),
         _campaign(
-            "broken files of every format", sum(row["inputs"] for row in fuzz.values()),
-            sum(row["tracebacks"] + row["hangs"] + row["large"] for row in fuzz.values()),
+            "runs killed at a file operation", _kills(operations), _true(operations, "differences")
         ),
-    ]  # fmt: skip
+        _campaign("processes of a pod that fail", len(processes), _true(processes, "wrong")),
+        _campaign("disks that are unwell", len(faults), _true(faults, "wrong")),
+        _campaign("damaged checkpoints", len(corruptions), len(corruptions) - num_good),
+        _campaign(
+            "broken files of every format", sum(row["inputs"] for row in fuzz), fuzz_failures
+        ),
+    ]
 
 
 def _kills(runs: Iterable[Mapping[str, Any]]) -> int:
+    """Return how often runs were killed in total."""
     return sum(len(run["kills"]) for run in runs)
 
 
+def _true(rows: Iterable[Mapping[str, Any]], key: str) -> int:
+    """Return the number of rows whose value at `key` is true or not empty."""
+    return sum(bool(row[key]) for row in rows)
+
+
 def _campaign(name: str, cases: int, wrong: int) -> list[str]:
+    """Return the table cells of a campaign."""
     return [name, f"{cases:,}", f"{wrong:,}"]
 
 
 def tuned() -> list[list[str]]:
-    """Tuned presets that come with the project: name, optimizer, rate, evidence."""
+    """Return a row for every tuned preset of the project: name, optimizer, rate and evidence."""
     from mupax.presets.tuned import find
 
-    each = [find.load(path) for path in sorted(find.FOLDER.glob("*.json"))]
-    return [[p.use, p.optimizer["name"], f"{p.optimizer['peak_lr']:.4g}", p.evidence] for p in each]
+    rows = []
+    for path in sorted(find.FOLDER.glob("*.json")):
+        preset = find.load(path)
+        rate = f"{preset.optimizer['peak_lr']:.4g}"
+        rows.append([preset.use, preset.optimizer["name"], rate, preset.evidence])
+    return rows
 
 
-def _t(differences: list[float]) -> str:
-    """Mean of paired differences and half its 95 % interval by Student's t."""
+def _mean_interval(differences: list[float]) -> str:
+    """Return the mean of paired differences with half its 95 % interval by Student's t."""
     from scipy.stats import t
 
     n = len(differences)
-    half = float(t.ppf(0.975, n - 1)) * statistics.stdev(differences) / n**0.5
-    return f"{statistics.fmean(differences):+.4f} ± {half:.4f}"
+    half_width = float(t.ppf(0.975, n - 1)) * statistics.stdev(differences) / n**0.5
+    return f"{statistics.fmean(differences):+.4f} ± {half_width:.4f}"
 
 
-def _interval(of: Mapping[str, Any], name: str, digits: int) -> str:
-    value, low, high = of[name], of["low"], of["high"]
+def _interval(record: Mapping[str, Any], name: str, digits: int) -> str:
+    """Return an estimate with its interval, if there is one.
+
+    Args:
+        record: Record with the estimate and the interval's ends `low` and `high`.
+        digits: Number of digits after the decimal point, 2 or 3.
+    """
+    value = record[name]
+    low = record["low"]
+    high = record["high"]
     if value is None:
         return "unknown"
-    ends = "" if low is None or high is None else f" [{low:+.{digits}f}, {high:+.{digits}f}]"
+    ends = ""
+    if low is not None and high is not None:
+        ends = f" [{low:+.{digits}f}, {high:+.{digits}f}]"
     return f"{value:+.{digits}f}{ends}"
 
 
 def gathered() -> dict[str, Any]:
-    """All of it, as JSON that the template reads."""
+    """Return all facts as the template reads them, by the names of the functions in this file."""
     from mupax import __version__
 
-    parts = (rules, theory, figures, transfer, quality, forecasts, wrong_rules, robustness, tuned)
-    return {"version": __version__, "limits": LIMITS, **{part.__name__: part() for part in parts}}
+    return {
+        "version": __version__,
+        "limits": LIMITS,
+        "rules": rules(),
+        "theory": theory(),
+        "figures": figures(),
+        "transfer": transfer(),
+        "quality": quality(),
+        "forecasts": forecasts(),
+        "wrong_rules": wrong_rules(),
+        "robustness": robustness(),
+        "tuned": tuned(),
+    }

@@ -1,1 +1,1 @@
-"""Small image folders, which the study of recipes for them trains on."""
+"""Small image folders that `scripts/bench/recipes/small_folders.py` trains on."""

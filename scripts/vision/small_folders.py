@@ -1,11 +1,12 @@
-"""Four small image folders from packages: emoji, icons, Fashion-MNIST and digits, each with several random splits.
+"""Write four small image folders from packages: emoji, icons, Fashion-MNIST and digits.
 
     python -m scripts.vision.small_folders FOLDER [--splits 5] [--only emoji icons fashion digits]
 
-Needs `apt-get download` and `dpkg-deb` (Debian or Ubuntu) for the first three, and fontTools for emoji. No image is
-installed or committed. `FOLDER/NAME/images/CLASS/*.png` has all images, `FOLDER/NAME/SPLIT/{train,test}/CLASS` links to
-them: a fifth of every class is the test part, drawn by the seed SPLIT. Of Fashion-MNIST the first 8,000 training images are
-taken, so that it is a small folder too.
+The first three need `apt-get download` and `dpkg-deb` (Debian or Ubuntu), and emoji need fontTools.
+No image is installed or committed. `FOLDER/NAME/images/CLASS/*.png` has all images, and
+`FOLDER/NAME/SPLIT/{train,test}/CLASS` links to them. A random fifth of every class, drawn with the
+seed SPLIT, is the test part. Fashion-MNIST has its first 8,000 training images only, so that its
+folder is small, too.
 """
 
 from __future__ import annotations
@@ -25,26 +26,31 @@ from tyro.conf import Positional
 from scripts import harness
 
 TEST_SHARE = 0.2
-"""Share of every class that a split tests on."""
+"""Share of the images of every class in the test part of a split."""
 FEWEST = 30
-"""Images of the smallest class of icons."""
+"""Least number of images of a class; smaller classes are left out."""
 FASHION = 8_000
-"""Images of Fashion-MNIST that are taken."""
+"""Number of images of Fashion-MNIST."""
 ICON_CONTEXTS = ("actions", "apps", "categories", "devices", "mimetypes", "places", "status")
-"""Folders of an icon theme that are classes."""
+"""Folders of the icon theme that become classes."""
+SKIN_TONES = range(0x1F3FB, 0x1F3FF + 1)
+"""Code points of skin tones."""
+VARIATION_SELECTOR = 0xFE0F
+"""Code point that asks for the coloured form of an emoji; fonts have no glyph for it."""
 
 
 class Picture(NamedTuple):
-    """An image file to write."""
+    """Image file to write."""
 
     class_name: str
     name: str
-    """File name, without a suffix."""
+    """File name without a suffix."""
     png: bytes
+    """Content of the file."""
 
 
 def unpack(package: str, folder: Path) -> Path:
-    """Download a package of the distribution and return the folder that its files are unpacked to."""
+    """Download a package of the distribution, unpack it below `folder`, and return its folder."""
     files = folder / package
     files.mkdir()
     subprocess.run(["apt-get", "download", package], cwd=folder, check=True, capture_output=True)
@@ -54,9 +60,9 @@ def unpack(package: str, folder: Path) -> Path:
 
 
 def emoji(folder: Path) -> Iterator[Picture]:
-    """Yield the bitmaps of Noto Color Emoji, whose class is the group of the emoji in Unicode's list.
+    """Yield the bitmaps of Noto Color Emoji. Their classes are the groups of Unicode's list.
 
-    Emoji with a skin tone are left out: they are copies of the emoji without.
+    Emoji with a skin tone are left out, because they are copies of the emoji without one.
     """
     # matplotlib brings fontTools, which nothing else here needs.
     fonts = importlib.import_module("fontTools.ttLib")
@@ -72,30 +78,31 @@ def emoji(folder: Path) -> Iterator[Picture]:
         if line.startswith("# group: "):
             group = line.removeprefix("# group: ")
         codes, semicolon, status = line.partition(";")
-        if (
-            not semicolon
-            or not status.strip().startswith("fully-qualified")
-            or group == "Component"
-        ):
+        is_emoji = bool(semicolon) and status.strip().startswith("fully-qualified")
+        if not is_emoji or group == "Component":
             continue
         points = [int(code, 16) for code in codes.split()]
-        if any(0x1F3FB <= point <= 0x1F3FF for point in points):
+        if any(point in SKIN_TONES for point in points):
             continue
-        glyphs = tuple(cmap.get(point, "") for point in points if point != 0xFE0F)
+        glyphs = tuple(cmap.get(point, "") for point in points if point != VARIATION_SELECTOR)
         glyph = glyphs[0] if len(glyphs) == 1 else ligatures.get(glyphs)
         if not glyph or glyph in shown or glyph not in bitmaps:
             continue
         shown.add(glyph)
         name = "-".join(f"{point:x}" for point in points)
-        yield Picture(
-            group.lower().replace(" & ", "_").replace(" ", "_"), name, bitmaps[glyph].imageData
-        )
+        class_name = group.lower().replace(" & ", "_").replace(" ", "_")
+        yield Picture(class_name, name, bitmaps[glyph].imageData)
 
 
 def _ligatures(font: object) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the glyphs of every ligature of a font, and the glyph that stands for them."""
+    """Yield the glyphs of every ligature of a font, with the glyph that stands for them.
+
+    Args:
+        font: `TTFont` of fontTools.
+    """
     for lookup in font["GSUB"].table.LookupList.Lookup:  # pyright: ignore[reportIndexIssue]
         for table in lookup.SubTable:
+            # Large tables are behind an extension table.
             table = getattr(table, "ExtSubTable", table)
             for first, entries in getattr(table, "ligatures", {}).items():
                 for entry in entries:
@@ -103,9 +110,9 @@ def _ligatures(font: object) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def icons(folder: Path) -> Iterator[Picture]:
-    """Yield the icons of 48 pixels of KDE's theme Oxygen, whose class is the folder of the theme that has them.
+    """Yield the icons of 48 pixels of KDE's theme Oxygen. Their classes are the theme's folders.
 
-    Links to another icon are left out, and so are icons whose bytes another icon has.
+    Links to other icons and icons with the same bytes as another icon are left out.
     """
     root = unpack("oxygen-icon-theme", folder)
     written: set[bytes] = set()
@@ -129,6 +136,11 @@ def fashion(folder: Path) -> Iterator[Picture]:
 
 
 def _idx(file: Path, header: int) -> np.ndarray:
+    """Return the bytes of a compressed IDX file without its header.
+
+    Args:
+        header: Number of bytes of the header.
+    """
     return np.frombuffer(gzip.decompress(file.read_bytes()), np.uint8, offset=header)
 
 
@@ -138,7 +150,9 @@ def digits(folder: Path) -> Iterator[Picture]:
 
     data: Any = load_digits()
     for index, (image, label) in enumerate(zip(data.images, data.target, strict=True)):
-        yield Picture(str(label), f"{index:04}", _png((image * 255 / 16).round().astype(np.uint8)))
+        # Pixels are from 0 to 16.
+        pixels = (image * 255 / 16).round().astype(np.uint8)
+        yield Picture(str(label), f"{index:04}", _png(pixels))
 
 
 def _png(pixels: np.ndarray) -> bytes:
@@ -158,10 +172,14 @@ SETS: dict[str, Callable[[Path], Iterator[Picture]]] = {
     "fashion": fashion,
     "digits": digits,
 }
+"""Name of a data set to the function that yields its images, given a folder for downloads."""
 
 
 def write(name: str, folder: Path, splits: int) -> dict[str, int]:
-    """Write a data set below a folder and return its number of images by class; what is there stays as it is."""
+    """Write a data set below `folder` and return its number of images by class.
+
+    Images and splits that are already there stay as they are.
+    """
     images = folder / name / "images"
     complete = folder / name / "complete"
     if not complete.exists():
@@ -171,8 +189,11 @@ def write(name: str, folder: Path, splits: int) -> dict[str, int]:
                 place.mkdir(parents=True, exist_ok=True)
                 (place / f"{picture.name}.png").write_bytes(picture.png)
         complete.touch()
-    classes = {path.name: sorted(path.glob("*.png")) for path in sorted(images.iterdir())}
-    classes = {class_name: files for class_name, files in classes.items() if len(files) >= FEWEST}
+    classes = {}
+    for path in sorted(images.iterdir()):
+        files = sorted(path.glob("*.png"))
+        if len(files) >= FEWEST:
+            classes[path.name] = files
     for seed in range(splits):
         if not (folder / name / str(seed)).exists():
             _link(folder / name / str(seed), seed, classes)
@@ -180,12 +201,17 @@ def write(name: str, folder: Path, splits: int) -> dict[str, int]:
 
 
 def _link(split: Path, seed: int, classes: Mapping[str, Sequence[Path]]) -> None:
-    """Write one split as folders of links."""
+    """Write one split as folders of links.
+
+    Args:
+        classes: Name of a class to its images.
+    """
     rng = np.random.default_rng(seed)
     for class_name, files in classes.items():
-        tested = round(TEST_SHARE * len(files))
+        num_test = round(TEST_SHARE * len(files))
         for rank, index in enumerate(rng.permutation(len(files))):
-            place = split / ("test" if rank < tested else "train") / class_name
+            part = "test" if rank < num_test else "train"
+            place = split / part / class_name
             place.mkdir(parents=True, exist_ok=True)
             (place / files[index].name).hardlink_to(files[index])
 
@@ -195,14 +221,15 @@ class Options:
     """Flags of the command."""
 
     folder: Positional[Path]
+    """Folder to write to."""
     splits: int = 5
-    """Random splits of each."""
+    """Number of random splits of every data set."""
     only: tuple[str, ...] = tuple(SETS)
-    """Data sets."""
+    """Data sets to write; all by default."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the data sets that are not there yet, and print how many images each class has."""
+    """Run the command and return 0: write missing data sets, and print the size of each class."""
     args = harness.parse(Options, argv)
     harness.check_names(args.only, SETS)
     for name in args.only:

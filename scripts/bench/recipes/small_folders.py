@@ -265,7 +265,7 @@ def _difference(values: np.ndarray) -> str:
 
 
 def render() -> None:
-    """Write the table of the record into docs/howto/own_images.md."""
+    """Write the table of the record into docs/howto/data.md."""
     text = PAGE.read_text()
     start, rest = text.split(BEGIN)
     _, after = rest.split(END)

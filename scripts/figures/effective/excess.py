@@ -1,7 +1,10 @@
-"""What learning rates below the best one cost: the estimator of the effective theory's figure 3, and its rows.
+"""Cost of learning rates below the best one: the estimator of the effective theory's figure 3.
 
-For every seed the best rate is the one of the grid whose mean loss over the *other* seeds is least, so that no seed's noise lowers
-the loss that it is compared with. Two strategies are compared seed by seed; both see the same batches.
+For every seed the best rate is the grid's rate with the least mean loss over the *other* seeds, so
+that a seed's noise does not lower the loss that the seed is compared with. Two strategies are
+compared seed by seed, and both see the same batches.
+
+Shapes: S seeds.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ from scripts.figures.result import Row, estimate, mean
 
 
 def best(curve: Curve) -> np.ndarray:
-    """Index of the best rate for every seed [S], chosen by the others; rates at which one of those diverged are none.
+    """Return the index of the best rate for every seed [S], chosen by the other seeds.
+
+    A rate at which one of the other seeds diverged is never the best.
 
     Args:
-        curve: losses of one size, every rate with every seed.
+        curve: Losses of one size; every rate has all seeds.
 
     Raises:
-        ValueError: one seed, or every rate diverged.
+        ValueError: There is one seed, or every rate diverged.
     """
     seeds = curve.losses.shape[1]
     if seeds < 2:
@@ -38,31 +43,38 @@ def best(curve: Curve) -> np.ndarray:
 
 
 def least(curve: Curve) -> np.ndarray:
-    """Loss of every seed [S] at the rate that is best by the others."""
+    """Return the loss of every seed [S] at the rate that is best by the other seeds."""
     chosen = best(curve)
     return curve.losses[chosen, np.arange(len(chosen))]
 
 
 def excess(curve: Curve, octaves: float) -> np.ndarray:
-    """Loss of every seed [S] so many octaves below its best rate, less the loss at it; nan where the grid has no such rate.
+    """Return how much higher the loss of every seed [S] is below its best rate than at it.
+
+    The result is NaN for seeds whose lower rate is not in the grid.
 
     Args:
-        curve: losses of one size.
-        octaves: how far below.
+        octaves: Octaves between the best rate and the lower rate.
     """
-    chosen = best(curve)
-    below = [np.flatnonzero(np.abs(curve.x - (curve.x[at] - octaves)) < 1e-6) for at in chosen]
-    there = [curve.losses[at[0], seed] if at.size else math.nan for seed, at in enumerate(below)]
-    return np.array(there) - least(curve)
+    losses = losses_at(curve, curve.x[best(curve)] - octaves)
+    return losses - least(curve)
+
+
+def losses_at(curve: Curve, log2_rates: np.ndarray) -> np.ndarray:
+    """Return the loss of every seed [S] at a rate of its own, NaN where the grid lacks the rate.
+
+    Args:
+        log2_rates: log2 of the rate of every seed [S].
+    """
+    losses = []
+    for seed, log2_rate in enumerate(log2_rates):
+        matches = np.flatnonzero(np.abs(curve.x - log2_rate) < 1e-6)
+        losses.append(curve.losses[matches[0], seed] if matches.size else math.nan)
+    return np.array(losses)
 
 
 def growth(sizes: Sequence[int], values: np.ndarray) -> np.ndarray:
-    """Least-squares slope of values [sizes, seeds] per doubling of the size, for every seed [S].
-
-    Args:
-        sizes: increasing.
-        values: of each size and seed.
-    """
+    """Return the least-squares slope [S] of values [sizes, S] per doubling of the size."""
     doublings = np.log2(np.asarray(sizes, float))
     doublings -= doublings.mean()
     return doublings @ values / (doublings @ doublings)
@@ -71,67 +83,79 @@ def growth(sizes: Sequence[int], values: np.ndarray) -> np.ndarray:
 def rows(
     what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]], names: Sequence[str]
 ) -> list[Row]:
-    """Return rows on the cost of half and a quarter of the best rate, one strategy less another, with controls.
+    """Return rows on the cost of half and of a quarter of the best rate, one strategy less another.
 
     Args:
-        what: the sizes are called.
-        sizes: increasing.
-        curves: strategy to its curve per size; of a control one without rates where it was not trained.
-        names: the two strategies, and then those that are put in the first's place as controls.
+        what: Name of the size in rows, such as `n`.
+        sizes: Sizes [sizes], ascending.
+        curves: Strategy to its curves, one per size. A curve without rates was not trained.
+        names: Names of the two strategies, followed by the controls, which take the first
+            strategy's place.
     """
     first, second, *controls = names
     table: list[Row] = []
     for octaves, part in ((1, "half"), (2, "a quarter of")):
-        of = [
-            {name: excess(curves[name][at], octaves) for name in names if len(curves[name][at].x)}
-            for at in range(len(sizes))
-        ]
-        apart = [excesses[first] - excesses[second] for excesses in of]
         title = f"loss at {part} the best hidden rate less the least"
-        for size, excesses, difference in zip(sizes, of, apart, strict=True):
-            each = ", ".join(f"{name} {_interval(excesses[name])}" for name in (first, second))
-            title_of = f"{title}, {first} minus {second}, {what} = {size}"
-            table.append(
-                value(title_of, difference, predicted=0.0, above=True, note=f"Each: {each} nats.")
+        excesses_by_size = []
+        for index in range(len(sizes)):
+            trained = [name for name in names if len(curves[name][index].x)]
+            excesses_by_size.append(
+                {name: excess(curves[name][index], octaves) for name in trained}
             )
+        differences = [excesses[first] - excesses[second] for excesses in excesses_by_size]
+
+        for size, excesses, difference in zip(sizes, excesses_by_size, differences, strict=True):
+            row_title = f"{title}, {first} minus {second}, {what} = {size}"
+            own_words = ", ".join(f"{name} {_interval(excesses[name])}" for name in (first, second))
+            note = f"Each: {own_words} nats."
+            table.append(value(row_title, difference, predicted=0.0, above=True, note=note))
         if len(sizes) > 1:
-            seeds = min(map(len, apart))
-            grown = growth(sizes, np.array([difference[:seeds] for difference in apart]))
-            table.append(
-                value(
-                    f"growth of that difference per doubling of {what}",
-                    grown,
-                    predicted=0.0,
-                    above=True,
-                )
-            )
+            seeds = min(map(len, differences))
+            slopes = growth(sizes, np.array([difference[:seeds] for difference in differences]))
+            row_title = f"growth of that difference per doubling of {what}"
+            table.append(value(row_title, slopes, predicted=0.0, above=True))
         for name in controls:
-            for size, excesses, difference in zip(sizes, of, apart, strict=True):
+            for size, excesses, difference in zip(
+                sizes, excesses_by_size, differences, strict=True
+            ):
                 if name not in excesses or not np.isfinite(excesses[name]).all():
                     continue
-                own = f"By itself {_interval(excesses[name])} nats."
-                bound = {"note": own}
-                if mean(difference)[1] > 0:  # without the claim nothing tells the control from it
-                    note = f"The bound is half of what {first} has. {own}"
-                    bound = {
-                        "predicted": float(difference.mean()) / 2,
-                        "above": True,
-                        "control": True,
-                        "note": note,
-                    }
-                table.append(
-                    value(
-                        f"{title}, {name}, minus {second}, {what} = {size}",
-                        excesses[name] - excesses[second],
-                        **bound,
-                    )
-                )
+                row_title = f"{title}, {name}, minus {second}, {what} = {size}"
+                bound = _control_bound(first, excesses[name], difference)
+                table.append(value(row_title, excesses[name] - excesses[second], **bound))
     return table
 
 
-def value(what: str, values: np.ndarray, **more: Any) -> Row:
-    """The row of a mean over seeds; `more` are fields of `Row`."""
-    return estimate(what, mean(values), **more)
+def _control_bound(first: str, control: np.ndarray, difference: np.ndarray) -> dict[str, Any]:
+    """Return the fields of a control's row: half of the first strategy's difference as a bound.
+
+    There is no bound if the difference is not above 0: without the claim, nothing tells the control
+    from the strategy.
+
+    Args:
+        first: Name of the strategy whose place the control takes.
+        control: Excess of the control [S].
+        difference: Excess of the first strategy less that of the second [S].
+    """
+    own_words = f"By itself {_interval(control)} nats."
+    _, low, _ = mean(difference)
+    if low > 0:
+        return {
+            "predicted": float(difference.mean()) / 2,
+            "above": True,
+            "control": True,
+            "note": f"The bound is half of what {first} has. {own_words}",
+        }
+    return {"note": own_words}
+
+
+def value(what: str, values: np.ndarray, **fields: Any) -> Row:
+    """Return the row of the mean of values [S].
+
+    Args:
+        fields: Further fields of `Row`.
+    """
+    return estimate(what, mean(values), **fields)
 
 
 def _interval(values: np.ndarray) -> str:

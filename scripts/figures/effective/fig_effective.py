@@ -1,4 +1,7 @@
-"""Dinan, Yaida and Zhang's family on a ViT: what the first step of AdamW moves under each member, as the width grows."""
+"""The effective theory's family on a ViT: change by the first step of AdamW as the width grows.
+
+The family is that of Dinan, Yaida and Zhang 2023.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,14 @@ OBSERVED = {
     "change residual": "change of the residual stream",
     "change logits": "change of the output",
 }
+"""Observable of the check to its name in rows."""
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Root mean squares after one step, {preset: {observable: [widths, seeds]}}, and the exponents of theory."""
+    """Return root mean squares after one step and the exponents of theory.
+
+    Both are dictionaries {preset: {observable: ...}}, with arrays [widths, seeds] and with numbers.
+    """
     del work
     from mupax.train.config.run import OptimizerConfig
     from mupax.train.studies.check import check
@@ -30,10 +37,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     from mupax.zoo.definition import definition
 
     grown = check.grow(configs.get("vit-tiny"), "heads", len(settings["width"]))
-    assert [one.width for one in grown] == settings["width"], (
-        "the check's models are of other widths"
-    )
-    definitions = [definition(one) for one in grown]
+    widths = [model.width for model in grown]
+    assert widths == settings["width"], f"the check's models have the widths {widths}"
+    definitions = [definition(model) for model in grown]
     config = OptimizerConfig(
         name="adamw", peak_lr=settings["peak_lr"], schedule="constant", eps=1e-12
     )
@@ -49,43 +55,50 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """A slope per member and observable."""
-    return [
-        exponent(
-            f"{what} in the first step of AdamW against the width, {name}",
-            settings["width"],
-            data["measured"][name][observed],
-            predicted=data["theory"][name][observed],
-            tolerance=0.15,
-            source="`mupax.presets.analysis.limits` from the member's rules",
-        )
-        for observed, what in OBSERVED.items()
-        for name in settings["presets"]
-    ]
+    """Return a row for the exponent of every observable under every member of the family."""
+    table = []
+    for observed, description in OBSERVED.items():
+        for name in settings["presets"]:
+            table.append(
+                exponent(
+                    f"{description} in the first step of AdamW against the width, {name}",
+                    settings["width"],
+                    data["measured"][name][observed],
+                    predicted=data["theory"][name][observed],
+                    tolerance=0.15,
+                    source="`mupax.presets.analysis.limits` from the member's rules",
+                )
+            )
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Both observables against the width."""
+    """Draw a panel for each observable against the width, with a line for every member."""
     figure, axes = panels.row(2, "A ViT's first step under the effective theory's presets")
-    for one, (observed, what) in zip(axes, OBSERVED.items(), strict=True):
+    for panel, (observed, description) in zip(axes, OBSERVED.items(), strict=True):
         for color, name in zip(panels.COLORS, settings["presets"], strict=False):
-            values, predicted = data["measured"][name][observed], data["theory"][name][observed]
             panels.power_law(
-                one, settings["width"], np.asarray(values), name, color=color, predicted=predicted
+                panel,
+                settings["width"],
+                np.asarray(data["measured"][name][observed]),
+                name,
+                color=color,
+                predicted=data["theory"][name][observed],
             )
-        panels.label(
-            one, f"{what.capitalize()}; dashed: theory", "width", "root mean square", legend=True
-        )
+        title = f"{description.capitalize()}; dashed: theory"
+        panels.label(panel, title, "width", "root mean square", legend=True)
     return figure
 
 
 FIGURE = Figure(
     title="The effective theory's family on a ViT: what the first step moves",
-    source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), the family from neural tangent (s = 0) to maximal update (s = 1)",
-    about="A ViT of depth 2 whose heads and width grow together, under AdamW at a learning rate so small that the first step is one of first "
-    "order. At the smallest width the three members of the family are one model; `standard` starts with variances of its own.",
+    source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), the family from neural tangent (s = 0) "
+    "to maximal update (s = 1)",
+    about="A ViT of depth 2 whose heads and width grow together, under AdamW at a learning rate "
+    "so small that the first step is of first order. At the smallest width the three "
+    "members of the family are one model; `standard` starts with variances of its own.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

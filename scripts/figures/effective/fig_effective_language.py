@@ -1,4 +1,7 @@
-"""Figures 3 to 5 of Dinan, Yaida and Zhang 2023 on encoder-decoders that a CPU can train: how sharp the best learning rate is."""
+"""Figures 3 to 5 of Dinan, Yaida and Zhang 2023 on encoder-decoders that a CPU can train.
+
+The figures show the cost of rates below the best, the least losses, and the gain by a larger model.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,17 @@ if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
 SAME = 0.02
-"""Nats that count as equal losses: what seeds differ by at a best rate."""
+"""Nats that count as no difference of losses: the spread of seeds at a best rate."""
 
 
 def config(settings: Settings, strategy: str, width: int, hidden: float, seed: int) -> Config:
-    """The run of one point.
+    """Return the run of one point.
 
     Args:
-        settings: of the figure.
-        strategy: a key of its `grid`.
-        width: n.
-        hidden: rate of hidden matrices.
-        seed: of the initialization; all points see the same batches.
+        strategy: Key of the settings' `grid`.
+        width: Width `n`.
+        hidden: Hidden rate `h`, see `strategies`.
+        seed: Seed of the initialization. All points see the same batches.
     """
     from mupax.train.config.run import Config, DataConfig, OptimizerConfig
     from mupax.zoo import configs
@@ -66,64 +68,62 @@ def config(settings: Settings, strategy: str, width: int, hidden: float, seed: i
     )
 
 
-def grid(settings: Settings, strategy: str, at: int) -> list[float]:
-    """log2 of the hidden rates of a width: from the one end of its entry in the settings to the other, in half octaves.
+def grid(settings: Settings, strategy: str, index: int) -> list[float]:
+    """Return log2 of the hidden rates of a width, in half octaves.
 
     Args:
-        settings: of the figure.
-        strategy: a key of its `grid`.
-        at: index of the width.
+        settings: Settings of the figure. Their `grid` has the first and the last rate of every
+            width, or `None` for a width that the strategy is not trained at.
+        strategy: Key of the settings' `grid`.
     """
-    low, high = settings["grid"][strategy][at] or (0.0, -1.0)  # none
+    ends = settings["grid"][strategy][index]
+    if ends is None:
+        return []
+    low, high = ends
     return [low + STEP * n for n in range(round((high - low) / STEP) + 1)]
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Losses of every strategy as `rates.curves` reads them: rates `x` and `losses` [rates][seeds] per width."""
-    by_strategy: dict[str, Any] = {
-        strategy: {"x": [], "losses": [], "first": []} for strategy in settings["grid"]
-    }
-    for at in range(len(settings["width"])):
-        for strategy, (x, losses) in of_width(settings, work, at).items():
-            by_strategy[strategy]["x"].append(x)
-            by_strategy[strategy]["losses"].append(losses)
-            by_strategy[strategy]["first"].append(settings["seeds"][at])
-    return by_strategy
-
-
-def of_width(settings: Settings, work: Path, at: int) -> dict[str, Any]:
-    """Rates and losses [rates][seeds] of one width under every strategy, trained where the folder has no row of them.
+    """Train the grid of every strategy at every width, where `work` does not have the rows yet.
 
     Args:
-        settings: of the figure.
-        work: folder of the rows; each width has one in it.
-        at: index of the width.
+        work: Folder with a folder of rows for each width.
+
+    Returns:
+        Strategy to a study as `rates.curves` reads it: for every width the log2 rates `x`, the
+        `losses` [rates][seeds], and the number of seeds `first`.
     """
     from mupax.train.studies.sweep.sweep import Sweep
 
-    width, seeds = settings["width"][at], settings["seeds"][at]
-    points = [(strategy, x) for strategy in settings["grid"] for x in grid(settings, strategy, at)]
-    configs = [
-        config(settings, strategy, width, 2.0**x, seed)
-        for strategy, x in points
-        for seed in range(seeds)
-    ]
-    losses = [
-        rates.kept_loss(row.loss) for row in Sweep(work / str(width), evaluated=False).run(configs)
-    ]
-    by_strategy: dict[str, Any] = {strategy: ([], []) for strategy in settings["grid"]}
-    for index, (strategy, x) in enumerate(points):
-        by_strategy[strategy][0].append(x)
-        by_strategy[strategy][1].append(losses[index * seeds : (index + 1) * seeds])
+    by_strategy: dict[str, Any] = {}
+    for strategy in settings["grid"]:
+        by_strategy[strategy] = {"x": [], "losses": [], "first": []}
+    for index, (width, seeds) in enumerate(zip(settings["width"], settings["seeds"], strict=True)):
+        configs = []
+        for strategy in settings["grid"]:
+            for log2_rate in grid(settings, strategy, index):
+                for seed in range(seeds):
+                    configs.append(config(settings, strategy, width, 2.0**log2_rate, seed))
+        rows = iter(Sweep(work / str(width), evaluated=False).run(configs))
+        for strategy, study in by_strategy.items():
+            log2_rates = grid(settings, strategy, index)
+            losses = []
+            for _ in log2_rates:
+                losses.append([rates.kept_loss(next(rows).loss) for _ in range(seeds)])
+            study["x"].append(log2_rates)
+            study["losses"].append(losses)
+            study["first"].append(seeds)
     return by_strategy
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Figure 3: what rates below the best cost; figure 4: the least losses; figure 5: what twice the width gains, and transfer."""
-    widths, curves = (
-        settings["width"],
-        {name: rates.curves(of_strategy) for name, of_strategy in data.items()},
-    )
+    """Return the rows of figures 3, 4 and 5, except those without a finite estimate.
+
+    Figure 3 is about the cost of rates below the best, figure 4 about the least losses, and
+    figure 5 about the gain by twice the width and the transfer of the rate.
+    """
+    widths = settings["width"]
+    curves = {name: rates.curves(of_strategy) for name, of_strategy in data.items()}
     table = [
         *excess.rows("n", widths, curves, ["standard", "ntk", *settings["embeddings"]]),
         *least(widths, curves),
@@ -134,88 +134,94 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 
 
 def least(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
-    """Figure 4: ntk's least loss less standard's at every width.
+    """Return the rows of figure 4: ntk's least loss less standard's at every width.
 
     Args:
-        widths: n.
-        curves: strategy to its curve per width.
+        widths: Widths `n`, ascending.
+        curves: Strategy to its curves, one per width.
     """
     table = []
-    for at, width in enumerate(widths):
-        standard, ntk = (excess.least(curves[name][at]) for name in ("standard", "ntk"))
-        note = f"Standard {standard.mean():.3f}, ntk {ntk.mean():.3f} nats; the paper (n = 1024, one seed each): 0.967 and 0.971."
-        what = f"least loss, ntk minus standard, n = {width}"
+    for index, width in enumerate(widths):
+        standard = excess.least(curves["standard"][index])
+        ntk = excess.least(curves["ntk"][index])
+        note = (
+            f"Standard {standard.mean():.3f}, ntk {ntk.mean():.3f} nats; "
+            "the paper (n = 1024, one seed each): 0.967 and 0.971."
+        )
         table.append(
             excess.value(
-                what, ntk - standard, predicted=0.0, tolerance=SAME, source="figure 4", note=note
+                f"least loss, ntk minus standard, n = {width}",
+                ntk - standard,
+                predicted=0.0,
+                tolerance=SAME,
+                source="figure 4",
+                note=note,
             )
         )
     return table
 
 
 def _wider(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
-    """What a doubling of n gains at the smaller width's best hidden rate: ntk's gain less standard's."""
+    """Return rows on what twice the width gains at the best rate, ntk's gain less standard's."""
     table = []
-    for at, (width, twice) in enumerate(itertools.pairwise(widths)):
-        gains = {name: gain(*curves[name][at : at + 2]) for name in ("standard", "ntk")}
-        each = ", ".join(f"{name} {values.mean():+.3f}" for name, values in gains.items())
-        what = (
-            f"loss gained by n = {twice} at the best hidden rate of n = {width}, ntk minus standard"
+    for index, (width, twice) in enumerate(itertools.pairwise(widths)):
+        standard = gain(curves["standard"][index], curves["standard"][index + 1])
+        ntk = gain(curves["ntk"][index], curves["ntk"][index + 1])
+        note = (
+            f"Each: standard {standard.mean():+.3f}, ntk {ntk.mean():+.3f} nats; "
+            "the paper, with more depth too and 0.7 of the rate: +0.040 and +0.066."
         )
+        title = f"loss gained by n = {twice} at the best hidden rate of n = {width}"
         table.append(
             excess.value(
-                what,
-                gains["ntk"] - gains["standard"],
+                f"{title}, ntk minus standard",
+                ntk - standard,
                 predicted=0.0,
                 above=True,
                 source="figure 5",
-                note=f"Each: {each} nats; the paper, with more depth too and 0.7 of the rate: +0.040 and +0.066.",
+                note=note,
             )
         )
     return table
 
 
 def gain(small: Curve, large: Curve) -> np.ndarray:
-    """Loss of the smaller model at its best rate less that of the larger one at the same rate, for every seed [S].
+    """Return how much a larger model gains at the smaller model's best rate, in nats [S].
 
-    Args:
-        small: curve of the one.
-        large: of the other; nan where its grid lacks the rate.
+    The gain is the smaller model's loss less the larger model's. It is NaN where the larger model's
+    grid lacks the rate.
     """
-    there = [np.flatnonzero(np.abs(large.x - small.x[at]) < 1e-6) for at in excess.best(small)]
-    losses = [large.losses[at[0], seed] if at.size else math.nan for seed, at in enumerate(there)]
-    return excess.least(small) - np.array(losses)
+    best_rates = small.x[excess.best(small)]
+    return excess.least(small) - excess.losses_at(large, best_rates)
 
 
 def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
-    """Transfer of the hidden rate, as the paper used it under both, and of ntk's own learning rate: two claims."""
+    """Return rows on the transfer of the hidden rate and of ntk's own learning rate.
+
+    These are two claims: the paper used one hidden rate under both strategies, and ntk's rule is a
+    constant learning rate.
+    """
     power = strategies.MAP["ntk"]
-    own = [
-        replace(curve, x=curve.x + power * math.log2(width))
-        for width, curve in zip(widths, curves["ntk"], strict=True)
-    ]
+    own_rule = []
+    for width, curve in zip(widths, curves["ntk"], strict=True):
+        own_rule.append(replace(curve, x=curve.x + power * math.log2(width)))
     table = []
-    for what, some in (
-        ("best hidden rate, standard", curves["standard"]),
-        ("best hidden rate, ntk", curves["ntk"]),
-        ("best learning rate of ntk's own rule", own),
+    for description, study_curves, source in (
+        ("best hidden rate, standard", curves["standard"], "figure 5"),
+        ("best hidden rate, ntk", curves["ntk"], "figure 5"),
+        ("best learning rate of ntk's own rule", own_rule, "the table's rule"),
     ):
-        analysis = analyse(widths, some)
-        price = analysis.prices[-1].value
-        cost = (
-            f"costs {price:.2g} nats"
-            if math.isfinite(price)
-            else "diverges or lies outside the grid"
-        )
+        analysis = analyse(widths, study_curves)
+        cost = rates.price_words(analysis)
         table.append(
             Row(
-                what=f"octaves that the {what}, moves per doubling of n",
+                what=f"octaves that the {description}, moves per doubling of n",
                 measured=analysis.drift.value,
                 low=analysis.drift.low,
                 high=analysis.drift.high,
                 predicted=0.0,
                 tolerance=TOLERANCE,
-                source="figure 5" if "hidden" in what else "the table's rule",
+                source=source,
                 note=f"At n = {widths[-1]} what is best at {widths[0]} {cost}.",
             )
         )
@@ -223,41 +229,45 @@ def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Loss against the hidden rate per strategy, a curve per n; and what half the best rate costs against n."""
+    """Draw loss against the hidden rate under each strategy, and the cost of lower rates."""
     from mupax.train.studies.transfer import figure as transfer_figure
 
-    widths, curves = (
-        settings["width"],
-        {name: rates.curves(of_strategy) for name, of_strategy in data.items()},
-    )
+    widths = settings["width"]
+    curves = {name: rates.curves(of_strategy) for name, of_strategy in data.items()}
     figure, axes = panels.row(3, "Encoder-decoders under the effective theory's strategies")
-    for one, name in zip(axes, ("standard", "ntk"), strict=False):
-        transfer_figure.draw_study(one, analyse(widths, curves[name]), curves[name])
-        panels.label(one, name, "hidden rate h", "training loss (nats)" if one is axes[0] else "")
-    low, high = rates.near([curve for name in ("standard", "ntk") for curve in curves[name]])
-    for one in axes[:2]:
-        one.set_ylim(low, high)
+    for panel, name in zip(axes, ("standard", "ntk"), strict=False):
+        transfer_figure.draw_study(panel, analyse(widths, curves[name]), curves[name])
+        loss_name = "training loss (nats)" if panel is axes[0] else ""
+        panels.label(panel, name, "hidden rate h", loss_name)
+    low, high = rates.near([*curves["standard"], *curves["ntk"]])
+    for panel in axes[:2]:
+        panel.set_ylim(low, high)
     axes[1].legend(title="n", frameon=False, fontsize=9)
     _draw_excess(axes[2], widths, curves)
     return figure
 
 
 def _draw_excess(axes: Axes, widths: Sequence[int], curves: dict[str, list[Curve]]) -> None:
+    """Draw the cost of half and of a quarter of the best rate against n, with 95 % intervals."""
     for color, (name, of_strategy) in zip(panels.COLORS, curves.items(), strict=False):
-        for octaves, style in ((1, "-"), (2, "--")):
-            there = [at for at, curve in enumerate(of_strategy) if len(curve.x)]
-            intervals = np.array([mean(excess.excess(of_strategy[at], octaves)) for at in there])
-            room = [intervals[:, 0] - intervals[:, 1], intervals[:, 2] - intervals[:, 0]]
-            label = f"{name}, {'half' if octaves == 1 else 'a quarter'}"
+        trained_widths = []
+        trained_curves = []
+        for width, curve in zip(widths, of_strategy, strict=True):
+            if len(curve.x):
+                trained_widths.append(width)
+                trained_curves.append(curve)
+        for octaves, part, style in ((1, "half", "-"), (2, "a quarter", "--")):
+            intervals = np.array([mean(excess.excess(curve, octaves)) for curve in trained_curves])
+            half_widths = [intervals[:, 0] - intervals[:, 1], intervals[:, 2] - intervals[:, 0]]
             axes.errorbar(
-                [widths[at] for at in there],
+                trained_widths,
                 intervals[:, 0],
-                yerr=room,
+                yerr=half_widths,
                 fmt="o" + style,
                 color=color,
                 capsize=3,
                 ms=4,
-                label=label,
+                label=f"{name}, {part}",
             )
     axes.set_xscale("log", base=2)
     axes.set_xticks(widths, [str(width) for width in widths])
@@ -268,24 +278,30 @@ def _draw_excess(axes: Axes, widths: Sequence[int], curves: dict[str, list[Curve
     panels.add_legend(axes)
 
 
-MATCHED = "standard, tables as fast as ntk's"
-
 FIGURE = Figure(
     title="The effective theory's figures 3 to 5: encoder-decoders at rates below the best",
-    source="figures 3, 4 and 5 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034): BART-large and R2C2 under two strategies",
-    about="The layout of BART-large (pre-norm, one table, no biases and gains) with 2 + 2 blocks, heads of 16 and 64 positions, on the "
-    "bytes of Python's sources under BART's infilling; AdamW (0.9, 0.998, 1e-6), gradients clipped at 0.1, warm-up and decay linear. "
-    "`standard`: everything starts with std 0.64 n^-1/2 (0.02 at n = 1024), one learning rate h, the head multiplies by 1. `ntk`: the "
-    "table starts at 1 and the head multiplies by n^-1/2, all else starts alike, lr = h n^(3/2), so that hidden matrices move by h and "
-    "the tables by h n. In figure 3 half the best rate costs standard 0.009 nats and ntk 0.002; relative to where they start, ntk's "
-    "tables move 0.64 n^1/2 times as fast as standard's: 3.6, 5 and 7 times here. Training losses, mean over the last tenth of the steps "
-    "of one pass, seeds paired, the same batches for all. Figure 5 used one h under both strategies at both sizes: the transfer of ntk's "
-    "own rule, a constant lr, is another claim and has a row of its own. A likely reason where the paper's claim is not found: in "
-    "150 steps a low rate mostly trains too little under either strategy, where the paper had 200,000 ([over 600 "
-    "steps](#the-effective-theorys-figure-3-over-a-longer-run) it has the paper's sign at n = 64). Its n is 1024, and "
-    "the widest here 128.",
+    source="figures 3, 4 and 5 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034): BART-large and "
+    "R2C2 under two strategies",
+    about="Encoder-decoders in the layout of BART-large with 2 + 2 blocks on the bytes of "
+    "Python's sources: `standard` has one std and one learning rate h everywhere, and "
+    "`ntk` starts its table at std 1 and moves it by h n. The layout is pre-norm with one "
+    "table and without biases and gains. Heads have dimension 16, sequences have 64 "
+    "positions, and the task is BART's infilling. AdamW has (0.9, 0.998, 1e-6), gradients "
+    "are clipped at 0.1, and warm-up and decay are linear. Under `standard` the std is "
+    "0.64 n^-1/2 (0.02 at n = 1024), and the head multiplies by 1. Under `ntk` the head "
+    "multiplies by n^-1/2, everything but the table starts as under `standard`, and lr = "
+    "h n^(3/2), so that hidden matrices move by h. In figure 3 half the best rate costs "
+    "standard 0.009 nats and ntk 0.002. Relative to their initial std, ntk's tables move "
+    "0.64 n^1/2 times as fast as standard's: 3.6, 5 and 7 times here. Training losses are "
+    "means over the last tenth of the steps of one pass, with paired seeds and the same "
+    "batches for all. Figure 5 used one h under both strategies at both sizes. The "
+    "transfer of ntk's own rule, a constant lr, is another claim and has a row of its "
+    "own. A likely reason where the paper's claim does not reproduce: in 150 steps a low "
+    "rate mostly trains too little under either strategy, and the paper had 200,000 steps "
+    "([over 600 steps](#the-effective-theorys-figure-3-over-a-longer-run) the sign is the "
+    "paper's at n = 64). The paper's n is 1024, and the largest n here is 128.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

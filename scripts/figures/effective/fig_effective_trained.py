@@ -1,4 +1,7 @@
-"""Dinan, Yaida and Zhang's family on a ViT in training: loss against learning rate at two widths under each member."""
+"""The effective theory's family on a ViT in training: loss against learning rate at two widths.
+
+The family is that of Dinan, Yaida and Zhang 2023.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 PREDICTED = {"maximal-update": 0.0}
-"""Drift that theory fixes; of the others it says that something moves with the width, not where the best learning rate goes."""
+"""Preset to the predicted drift of its best learning rate. Theory predicts none for the others."""
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """See `rates.measure`; a study per preset, with the rate's drift that would keep the first step as it is."""
+    """Return what `rates.measure` returns for a study of every preset.
+
+    Each study has in addition `kept_step`, the drift of the rate that would keep the change of the
+    residual stream in the first step.
+    """
     from mupax.train.config import recipes
     from mupax.train.config.preset import PresetConfig, preset_of
     from mupax.train.studies.check import theory as expectation
@@ -29,50 +36,55 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     optimizer = replace(config.optimizer, **settings["optimizer"])
     data = replace(config.data, seed=0, **settings["data"])
     config = replace(config, model=model, data=data, optimizer=optimizer, steps=settings["steps"])
-    planned = {
-        name: transfer.plan(
-            config, "heads", settings["heads"], PresetConfig(name=name, base=None), name
-        )
-        for name in settings["presets"]
-    }
-    configs = {name: study.configs for name, study in planned.items()}
+    configs = {}
+    for name in settings["presets"]:
+        preset = PresetConfig(name=name, base=None)
+        configs[name] = transfer.plan(config, "heads", settings["heads"], preset, name).configs
     studies = rates.measure(configs, _widths(settings), settings["limits"], work)
     for name, grown in configs.items():
-        ends = definition(grown[0].model), definition(grown[-1].model)
-        theory = expectation.of(preset_of(grown[0]), *ends, optimizer.name)
+        smallest = definition(grown[0].model)
+        largest = definition(grown[-1].model)
+        theory = expectation.of(preset_of(grown[0]), smallest, largest, optimizer.name)
         studies[name]["kept_step"] = 0.0 - theory["change residual", 1].slope
     return studies
 
 
 def _widths(settings: Settings) -> list[int]:
+    """Return the widths of the models."""
     head_dim = settings["model"]["width"] // settings["model"]["num_heads"]
     return [heads * head_dim for heads in settings["heads"]]
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Drift of the best learning rate between the two widths."""
+    """Return a row for every preset on the drift of its best learning rate between the widths."""
     table = []
     for name, of_preset in data.items():
-        what = (
+        description = (
             f"octaves that the best learning rate of AdamW moves per doubling of the width, {name}"
         )
-        row = rates.row(what, _widths(settings), of_preset, predicted=PREDICTED.get(name))
-        prediction = f"To first order the residual stream's first step would stay at {of_preset['kept_step']:+g}."
+        row = rates.row(description, _widths(settings), of_preset, predicted=PREDICTED.get(name))
+        kept_step = of_preset["kept_step"]
+        prediction = (
+            f"To first order the residual stream's first step would stay at {kept_step:+g}."
+        )
         table.append(replace(row, note=f"{row.note} {prediction}"))
     return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """A panel per preset, a curve per width."""
+    """Draw a panel for every preset with a curve for every width."""
     title = "A ViT trained under the effective theory's presets: loss against learning rate"
     return rates.draw(title, "width", _widths(settings), data)
 
 
 FIGURE = Figure(
     title="The effective theory's family on a ViT: trained at two widths",
-    source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), whose ViT is trained under the family's members at two widths",
-    about="Training loss, mean over the last tenth of the steps, of a ViT of depth 2 on scikit-learn's digits under AdamW as heads "
-    "and width grow together, paired seeds and the same batches everywhere; the presets are relative to the smaller width.",
+    source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), whose ViT is trained under the "
+    "family's members at two widths",
+    about="Training loss of a ViT of depth 2 on scikit-learn's digits under AdamW, as heads and "
+    "width grow together. The loss is the mean over the last tenth of the steps. Seeds "
+    "are paired, and all runs see the same batches. The presets are relative to the "
+    "smaller width.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -1,9 +1,13 @@
-"""Figures 1 and 2 of Dinan, Yaida and Zhang 2023 on a ViT that a CPU can train: the search over learning rate and weight decay."""
+"""Figures 1 and 2 of Dinan, Yaida and Zhang 2023 on a ViT that a CPU can train.
+
+The figures search the learning rate and the weight decay of every strategy.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,25 +27,30 @@ if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
 NEAR = {"hidden rate": 0.5, "decay": 1.0}
-"""Octaves that count as the same place: half a step of the grid."""
+"""Axis of the grid to the octaves that count as no difference: half a step of the grid."""
 PAPER = {
     "hidden rate": {"ntk": -0.1, "hybrid": 0.0, "maximal-update": -0.9},
     "decay": {"ntk": 0.1, "hybrid": 0.0, "maximal-update": -0.1},
 }
-"""The same from the paper's best (lr, wd), at n = 768, on a grid of about an octave: (1e-3, .8), (20, 4e-5), (4, 2e-4), (.4, 1e-3)."""
+"""Axis of the grid to the octaves from standard's best to a strategy's best in the paper.
+
+They follow from the paper's best (lr, wd) at n = 768 on a grid of about an octave: (1e-3, 0.8),
+(20, 4e-5), (4, 2e-4) and (0.4, 1e-3).
+"""
+PAPER_TOP_1 = {"standard": 80.7, "ntk": 80.9, "hybrid": 81.0, "maximal-update": 80.5}
+"""Top-1 accuracy of every strategy in the paper, in percent."""
 SHOWN = 0.6
 """Nats above a strategy's least loss at which the colours of its panel end."""
 
 
 def config(settings: Settings, strategy: str, hidden: float, decay: float, seed: int) -> Config:
-    """The run of one point.
+    """Return the run of one point of the grid.
 
     Args:
-        settings: of the figure.
-        strategy: a key of `strategies.MAP`.
-        hidden: rate of hidden matrices.
-        decay: weight decay over that rate, as `standard` has it.
-        seed: of the initialization; all points see the same batches.
+        strategy: Name in `strategies.MAP`.
+        hidden: Hidden rate `h`, see `strategies`.
+        decay: Weight decay d under `standard`.
+        seed: Seed of the initialization. All points see the same batches.
     """
     from mupax.train.config.run import Config, DataConfig, OptimizerConfig
     from mupax.zoo import configs
@@ -63,38 +72,52 @@ def config(settings: Settings, strategy: str, hidden: float, decay: float, seed:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Per strategy rates `x` and decays, both as log2, and the losses on test images [decays][rates][seeds]."""
+    """Train the grid of every strategy.
+
+    Returns:
+        Strategy to a dictionary with the log2 rates `x` and the `losses` on test images
+        [decays][rates][seeds].
+    """
     from mupax.train.studies.sweep.sweep import Sweep
 
-    engine, by_strategy = Sweep(work), {}
+    engine = Sweep(work)
+    seeds = range(settings["seeds"])
+    by_strategy = {}
     for strategy, (low, high) in settings["grid"].items():
-        x, seeds = [float(one) for one in range(low, high + 1)], range(settings["seeds"])
-        points = [(decay, one, seed) for decay in settings["decay"] for one in x for seed in seeds]
-        rows = engine.run(
-            [config(settings, strategy, 2.0**one, 2.0**decay, seed) for decay, one, seed in points]
-        )
-        losses = [
-            rates.kept_loss(math.inf if row.eval_loss is None else row.eval_loss) for row in rows
-        ]
-        shape = len(settings["decay"]), len(x), len(seeds)
-        by_strategy[strategy] = {"x": x, "losses": np.array(losses, object).reshape(shape).tolist()}
+        log2_rates = [float(rate) for rate in range(low, high + 1)]
+        configs = []
+        for decay, rate, seed in itertools.product(settings["decay"], log2_rates, seeds):
+            configs.append(config(settings, strategy, 2.0**rate, 2.0**decay, seed))
+        losses = []
+        for row in engine.run(configs):
+            # A run that diverged has no evaluation.
+            loss = math.inf if row.eval_loss is None else row.eval_loss
+            losses.append(rates.kept_loss(loss))
+        shape = (len(settings["decay"]), len(log2_rates), len(seeds))
+        by_strategy[strategy] = {
+            "x": log2_rates,
+            "losses": np.array(losses, object).reshape(shape).tolist(),
+        }
     return by_strategy
 
 
 def surface(of_strategy: Data) -> np.ndarray:
-    """Losses [decays, rates, seeds], inf where a run diverged."""
+    """Return losses [decays, rates, seeds] of a strategy, infinite where a run diverged."""
     losses = np.array(of_strategy["losses"], float)
     return np.where(losses == rates.DIVERGED, np.inf, losses)
 
 
 def through_best(settings: Settings, of_strategy: Data) -> dict[str, Curve]:
-    """Loss against the hidden rate at the best decay, and against the decay at the best rate, by the seeds' means.
+    """Return the curves of loss through a strategy's best point, by the axes of `NEAR`.
+
+    One curve is against the hidden rate at the best decay, the other against the decay at the best
+    rate. The best point has the least mean loss over seeds.
 
     Args:
-        settings: of the figure.
-        of_strategy: what `measure` kept of it.
+        of_strategy: What `measure` returned for the strategy.
     """
-    losses, seeds = surface(of_strategy), settings["seeds"]
+    losses = surface(of_strategy)
+    seeds = settings["seeds"]
     decay, rate = np.unravel_index(np.argmin(losses.mean(axis=2)), losses.shape[:2])
     return {
         "hidden rate": Curve(np.array(of_strategy["x"], float), losses[decay], seeds),
@@ -103,66 +126,84 @@ def through_best(settings: Settings, of_strategy: Data) -> dict[str, Curve]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Where each strategy's best rate and decay lie beside standard's, through the paper's map; what the map costs; how sharp they are."""
-    curves = {
-        strategy: through_best(settings, of_strategy) for strategy, of_strategy in data.items()
-    }
+    """Return rows on the strategies' best points, the paper's map, and how sharp the best are.
+
+    Rows without a finite estimate are left out.
+    """
+    curves = {}
+    for strategy, of_strategy in data.items():
+        curves[strategy] = through_best(settings, of_strategy)
     alternatives = [strategy for strategy in data if strategy != "standard"]
-    table = [_apart(settings, curves, strategy, of) for of in NEAR for strategy in alternatives]
+    table = []
+    for axis in NEAR:
+        table += [_best_apart(curves, strategy, axis) for strategy in alternatives]
     table.append(_through_wrong_map(settings, curves))
-    for strategy in alternatives:
-        table.append(_price(settings, data, strategy))
-    least = {strategy: excess.least(of["hidden rate"]) for strategy, of in curves.items()}
-    paper = {"standard": 80.7, "ntk": 80.9, "hybrid": 81.0, "maximal-update": 80.5}
-    for strategy in alternatives:
-        note = f"{least[strategy].mean():.3f} and {least['standard'].mean():.3f} nats; the paper's top-1: {paper[strategy]} and 80.7 %."
-        table.append(
-            excess.value(
-                f"least loss, {strategy} minus standard",
-                least[strategy] - least["standard"],
-                note=note,
-            )
-        )
-    for strategy, of in curves.items():
-        for which, curve in of.items():
-            octaves = curve.gap
-            below, above = (excess.excess(curve, sign * octaves) for sign in (1, -1))
-            table.append(
-                excess.value(
-                    f"loss {octaves:g} octaves below the best {which} less the least, {strategy}",
-                    below,
-                    note=f"As far above it: {above.mean():.3f} nats.",
-                )
-            )
+    table += [_price(settings, data, strategy) for strategy in alternatives]
+    table += [_least_loss(curves, strategy) for strategy in alternatives]
+    for strategy, by_axis in curves.items():
+        table += [_sharpness(strategy, axis, curve) for axis, curve in by_axis.items()]
     return [row for row in table if math.isfinite(row.measured)]
 
 
-def _apart(settings: Settings, curves: Any, strategy: str, of: str) -> Row:
-    """Octaves from standard's best hidden rate, or decay, to a strategy's."""
-    analysis = analyse((1, 2), [curves["standard"][of], curves[strategy][of]])
+Curves = Mapping[str, Mapping[str, Curve]]
+"""Strategy to its curves of `through_best`."""
+
+
+def _best_apart(curves: Curves, strategy: str, axis: str) -> Row:
+    """Return the row of the octaves from standard's best to a strategy's best, along an axis."""
+    analysis = analyse((1, 2), [curves["standard"][axis], curves[strategy][axis]])
     trouble = next((fit.trouble for fit in analysis.fits if fit.trouble), "")
-    paper_best = PAPER[of][strategy]
+    note = f"The paper's own best: {PAPER[axis][strategy]:+.1f}."
+    if trouble:
+        note = f"{trouble.capitalize()}. {note}"
+    octaves = f"octaves from the best {axis} of standard to that of {strategy}"
     return Row(
-        what=f"octaves from the best {of} of standard to that of {strategy}, through the paper's map",
+        what=f"{octaves}, through the paper's map",
         measured=analysis.drift.value,
         low=analysis.drift.low,
         high=analysis.drift.high,
         predicted=0.0,
-        tolerance=NEAR[of],
-        note=f"{trouble.capitalize()}. " * bool(trouble)
-        + f"The paper's own best: {paper_best:+.1f}.",
+        tolerance=NEAR[axis],
+        note=note,
     )
 
 
-def _through_wrong_map(settings: Settings, curves: Any) -> Row:
-    """The same of ntk through the map of maximal update, whose power of n is lower by 1/2: it must be elsewhere."""
-    standard, ntk = (curves[strategy]["hidden rate"] for strategy in ("standard", "ntk"))
-    octaves = (strategies.MAP["ntk"] - strategies.MAP["maximal-update"]) * math.log2(
-        settings["model"]["width"]
+def _least_loss(curves: Curves, strategy: str) -> Row:
+    """Return the row of a strategy's least loss less standard's."""
+    standard = excess.least(curves["standard"]["hidden rate"])
+    least = excess.least(curves[strategy]["hidden rate"])
+    note = (
+        f"{least.mean():.3f} and {standard.mean():.3f} nats; the paper's top-1: "
+        f"{PAPER_TOP_1[strategy]} and {PAPER_TOP_1['standard']} %."
     )
+    return excess.value(f"least loss, {strategy} minus standard", least - standard, note=note)
+
+
+def _sharpness(strategy: str, axis: str, curve: Curve) -> Row:
+    """Return the row of what one step of the grid below the best value costs."""
+    octaves = curve.gap
+    below = excess.excess(curve, octaves)
+    above = excess.excess(curve, -octaves)
+    return excess.value(
+        f"loss {octaves:g} octaves below the best {axis} less the least, {strategy}",
+        below,
+        note=f"As far above it: {above.mean():.3f} nats.",
+    )
+
+
+def _through_wrong_map(settings: Settings, curves: Curves) -> Row:
+    """Return the control: ntk's best hidden rate through the map of maximal update.
+
+    That map's power of n is lower by 1/2, so the best rate must lie elsewhere.
+    """
+    standard = curves["standard"]["hidden rate"]
+    ntk = curves["ntk"]["hidden rate"]
+    power = strategies.MAP["ntk"] - strategies.MAP["maximal-update"]
+    octaves = power * math.log2(settings["model"]["width"])
     analysis = analyse((1, 2), [standard, replace(ntk, x=ntk.x + octaves)])
     return Row(
-        what="octaves from the best hidden rate of standard to that of ntk, through maximal update's map",
+        what="octaves from the best hidden rate of standard to that of ntk, "
+        "through maximal update's map",
         measured=analysis.drift.value,
         low=analysis.drift.low,
         high=analysis.drift.high,
@@ -173,46 +214,51 @@ def _through_wrong_map(settings: Settings, curves: Any) -> Row:
 
 
 def _price(settings: Settings, data: Data, strategy: str) -> Row:
-    """What standard's best (rate, decay), taken through the map, costs under a strategy over its own best."""
+    """Return the row of what standard's best point costs under a strategy, over its own best point.
+
+    The estimate is NaN if the strategy's grid does not have the point.
+    """
     losses = surface(data[strategy])
-    what = f"loss of {strategy} at the best rate and decay of standard, through the map, less its least"
-    (rate, decay), own = (_least_at(settings, data[name]) for name in ("standard", strategy))
-    if rate not in data[strategy]["x"]:
+    log2_rates = data[strategy]["x"]
+    place = "the best rate and decay of standard, through the map"
+    description = f"loss of {strategy} at {place}, less its least"
+    standard_rate, standard_decay = _best_point(settings, data["standard"])
+    own_rate, own_decay = _best_point(settings, data[strategy])
+    if standard_rate not in log2_rates:
         return Row(
-            what=what,
+            what=description,
             measured=math.nan,
             low=math.nan,
             high=math.nan,
             kind="value",
             note="Outside its grid.",
         )
-    mapped, best = (
-        losses[settings["decay"].index(at[1]), data[strategy]["x"].index(at[0])]
-        for at in ((rate, decay), own)
-    )
-    return excess.value(what, mapped - best)
+    # A point of the grid is the same (h, d) for all strategies, so the map needs no arithmetic.
+    mapped = losses[settings["decay"].index(standard_decay), log2_rates.index(standard_rate)]
+    best = losses[settings["decay"].index(own_decay), log2_rates.index(own_rate)]
+    return excess.value(description, mapped - best)
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """A map of losses per strategy over hidden rate and decay; a ring on its least, a dashed one on standard's best."""
+    """Draw a map of losses over hidden rate and decay for every strategy.
+
+    A frame marks the strategy's best point, and a dashed frame marks standard's.
+    """
     figure, axes = panels.row(
         len(data), "A ViT on digits: loss above each strategy's least", height=3.9
     )
-    best = {strategy: _least_at(settings, of_strategy) for strategy, of_strategy in data.items()}
-    for one, (strategy, of_strategy) in zip(axes, data.items(), strict=True):
-        _draw_surface(one, settings, of_strategy, best[strategy], best["standard"])
+    standard = _best_point(settings, data["standard"])
+    for panel, (strategy, of_strategy) in zip(axes, data.items(), strict=True):
+        own_best = _best_point(settings, of_strategy)
+        _draw_surface(panel, settings, of_strategy, own_best, standard)
         least = surface(of_strategy).mean(axis=2).min()
-        panels.label(
-            one,
-            f"{strategy}: least {least:.2f} nats",
-            "hidden rate h",
-            "decay over h" if one is axes[0] else "",
-        )
+        title = f"{strategy}: least {least:.2f} nats"
+        panels.label(panel, title, "hidden rate h", "decay over h" if panel is axes[0] else "")
     return figure
 
 
-def _least_at(settings: Settings, of_strategy: Data) -> tuple[float, float]:
-    """log2 of the hidden rate and the decay with the least mean loss."""
+def _best_point(settings: Settings, of_strategy: Data) -> tuple[float, float]:
+    """Return log2 of the hidden rate and of the decay with the least mean loss over seeds."""
     losses = surface(of_strategy).mean(axis=2)
     decay, rate = np.unravel_index(np.argmin(losses), losses.shape)
     return of_strategy["x"][rate], settings["decay"][decay]
@@ -222,51 +268,64 @@ def _draw_surface(
     axes: Axes,
     settings: Settings,
     of_strategy: Data,
-    own: Sequence[float],
+    own_best: Sequence[float],
     standard: Sequence[float],
 ) -> None:
+    """Draw a strategy's map of mean losses above its least, with both best points.
+
+    Args:
+        own: log2 of the hidden rate and the decay of the strategy's best point.
+        standard: log2 of the hidden rate and the decay of standard's best point.
+    """
     from matplotlib.patches import Rectangle
 
-    x, decay, losses = of_strategy["x"], settings["decay"], surface(of_strategy).mean(axis=2)
+    x = of_strategy["x"]
+    decays = settings["decay"]
+    losses = surface(of_strategy).mean(axis=2)
     above = losses - losses.min()
-    half, step = 0.5, (decay[1] - decay[0]) / 2
-    sides = (x[0] - half, x[-1] + half, decay[0] - step, decay[-1] + step)
+    # Half the size of a cell of the map.
+    half_x = 0.5
+    half_y = (decays[1] - decays[0]) / 2
+    extent = (x[0] - half_x, x[-1] + half_x, decays[0] - half_y, decays[-1] + half_y)
     axes.grid(False)
     axes.imshow(
-        above, origin="lower", extent=sides, aspect="auto", cmap="Blues", vmin=0, vmax=SHOWN
+        above, origin="lower", extent=extent, aspect="auto", cmap="Blues", vmin=0, vmax=SHOWN
     )
     for (row, column), value in np.ndenumerate(above):
         text = f"{value:.2f}" if np.isfinite(value) else "div."
         color = "white" if value > SHOWN * 0.6 else "#222222"
-        axes.text(x[column], decay[row], text, ha="center", va="center", fontsize=7, color=color)
-    for place, style in ((own, "-"), (standard, "--")):
-        if x[0] <= place[0] <= x[-1]:
-            corner = (place[0] - half * 0.94, place[1] - step * 0.94)
-            axes.add_patch(
-                Rectangle(
-                    corner,
-                    1.88 * half,
-                    1.88 * step,
-                    fill=False,
-                    lw=1.8,
-                    ls=style,
-                    ec=panels.COLORS[1],
-                )
+        axes.text(x[column], decays[row], text, ha="center", va="center", fontsize=7, color=color)
+    for (rate, decay), style in ((own_best, "-"), (standard, "--")):
+        if x[0] <= rate <= x[-1]:
+            # Frames are a little smaller than the cell, so that neighbours do not overlap.
+            frame = Rectangle(
+                (rate - half_x * 0.94, decay - half_y * 0.94),
+                1.88 * half_x,
+                1.88 * half_y,
+                fill=False,
+                lw=1.8,
+                ls=style,
+                ec=panels.COLORS[1],
             )
-    axes.set_xticks(x, [f"$2^{{{one:g}}}$" for one in x])
-    axes.set_yticks(decay, [f"$2^{{{one:g}}}$" for one in decay])
+            axes.add_patch(frame)
+    axes.set_xticks(x, [f"$2^{{{rate:g}}}$" for rate in x])
+    axes.set_yticks(decays, [f"$2^{{{decay:g}}}$" for decay in decays])
 
 
 FIGURE = Figure(
     title="The effective theory's figures 1 and 2: learning rate and weight decay of a ViT",
-    source="figures 1 and 2 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034): ViT-B/16 on ImageNet-1k under four strategies",
-    about="Loss on test images of a ViT of width 64 and depth 2 after 4.5 epochs of scikit-learn's digits under AdamW, for rates and decays "
-    "on one grid for all strategies: that of the hidden rate h and of the decay over it, (lr, wd) = (h n^(3/2 - s/2), d n^-(3/2 - s/2)), "
-    "under standard (h, d). Hidden matrices, patches and positions start alike everywhere. The paper found the best of standard, ntk and "
-    "hybrid at one place of it, and of maximal update an octave of h lower. Here no decay in 4.5 epochs is enough to be needed: but for "
-    "standard the least loss is at the lowest decay of the grid, and a best decay at its end has no row.",
+    source="figures 1 and 2 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034): ViT-B/16 on "
+    "ImageNet-1k under four strategies",
+    about="Loss on test images of a ViT of width 64 and depth 2 after 4.5 epochs of "
+    "scikit-learn's digits under AdamW, on one grid of hidden rate h and decay d for all "
+    "strategies. The grid's point (h, d) is (lr, wd) under standard, and (lr, wd) = (h "
+    "n^(3/2 - s/2), d n^-(3/2 - s/2)) under the others. Hidden matrices, patches and "
+    "positions start alike everywhere. The paper found the best of standard, ntk and "
+    "hybrid at one point of the grid, and the best of maximal update an octave of h "
+    "lower. Here 4.5 epochs need no decay: except under standard, the least loss is at "
+    "the lowest decay of the grid, and a best decay at the end of the grid has no row.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

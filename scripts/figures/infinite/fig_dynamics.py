@@ -1,7 +1,11 @@
-"""The infinite limit in time: finite nets come to it as 1/H while they train, and not to the one without response terms."""
+"""The infinite limit in time: convergence of finite nets in training to the limit as 1/H.
+
+A control is the limit without response terms, to which nets do not converge.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,78 +23,104 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Per case the numbers of `compared`, for one block and whole stacks; and of the deepest stack the curves that are drawn."""
+    """Train nets of every case, compute the limits, and compare them.
+
+    Returns:
+        Results of `compared` for every case of `one_block` and for every depth of `stack`, and the
+        `curves` of the deepest stack for the picture.
+    """
     del work
-    one = [_one_block(settings, **case) for case in settings["one_block"]["cases"]]
-    stacks = [_stack(settings, depth) for depth in settings["stack"]["depth"]]
-    return {"one_block": one, "stack": [errors for errors, _ in stacks], "curves": stacks[-1][1]}
+    cases = [_one_block(settings, **case) for case in settings["one_block"]["cases"]]
+    stacks = []
+    curves = {}
+    for depth in settings["stack"]["depth"]:
+        distances, curves = _stack(settings, depth)
+        stacks.append(distances)
+    return {"one_block": cases, "stack": stacks, "curves": curves}
 
 
 def _one_block(
     settings: Settings, *, head_dim: int, alpha_a: float, heads: list[int]
 ) -> dict[str, Any]:
-    """Nets with all their matrices, written apart from the solver (`scripts/figures/infinite/one_block.py`)."""
+    """Compare nets of one block, which have all their matrices, with the block's limit.
+
+    Args:
+        heads: Numbers of heads H of the nets.
+
+    Returns:
+        As `compared`.
+    """
     from mupax.presets.infinite.heads import OneBlock, train
     from scripts.figures.infinite import one_block
 
-    own = settings["one_block"]
-    block, steps = (
-        OneBlock(head_dim=head_dim, alpha_a=alpha_a, rate=own["rate"]),
-        max(settings["at"]) + 1,
-    )
-    images, classes = digits(own["images"])
-    inputs, targets = (
-        patches(images, own["patch_size"]).astype(float),
-        np.where(classes % 2, 1.0, -1.0),
-    )
+    block_settings = settings["one_block"]
+    block = OneBlock(head_dim=head_dim, alpha_a=alpha_a, rate=block_settings["rate"])
+    steps = max(settings["at"]) + 1
+    images, classes = digits(block_settings["images"])
+    inputs = patches(images, block_settings["patch_size"]).astype(float)
+    targets = np.where(classes % 2, 1.0, -1.0)
     kernel = np.einsum("psi,qti->psqt", inputs, inputs) / inputs.shape[-1]
 
-    def limits(draws: int, *, responses: bool) -> np.ndarray | Any:
+    def limits(draws: int, *, responses: bool) -> list[Any]:
         rngs = np.random.default_rng([1, responses]).spawn(draws)
-        sampled = {"steps": steps, "heads": own["sampled"], "responses": responses}
+        sampled = {"steps": steps, "heads": block_settings["sampled"], "responses": responses}
         return [train(block, kernel, targets, rng=rng, **sampled) for rng in rngs]
 
-    right, wrong = limits(own["draws"], responses=True), limits(1, responses=False)
+    right = limits(block_settings["draws"], responses=True)
+    wrong = limits(1, responses=False)
     nets = []
     for count in heads:
-        rngs = np.random.default_rng(count).spawn(own["parts"])
-        parts = [
-            one_block.train(
-                block, inputs, targets, steps=steps, heads=count, seeds=own["seeds"], rng=rng
+        rngs = np.random.default_rng(count).spawn(block_settings["parts"])
+        # Parts of the seeds one after another take less memory.
+        parts = []
+        for rng in rngs:
+            part = one_block.train(
+                block,
+                inputs,
+                targets,
+                steps=steps,
+                heads=count,
+                seeds=block_settings["seeds"],
+                rng=rng,
             )
-            for rng in rngs
-        ]
-        nets.append(
-            tuple(
-                np.concatenate([getattr(part, x) for part in parts]) for x in ("outputs", "kernels")
-            )
-        )
-    return compared(
-        settings["at"],
-        nets,
-        (np.stack([x.outputs for x in right]), np.stack([x.kernels for x in right])),
-        np.stack([x.outputs for x in wrong]),
-    )
+            parts.append(part)
+        outputs = np.concatenate([part.outputs for part in parts])
+        kernels = np.concatenate([part.kernels for part in parts])
+        nets.append((outputs, kernels))
+    right_outputs = np.stack([draw.outputs for draw in right])
+    right_kernels = np.stack([draw.kernels for draw in right])
+    wrong_outputs = np.stack([draw.outputs for draw in wrong])
+    return compared(settings["at"], nets, (right_outputs, right_kernels), wrong_outputs)
 
 
 def _stack(settings: Settings, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The zoo's ViT trained by our own step."""
+    """Compare the zoo's ViT, trained by mupax's own step, with the limit of a stack.
+
+    Returns:
+        The result of `compared`, and curves for the picture.
+    """
     from mupax.train.studies.infinite import command as dynamics
 
-    own = settings["stack"]
+    stack_settings = settings["stack"]
     config = run(settings, depth)
-    images, targets = digits(own["images"])
-    wide = {"heads": own["limit"], "draws": own["draws"]}
-    right = dynamics.limit(config, images, targets, **wide, seed=1)
-    wrong = dynamics.limit(config, images, targets, **{**wide, "draws": 1}, seed=2, responses=False)
-    nets = [
-        dynamics.finite(dynamics.with_heads(config, count), images, targets, seeds=own["seeds"])
-        for count in own["heads"]
-    ]
+    images, targets = digits(stack_settings["images"])
+    heads = stack_settings["limit"]
+    right = dynamics.limit(
+        config, images, targets, heads=heads, draws=stack_settings["draws"], seed=1
+    )
+    wrong = dynamics.limit(config, images, targets, heads=heads, draws=1, seed=2, responses=False)
+    nets = []
+    for count in stack_settings["heads"]:
+        finite_config = dynamics.with_heads(config, count)
+        nets.append(dynamics.finite(finite_config, images, targets, seeds=stack_settings["seeds"]))
     curves = {
-        "limit": right.losses, "without_response": wrong.losses, "nets": nets[0].losses, "memory": right.memory.mean(0),
-        "memory_of_nets": nets[0].memory.mean(0), "attention": right.attention.mean(0),
-    }  # fmt: skip
+        "limit": right.losses,
+        "without_response": wrong.losses,
+        "nets": nets[0].losses,
+        "memory": right.memory.mean(0),
+        "memory_of_nets": nets[0].memory.mean(0),
+        "attention": right.attention.mean(0),
+    }
     distances = compared(
         settings["at"],
         [(net.logits, net.kernels) for net in nets],
@@ -101,152 +131,176 @@ def _stack(settings: Settings, depth: int) -> tuple[dict[str, Any], dict[str, An
 
 
 def run(settings: Settings, depth: int) -> Config:
-    """The paper's ViT on patches of digits, plain gradient descent on one batch, in the absolute form of `depth-mup`."""
+    """Return a run of the paper's ViT on one batch of digits by gradient descent.
+
+    The preset is the absolute form of `depth-mup`.
+    """
     from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
 
-    own = settings["stack"]
-    model = models.vit(head_dim=own["head_dim"], heads=own["heads"][0], depth=depth)
-    constants = {name: own[name] for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
+    stack_settings = settings["stack"]
+    model = models.vit(
+        head_dim=stack_settings["head_dim"], heads=stack_settings["heads"][0], depth=depth
+    )
+    constants = {name: stack_settings[name] for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
     return Config(
         recipe="figure",
         model=replace(
             model,
-            patch_size=own["patch_size"],
+            patch_size=stack_settings["patch_size"],
             centered=True,
             compute=replace(model.compute, layers="auto"),
         ),
-        data=DataConfig(name="digits", batch_size=own["images"], augment=False),
+        data=DataConfig(name="digits", batch_size=stack_settings["images"], augment=False),
         preset=PresetConfig(name="depth-mup", base=None, **constants),
         optimizer=OptimizerConfig(
-            name="sgd", peak_lr=own["rate"], momentum=own["momentum"], schedule="constant"
+            name="sgd",
+            peak_lr=stack_settings["rate"],
+            momentum=stack_settings["momentum"],
+            schedule="constant",
         ),
         steps=max(settings["at"]),
     )
 
 
 def digits(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first images and their classes."""
+    """Return the first digits of scikit-learn: images and classes int32 [count]."""
     from sklearn.datasets import load_digits
 
-    digits: Any = load_digits()
-    return models.images(count), np.asarray(digits.target[:count], np.int32)
+    dataset: Any = load_digits()
+    return models.images(count), np.asarray(dataset.target[:count], np.int32)
 
 
 def compared(
-    at: Any,
+    steps_at: Any,
     nets: list[tuple[np.ndarray, np.ndarray]],
     limit: tuple[np.ndarray, np.ndarray],
     wrong: np.ndarray,
 ) -> dict[str, Any]:
-    """How far nets are from the limit.
+    """Return the distances of nets from the limit.
 
     Args:
-        at: steps that are looked at.
-        nets: outputs [seeds, steps, ...] and kernels [seeds, steps, ...] by H, the largest last.
-        limit: the same of its draws.
-        wrong: outputs without responses.
+        nets: Outputs [seeds, steps, ...] and kernels [seeds, steps, ...] for every H, ascending.
+        limit: Outputs and kernels [draws, steps, ...] of the limit.
+        wrong: Outputs [draws, steps, ...] of the limit without response terms.
 
     Returns:
-        Mean squares of the differences to the mean of the limit's draws, `outputs` and `kernels` [at, H, seeds], and by how many
-        standard errors the mean of the largest nets is from the limit and from the wrong one, along what those differ in, at
-        the last of the steps.
+        Mean squared differences `outputs` and `kernels` [at, H, seeds] to the mean of the limit's
+        draws, and `apart`: the standard errors between the mean of the largest nets and the limit,
+        and between the same mean and the wrong limit. These are at the last step, along the
+        direction in which both limits differ.
     """
     distances: dict[str, Any] = {}
     for index, name in enumerate(("outputs", "kernels")):
-        middle = limit[index].mean(0)
-        squares = [((x[index] - middle) ** 2)[:, at] for x in nets]
-        distances[name] = np.array(
-            [x.reshape(*x.shape[:2], -1).mean(-1) for x in squares]
-        ).transpose(2, 0, 1)
-    last = at[-1]
-    along = (wrong - limit[0].mean(0)).mean(0)[last].ravel()
-    largest, draws, other = (
-        x[:, last].reshape(len(x), -1) @ along for x in (nets[-1][0], limit[0], wrong)
-    )
-    error = np.sqrt(largest.var(ddof=1) / len(largest) + draws.var(ddof=1) / len(draws))
-    wide = np.sqrt(largest.var(ddof=1) / len(largest) + draws.var(ddof=1) / len(other))
+        center = limit[index].mean(0)
+        by_heads = []
+        for net in nets:
+            squares = ((net[index] - center) ** 2)[:, steps_at]
+            by_heads.append(squares.reshape(*squares.shape[:2], -1).mean(-1))
+        distances[name] = np.array(by_heads).transpose(2, 0, 1)
+
+    last = steps_at[-1]
+    direction = (wrong - limit[0].mean(0)).mean(0)[last].ravel()
+
+    def projected(outputs: np.ndarray) -> np.ndarray:
+        return outputs[:, last].reshape(len(outputs), -1) @ direction
+
+    largest = projected(nets[-1][0])
+    draws = projected(limit[0])
+    wrong_draws = projected(wrong)
+    largest_variance = largest.var(ddof=1) / len(largest)
+    error = np.sqrt(largest_variance + draws.var(ddof=1) / len(draws))
+    # The wrong limit may have one draw, so its variance is taken from the draws of the limit.
+    wrong_error = np.sqrt(largest_variance + draws.var(ddof=1) / len(wrong_draws))
     distances["apart"] = [
         (largest.mean() - draws.mean()) / error,
-        (largest.mean() - other.mean()) / wide,
+        (largest.mean() - wrong_draws.mean()) / wrong_error,
     ]
     return distances
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Slopes at every time of every case, and the distances in standard errors."""
+    """Return rows for the slopes at every step of every case, and for distances from the limits."""
+    steps = settings["at"]
     table = []
-    cases = [
-        f"one block, N = {x['head_dim']}, alpha_A = {x['alpha_a']:g}"
-        for x in settings["one_block"]["cases"]
-    ]
-    stacks = [f"stack of L = {depth}" for depth in settings["stack"]["depth"]]
-    sizes = (
-        [x["heads"] for x in settings["one_block"]["cases"]],
-        [settings["stack"]["heads"]] * len(stacks),
-    )
-    for kind, names, all_heads in zip(("one_block", "stack"), (cases, stacks), sizes, strict=True):
-        for name, heads, errors in zip(names, all_heads, data[kind], strict=True):
-            for what in ("outputs", "kernels"):
-                for step, values in zip(settings["at"], errors[what], strict=True):
-                    about = f"squared error of the {what} against H after {step} steps, {name}"
-                    table.append(exponent(about, heads, values, predicted=-1.0, tolerance=0.15))
-            for control, apart in zip((False, True), errors["apart"], strict=True):
-                about = f"standard errors between nets of H = {heads[-1]} and the limit{' without response terms' * control}, {name}"
-                about += f", after {settings['at'][-1]} steps"
-                z = abs(apart)
-                table.append(
-                    Row(
-                        what=about, measured=z, low=z - 1.96, high=z + 1.96, predicted=0.0, tolerance=5.0, kind="value", control=control
-                    )
-                )  # fmt: skip
+    for case, distances in zip(settings["one_block"]["cases"], data["one_block"], strict=True):
+        name = f"one block, N = {case['head_dim']}, alpha_A = {case['alpha_a']:g}"
+        table += _case_rows(name, steps, case["heads"], distances)
+    stack = settings["stack"]
+    for depth, distances in zip(stack["depth"], data["stack"], strict=True):
+        table += _case_rows(f"stack of L = {depth}", steps, stack["heads"], distances)
+    return table
+
+
+def _case_rows(name: str, steps: Sequence[int], heads: Sequence[int], distances: Data) -> list[Row]:
+    """Return the rows of one case.
+
+    Args:
+        name: Name of the case in its rows.
+        steps: Steps at which nets and limit were compared.
+        heads: Numbers of heads `H` of the nets.
+        distances: Result of `compared`.
+    """
+    table = []
+    for description in ("outputs", "kernels"):
+        for step, values in zip(steps, distances[description], strict=True):
+            title = f"squared error of the {description} against H after {step} steps, {name}"
+            table.append(exponent(title, heads, values, predicted=-1.0, tolerance=0.15))
+    for control, errors_apart in zip((False, True), distances["apart"], strict=True):
+        limit = "the limit without response terms" if control else "the limit"
+        z = abs(errors_apart)
+        table.append(
+            Row(
+                what=f"standard errors between nets of H = {heads[-1]} and {limit}, {name}, "
+                f"after {steps[-1]} steps",
+                measured=z,
+                low=z - 1.96,
+                high=z + 1.96,
+                predicted=0.0,
+                tolerance=5.0,
+                kind="value",
+                control=control,
+            )
+        )
     return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Loss and memory of the deepest stack, and errors of the outputs against H."""
-    figure, (left, second, third, right) = panels.row(
-        4, "The infinite limit in time, and nets that come to it"
-    )
-    curves = {name: np.asarray(x) for name, x in data["curves"].items()}
-    steps, own = np.arange(curves["limit"].shape[-1]), settings["stack"]
+    """Draw loss and memory of the deepest stack, and errors of the outputs against H."""
+    title = "The infinite limit in time, and nets that come to it"
+    figure, (left, second, third, right) = panels.row(4, title)
+    curves = {name: np.asarray(values) for name, values in data["curves"].items()}
+    steps = np.arange(curves["limit"].shape[-1])
+    stack_settings = settings["stack"]
     left.plot(steps, curves["nets"].T, color=panels.SKY, alpha=0.35, linewidth=0.8)
-    left.plot([], [], color=panels.SKY, label=f"our step, H = {own['heads'][0]}, by seed")
     left.plot(
-        steps,
-        curves["without_response"].mean(0),
-        ":",
-        color=panels.ORANGE,
-        label="without response terms",
+        [], [], color=panels.SKY, label=f"our step, H = {stack_settings['heads'][0]}, by seed"
     )
+    wrong = curves["without_response"].mean(0)
+    left.plot(steps, wrong, ":", color=panels.ORANGE, label="without response terms")
     left.plot(steps, curves["limit"].mean(0), "--", color=panels.INK, label="limit")
-    panels.label(
-        left, f"Loss, N = {own['head_dim']}, L = {own['depth'][-1]}", "step", "nats", legend=True
-    )
+    title = f"Loss, N = {stack_settings['head_dim']}, L = {stack_settings['depth'][-1]}"
+    panels.label(left, title, "step", "nats", legend=True)
     for color, step in zip(panels.COLORS, (0, *settings["at"]), strict=False):
         second.plot(steps, curves["memory"][step], color=color, label=f"s = {step}")
         second.plot(steps, curves["memory_of_nets"][step], "o", color=color, markersize=3)
-    panels.label(
-        second,
-        f"C(t, s): limit, and nets of H = {own['heads'][0]} (dots)",
-        "step t",
-        "",
-        legend=True,
-    )
-    for color, case, errors in zip(
-        panels.COLORS, settings["one_block"]["cases"], data["one_block"], strict=False
+    title = f"C(t, s): limit, and nets of H = {stack_settings['heads'][0]} (dots)"
+    panels.label(second, title, "step t", "", legend=True)
+
+    cases = settings["one_block"]["cases"]
+    for color, case, errors in zip(panels.COLORS, cases, data["one_block"], strict=False):
+        name = rf"N = {case['head_dim']}, $\alpha_A$ = {case['alpha_a']:g}"
+        values = errors["outputs"][-1]
+        panels.power_law(third, case["heads"], values, name, color=color, predicted=-1.0)
+    for color, depth, errors in zip(
+        panels.COLORS, stack_settings["depth"], data["stack"], strict=False
     ):
-        name = rf"N = {case['head_dim']}, $\\alpha_A$ = {case['alpha_a']:g}".replace("\\\\", "\\")
-        panels.power_law(
-            third, case["heads"], errors["outputs"][-1], name, color=color, predicted=-1.0
-        )
-    for color, depth, errors in zip(panels.COLORS, own["depth"], data["stack"], strict=False):
-        panels.power_law(
-            right, own["heads"], errors["outputs"][-1], f"L = {depth}", color=color, predicted=-1.0
-        )
+        values = errors["outputs"][-1]
+        name = f"L = {depth}"
+        panels.power_law(right, stack_settings["heads"], values, name, color=color, predicted=-1.0)
     last = settings["at"][-1]
-    for one, title in ((third, "One block"), (right, "Whole stack, our step")):
+    for panel, title in ((third, "One block"), (right, "Whole stack, our step")):
         panels.label(
-            one,
+            panel,
             f"{title}, after {last} steps; dashed: slope -1",
             "heads H",
             "squared error of the output",
@@ -255,25 +309,21 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     return figure
 
 
-def _cases(*heads: int) -> list[dict[str, Any]]:
-    """N and alpha_A, and H by which widths are the same at every N."""
-    return [
-        {"head_dim": n, "alpha_a": alpha_a, "heads": [4 * count // n for count in heads]}
-        for n, alpha_a in ((4, 0.5), (4, 1.0), (1, 0.5))
-    ]
-
-
 FIGURE = Figure(
     title="The infinite limit in time",
-    source="the dynamical mean field theory of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), solved here by conditioning "
-    "initial matrices on what they have acted on (Lu 2021, arXiv 2101.07464)",
-    about="Training on one batch of digits, the output centred. One block: attention alone, read-in frozen, squared error; the limit is "
-    "`mupax.presets.infinite.heads`, and the nets are of NumPy, with all their matrices (`scripts/figures/infinite/one_block.py`). "
-    "Stack: the paper's ViT (F = D, both norms, read-in trained), cross-entropy; the limit is `mupax.presets.infinite.stack` at a width "
-    "that stands for infinity, and the nets are the zoo's, trained by our own step. "
-    "Controls have no response terms: as if W and its transpose were unrelated.",
+    source="the dynamical mean field theory of Bordelon, Chaudhry and Pehlevan 2024 (arXiv "
+    "2405.15712), solved here by conditioning initial matrices on what they have acted on (Lu "
+    "2021, arXiv 2101.07464)",
+    about="Training on one batch of digits with centred output. One block is attention alone "
+    "with a frozen read-in and squared error. The limit of one block is "
+    "`mupax.presets.infinite.heads`, and its nets are written in NumPy with all their "
+    "matrices (`scripts/figures/infinite/one_block.py`). The stack is the paper's ViT (F "
+    "= D, both norms, trained read-in) with cross-entropy. The limit of the stack is "
+    "`mupax.presets.infinite.stack` at a width that stands for infinity, and its nets are "
+    "the zoo's, trained by mupax's own step. Controls have no response terms: they treat "
+    "W and its transpose as unrelated.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

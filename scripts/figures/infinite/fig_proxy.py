@@ -1,9 +1,14 @@
-"""How far a proxy is from the infinite model: a term in its width and one in its head dimension, and the width for a named error."""
+"""Distance of a proxy from the infinite model, and the width that a proxy needs for an error.
+
+The squared error has a term in the proxy's width and a term in its head dimension.
+
+Shapes: B examples, C classes.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,148 +29,193 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 ERRORS = (0.2, 0.1, 0.05)
-"""That a reader may want."""
+"""Relative errors for which the figure gives a width."""
+
+
+class Terms(NamedTuple):
+    """Constants of a proxy's squared relative error, a / D + (b / N)^2."""
+
+    a: float
+    b: float
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Outputs after the last step: of the limit of many heads [N, draws, B C], of proxies [N, width, seeds, B C]; and losses."""
+    """Train proxies of every size and compute the limits of many heads.
+
+    Returns:
+        After the last step, the outputs `limit` [N, draws, B C] and `proxies` [N, D, seeds, B C],
+        and the losses `limit_loss` [N, draws] and `loss` [N, D, seeds].
+    """
     del work
     from mupax.train.studies.infinite import command as dynamics
 
-    own, steps = settings["stack"], max(settings["at"])
-    images, targets = fig_dynamics.digits(own["images"])
+    stack_settings = settings["stack"]
+    last = max(settings["at"])
+    images, targets = fig_dynamics.digits(stack_settings["images"])
 
     def config(head_dim: int) -> Any:
-        return fig_dynamics.run(
-            {**settings, "stack": {**own, "head_dim": head_dim}}, own["depth"][0]
-        )
+        stack = {**stack_settings, "head_dim": head_dim}
+        return fig_dynamics.run({**settings, "stack": stack}, stack_settings["depth"][0])
 
-    limits = [
-        dynamics.limit(
-            config(n), images, targets, heads=own["limit"] // n, draws=own["draws"], seed=n
+    limit_outputs = []
+    limit_losses = []
+    for n in settings["limit_head_dims"]:
+        heads = stack_settings["limit"] // n
+        limit = dynamics.limit(
+            config(n), images, targets, heads=heads, draws=stack_settings["draws"], seed=n
         )
-        for n in settings["limit_head_dims"]
-    ]
-    nets = [
-        [
-            dynamics.finite(
-                dynamics.with_heads(config(n), width // n), images, targets, seeds=own["seeds"]
-            )
-            for width in settings["widths"]
-        ]
-        for n in settings["head_dims"]
-    ]
+        limit_outputs.append(limit.logits[:, last].reshape(stack_settings["draws"], -1))
+        limit_losses.append(limit.losses[:, last])
+
+    outputs = []
+    losses = []
+    for n in settings["head_dims"]:
+        outputs_by_width = []
+        losses_by_width = []
+        for width in settings["widths"]:
+            proxy = dynamics.with_heads(config(n), width // n)
+            nets = dynamics.finite(proxy, images, targets, seeds=stack_settings["seeds"])
+            outputs_by_width.append(nets.logits[:, last].reshape(stack_settings["seeds"], -1))
+            losses_by_width.append(nets.losses[:, last])
+        outputs.append(outputs_by_width)
+        losses.append(losses_by_width)
     return {
-        "limit": [of.logits[:, steps].reshape(own["draws"], -1) for of in limits],
-        "limit_loss": [of.losses[:, steps] for of in limits],
-        "proxies": [
-            [of.logits[:, steps].reshape(own["seeds"], -1) for of in at_n] for at_n in nets
-        ],
-        "loss": [[of.losses[:, steps] for of in at_n] for at_n in nets],
+        "limit": limit_outputs,
+        "limit_loss": limit_losses,
+        "proxies": outputs,
+        "loss": losses,
     }
 
 
 def infinite(settings: Settings, limit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs as N grows too, and what 1/N adds to them, per draw [draws, B C]: a line through the limits of many heads.
+    """Return the outputs at infinite N, and their slope in 1/N, for every draw [draws, B C].
+
+    A straight line in 1/N is fitted through the limits of many heads.
 
     Args:
-        settings: have their head dimensions.
-        limit: [N, draws, B C].
+        settings: Settings of the figure, which have the limits' head dimensions.
+        limit: Outputs [N, draws, B C] of the limits.
     """
     x = 1 / np.asarray(settings["limit_head_dims"], float)
     slope = np.einsum("n,ndo->do", (x - x.mean()) / ((x - x.mean()) ** 2).sum(), limit)
     return limit.mean(0) - slope * x.mean(), slope
 
 
-def terms(settings: Settings, data: Data, draws: np.ndarray | None = None) -> tuple[float, float]:
-    """a and b of the squared relative error a / D + (b / N)^2.
+def terms(settings: Settings, data: Data, draws: np.ndarray | None = None) -> Terms:
+    """Return the constants a and b of the squared relative error a / D + (b / N)^2.
 
-    b is of the limits alone, its square without the draws' own noise; a of the proxies with the largest head dimension.
+    b follows from the limits alone, and a from the proxies with the largest head dimension.
 
     Args:
-        settings, data: of the figure.
-        draws: of the limit to take; all unless given.
+        data: What `measure` returned.
+        draws: Indices of the limit's draws to use; all by default.
     """
     limit = np.asarray(data["limit"])
-    end, slope = infinite(settings, limit if draws is None else limit[:, draws])
-    end, count = end.mean(0), len(slope)
+    if draws is not None:
+        limit = limit[:, draws]
+    outputs, slope = infinite(settings, limit)
+    end = outputs.mean(0)
+    count = len(slope)
+    # Products of different draws only, so that the square does not have the draws' noise.
     squares = (slope.sum(0) @ slope.sum(0) - (slope**2).sum()) / (count * (count - 1))
     b = np.sqrt(max(squares, 0.0) / (end @ end))
     errors = squared_errors(data, end)[-1].mean(-1)
-    rest = errors - (b / settings["head_dims"][-1]) ** 2
-    return float(np.mean(rest * np.asarray(settings["widths"]))), float(b)
+    width_errors = errors - (b / settings["head_dims"][-1]) ** 2
+    a = np.mean(width_errors * np.asarray(settings["widths"]))
+    return Terms(float(a), float(b))
 
 
 def squared_errors(data: Data, end: np.ndarray) -> np.ndarray:
-    """Of every proxy's outputs relative to their own size at infinity, [N, width, seeds].
+    """Return the squared relative errors [N, D, seeds] of the proxies' outputs.
 
     Args:
-        data: of the figure.
-        end: outputs at infinity [B C].
+        data: What `measure` returned.
+        end: Outputs [B C] of the infinite model.
     """
     return ((np.asarray(data["proxies"]) - end) ** 2).sum(-1) / (end @ end)
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Both constants, the widths they ask for, and the formula against the proxies that it was not made from."""
-    table = []
+    """Return rows for both constants, the formula against proxies, and the needed widths."""
     a, b = terms(settings, data)
-    end = infinite(settings, np.asarray(data["limit"]))[0].mean(0)
-    errors = squared_errors(data, end)
+    outputs, _ = infinite(settings, np.asarray(data["limit"]))
+    errors = squared_errors(data, outputs.mean(0))
+    widths = np.asarray(settings["widths"], float)
     last = errors[-1] - (b / settings["head_dims"][-1]) ** 2
-    of_seeds = mean(last.T @ np.asarray(settings["widths"], float) / len(last))
-    of_draws = jackknife(
-        lambda draws: terms(settings, data, draws)[1], np.asarray(data["limit"]).shape[1]
-    )
-    for what, interval in (
-        ("a, the squared relative error of outputs times the width", of_seeds),
-        ("b, the relative error times the head dimension as heads grow", of_draws),
-    ):
-        table.append(estimate(what, interval))
+    a_interval = mean(last.T @ widths / len(last))
+    num_draws = np.asarray(data["limit"]).shape[1]
+    b_interval = jackknife(lambda draws: terms(settings, data, draws).b, num_draws)
+    table = [
+        estimate("a, the squared relative error of outputs times the width", a_interval),
+        estimate("b, the relative error times the head dimension as heads grow", b_interval),
+    ]
+
+    # The formula is tested on the head dimensions that a was not fitted to.
     for n, of_n in zip(settings["head_dims"][:-1], errors, strict=False):
-        predicted = a / np.asarray(settings["widths"], float) + (b / n) ** 2
-        ratio = np.sqrt(of_n.mean(-1) / predicted)
-        room = 1.96 * of_n.std(-1, ddof=1) / of_n.shape[-1] ** 0.5 / (2 * of_n.mean(-1)) * ratio
-        for index, width in enumerate(settings["widths"]):
-            table.append(
-                Row(
-                    what=f"error of proxies of N = {n}, D = {width} over sqrt(a / D + (b / N)^2)",
-                    measured=float(ratio[index]), low=float(ratio[index] - room[index]), high=float(ratio[index] + room[index]),
-                    predicted=1.0, tolerance=0.25, kind="value",
-                )
-            )  # fmt: skip
-    without = np.sqrt(errors[0, -1].mean() / (a / settings["widths"][-1]))
-    table.append(
-        Row(
-            what=f"the same of N = {settings['head_dims'][0]}, D = {settings['widths'][-1]}, without the term in N",
-            measured=float(without), low=float(without - room_of(errors[0, -1], without)),
-            high=float(without + room_of(errors[0, -1], without)),
-            predicted=1.0, tolerance=0.25, kind="value", control=True,
-        )
-    )  # fmt: skip
+        for width, squares in zip(settings["widths"], of_n, strict=True):
+            description = f"error of proxies of N = {n}, D = {width} over sqrt(a / D + (b / N)^2)"
+            predicted = a / width + (b / n) ** 2
+            table.append(_ratio_row(description, squares, predicted))
+    n = settings["head_dims"][0]
+    width = settings["widths"][-1]
+    description = f"the same of N = {n}, D = {width}, without the term in N"
+    table.append(_ratio_row(description, errors[0, -1], a / width, control=True))
+
+    _, a_low, a_high = a_interval
+    _, b_low, b_high = b_interval
     for error in ERRORS:
         n, width = needed(a, b, error)
-        low, high = (
-            width_of(a_end, b_end, n, error)
-            for a_end, b_end in zip(of_seeds[1:], of_draws[1:], strict=True)
-        )
-        what = f"width for an error of {error:.0%} at N = {n}"
+        low = width_of(a_low, b_low, n, error)
+        high = width_of(a_high, b_high, n, error)
+        description = f"width for an error of {error:.0%} at N = {n}"
         note = "The interval has both terms at the same end of theirs."
-        table.append(estimate(what, (width, low, high), note=note))
+        table.append(estimate(description, (width, low, high), note=note))
     return table
 
 
-def room_of(squares: np.ndarray, ratio: float) -> float:
-    """Half of the 95 % interval of the root of a mean of squares [seeds], over what makes it `ratio`."""
+def _ratio_row(
+    description: str, squares: np.ndarray, predicted: float, *, control: bool = False
+) -> Row:
+    """Return the row of a measured error over the predicted one, which should be 1.
+
+    Args:
+        squares: Squared errors [seeds].
+        predicted: Predicted squared error, in the unit of `squares`.
+    """
+    ratio = np.sqrt(squares.mean(-1) / predicted)
+    half_width = half_width_of(squares, ratio)
+    return Row(
+        what=description,
+        measured=float(ratio),
+        low=float(ratio - half_width),
+        high=float(ratio + half_width),
+        predicted=1.0,
+        tolerance=0.25,
+        kind="value",
+        control=control,
+    )
+
+
+def half_width_of(squares: np.ndarray, ratio: float) -> float:
+    """Return the half-width of the 95 % interval of the root of a mean of squares.
+
+    Args:
+        squares: Squared errors [seeds].
+        ratio: Root of their mean, in the unit that the half-width shall have.
+    """
     return float(1.96 * squares.std(ddof=1) / len(squares) ** 0.5 / (2 * squares.mean()) * ratio)
 
 
 def needed(a: float, b: float, error: float) -> tuple[int, float]:
-    """The least head dimension, a power of two, whose term is at most a quarter of the square of an error, and the width beside it.
+    """Return the head dimension and the width that a proxy needs for a relative error.
+
+    The head dimension is the least power of two whose term is at most a quarter of the squared
+    error.
 
     Args:
-        a, b: of `terms`.
-        error: relative.
+        a: Constant of the term in the width, see `terms`.
+        b: Constant of the term in the head dimension, see `terms`.
+        error: Relative error, such as 0.1.
     """
     n = 1
     while (b / n) ** 2 > error**2 / 4:
@@ -174,25 +224,31 @@ def needed(a: float, b: float, error: float) -> tuple[int, float]:
 
 
 def width_of(a: float, b: float, head_dim: int, error: float) -> float:
-    """The width at which heads of a dimension have an error.
+    """Return the width at which a proxy with a head dimension has a relative error.
 
     Args:
-        a, b: of `terms`.
-        head_dim: N.
-        error: relative, above b / N.
+        a: Constant of the term in the width, see `terms`.
+        b: Constant of the term in the head dimension, see `terms`.
+        head_dim: Head dimension `N`.
+        error: Relative error, above `b / N`.
     """
     return a / (error**2 - (b / head_dim) ** 2)
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Errors against width, a colour per head dimension, dots measured and lines by the formula; and the loss beside them."""
+    """Draw errors and losses against the width, in one colour for each head dimension.
+
+    Measured errors are dots, and the formula's are lines.
+    """
     from matplotlib.ticker import FixedLocator, NullLocator
 
     figure, (left, right) = panels.row(2, "How far is a proxy from the infinite model?", height=4.4)
     a, b = terms(settings, data)
-    end = infinite(settings, np.asarray(data["limit"]))[0].mean(0)
+    outputs, _ = infinite(settings, np.asarray(data["limit"]))
+    end = outputs.mean(0)
     widths = np.asarray(settings["widths"], float)
-    line = np.geomspace(widths[0], needed(a, b, ERRORS[-1])[1] * 1.5)
+    _, largest_width = needed(a, b, ERRORS[-1])
+    line = np.geomspace(widths[0], largest_width * 1.5)
     limits = dict(zip(settings["limit_head_dims"], np.asarray(data["limit_loss"]), strict=True))
     for color, n, squares, losses in zip(
         panels.COLORS,
@@ -203,14 +259,8 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     ):
         left.plot(line, 100 * np.sqrt(a / line + (b / n) ** 2), color=color, label=f"N = {n}")
         left.plot(widths, 100 * np.sqrt(squares.mean(-1)), "o", color=color, markersize=5)
-        right.plot(
-            np.repeat(widths, losses.shape[-1]),
-            losses.ravel(),
-            ".",
-            color=color,
-            alpha=0.2,
-            markersize=4,
-        )
+        every_width = np.repeat(widths, losses.shape[-1])
+        right.plot(every_width, losses.ravel(), ".", color=color, alpha=0.2, markersize=4)
         right.plot(widths, losses.mean(-1), "o-", color=color, markersize=5, label=f"N = {n}")
         right.axhline(limits[n].mean(), color=color, linestyle="--", linewidth=1.1)
     for error in ERRORS:
@@ -223,16 +273,14 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             textcoords="offset points",
             fontsize=8,
         )
-    panels.label(
-        left, "Relative error of the output (dots: our step; lines: formula)", "width D", "%"
-    )
-    panels.label(
-        right, "Loss after the same steps; dashed: infinitely many heads", "width D", "nats"
-    )
-    for one in (left, right):
-        one.set_xscale("log", base=2)
-        one.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
-        panels.add_legend(one)
+    title = "Relative error of the output (dots: our step; lines: formula)"
+    panels.label(left, title, "width D", "%")
+    title = "Loss after the same steps; dashed: infinitely many heads"
+    panels.label(right, title, "width D", "nats")
+    for panel in (left, right):
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
+        panels.add_legend(panel)
     left.set_yscale("log")
     left.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 40]))
     left.yaxis.set_minor_locator(NullLocator())
@@ -243,11 +291,14 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="How far a proxy is from the infinite model",
     source="the infinite limit in time, measured here (`scripts/figures/infinite/fig_dynamics.py`)",
-    about="The paper's ViT at alpha_A = 1, trained by our own step on one batch of digits until the loss has halved; its centred outputs "
-    "against those of infinitely many heads of infinite dimension, root mean square relative to their own. The limit of many heads is taken "
-    "at several head dimensions, and a line in 1/N through them gives N to infinity and b; a is of the proxies with the largest N.",
+    about="Error of the centred outputs of the paper's ViT at alpha_A = 1, trained on one batch "
+    "of digits until the loss has halved, relative to infinitely many heads of infinite "
+    "dimension. Errors are root mean squares over those of the infinite model's outputs. "
+    "The models are trained by mupax's own step. The limit of many heads is taken at "
+    "several head dimensions, and a line in 1/N through them gives N to infinity and b; a "
+    "is of the proxies with the largest N.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

@@ -1,7 +1,10 @@
-"""Finite nets of the one-block model of `mupax.presets.infinite.heads`, with all their matrices, many seeds side by side.
+"""Finite nets of the one-block model of `mupax.presets.infinite.heads`, with all their matrices.
 
-Independent of it and of the zoo, which has no block without an MLP. Weights are Normal(0, 1) but W_Q and W_K, N^(1 - alpha_a)
-times that. D is width N H, I inputs of a position, Z seeds; other letters as there.
+The code is independent of that solver and of the zoo, which has no block without an MLP. Weights
+are Normal(0, 1), except W_Q and W_K, which are N^(1 - alpha_a) times as large.
+
+Shapes: Z seeds, P examples, S positions, R = P S, H heads, N dimension per head, D = N H width,
+I values of an input position.
 """
 
 from __future__ import annotations
@@ -21,77 +24,88 @@ def train(
     seeds: int,
     rng: np.random.Generator,
 ) -> Trajectory:
-    """Courses of nets with H heads, a leading axis of seeds on everything.
+    """Train nets with H heads by gradient descent, and return their trajectory.
+
+    All arrays of the trajectory have a leading axis of seeds.
 
     Args:
-        block: the model.
-        inputs: [P, S, I].
-        targets: [P].
-        steps: of gradient descent.
-        heads: H.
-        seeds: Z.
-        rng: where from.
+        inputs: Inputs [P, S, I].
+        targets: Targets [P].
+        steps: Number of observations, one before each step.
+        heads: Number of heads `H`.
+        seeds: Number of seeds `Z`.
     """
     examples, positions, size = inputs.shape
-    n, width = block.head_dim, block.head_dim * heads
-    alpha, root = block.alpha_a, (block.head_dim * heads) ** -0.5
-    in_logits = n ** -(1.5 - alpha) * heads**-0.5
-    normal = rng.standard_normal
-    h = inputs.reshape(-1, size) @ normal((seeds, size, width)) / size**0.5  # [Z, R, D]
-    z = (h - h.mean(-1, keepdims=True)) / h.std(-1, keepdims=True)
-    w_q, w_k = (n ** (1 - alpha) * normal((seeds, width, width)) for _ in range(2))  # [in, out]
-    w_v, w_o, w = (
-        normal((seeds, width, width)),
-        normal((seeds, width, width)),
-        normal((seeds, width, 1)),
-    )
+    n = block.head_dim
+    width = block.head_dim * heads
+    alpha = block.alpha_a
+    root = width**-0.5
+    qk_scale = n ** -(1.5 - alpha) * heads**-0.5
     rate = block.rate * block.gamma0**2 * width
-    outputs, kernels, attention = [], [], []
 
-    def split(x: np.ndarray) -> np.ndarray:
-        return x.reshape(seeds, examples, positions, heads, n).swapaxes(2, 3)
+    # Matrices are [Z, in, out]. The order of the draws is part of the records.
+    normal = rng.standard_normal
+    h_ZRD = inputs.reshape(-1, size) @ normal((seeds, size, width)) / size**0.5
+    z_ZRD = (h_ZRD - h_ZRD.mean(-1, keepdims=True)) / h_ZRD.std(-1, keepdims=True)
+    w_q = n ** (1 - alpha) * normal((seeds, width, width))
+    w_k = n ** (1 - alpha) * normal((seeds, width, width))
+    w_v = normal((seeds, width, width))
+    w_o = normal((seeds, width, width))
+    w = normal((seeds, width, 1))
 
-    def joined(x: np.ndarray) -> np.ndarray:
-        return x.swapaxes(2, 3).reshape(seeds, examples * positions, width)
+    outputs = []
+    kernels = []
+    attention = []
 
-    def t(x: np.ndarray) -> np.ndarray:
+    def split_heads(x_ZRD: np.ndarray) -> np.ndarray:
+        return x_ZRD.reshape(seeds, examples, positions, heads, n).swapaxes(2, 3)
+
+    def join_heads(x_ZPHSN: np.ndarray) -> np.ndarray:
+        return x_ZPHSN.swapaxes(2, 3).reshape(seeds, examples * positions, width)
+
+    def transposed(x: np.ndarray) -> np.ndarray:
         return np.swapaxes(x, -1, -2)
 
     for _ in range(steps):
-        q, k, v = split(in_logits * z @ w_q), split(in_logits * z @ w_k), split(root * z @ w_v)
-        logits = n**-alpha * q @ t(k)
-        p = np.exp(logits - logits.max(-1, keepdims=True))
-        p /= p.sum(-1, keepdims=True)
-        y = joined(p @ v)
-        after = (
-            (h + block.beta0 * root * y @ w_o).reshape(seeds, examples, positions, width).mean(2)
-        )
-        f = (after @ w)[..., 0] / (block.gamma0 * width)
-        outputs.append(f - outputs[0] if outputs else f)
-        kernels.append(after @ t(after) / width)
-        attention.append(
-            np.stack([(logits**2).mean((1, 2, 3, 4)), (logits.mean(2) ** 2).mean((1, 2, 3))], -1)
-        )
-        error = (
-            targets - (outputs[-1] if len(outputs) > 1 else 0 * f)
-        ) / examples  # centred: 0 at the start
-        df = error[..., None] / (
-            block.gamma0 * width
-        )  # minus the loss's gradient, through f to the readout's product
-        dafter = np.repeat(df * t(w), positions, axis=1) / positions  # [Z, R, D]
-        dy = split(block.beta0 * root * dafter @ t(w_o))
-        dp = dy @ t(v)
-        da = n**-alpha * p * (dp - (dp * p).sum(-1, keepdims=True))
-        moves = {
-            "w_o": block.beta0 * root * t(y) @ dafter, "w_v": root * t(z) @ joined(t(p) @ dy),
-            "w_q": in_logits * t(z) @ joined(da @ k), "w_k": in_logits * t(z) @ joined(t(da) @ q),
-        }  # fmt: skip
-        w = w + rate * t(after) @ df
-        w_q, w_k, w_v, w_o = (
-            w_q + rate * moves["w_q"],
-            w_k + rate * moves["w_k"],
-            w_v + rate * moves["w_v"],
-            w_o + rate * moves["w_o"],
-        )
+        # Forward pass: attention, the mean over positions, and the readout.
+        q_ZPHSN = split_heads(qk_scale * z_ZRD @ w_q)
+        k_ZPHSN = split_heads(qk_scale * z_ZRD @ w_k)
+        v_ZPHSN = split_heads(root * z_ZRD @ w_v)
+        logits = n**-alpha * q_ZPHSN @ transposed(k_ZPHSN)  # [Z, P, H, S, S]
+        probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+        probabilities /= probabilities.sum(-1, keepdims=True)
+        y_ZRD = join_heads(probabilities @ v_ZPHSN)
+        residual_ZRD = h_ZRD + block.beta0 * root * y_ZRD @ w_o
+        pooled_ZPD = residual_ZRD.reshape(seeds, examples, positions, width).mean(2)
+        f_ZP = (pooled_ZPD @ w)[..., 0] / (block.gamma0 * width)
+
+        # Outputs are centred by subtracting the initial output, which is set to 0 at the end.
+        is_first = not outputs
+        outputs.append(f_ZP if is_first else f_ZP - outputs[0])
+        kernels.append(pooled_ZPD @ transposed(pooled_ZPD) / width)
+        logits_square = (logits**2).mean((1, 2, 3, 4))
+        head_mean_square = (logits.mean(2) ** 2).mean((1, 2, 3))
+        attention.append(np.stack([logits_square, head_mean_square], -1))
+
+        # Backward pass; "d" stands for minus the gradient of the loss.
+        centred_ZP = 0 * f_ZP if is_first else outputs[-1]
+        error_ZP = (targets - centred_ZP) / examples
+        df = error_ZP[..., None] / (block.gamma0 * width)
+        dresidual_ZRD = np.repeat(df * transposed(w), positions, axis=1) / positions
+        dy_ZPHSN = split_heads(block.beta0 * root * dresidual_ZRD @ transposed(w_o))
+        dprobabilities = dy_ZPHSN @ transposed(v_ZPHSN)
+        row_sums = (dprobabilities * probabilities).sum(-1, keepdims=True)
+        dlogits = n**-alpha * probabilities * (dprobabilities - row_sums)
+
+        dw_o = block.beta0 * root * transposed(y_ZRD) @ dresidual_ZRD
+        dw_v = root * transposed(z_ZRD) @ join_heads(transposed(probabilities) @ dy_ZPHSN)
+        dw_q = qk_scale * transposed(z_ZRD) @ join_heads(dlogits @ k_ZPHSN)
+        dw_k = qk_scale * transposed(z_ZRD) @ join_heads(transposed(dlogits) @ q_ZPHSN)
+
+        w = w + rate * transposed(pooled_ZPD) @ df
+        w_q = w_q + rate * dw_q
+        w_k = w_k + rate * dw_k
+        w_v = w_v + rate * dw_v
+        w_o = w_o + rate * dw_o
     outputs[0] = 0 * outputs[0]
-    return Trajectory(*(np.stack(x, 1) for x in (outputs, kernels, attention)))
+    return Trajectory(np.stack(outputs, 1), np.stack(kernels, 1), np.stack(attention, 1))

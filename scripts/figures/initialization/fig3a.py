@@ -1,4 +1,4 @@
-"""Figure 3a: how the initial residual kernel converges as heads are added, N fixed."""
+"""Figure 3a: convergence of the initial residual kernel as heads are added at fixed N."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Squared errors [pairs, H, seeds], products of the widest [pairs, seeds, seeds], and sums by layer, also of the limit."""
+    """Measure the kernels' distances from the recursion at every number of heads.
+
+    Returns:
+        Errors `squared` [pairs, H, seeds], `products` [pairs, seeds, seeds] of the widest models,
+        and the kernels' sums `by_layer` [pairs, H, L + 1, 2] and `limit` [pairs, L + 1, 2].
+    """
     del work
     limit = finite_kernels.limits(settings, settings["head_dim"])
-    squared, by_layer, products = [], [], np.array([])
+    squared = []
+    by_layer = []
+    products = np.array([])
     for heads in settings["heads"]:
         model_kernels = finite_kernels.finite(settings, settings["head_dim"], heads)
         products = finite_kernels.products(model_kernels, limit)
@@ -35,35 +42,29 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Per pair of exponents a slope in H, and the error of the widest models' mean."""
-    table = [
-        exponent(
-            f"squared error of the residual kernel against H, {finite_kernels.name(ends)}",
-            settings["heads"],
-            one,
-            predicted=-1.0,
-            tolerance=0.15,
+    """Return a row for the slope in H and one for the error of the widest mean, at every pair."""
+    table = []
+    for ends, squared in zip(ENDS, data["squared"], strict=True):
+        description = f"squared error of the residual kernel against H, {finite_kernels.name(ends)}"
+        table.append(
+            exponent(description, settings["heads"], squared, predicted=-1.0, tolerance=0.15)
         )
-        for ends, one in zip(ENDS, data["squared"], strict=True)
-    ]
-    widest = f"H = {settings['heads'][-1]}, N = {settings['head_dim']}"
-    return table + [
-        finite_kernels.of_mean(
-            f"distance of the mean kernel of {settings['seeds']} models of {widest}, {finite_kernels.name(ends)}, from the recursion",
-            products,
-            source="recursion at this N",
-        )
-        for ends, products in zip(ENDS, data["products"], strict=True)
-    ]
+    widest = (
+        f"{settings['seeds']} models of H = {settings['heads'][-1]}, N = {settings['head_dim']}"
+    )
+    for ends, products in zip(ENDS, data["products"], strict=True):
+        pair = finite_kernels.name(ends)
+        description = f"distance of the mean kernel of {widest}, {pair}, from the recursion"
+        table.append(finite_kernels.of_mean(description, products, source="recursion at this N"))
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Squared error against H, and the kernel by layer beside the recursion."""
+    """Draw squared errors against H, and kernels by layer with the recursion's."""
     figure, (left, middle, right) = panels.row(3, "The initial residual kernel as heads are added")
-    for color, ends, one in zip(panels.COLORS, ENDS, data["squared"], strict=False):
-        panels.power_law(
-            left, settings["heads"], one, finite_kernels.title(ends), color=color, predicted=-1.0
-        )
+    for color, ends, squared in zip(panels.COLORS, ENDS, data["squared"], strict=False):
+        name = finite_kernels.title(ends)
+        panels.power_law(left, settings["heads"], squared, name, color=color, predicted=-1.0)
     panels.label(
         left, "Dashed: slope −1", "heads H", "squared error over the limit's square", legend=True
     )
@@ -76,11 +77,13 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 
 FIGURE = Figure(
     title="Figure 3a: the initial residual kernel as heads are added",
-    source="figure 3a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), whose own slopes are -1.04 and -1.15",
-    about="The kernel h.h'/D after the last block, over all positions of a few digits, of the paper's ViT with N = 4 and L = 8, against "
-    "the limit H to infinity that `scripts/figures/initialization/kernels.py` computes at this N.",
+    source="figure 3a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), whose own slopes "
+    "are -1.04 and -1.15",
+    about="The kernel h.h'/D after the last block of the paper's ViT with N = 4 and L = 8, "
+    "against the limit of many heads that `scripts/figures/initialization/kernels.py` "
+    "computes at this N. The kernel is over all positions of a few digits.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""The kernel recursion for N and H to infinity, held against models whose heads and head dimension grow together."""
+"""Kernel recursion for N and H to infinity, against models whose N and H grow together."""
 
 from __future__ import annotations
 
@@ -17,14 +17,25 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Squared errors [pairs, N, seeds], sums by layer, and products of the widest, against the limit and the other alpha_A's."""
+    """Measure the kernels' distances from the recursion and from a wrong recursion at every size.
+
+    Returns:
+        Errors `squared` [pairs, N, seeds], the widest models' `products` and `controls`
+        [pairs, seeds, seeds], and the kernels' sums `by_layer` [pairs, N, L + 1, 2] and `limit`
+        [pairs, L + 1, 2]. Controls are against the limit of the other alpha_A.
+    """
     del work
     limit = finite_kernels.limits(settings, None)
+    # Both ends of alpha_A add up to 1.5.
     wrong = limit[[ENDS.index((1.5 - alpha_a, alpha_l)) for alpha_a, alpha_l in ENDS]]
-    squared, by_layer, products, controls = [], [], np.array([]), np.array([])
+    squared = []
+    by_layer = []
+    products = np.array([])
+    controls = np.array([])
     for size in settings["size"]:
         model_kernels = finite_kernels.finite(settings, size, size)
-        products, controls = (finite_kernels.products(model_kernels, one) for one in (limit, wrong))
+        products = finite_kernels.products(model_kernels, limit)
+        controls = finite_kernels.products(model_kernels, wrong)
         squared.append(finite_kernels.squared(products))
         by_layer.append(finite_kernels.sums(model_kernels.mean(axis=1)))
     return {
@@ -37,30 +48,26 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """The error of the widest models' mean at both ends of both exponents, and against the wrong limit."""
-    size = settings["size"][-1]
-    models = f"distance of the mean kernel of {settings['seeds']} models of H = N = {size}"
+    """Return rows on the error of the widest models' mean at every pair, and controls."""
+    smallest = settings["size"][0]
+    largest = settings["size"][-1]
+    distance = f"distance of the mean kernel of {settings['seeds']} models of H = N = {largest}"
     table = []
     for ends, products, squared in zip(ENDS, data["products"], data["squared"], strict=True):
-        note = (
-            f"Squared, for one model of H = N = {settings['size'][0]}: {np.mean(squared[0]):.2g}."
-        )
-        table.append(
-            finite_kernels.of_mean(
-                f"{models}, {finite_kernels.name(ends)}, from the recursion", products, note=note
-            )
-        )
+        note = f"Squared, for one model of H = N = {smallest}: {np.mean(squared[0]):.2g}."
+        description = f"{distance}, {finite_kernels.name(ends)}, from the recursion"
+        table.append(finite_kernels.of_mean(description, products, note=note))
     for ends, controls in zip(ENDS, data["controls"], strict=True):
-        other = f"{models}, {finite_kernels.name(ends)}, from the recursion of alpha_A = {1.5 - ends[0]:g}"
-        table.append(finite_kernels.of_mean(other, controls, control=True))
+        wrong = f"the recursion of alpha_A = {1.5 - ends[0]:g}"
+        description = f"{distance}, {finite_kernels.name(ends)}, from {wrong}"
+        table.append(finite_kernels.of_mean(description, controls, control=True))
     return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Squared errors against the size, and the kernel by layer beside the recursion."""
-    figure, (left, middle, right) = panels.row(
-        3, "The residual kernel as N and H go to infinity together"
-    )
+    """Draw squared errors against the size, and kernels by layer with the recursion's."""
+    title = "The residual kernel as N and H go to infinity together"
+    figure, (left, middle, right) = panels.row(3, title)
     for color, ends, squared in zip(panels.COLORS, ENDS, data["squared"], strict=False):
         panels.power_law(left, settings["size"], squared, finite_kernels.title(ends), color=color)
     panels.label(
@@ -79,12 +86,14 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 
 FIGURE = Figure(
     title="The residual kernel of the infinite limit, and of finite models",
-    source="the kernel recursion at initialization, from section 2.1 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), derived here",
-    about="Models as in figure 3a with N = H growing, against the limit of both that `scripts/figures/initialization/kernels.py` "
-    "computes: uniform attention "
-    "at alpha_A = 1, Gaussian logits at 1/2. Distances are root mean squares over all pairs of positions.",
+    source="the kernel recursion at initialization, from section 2.1 of Bordelon, Chaudhry and "
+    "Pehlevan 2024 (arXiv 2405.15712), derived here",
+    about="Models as in figure 3a with N = H growing, against the limit of infinite N and H. "
+    "`scripts/figures/initialization/kernels.py` computes the limit: attention is uniform "
+    "at alpha_A = 1, and its logits are Gaussian at 1/2. Distances are root mean squares "
+    "over all pairs of positions.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""Figures 3b and 3c: attention logits over heads at initialization, for small and large head dimension N."""
+"""Figures 3b and 3c: attention logits over heads at initialization, for small and large N."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Variance over heads [alpha_A, N, seeds]; the density over heads at some N."""
+    """Measure the variance of attention logits over heads, and their density at some N.
+
+    Returns:
+        The `variance` [alpha_A, N, seeds], and N to the `density` [bins] of the logits over their
+        standard deviation.
+    """
     del work
     import jax.numpy as jnp
 
@@ -24,52 +29,46 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     images = jnp.asarray(models.images(settings["images"]))
     presets = [models.absolute(alpha_a=alpha, alpha_l=1.0) for alpha in settings["alpha_a"]]
     variance = np.zeros((len(presets), len(settings["head_dim"]), settings["seeds"]))
-    shown: dict[str, Any] = {}
+    density: dict[str, Any] = {}
     for index, head_dim in enumerate(settings["head_dim"]):
         config = models.vit(head_dim=head_dim, heads=settings["heads"], depth=1)
         program = models.at_initialization(
             config, lambda model: internals(model, images)["attention"][0]
         )
-        heads = []
+        first_image_logits = []
         for seed in range(settings["seeds"]):
-            by_preset = program(seed, presets)  # [B, H, T, S] each
-            variance[:, index, seed] = [logits.var(axis=1, ddof=1).mean() for logits in by_preset]
-            heads.append(by_preset[0][0])  # [H, T, S]
+            logits_BHTS_by_preset = program(seed, presets)
+            for row, logits_BHTS in enumerate(logits_BHTS_by_preset):
+                variance[row, index, seed] = logits_BHTS.var(axis=1, ddof=1).mean()
+            first_image_logits.append(logits_BHTS_by_preset[0][0])  # [H, T, S]
         if head_dim in settings["shown"]:
-            every = np.concatenate(heads)
-            ratios = every / every.std(axis=0)  # every pair of positions has a variance of its own
-            shown[str(head_dim)] = np.histogram(ratios, bins=41, range=(-4.1, 4.1), density=True)[0]
-    return {"variance": variance, "density": shown}
+            logits = np.concatenate(first_image_logits)
+            # Every pair of positions has a variance of its own.
+            ratios = logits / logits.std(axis=0)
+            histogram, _ = np.histogram(ratios, bins=41, range=(-4.1, 4.1), density=True)
+            density[str(head_dim)] = histogram
+    return {"variance": variance, "density": density}
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """A slope per alpha_A."""
-    return [
-        exponent(
-            f"variance of attention logits over heads against N, alpha_A = {alpha:g}",
-            settings["head_dim"],
-            variance,
-            predicted=1 - 2 * alpha,
-        )
-        for alpha, variance in zip(settings["alpha_a"], data["variance"], strict=True)
-    ]
+    """Return a row for the slope of the variance at every alpha_A."""
+    table = []
+    for alpha, variance in zip(settings["alpha_a"], data["variance"], strict=True):
+        description = f"variance of attention logits over heads against N, alpha_A = {alpha:g}"
+        table.append(exponent(description, settings["head_dim"], variance, predicted=1 - 2 * alpha))
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Densities over heads, and variances against N."""
+    """Draw densities of the logits over heads, and variances against N."""
     figure, (left, right) = panels.row(2, "Attention logits over heads at initialization")
     centers = np.linspace(-4.1, 4.1, 42)[:-1] + 0.1
     for color, (head_dim, density) in zip(panels.COLORS, data["density"].items(), strict=False):
         left.step(
             centers, density, where="mid", color=color, linewidth=1.4, label=f"N = {head_dim}"
         )
-    left.plot(
-        centers,
-        np.exp(-(centers**2) / 2) / np.sqrt(2 * np.pi),
-        "--",
-        color=panels.GREY,
-        label="Gaussian",
-    )
+    gaussian = np.exp(-(centers**2) / 2) / np.sqrt(2 * np.pi)
+    left.plot(centers, gaussian, "--", color=panels.GREY, label="Gaussian")
     panels.label(
         left,
         "Over heads and seeds, a pair of positions at a time",
@@ -97,10 +96,10 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figures 3b and 3c: attention logits over heads at initialization",
     source="figure 3 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Logits of the first block of the paper's ViT on digits: their distribution over heads, and its variance as the head "
-    "dimension N grows with the number of heads fixed.",
+    about="Attention logits in the first block of the paper's ViT on digits: their distribution "
+    "over heads, and its variance as N grows with the number of heads fixed.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

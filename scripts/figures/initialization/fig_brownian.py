@@ -1,4 +1,4 @@
-"""How far the residual stream moves over the blocks at initialization, against their number: the Brownian term."""
+"""The Brownian term: movement of the residual stream over the blocks at initialization."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """|h after the last block - h before the first|^2 / D [alpha_L, L, seeds], and the recursion's [alpha_L, L]."""
+    """Measure how far the residual stream moves from the embedding to the last block.
+
+    Returns:
+        The mean squared movement `moved` [alpha_L, L, seeds], |h^(L+1) - h^1|^2 / D, and the
+        recursion's `limit` [alpha_L, L].
+    """
     del work
     import jax
     import jax.numpy as jnp
@@ -32,38 +37,38 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         activations = internals(model, inputs)
         return jnp.mean(jnp.square(activations["residual"][-1] - activations["embedding"]))
 
-    alphas, beta0 = settings["alpha_l"], settings["beta0"]
+    alphas = settings["alpha_l"]
+    beta0 = settings["beta0"]
     presets = [models.absolute(alpha_a=1.0, alpha_l=alpha, beta0=beta0) for alpha in alphas]
-    moved, limit = [], []
+    moved = []
+    limit = []
     for depth in settings["depth"]:
         config = models.vit(head_dim=settings["head_dim"], heads=settings["heads"], depth=depth)
         program = models.at_initialization(config, look)
         moved.append(np.transpose([program(seed, presets) for seed in range(settings["seeds"])]))
-        layers = [
-            kernels.residual_kernels(
+        limit_by_alpha = []
+        for alpha in alphas:
+            layers = kernels.residual_kernels(
                 first, depth=depth, alpha_a=1.0, alpha_l=alpha, beta0=beta0
             ).layers
-            for alpha in alphas
-        ]
-        limit.append([np.einsum("xsxs->xs", one[-1] - one[0]).mean() for one in layers])
+            # Branches are uncorrelated with the embedding, so the kernel grows by the movement.
+            limit_by_alpha.append(np.einsum("xsxs->xs", layers[-1] - layers[0]).mean())
+        limit.append(limit_by_alpha)
     return {"moved": np.stack(moved, axis=1), "limit": np.transpose(limit)}
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """A slope per alpha_L."""
-    return [
-        exponent(
-            f"squared movement of the residual stream over all blocks against L, alpha_L = {alpha:g}",
-            settings["depth"],
-            moved,
-            predicted=1 - 2 * alpha,
-        )
-        for alpha, moved in zip(settings["alpha_l"], data["moved"], strict=True)
-    ]
+    """Return a row for the slope of the movement in the depth, at every alpha_L."""
+    movement = "squared movement of the residual stream over all blocks"
+    table = []
+    for alpha, moved in zip(settings["alpha_l"], data["moved"], strict=True):
+        description = f"{movement} against L, alpha_L = {alpha:g}"
+        table.append(exponent(description, settings["depth"], moved, predicted=1 - 2 * alpha))
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Movements against L, with the recursion's beside them."""
+    """Draw movements against L, with the recursion's as crosses."""
     figure, (axes,) = panels.row(1, "How far the residual stream moves at initialization")
     figure.set_size_inches(6.0, 4.4)
     depths = settings["depth"]
@@ -83,10 +88,11 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 
 FIGURE = Figure(
     title="The Brownian term: how far the residual stream moves over the blocks at initialization",
-    source="the limit of depth in Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712): it survives at alpha_L = 1/2 and vanishes at 1",
+    source="the limit of depth in Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712): it "
+    "survives at alpha_L = 1/2 and vanishes at 1",
     about="The paper's ViT on digits with alpha_A = 1 and beta0 = 1, at growing depth.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

@@ -1,7 +1,11 @@
-"""The residual kernels of an encoder-decoder at initialization, against the recursion with attention to the encoder."""
+"""Residual kernels of an encoder-decoder at initialization, against the recursion's.
+
+Shapes: L blocks of the decoder, M positions of both texts together.
+"""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,60 +22,81 @@ CONTROLS = {
     "cross": "without attention to the encoder",
     "causal": "whose decoder sees what follows",
 }
-"""Mistakes in the recursion."""
+"""Name of a mistake in the recursion to its description in rows."""
 
 
 class Text(NamedTuple):
-    """Two texts with gaps, and what was there: int32 [2, S] and [2, T]."""
+    """Batch of two texts with gaps and the texts without them."""
 
     inputs: np.ndarray
+    """Bytes int32 [2, S] with gaps, 0 at padding."""
     input_mask: np.ndarray
+    """Int32 [2, S], 0 at padding and 1 elsewhere."""
     decoder_inputs: np.ndarray
+    """Bytes int32 [2, T] without gaps."""
 
 
 def text() -> Text:
-    """Bytes; the inputs end in padding of different lengths."""
-    gaps, whole = ("be _ to be\0\0", "to _\0\0\0\0\0\0\0\0"), ("<be not to be", "<to be or not")
-    inputs, decoder_inputs = (
-        np.array([list(one.encode()) for one in texts], np.int32) for texts in (gaps, whole)
-    )
+    """Return the two texts as bytes. Their inputs end in padding of different lengths."""
+    inputs = _as_bytes("be _ to be\0\0", "to _\0\0\0\0\0\0\0\0")
+    decoder_inputs = _as_bytes("<be not to be", "<to be or not")
     return Text(inputs, (inputs > 0).astype(np.int32), decoder_inputs)
+
+
+def _as_bytes(*texts: str) -> np.ndarray:
+    """Return the bytes of texts of equal length, int32 [texts, bytes]."""
+    return np.array([list(line.encode()) for line in texts], np.int32)
 
 
 def recursion(
     settings: Settings, alpha_a: float, alpha_l: float, head_dim: int, wrong: str = ""
 ) -> np.ndarray:
-    """Kernels of the decoder's stream by layer, [L + 1, M, M] with M the positions of both texts; the last with the encoder's first.
+    """Return the recursion's kernels [L + 1, M, M] of the decoder's stream.
 
     Args:
-        settings: of the figure.
-        alpha_a: exponent of the logits' scale.
-        alpha_l: of the branches.
-        head_dim: N.
-        wrong: of `CONTROLS`; none unless given.
+        alpha_a: Exponent of N in the scale of attention logits.
+        alpha_l: Exponent of the depth in the scale of branches.
+        head_dim: Head dimension `N`.
+        wrong: Mistake to make, a key of `CONTROLS`; none by default.
     """
-    of, rule = text(), {"alpha_a": alpha_a, "alpha_l": alpha_l, "head_dim": head_dim}
-    rule |= {"beta0": settings["beta0"], "samples": settings["samples"], "activation": "gelu_exact"}
-    mask = of.input_mask > 0
-    first = [
-        kernels.normalized(kernels.token_kernel(tokens))
-        for tokens in (of.inputs, of.decoder_inputs)
-    ]
+    batch = text()
+    rule = {
+        "alpha_a": alpha_a,
+        "alpha_l": alpha_l,
+        "head_dim": head_dim,
+        "beta0": settings["beta0"],
+        "samples": settings["samples"],
+        "activation": "gelu_exact",
+    }
+    input_mask = batch.input_mask > 0
+    # BART has a norm after both embeddings.
+    encoder_first = kernels.normalized(kernels.token_kernel(batch.inputs))
+    decoder_first = kernels.normalized(kernels.token_kernel(batch.decoder_inputs))
+
     encoder = kernels.residual_kernels(
-        first[0], depth=settings["encoder_depth"], mask=mask[:, None], **rule
+        encoder_first, depth=settings["encoder_depth"], mask=input_mask[:, None], **rule
     )
-    memory = (
-        None if wrong == "cross" else kernels.Memory(kernels.normalized(encoder.layers[-1]), mask)
-    )
-    causal = None if wrong == "causal" else np.tri(of.decoder_inputs.shape[1], dtype=bool)
+    memory = kernels.Memory(kernels.normalized(encoder.layers[-1]), input_mask)
+    if wrong == "cross":
+        memory = None
+    causal = np.tri(batch.decoder_inputs.shape[1], dtype=bool)
+    if wrong == "causal":
+        causal = None
     decoder = kernels.residual_kernels(
-        first[1], depth=settings["depth"], mask=causal, memory=memory, seed=1, **rule
+        decoder_first, depth=settings["depth"], mask=causal, memory=memory, seed=1, **rule
     )
-    return decoder.layers.reshape(len(decoder.layers), of.decoder_inputs.size, -1)
+    return decoder.layers.reshape(len(decoder.layers), batch.decoder_inputs.size, -1)
 
 
 def finite(settings: Settings, alpha_a: float, head_dim: int, heads: int) -> np.ndarray:
-    """The same of models, h.h'/D, at every alpha_l of the settings: [alphas, seeds, L + 1, M, M]."""
+    """Return kernels h.h'/D [alpha_l, seeds, L + 1, M, M] of the decoder's stream in models.
+
+    Args:
+        settings: Settings of the figure, which have every alpha_l.
+        alpha_a: Exponent of N in the scale of attention logits.
+        head_dim: Head dimension `N`.
+        heads: Number of heads `H`.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -89,31 +114,34 @@ def finite(settings: Settings, alpha_a: float, head_dim: int, heads: int) -> np.
     depths = {name: settings[name] for name in ("depth", "encoder_depth")}
     config = models.encoder_decoder(head_dim=head_dim, heads=heads, **depths, **lengths)
     program = models.at_initialization(config, look)
-    presets = [
-        models.absolute(alpha_a=alpha_a, alpha_l=one, beta0=settings["beta0"])
-        for one in settings["alpha_l"]
-    ]
-    return np.stack(
-        [np.stack(program(seed, presets)) for seed in range(settings["seeds"])], axis=1
-    ).astype(np.float64)
+    presets = []
+    for alpha_l in settings["alpha_l"]:
+        presets.append(models.absolute(alpha_a=alpha_a, alpha_l=alpha_l, beta0=settings["beta0"]))
+    by_seed = [np.stack(program(seed, presets)) for seed in range(settings["seeds"])]
+    return np.stack(by_seed, axis=1).astype(np.float64)
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Per alpha_A squared errors [alpha_l, H, seeds], and of the widest the products [alpha_l, seeds, seeds], against mistakes too."""
+    """Measure the kernels' distances from the recursion and from mistaken recursions.
+
+    Returns:
+        alpha_A to a dictionary with the errors `squared` [alpha_l, H, seeds] and, of the widest
+        models, `products` [alpha_l, seeds, seeds], `controls` (products with each mistaken
+        recursion), and the kernels' sums `by_layer`, `limit` and `without` [alpha_l, L + 1, 2].
+        `without` is the recursion's without attention to the encoder.
+    """
     del work
     by_alpha_a: dict[str, Any] = {}
     for alpha_a, sizes in settings["heads"].items():
         rule = {"alpha_a": float(alpha_a), "head_dim": settings["head_dim"][alpha_a]}
-        limits = {
-            wrong: np.stack(
-                [
-                    recursion(settings, alpha_l=one, wrong=wrong, **rule)
-                    for one in settings["alpha_l"]
-                ]
-            )
-            for wrong in ("", *CONTROLS)
-        }
-        squared, widest = [], np.array([])
+        limits = {}
+        for wrong in ("", *CONTROLS):
+            by_alpha_l = []
+            for alpha_l in settings["alpha_l"]:
+                by_alpha_l.append(recursion(settings, alpha_l=alpha_l, wrong=wrong, **rule))
+            limits[wrong] = np.stack(by_alpha_l)
+        squared = []
+        widest = np.array([])
         for heads in sizes:
             widest = finite(settings, heads=heads, **rule)
             squared.append(finite_kernels.squared(finite_kernels.products(widest, limits[""])))
@@ -131,83 +159,82 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Distances of the mean kernel of all models, slopes in H, and distances from mistaken recursions."""
-    claims, controls = [], []
-    for alpha_a, of in data.items():
-        sizes, head_dim = settings["heads"][alpha_a], settings["head_dim"][alpha_a]
+    """Return rows on distances from the recursion, slopes in H, and controls.
+
+    Controls are distances from mistaken recursions.
+    """
+    claims = []
+    controls = []
+    for alpha_a, of_alpha_a in data.items():
+        sizes = settings["heads"][alpha_a]
+        head_dim = settings["head_dim"][alpha_a]
         widest = f"D = {sizes[-1] * head_dim} (H = {sizes[-1]}, N = {head_dim})"
+        distance = f"distance of the mean kernel of {settings['seeds']} models of {widest}"
         for index, alpha_l in enumerate(settings["alpha_l"]):
-            ends = finite_kernels.name((float(alpha_a), alpha_l))
-            apart = f"distance of the mean kernel of {settings['seeds']} models of {widest}, {ends}, from the recursion"
-            claims.append(finite_kernels.of_mean(apart, of["products"][index], tolerance=0.05))
-            error = f"squared error of a model's kernel against H, N = {head_dim}, {ends}"
-            claims.append(
-                exponent(error, sizes, of["squared"][index], predicted=-1.0, tolerance=0.15)
-            )
-            controls += [
-                finite_kernels.of_mean(
-                    f"{apart} {wrong}", of["controls"][name][index], tolerance=0.05, control=True
+            pair = finite_kernels.name((float(alpha_a), alpha_l))
+            description = f"{distance}, {pair}, from the recursion"
+            products = of_alpha_a["products"][index]
+            claims.append(finite_kernels.of_mean(description, products, tolerance=0.05))
+
+            error = f"squared error of a model's kernel against H, N = {head_dim}, {pair}"
+            squared = of_alpha_a["squared"][index]
+            claims.append(exponent(error, sizes, squared, predicted=-1.0, tolerance=0.15))
+
+            for name, wrong in CONTROLS.items():
+                products = of_alpha_a["controls"][name][index]
+                controls.append(
+                    finite_kernels.of_mean(
+                        f"{description} {wrong}", products, tolerance=0.05, control=True
+                    )
                 )
-                for name, wrong in CONTROLS.items()
-            ]
     return [*claims, *controls]
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Squared error against H, and the kernel by layer beside the recursion with and without the cross term."""
-    figure, (left, *kernel_axes) = panels.row(
-        1 + len(data), "Kernels of an encoder-decoder at initialization"
-    )
-    pairs = [(alpha_a, index) for alpha_a in data for index in range(len(settings["alpha_l"]))]
+    """Draw squared errors against H, and kernels by layer with the recursion's.
+
+    The recursion is drawn with and without attention to the encoder.
+    """
+    title = "Kernels of an encoder-decoder at initialization"
+    figure, (left, *kernel_axes) = panels.row(1 + len(data), title)
+    indices = range(len(settings["alpha_l"]))
+    pairs = itertools.product(data, indices)
     for color, (alpha_a, index) in zip(panels.COLORS, pairs, strict=False):
         name = finite_kernels.title((float(alpha_a), settings["alpha_l"][index]))
-        panels.power_law(
-            left,
-            settings["heads"][alpha_a],
-            data[alpha_a]["squared"][index],
-            name,
-            color=color,
-            predicted=-1,
-        )
+        squared = data[alpha_a]["squared"][index]
+        panels.power_law(left, settings["heads"][alpha_a], squared, name, color=color, predicted=-1)
     panels.label(
         left, "Dashed: slope −1", "heads H", "squared error over the limit's square", legend=True
     )
-    for axes, (alpha_a, of) in zip(kernel_axes, data.items(), strict=True):
-        for color, index in zip(panels.COLORS, range(len(settings["alpha_l"])), strict=False):
-            by_layer, limit, without = (
-                np.asarray(of[name][index])[:, 1] for name in ("by_layer", "limit", "without")
-            )
-            axes.plot(
-                by_layer,
-                "o",
-                color=color,
-                markersize=5,
-                label=rf"models, $\alpha_L$ = {settings['alpha_l'][index]:g}",
-            )
+    for axes, (alpha_a, of_alpha_a) in zip(kernel_axes, data.items(), strict=True):
+        for color, index in zip(panels.COLORS, indices, strict=False):
+            # The second of the sums is the mean off the diagonal.
+            by_layer = np.asarray(of_alpha_a["by_layer"][index])[:, 1]
+            limit = np.asarray(of_alpha_a["limit"][index])[:, 1]
+            without_cross = np.asarray(of_alpha_a["without"][index])[:, 1]
+            name = rf"models, $\alpha_L$ = {settings['alpha_l'][index]:g}"
+            axes.plot(by_layer, "o", color=color, markersize=5, label=name)
             axes.plot(limit, "--", color=color, linewidth=1.3, label="recursion")
-            axes.plot(
-                without, ":", color=color, linewidth=1.3, label="recursion without the cross term"
-            )
-        panels.label(
-            axes,
-            rf"Mean off the diagonal, $\alpha_A$ = {alpha_a}",
-            "block",
-            r"$H^\ell$",
-            legend=True,
-        )
+            name = "recursion without the cross term"
+            axes.plot(without_cross, ":", color=color, linewidth=1.3, label=name)
+        title = rf"Mean off the diagonal, $\alpha_A$ = {alpha_a}"
+        panels.label(axes, title, "block", r"$H^\ell$", legend=True)
     return figure
 
 
 FIGURE = Figure(
     title="The residual kernels of an encoder-decoder",
     source="the kernel recursion with attention to an encoder, derived here",
-    about="The kernel h.h'/D of the decoder's stream after its last block, over all positions of two short texts (bytes with gaps, inputs "
-    "padded to different lengths), of BART's layout with few blocks, against `scripts/figures/initialization/kernels.py` at this N: "
-    "the encoder, its "
-    "norm, then a decoder of causal attention, attention to the encoder and MLP. Weights and forward pass are the zoo's, under "
-    "`depth-mup`. Distances are root mean squares over all pairs of positions, over that of the recursion.",
+    about="The kernel h.h'/D of the decoder's residual stream after the last block of BART's "
+    "layout with few blocks, against the recursion of "
+    "`scripts/figures/initialization/kernels.py` at this N. The recursion goes through "
+    "the encoder, its norm, and a decoder of causal attention, attention to the encoder "
+    "and MLP. The kernel is over all positions of two short texts (bytes with gaps, "
+    "inputs padded to different lengths). Weights and forward pass are the zoo's, under "
+    "`depth-mup`. Distances are root mean squares over all pairs of positions, relative "
+    "to that of the recursion.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

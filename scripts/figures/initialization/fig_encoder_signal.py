@@ -1,4 +1,4 @@
-"""The gradients that a first backward pass brings to an encoder, as its decoder alone gets deeper."""
+"""Gradients of an encoder at initialization, as its decoder alone gets deeper."""
 
 from __future__ import annotations
 
@@ -14,17 +14,26 @@ from scripts.figures.result import Data, Figure, Row, Settings, exponent, settin
 if TYPE_CHECKING:
     import matplotlib.figure
 
-ENCODER = tuple(
-    f"encoder.block.{role}"
-    for role in ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")
+ENCODER = (
+    "encoder.block.query",
+    "encoder.block.key",
+    "encoder.block.value",
+    "encoder.block.attention_out",
+    "encoder.block.mlp_in",
+    "encoder.block.mlp_out",
 )
+"""Groups of the encoder's matrices."""
 CROSS = ("block.cross.key", "block.cross.value")
+"""Groups of the keys and values of attention to the encoder."""
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Root mean square gradients {alpha_l: {group: [depths, seeds]}}, of cross-attention's keys and values over all layers.
+    """Measure gradients at initialization, as root mean squares.
 
-    `constant` in place of alpha_l has branches that are the same at every depth.
+    Returns:
+        Nested dictionary {alpha_l: {group: gradients [depths, seeds]}}. Gradients of
+        cross-attention's keys and values are over all layers. The key `constant` instead of an
+        alpha_l has branches that are the same at every depth.
     """
     del work
     from mupax.presets.rule import ONE
@@ -40,63 +49,78 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     }
     lengths = {"seq_len": settings["positions"], "target_len": settings["positions"]}
     grown = [models.encoder_decoder(**size, **lengths, depth=depth) for depth in settings["depth"]]
-    definitions = [definition(replace(one, tied=False)) for one in grown]
+    definitions = [definition(replace(model, tied=False)) for model in grown]
     config = OptimizerConfig(name="adam", peak_lr=1e-3, schedule="constant")
     series = check.Series(definitions, config, 0)
-    presets = {
-        f"{one:g}": models.absolute(alpha_a=1.0, alpha_l=one, beta0=1.0)
-        for one in settings["alpha_l"]
-    }
+    presets = {}
+    for alpha_l in settings["alpha_l"]:
+        presets[f"{alpha_l:g}"] = models.absolute(alpha_a=1.0, alpha_l=alpha_l, beta0=1.0)
     presets["constant"] = replace(presets["1"], branch=ONE)
+    parameter_of = {spec.group: name for name, spec in definitions[0].specs.items()}
     by_preset: dict[str, Any] = {}
     for name, preset in presets.items():
         observables = series.measure(preset, check.batch(grown[0]), settings["seeds"])
-        # The check looks at gradients over the factor of Adam's eps.
-        of = [factors.resolve(preset, one).eps for one in definitions]
-        groups = {spec.group: parameter for parameter, spec in definitions[0].specs.items()}
-        by_preset[name] = {
-            group: observables[f"gradient/{group}"][:, :, 0]
-            * [[np.mean(eps[groups[group]])] for eps in of]
-            for group in (*ENCODER, *CROSS)
-        }
+        eps_by_depth = [factors.resolve(preset, model).eps for model in definitions]
+        by_group = {}
+        for group in (*ENCODER, *CROSS):
+            # The check's gradients are divided by the factor on Adam's eps.
+            eps = [[np.mean(of_depth[parameter_of[group]])] for of_depth in eps_by_depth]
+            by_group[group] = observables[f"gradient/{group}"][:, :, 0] * eps
+        by_preset[name] = by_group
     return by_preset
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """A slope in the decoder's depth of the encoder's matrices together, and of cross-attention's keys and values."""
+    """Return rows for the slopes of the encoder's and cross-attention's gradients in the depth."""
     table = []
-    for name, of in data.items():
-        control = name == "constant"
-        alpha_l = 1.0 if control else float(name)
-        rule = "branches the same at every depth" if control else f"alpha_L = {alpha_l:g}"
-        together = np.exp(np.mean([np.log(of[group]) for group in ENCODER], axis=0))
-        what = f"gradients of the encoder's {len(ENCODER)} matrices (geometric mean) against the decoder's depth, {rule}"
-        signal = {"predicted": 0.5 - alpha_l, "tolerance": 0.15, "control": control}
-        table.append(exponent(what, settings["depth"], together, **signal))
-        for group in () if control else CROSS:
-            what = f"gradient of {group}, one layer's, against the decoder's depth, {rule}"
+    for name, by_group in data.items():
+        is_control = name == "constant"
+        alpha_l = 1.0 if is_control else float(name)
+        rule = "branches the same at every depth" if is_control else f"alpha_L = {alpha_l:g}"
+        matrices = f"the encoder's {len(ENCODER)} matrices (geometric mean)"
+        table.append(
+            exponent(
+                f"gradients of {matrices} against the decoder's depth, {rule}",
+                settings["depth"],
+                _encoder_mean(by_group),
+                predicted=0.5 - alpha_l,
+                tolerance=0.15,
+                control=is_control,
+            )
+        )
+        if is_control:
+            continue
+        for group in CROSS:
+            description = f"gradient of {group}, one layer's, against the decoder's depth, {rule}"
+            gradients = by_group[group]
             table.append(
-                exponent(what, settings["depth"], of[group], predicted=-alpha_l, tolerance=0.15)
+                exponent(
+                    description, settings["depth"], gradients, predicted=-alpha_l, tolerance=0.15
+                )
             )
     return table
 
 
+def _encoder_mean(by_group: Data) -> np.ndarray:
+    """Return the geometric mean [depths, seeds] of the gradients of the encoder's matrices."""
+    return np.exp(np.mean([np.log(by_group[group]) for group in ENCODER], axis=0))
+
+
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """A panel per rule: the encoder's matrices, and cross-attention's keys and values."""
+    """Draw a panel for each rule: gradients of the encoder's matrices, and of cross-attention's."""
     figure, axes = panels.row(len(data), "What comes back to an encoder as its decoder gets deeper")
-    for one, (name, of) in zip(axes, data.items(), strict=True):
-        alpha_l = 1.0 if name == "constant" else float(name)
-        together = np.exp(np.mean([np.log(of[group]) for group in ENCODER], axis=0))
-        panels.power_law(
-            one, settings["depth"], together, "encoder's matrices", predicted=0.5 - alpha_l
-        )
+    depths = settings["depth"]
+    for panel, (name, by_group) in zip(axes, data.items(), strict=True):
+        is_control = name == "constant"
+        alpha_l = 1.0 if is_control else float(name)
+        encoder = _encoder_mean(by_group)
+        panels.power_law(panel, depths, encoder, "encoder's matrices", predicted=0.5 - alpha_l)
         for color, group in zip(panels.COLORS[1:], CROSS, strict=False):
-            panels.power_law(
-                one, settings["depth"], of[group], group, color=color, predicted=-alpha_l
-            )
-        title = "control: constant branches" if name == "constant" else rf"$\alpha_L$ = {name}"
+            gradients = by_group[group]
+            panels.power_law(panel, depths, gradients, group, color=color, predicted=-alpha_l)
+        title = "control: constant branches" if is_control else rf"$\alpha_L$ = {name}"
         panels.label(
-            one,
+            panel,
             f"{title}, dashed: theory",
             "blocks of the decoder",
             "gradient, root mean square",
@@ -107,11 +131,14 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 
 FIGURE = Figure(
     title="The encoder's first gradients as its decoder gets deeper",
-    source="derived here: a sum over the decoder's blocks of branches that are independent at initialization",
-    about="Gradients of the loss at initialization in an encoder of 4 blocks, and of cross-attention's keys and values in each layer, as the "
-    "decoder alone gets deeper (`depth-mup`, absolute form, BART's layout with a readout of its own, random tokens and labels).",
+    source="derived here: a sum over the decoder's blocks of branches that are independent at "
+    "initialization",
+    about="Gradients at initialization in an encoder of 4 blocks, and of cross-attention's keys "
+    "and values in each layer, as the decoder alone gets deeper. The model is BART's "
+    "layout with a readout of its own, under `depth-mup` in absolute form. Tokens and "
+    "labels are random.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

@@ -1,4 +1,7 @@
-"""Residual kernels of finite models at initialization, and how far they are from the recursion of `scripts.figures.initialization.kernels`."""
+"""Residual kernels of finite models at initialization, and their distance from the recursion.
+
+The recursion is that of `kernels.py`. Shapes: L blocks, M positions of all inputs together.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,25 @@ from scripts.figures.initialization import kernels
 from scripts.figures.result import Row, Settings, jackknife
 
 ENDS = ((1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (0.5, 0.5))
-"""(alpha_A, alpha_L) at both ends of their ranges."""
+"""Pairs (alpha_A, alpha_L) of exponents at both ends of their ranges."""
 
 
 def name(ends: Sequence[float]) -> str:
-    """Of a pair of exponents, in a row."""
+    """Return the name of a pair of exponents (alpha_A, alpha_L) in a row."""
     return f"alpha_A = {ends[0]:g}, alpha_L = {ends[1]:g}"
 
 
 def title(ends: Sequence[float]) -> str:
-    """Of a pair of exponents, in a picture."""
+    """Return the name of a pair of exponents (alpha_A, alpha_L) in a picture."""
     return rf"$\alpha_A$ = {ends[0]:g}, $\alpha_L$ = {ends[1]:g}"
 
 
 def limits(settings: Settings, head_dim: int | None) -> np.ndarray:
-    """Kernels of the recursion at every pair of `ENDS`, [pairs, L + 1, M, M] with M the positions of all images."""
+    """Return the recursion's kernels [pairs, L + 1, M, M] at every pair of `ENDS`.
+
+    Args:
+        head_dim: N, or `None` for N to infinity.
+    """
     first = kernels.input_kernel(patches(models.images(settings["images"]), 2))
     side = first.shape[0] * first.shape[1]
     by_pair = []
@@ -39,15 +46,18 @@ def limits(settings: Settings, head_dim: int | None) -> np.ndarray:
             "beta0": settings["beta0"],
             "depth": settings["depth"],
         }
-        one = kernels.residual_kernels(
+        limit = kernels.residual_kernels(
             first, **rule, head_dim=head_dim, samples=settings["samples"]
         )
-        by_pair.append(one.layers.reshape(-1, side, side))
+        by_pair.append(limit.layers.reshape(-1, side, side))
     return np.stack(by_pair)
 
 
 def finite(settings: Settings, head_dim: int, heads: int) -> np.ndarray:
-    """Kernels h.h'/D of models at every pair of `ENDS`, [pairs, seeds, L + 1, M, M]; a seed's weights serve all pairs."""
+    """Return kernels h.h'/D of models [pairs, seeds, L + 1, M, M] at every pair of `ENDS`.
+
+    All pairs share the initial weights of a seed.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -63,51 +73,59 @@ def finite(settings: Settings, head_dim: int, heads: int) -> np.ndarray:
 
     config = models.vit(head_dim=head_dim, heads=heads, depth=settings["depth"])
     program = models.at_initialization(config, look)
-    presets = [
-        models.absolute(alpha_a=one, alpha_l=other, beta0=settings["beta0"]) for one, other in ENDS
-    ]
-    return np.stack(
-        [np.stack(program(seed, presets)) for seed in range(settings["seeds"])], axis=1
-    ).astype(np.float64)
+    presets = []
+    for alpha_a, alpha_l in ENDS:
+        presets.append(models.absolute(alpha_a=alpha_a, alpha_l=alpha_l, beta0=settings["beta0"]))
+    by_seed = [np.stack(program(seed, presets)) for seed in range(settings["seeds"])]
+    return np.stack(by_seed, axis=1).astype(np.float64)
 
 
 def products(model_kernels: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Products of the errors of seeds s and t in the last layer, over the limit's square: [pairs, seeds, seeds].
+    """Return products of two seeds' errors in the last layer, over the limit's square.
 
-    The diagonal is every seed's squared error, the mean of all the squared error of the seeds' mean kernel.
+    The result is [pairs, seeds, seeds]. Its diagonal has every seed's squared error, and its mean
+    is the squared error of the seeds' mean kernel.
+
+    Args:
+        model_kernels: Kernels [pairs, seeds, L + 1, M, M] of models.
+        limit: Kernels [pairs, L + 1, M, M] of the recursion.
     """
     error = model_kernels[:, :, -1] - limit[:, None, -1]
-    return (
-        np.einsum("psij,ptij->pst", error, error)
-        / np.einsum("pij,pij->p", limit[:, -1], limit[:, -1])[:, None, None]
-    )
+    limit_square = np.einsum("pij,pij->p", limit[:, -1], limit[:, -1])
+    return np.einsum("psij,ptij->pst", error, error) / limit_square[:, None, None]
 
 
 def squared(product: Any) -> np.ndarray:
-    """Every seed's squared error, from products [..., seeds, seeds]."""
+    """Return every seed's squared error [..., seeds] from `products` [..., seeds, seeds]."""
     return np.einsum("...ss->...s", np.asarray(product))
 
 
-def of_mean(what: str, product: Any, **more: Any) -> Row:
-    """The row of the error of the mean kernel of all seeds, as a fraction of the limit, from products [seeds, seeds]."""
+def of_mean(description: str, product: Any, **fields: Any) -> Row:
+    """Return the row of the error of the seeds' mean kernel, relative to the limit.
+
+    Args:
+        product: Result of `products` for one pair, [seeds, seeds].
+        fields: Further fields of `Row`.
+    """
     product = np.asarray(product)
     seeds = len(product)
-    one = float(np.trace(product)) / seeds
-    shared = (float(product.sum()) - seeds * one) / (seeds * (seeds - 1))
-    more["note"] = (
-        f"Squared: {one:.2g} for one model, {shared:+.1g} less the seeds' noise. {more.get('note', '')}".strip()
-    )
-    measured, low, high = jackknife(
-        lambda subset: math.sqrt(product[np.ix_(subset, subset)].mean()), len(product)
-    )
-    row = {"predicted": 0.0, "tolerance": 0.03, "kind": "value", **more}
-    return Row(what=what, measured=measured, low=max(low, 0.0), high=high, **row)
+    one_model = float(np.trace(product)) / seeds
+    # Errors of different seeds share the distance of the mean from the limit, but no noise.
+    shared = (float(product.sum()) - seeds * one_model) / (seeds * (seeds - 1))
+    squared_words = f"Squared: {one_model:.2g} for one model, {shared:+.1g} less the seeds' noise."
+    fields["note"] = f"{squared_words} {fields.get('note', '')}".strip()
+
+    def error_of_mean(subset: np.ndarray) -> float:
+        return math.sqrt(product[np.ix_(subset, subset)].mean())
+
+    measured, low, high = jackknife(error_of_mean, seeds)
+    row = {"predicted": 0.0, "tolerance": 0.03, "kind": "value", **fields}
+    return Row(what=description, measured=measured, low=max(low, 0.0), high=high, **row)
 
 
 def sums(layers: np.ndarray) -> np.ndarray:
-    """What is drawn of kernels [..., M, M]: mean of the diagonal and mean off it, [..., 2]."""
+    """Return the mean of the diagonal and the mean off it, [..., 2], of kernels [..., M, M]."""
     side = layers.shape[-1]
     diagonal = np.einsum("...ii->...", layers) / side
-    return np.stack(
-        [diagonal, (layers.mean(axis=(-2, -1)) * side - diagonal) / (side - 1)], axis=-1
-    )
+    off_diagonal = (layers.mean(axis=(-2, -1)) * side - diagonal) / (side - 1)
+    return np.stack([diagonal, off_diagonal], axis=-1)

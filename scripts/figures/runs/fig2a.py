@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """See `rates.measure`; a study per rule."""
-    configs = {
-        name: [_config(settings, rule, size) for size in settings["head_dim"]]
-        for name, rule in settings["rules"].items()
-    }
+    """Return what `rates.measure` returns, with a study for every rule of the settings."""
+    configs = {}
+    for name, rule in settings["rules"].items():
+        configs[name] = [_config(settings, rule, size) for size in settings["head_dim"]]
     return rates.measure(configs, settings["head_dim"], settings["limits"], work)
 
 
 def _config(settings: Settings, rule: Settings, head_dim: int) -> Config:
-    """A run of the paper's ViT; without a rule under `sp`, the control."""
+    """Return a run of the paper's ViT; an empty rule gives the control, which is under `sp`."""
     from mupax.train.config.run import PresetConfig
     from scripts.figures import training
 
@@ -34,35 +33,36 @@ def _config(settings: Settings, rule: Settings, head_dim: int) -> Config:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Drift of the optimum per rule: none predicted where the parameterization is right, and a control."""
-    return [
-        rates.row(
-            f"octaves that the best learning rate moves per doubling of N, {name}",
-            settings["head_dim"],
-            data[name],
-            predicted=0,
-            control=not rule,
+    """Return a row for every rule on the drift of its best learning rate.
+
+    The predicted drift is 0, and `sp` is a control.
+    """
+    table = []
+    for name, rule in settings["rules"].items():
+        description = f"octaves that the best learning rate moves per doubling of N, {name}"
+        table.append(
+            rates.row(description, settings["head_dim"], data[name], predicted=0, control=not rule)
         )
-        for name, rule in settings["rules"].items()
-    ]
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """A panel per rule, a curve per N."""
+    """Draw a panel for every rule with a curve for every N."""
     title = "Figure 2a: loss against learning rate as the head dimension N grows"
     return rates.draw(title, "N", settings["head_dim"], data)
-
 
 
 FIGURE = Figure(
     title="Figure 2a: transfer of the learning rate over N",
     source="figure 2a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss, mean over the last tenth of the steps, of the paper's ViT (centred output, constant learning rate, SGD with "
-    "momentum) on a grid of half octaves as N grows with the number of heads fixed, paired seeds and the same batches "
-    "everywhere, on scikit-learn's digits (the paper: CIFAR-5M). The optimum is `mupax transfer`'s fit; a language "
-    "model's studies, under Adam, are in [transfer.md](transfer.md).",
+    about="Training loss of the paper's ViT on scikit-learn's digits (the paper: CIFAR-5M) on a "
+    "grid of learning rates, as N grows with the number of heads fixed. The loss is the "
+    "mean over the last tenth of the steps. The output is centred, the learning rate is "
+    "constant, and the optimizer is SGD with momentum. The grid has half octaves. Seeds "
+    "are paired, and all runs see the same batches. The optimum is `mupax transfer`'s "
+    "fit. Studies of a language model under Adam are in [transfer.md](transfer.md).",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

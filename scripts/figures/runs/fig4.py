@@ -1,4 +1,4 @@
-"""Figure 4: how far loss and logits of a model with H heads are from those of one with many more, in training."""
+"""Figure 4: distance of loss and logits from those of a model with many more heads, in training."""
 
 from __future__ import annotations
 
@@ -15,89 +15,116 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Squared errors [step, H, seeds] of logits, relative to those of the many heads, and of the loss of the images.
+    """Train models and measure their errors against the mean over seeds with many more heads.
 
-    The limit is the mean over seeds of the logits with `limit` heads.
+    Returns:
+        Squared errors [step, H, seeds] of the `logits`, relative to the limit's mean square, and of
+        the `loss` of the images. The limit has `limit` heads.
     """
     del work
     import dataclasses
 
     from scripts.figures import training
 
-    steps, batches = settings["at"], None
+    steps = settings["at"]
+    batches = None
     logits: dict[int, np.ndarray] = {}  # H to [seeds, step, B, classes]
     labels = np.zeros(0, int)
     for heads in [*settings["heads"], settings["limit"]]:
         config = training.vit(heads=heads, steps=max(steps), **settings["model"])
         trainer = training.Trainer(config, batches)
         batches = trainer.batches
-        images, labels = batches.probe(settings["images"]), batches.probe_targets(settings["images"])
+        images = batches.probe(settings["images"])
+        labels = batches.probe_targets(settings["images"])
 
-        def look(snapshot: training.Snapshot, trainer: training.Trainer = trainer, images: Any = images) -> np.ndarray:
+        def look(
+            snapshot: training.Snapshot, trainer: training.Trainer = trainer, images: Any = images
+        ) -> np.ndarray:
             return trainer.logits(snapshot, images)
 
-        runs = [dataclasses.replace(config, seed=seed) for seed in range(settings["seeds"])]
-        logits[heads] = np.array([trainer.train(run, at=steps, look=look)[1] for run in runs])
+        by_seed = []
+        for seed in range(settings["seeds"]):
+            run = dataclasses.replace(config, seed=seed)
+            _, observed = trainer.train(run, at=steps, look=look)
+            by_seed.append(observed)
+        logits[heads] = np.array(by_seed)
+
     limit = logits[settings["limit"]].mean(0)  # [step, B, classes]
-    logit_error, loss_error = [], []
+    logit_errors = []
+    loss_errors = []
     for heads in settings["heads"]:
         squares = ((logits[heads] - limit) ** 2).mean((2, 3)) / (limit**2).mean((1, 2))
-        logit_error.append(squares.T)
-        loss_error.append(((_loss(logits[heads], labels) - _loss(limit, labels)) ** 2).T)
-    return {"logits": np.array(logit_error).swapaxes(0, 1), "loss": np.array(loss_error).swapaxes(0, 1)}
+        logit_errors.append(squares.T)
+        loss_difference = _loss(logits[heads], labels) - _loss(limit, labels)
+        loss_errors.append((loss_difference**2).T)
+    return {
+        "logits": np.array(logit_errors).swapaxes(0, 1),
+        "loss": np.array(loss_errors).swapaxes(0, 1),
+    }
 
 
 def _loss(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Mean cross-entropy of logits [..., B, classes]."""
+    """Return the mean cross-entropy [...] of logits [..., B, classes] and labels [B]."""
     top = logits.max(-1, keepdims=True)
     log_sum = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
-    return (
-        log_sum - np.take_along_axis(logits, np.broadcast_to(labels, logits.shape[:-1])[..., None], -1)[..., 0]
-    ).mean(-1)
+    indices = np.broadcast_to(labels, logits.shape[:-1])[..., None]
+    label_logits = np.take_along_axis(logits, indices, -1)[..., 0]
+    return (log_sum - label_logits).mean(-1)
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """A slope of the logits per training time; the first is early."""
+    """Return rows for the slopes in H at every training time.
+
+    There is a prediction only for logits early in training.
+    """
     table = []
     for index, step in enumerate(settings["at"]):
         for name in ("logits", "loss"):
-            early = index == 0 and name == "logits"
+            is_predicted = index == 0 and name == "logits"
+            note = "" if is_predicted else "The paper has it fall more slowly later in training."
             table.append(
                 exponent(
                     f"squared error of the {name} against H after {step} steps",
                     settings["heads"],
                     data[name][index],
-                    predicted=-1.0 if early else None,
+                    predicted=-1.0 if is_predicted else None,
                     tolerance=0.15,
-                    note="" if early else "The paper has it fall more slowly later in training.",
+                    note=note,
                 )
             )
     return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Logits and loss, a line per training time."""
-    figure, axes = panels.row(2, "Figure 4: errors against the number of heads")
-    for one, name, unit in zip(
-        axes, ("logits", "loss"), ("relative squared error", "squared error, nats²"), strict=True
+    """Draw a panel for logits and one for the loss, with a line for every training time."""
+    figure, (left, right) = panels.row(2, "Figure 4: errors against the number of heads")
+    for panel, name, unit in (
+        (left, "logits", "relative squared error"),
+        (right, "loss", "squared error, nats²"),
     ):
         for color, step, values in zip(panels.COLORS, settings["at"], data[name], strict=False):
-            panels.power_law(one, settings["heads"], values, f"{step} steps", color=color, predicted=-1.0)
-        panels.label(one, f"{name.capitalize()}; dashed: slope -1", "heads H", unit, legend=True)
+            panels.power_law(
+                panel, settings["heads"], values, f"{step} steps", color=color, predicted=-1.0
+            )
+        title = f"{name.capitalize()}; dashed: slope -1"
+        panels.label(panel, title, "heads H", unit, legend=True)
     return figure
 
 
 FIGURE = Figure(
     title="Figure 4: errors of loss and logits against the number of heads",
     source="figure 4 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Centred logits of the paper's ViT with (L, N) = (2, 4), alpha_A = 1/2, alpha_L = 1, on images never trained on, against "
-    "their mean over seeds with many more heads; trained on the endless image set (the paper: CIFAR-5M). The limit itself can be computed "
-    "([presets.md](../concepts/presets.md#the-infinite-model)) but not here: 64 new images of 16 positions a step, which the "
-    "centred output reads twice, are 64 x 16 x (2 x 40 - 1) directions of a matrix in 40 steps, "
-    "with the two looks 83,968, and their record needs a width of 336,000. On one batch of few images it stands in "
-    "place of the many heads in [the infinite limit in time](#the-infinite-limit-in-time), where slopes are near -1 too.",
+    about="Errors of the centred logits of the paper's ViT with (L, N) = (2, 4), alpha_A = 1/2 "
+    "and alpha_L = 1 on new images, against the mean over seeds with many more heads. The "
+    "models are trained on the endless image set (the paper: CIFAR-5M). The limit itself "
+    "can be computed ([presets.md](../concepts/presets.md#the-infinite-model)), but not at "
+    "this size: every step has 64 new images of 16 positions, and the centred output reads them "
+    "twice. These are 64 x 16 x (2 x 40 - 1) directions of a matrix in 40 steps, 83,968 "
+    "with the two looks, and their record needs a width of 336,000. [The infinite limit "
+    "in time](#the-infinite-limit-in-time) compares with the limit itself on one batch of "
+    "few images, and its slopes are near -1, too.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""Figure 5a: how far query and key weights move in training, against depth, at alpha_L = 1/2 and 1."""
+"""Figure 5a: movement of query and key weights in training, against depth, at two alpha_L."""
 
 from __future__ import annotations
 
@@ -15,47 +15,58 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Root mean square change of query and key entries [alpha_L, step, depth, seeds], of all layers together."""
+    """Train models and measure how far their query and key weights move.
+
+    Returns:
+        `moved` [rule, step, depth, seeds], the root mean square change of query and key entries of
+        all layers together.
+    """
     del work
     import dataclasses
 
     from mupax.presets import Role
     from scripts.figures import training
 
-    rules, steps, depths = settings["rules"], settings["at"], settings["depth"]
+    rules = settings["rules"]
+    steps = settings["at"]
+    depths = settings["depth"]
     moved = np.zeros((len(rules), len(steps), len(depths), settings["seeds"]))
     batches = None
     for column, depth in enumerate(depths):
         trainer = None
         for row, rule in enumerate(rules):
-            ends = 2 ** (2 * rule["alpha_l"] - 1)
             config = training.vit(depth=depth, steps=max(steps), **settings["model"], **rule)
             if trainer is None or trainer.program.config.model != config.model:
                 trainer = training.Trainer(config, batches)
                 batches = trainer.batches
-            trainer.ends = ends
+            trainer.ends = 2 ** (2 * rule["alpha_l"] - 1)
             names = trainer.names(Role.QUERY, Role.KEY)
 
             def change(snapshot: training.Snapshot, names: list[str] = names) -> float:
-                squares = [np.mean(np.square(np.asarray(snapshot.params[name] - snapshot.start[name]))) for name in names]
+                squares = []
+                for name in names:
+                    difference = np.asarray(snapshot.params[name] - snapshot.start[name])
+                    squares.append(np.mean(np.square(difference)))
                 return float(np.sqrt(np.mean(squares)))
 
             for seed in range(settings["seeds"]):
                 run = dataclasses.replace(config, seed=seed)
-                moved[row, :, column, seed] = trainer.train(run, at=steps, look=change)[1]
+                _, observed = trainer.train(run, at=steps, look=change)
+                moved[row, :, column, seed] = observed
     return {"moved": moved}
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """A slope per alpha_L and training time."""
+    """Return a row for the slope in the depth under every rule at every training time."""
     table = []
-    for rule, moved in zip(settings["rules"], np.asarray(data["moved"]), strict=True):
-        for step, one in zip(settings["at"], moved, strict=True):
+    for rule, of_rule in zip(settings["rules"], np.asarray(data["moved"]), strict=True):
+        name = f"alpha_L = {rule['alpha_l']:g}, beta0 = {rule['beta0']:g}"
+        for step, moved in zip(settings["at"], of_rule, strict=True):
             table.append(
                 exponent(
-                    f"change of query and key entries against L after {step} steps, {_name(rule)}",
+                    f"change of query and key entries against L after {step} steps, {name}",
                     settings["depth"],
-                    one,
+                    moved,
                     predicted=rule["alpha_l"] - 1,
                     tolerance=0.15,
                 )
@@ -63,31 +74,33 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     return table
 
 
-def _name(rule: Settings) -> str:
-    return f"alpha_L = {rule['alpha_l']:g}, beta0 = {rule['beta0']:g}"
-
-
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """A panel per training time."""
+    """Draw a panel for every training time with a line for every rule."""
     moved = np.asarray(data["moved"])
-    figure, axes = panels.row(len(settings["at"]), "Figure 5a: movement of query and key weights against depth")
-    for index, (one, step) in enumerate(zip(axes, settings["at"], strict=True)):
-        for color, rule, values in zip(panels.COLORS, settings["rules"], moved[:, index], strict=False):
+    title = "Figure 5a: movement of query and key weights against depth"
+    figure, axes = panels.row(len(settings["at"]), title)
+    for index, (panel, step) in enumerate(zip(axes, settings["at"], strict=True)):
+        of_step = moved[:, index]
+        for color, rule, values in zip(panels.COLORS, settings["rules"], of_step, strict=False):
             slope = rule["alpha_l"] - 1
-            name = rf"$\alpha_L$ = {rule['alpha_l']:g}, $\beta_0$ = {rule['beta0']:g} (predicted {slope:+g})"
-            panels.power_law(one, settings["depth"], values, name, color=color, predicted=slope)
-        panels.label(one, f"After {step} steps", "depth L", "root mean square change", legend=True)
+            exponents = rf"$\alpha_L$ = {rule['alpha_l']:g}, $\beta_0$ = {rule['beta0']:g}"
+            name = f"{exponents} (predicted {slope:+g})"
+            panels.power_law(panel, settings["depth"], values, name, color=color, predicted=slope)
+        title = f"After {step} steps"
+        panels.label(panel, title, "depth L", "root mean square change", legend=True)
     return figure
-
 
 
 FIGURE = Figure(
     title="Figure 5a: movement of query and key weights against depth",
     source="figure 5 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Root mean square change of query and key entries, all layers together, of the "
-    "paper's ViT trained by SGD with momentum on the endless image set (the paper: CIFAR-5M), depth growing at fixed width. At "
-    "alpha_L = 1 the limit needs L well above beta0 squared: before training, independent layers add about beta0²/L to the "
-    "variance of the residual stream, by whose root LayerNorm divides all gradients. So beta0 = 2 stands beside the paper's 12.",
+    about="Root mean square change of query and key entries of the paper's ViT as depth grows "
+    "at fixed width. The mean is over all layers together. The models are trained by SGD "
+    "with momentum on the endless image set (the paper: CIFAR-5M). At alpha_L = 1 the "
+    "limit needs L well above beta0 squared: before training, independent layers add "
+    "about beta0²/L to the variance of the residual stream, and LayerNorm divides all "
+    "gradients by the root of this variance. So beta0 = 2 is measured in addition to the "
+    "paper's 12.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -1,4 +1,4 @@
-"""Figure 5b: loss against compute as depth grows, at alpha_L = 1 and 1/2."""
+"""Figure 5b: loss against compute as depth grows, at two alpha_L."""
 
 from __future__ import annotations
 
@@ -8,67 +8,99 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scripts.figures import curves, panels
-from scripts.figures.runs import fig6
-from scripts.figures.result import Data, Figure, Row, estimate, Settings, mean, settings_of
+from scripts.figures.result import (
+    Data,
+    Figure,
+    Interval,
+    Row,
+    Settings,
+    estimate,
+    mean,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """See `curves.measure`, per alpha_L, the same run at the base depth."""
+    """Return losses as `curves.measure` returns them, for every alpha_L.
+
+    At the base depth the runs are the same under every alpha_L.
+    """
     by_alpha = {}
     depth = settings["base"]["depth"]
+    model = settings["model"]
     for alpha in settings["alpha_l"]:
-        less = depth ** (1 - alpha)  # by so much is the base's branch larger than at alpha_L = 1, were beta0 the same
-        model = settings["model"]
-        rule = {"alpha_l": alpha, "beta0": model["beta0"] / less, "rate": model["rate"] * less**2}
-        measurement = curves.measure("vit", settings, work.parent / "trained", ends=4.0 / less**2, **rule)
-        by_alpha[f"{alpha:g}"] = curves.slim(measurement)
+        # With equal beta0, the base's branches would be larger by this factor than at alpha_L = 1.
+        factor = depth ** (1 - alpha)
+        rule = {
+            "alpha_l": alpha,
+            "beta0": model["beta0"] / factor,
+            "rate": model["rate"] * factor**2,
+        }
+        folder = work.parent / "trained"
+        measured = curves.measure("vit", settings, folder, ends=4.0 / factor**2, **rule)
+        by_alpha[f"{alpha:g}"] = curves.slim(measured)
     return by_alpha
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """The difference of the two rules at each depth."""
+    """Return rows for the loss under one rule less that under the other, at every depth."""
     first, second = data
+    sizes = data[first]["depth"]["size"]
     table = []
-    for when, window in (("mean over all steps", slice(None)), ("last tenth of the steps", slice(-5, None))):
-        losses = [np.asarray(data[name]["depth"]["loss"])[:, :, window].mean(-1) for name in (first, second)]
-        for size, one, other in zip(data[first]["depth"]["size"], *losses, strict=True):
-            interval = mean(one - other)
-            same = size == settings["base"]["depth"]
-            comparison = f"The paper has alpha_L = {first} better at large L. {_words(*interval[1:])}"
-            what = f"loss at alpha_L = {first} minus loss at {second}, L = {size}, {when}"
-            note = "The same run, by two rules." if same else comparison
-            table.append(estimate(what, interval, note=note))
+    for period, window in (
+        ("mean over all steps", slice(None)),
+        ("last tenth of the steps", slice(-5, None)),
+    ):
+        first_losses = np.asarray(data[first]["depth"]["loss"])[:, :, window].mean(-1)
+        second_losses = np.asarray(data[second]["depth"]["loss"])[:, :, window].mean(-1)
+        for index, size in enumerate(sizes):
+            interval = mean(first_losses[index] - second_losses[index])
+            if size == settings["base"]["depth"]:
+                note = "The same run, by two rules."
+            else:
+                paper = f"The paper has alpha_L = {first} better at large L."
+                note = f"{paper} {_comparison(interval)}"
+            description = f"loss at alpha_L = {first} minus loss at {second}, L = {size}, {period}"
+            table.append(estimate(description, interval, note=note))
     return table
 
 
-def _words(low: float, high: float) -> str:
-    return "No difference seen." if low <= 0 <= high else f"Here it is {'better' if high < 0 else 'worse'}."
+def _comparison(interval: Interval) -> str:
+    """Return in words whether a difference of losses is below or above 0."""
+    _, low, high = interval
+    if low <= 0 <= high:
+        return "No difference seen."
+    return f"Here it is {'better' if high < 0 else 'worse'}."
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """A panel per alpha_L."""
+    """Draw a panel for every alpha_L, all on the same loss axis."""
     del settings
     figure, axes = panels.row(len(data), "Figure 5b: loss against training FLOPs as depth grows")
-    for one, name in zip(axes, data, strict=True):
-        curves.draw_losses(one, "depth", data[name]["depth"], compute=True)
-        panels.label(one, rf"$\alpha_L$ = {name}", "training FLOPs", "nats", legend=True)
-        one.set_ylim(*_limits(data))
+    for panel, name in zip(axes, data, strict=True):
+        curves.draw_losses(panel, "depth", data[name]["depth"], compute=True)
+        panels.label(panel, rf"$\alpha_L$ = {name}", "training FLOPs", "nats", legend=True)
+        panel.set_ylim(*_limits(data))
     return figure
 
 
 def _limits(data: Data) -> tuple[float, float]:
-    every = np.concatenate([np.mean(of["depth"]["loss"], 1).ravel() for of in data.values()])
-    return float(every.min()) - 0.05, float(every.max()) + 0.05
+    """Return limits of the loss axis that show all means over seeds."""
+    means = [np.mean(of_alpha["depth"]["loss"], 1).ravel() for of_alpha in data.values()]
+    losses = np.concatenate(means)
+    return float(losses.min()) - 0.05, float(losses.max()) + 0.05
 
 
 FIGURE = Figure(
     title="Figure 5b: loss against compute in depth",
     source="figure 5b of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss of the paper's ViT on the endless image set against training FLOPs as depth grows by either rule from one "
-    "base model, at which branches and all learning rates are the same (the paper's two runs have other widths and learning rates).",
+    about="Training loss of the paper's ViT on the endless image set against training FLOPs, as "
+    "depth grows from one base model by either rule. At the base, branches and all "
+    "learning rates are the same under both rules. The paper's two runs have other widths "
+    "and learning rates.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

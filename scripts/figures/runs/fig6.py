@@ -1,4 +1,4 @@
-"""Figure 6: loss curves, feature kernels and attention of vision transformers as N, H and L grow, under SGD."""
+"""Figure 6: losses, kernels and attention of vision transformers under SGD as N, H and L grow."""
 
 from __future__ import annotations
 
@@ -13,29 +13,38 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """See `curves.measure`."""
+    """Return what `curves.measure` returns for vision transformers."""
     return curves.measure("vit", settings, work.parent / "trained")
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """How alike the largest models are; the paper shows curves and gives no number."""
-    return curves.likeness(data, "")
+    """Return rows on how alike the largest models are, without predictions.
+
+    The paper shows curves and gives no number.
+    """
+    del settings
+    return curves.likeness(data)
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Losses, kernels, attention."""
-    return curves.panels_of("Figure 6: ViT under SGD with momentum, one pass", data, settings["axes"])
+    """Draw losses, kernels and attention, with a column for every dimension."""
+    return curves.panels_of(
+        "Figure 6: ViT under SGD with momentum, one pass", data, settings["axes"]
+    )
 
 
 FIGURE = Figure(
     title="Figure 6: vision transformers under SGD as N, H and L grow",
     source="figure 6 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss, kernel of the last layer's features (mean over positions) over images never trained on, and attention "
-    "logits of the last layer, of the paper's ViT (alpha_A = alpha_L = 1) on the endless image set (the paper: CIFAR-5M). The "
-    "paper finds loss curves nearly equal in N and H, slower early at large L, and similar final kernels. The widest model at hand stands for "
-    "the limit: the limit itself is of H at one N and L, and 250 steps on 64 new images of 16 positions are "
-    "64 x 16 x (2 x 250 - 1) = 510,976 directions of a matrix, whose record needs a width of two million "
-    "([presets.md](../concepts/presets.md#the-infinite-model) says why).",
+    about="Training loss, kernel of the last layer's features and attention logits of the last "
+    "layer, of the paper's ViT (alpha_A = alpha_L = 1) on the endless image set (the "
+    "paper: CIFAR-5M). Features are means over positions, and the kernel is over images "
+    "never trained on. The paper finds loss curves nearly equal in N and H, slower early "
+    "at large L, and similar final kernels. The widest model here stands for the limit. "
+    "The limit itself is of H at one N and L, and 250 steps on 64 new images of 16 "
+    "positions are 64 x 16 x (2 x 250 - 1) = 510,976 directions of a matrix, whose record "
+    "needs a width of two million ([presets.md](../concepts/presets.md#the-infinite-model) "
+    "explains why).",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -1,4 +1,4 @@
-"""Figure 7: loss curves, feature kernels and attention of language models as N, H and L grow, under Adam."""
+"""Figure 7: losses, kernels and attention of language models under Adam as N, H and L grow."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 
-
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """See `curves.measure`."""
+    """Return what `curves.measure` returns for language models."""
     return curves.measure("lm", settings, work.parent / "trained")
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """How alike the largest models are; the paper shows curves and gives no number."""
-    return curves.likeness(data, "")
+    """Return rows on how alike the largest models are, without predictions.
+
+    The paper shows curves and gives no number.
+    """
+    del settings
+    return curves.likeness(data)
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Losses, kernels, attention."""
+    """Draw losses, kernels and attention, with a column for every dimension."""
     return curves.panels_of("Figure 7: decoder under Adam", data, settings["axes"])
 
 
 FIGURE = Figure(
     title="Figure 7: language models under Adam as N, H and L grow",
     source="figure 7 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss, kernel of the last layer's features over the last positions of a text never trained on, and attention "
-    "logits of the last layer, of the paper's decoder (alpha_A = alpha_L = 1) on the bytes of Python's sources (the paper: C4).",
+    about="Training loss, kernel of the last layer's features and attention logits of the last "
+    "layer, of the paper's decoder (alpha_A = alpha_L = 1) on the bytes of Python's "
+    "sources (the paper: C4). The kernel is over the last positions of a text never "
+    "trained on.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
