@@ -12,7 +12,6 @@ detected and none restored wrongly.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import os
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ RECIPES = {
 }
 FLAGS = "--data.batch-size 16 --optimizer.warmup-steps 2 --steps 4 --checkpoint.every-steps 2 --log.no-samples --log.no-tensorboard"
 STEPS = (2, 4)
-PLACES = {"disk": "On a disk", "bucket": "In a bucket"}
+PLACES = {"disk": "on a disk", "bucket": "in a bucket"}
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ def unverified(saved: Saved, newest: Path) -> str:
     return "right" if got == saved.states[STEPS[1]] else "wrong"
 
 
-def contents(folder: Path) -> collections.Counter[bytes]:
+def contents(folder: Path) -> Counter[bytes]:
     """What the files below a folder hold."""
-    return collections.Counter(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    return Counter(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") -> dict[str, Any]:
@@ -220,56 +220,50 @@ def campaign(
 
 
 def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """Return the section of the page.
+    """Return the section of the page: the totals of each place, and a row for each kind of damage.
 
     Args:
-        results: of all places.
-        seconds: that each place took.
+        results: Rows of the record, of all places.
+        seconds: Time that the campaign took in each place.
     """
-    head = [
-        "damage",
-        "times",
-        "found",
-        "fell back to the step before",
-        "refused, none good",
-        "restored wrongly",
-    ]
-    head.append("orbax alone: wrongly")
-
-    def row(name: str, cases: Sequence[dict[str, Any]]) -> list[str]:
-        outcomes = collections.Counter(result["outcome"] for result in cases)
-        alone = sum(result["alone"] == "wrong" for result in cases)
-        detected = sum(result["detected"] for result in cases)
-        counts = (
-            len(cases),
-            detected,
-            outcomes["fell back"],
-            outcomes["refused"],
-            outcomes["wrong"],
-            alone,
+    places = list(dict.fromkeys(result["place"] for result in results))
+    text = (
+        "The newest of two checkpoints is damaged in one place and restored as a resumed run does. The "
+        "damage must be found, and the run must fall back to the older checkpoint. In one of five that "
+        "one has a flipped bit too, and the run must refuse. No restored bit may differ. The "
+        "last column is the control: how often orbax alone loads the damaged checkpoint with other "
+        "numbers and no error. `python -m scripts.campaigns.corruptions disk`, `... bucket`"
+    )
+    totals = []
+    for place in places:
+        place_results = [result for result in results if result["place"] == place]
+        num_bad = sum(not result["good"] for result in place_results)
+        totals.append(
+            f"- {PLACES[place]}: {len(place_results)} corruptions took {seconds[place]:.0f} s; "
+            f"{num_bad} did not end as they must"
         )
-        return [name, *map(str, counts)]
 
-    parts = [
-        "## Corrupted checkpoints\n\n"
-        "The newest of two checkpoints is damaged in one place and restored as a resumed run does. In one of five the older one has "
-        "a flipped bit too, so that the run must refuse. A restore is wrong if one bit differs from what was saved at its step. The "
-        "last column is the control: how often orbax alone loads the same damaged checkpoint with other numbers and no error. "
-        "`python -m scripts.campaigns.corruptions disk` and `... bucket`; every case is in `corruptions.json`."
+    heading = [f"damage ({', '.join(places)})", "fell back", "refused", "orbax alone: wrong"]
+    cells = [heading]
+    for kind in KINDS:
+        kind_results = [result for result in results if result["kind"] == kind]
+        cells.append([kind, *counts_of(kind_results, places)])
+    cells.append(["all", *counts_of(results, places)])
+
+    lines = ["## Corrupted checkpoints", "", text, "", *totals, "", table(cells), ""]
+    return "\n".join(lines)
+
+
+def counts_of(results: Sequence[dict[str, Any]], places: Sequence[str]) -> list[str]:
+    """Return the cells of one row of the table. A cell has one number for each place."""
+    outcomes = Counter((result["place"], result["outcome"]) for result in results)
+    wrong_alone = Counter(result["place"] for result in results if result["alone"] == "wrong")
+    columns = [
+        [outcomes[place, "fell back"] for place in places],
+        [outcomes[place, "refused"] for place in places],
+        [wrong_alone[place] for place in places],
     ]
-    for place in dict.fromkeys(result["place"] for result in results):
-        here = [result for result in results if result["place"] == place]
-        by = [row(kind, [result for result in here if result["kind"] == kind]) for kind in KINDS]
-        bad, lost = (
-            sum(not result["good"] for result in here),
-            sum(result["lost"] for result in here),
-        )
-        parts += [
-            f"### {PLACES[place]}",
-            f"{len(here)} corruptions took {seconds[place]:.0f} s; {bad} did not end as they must; of {lost} files some byte was lost.",
-            table([head, *by, row("all", here)]),
-        ]
-    return "\n\n".join(parts) + "\n"
+    return [", ".join(map(str, numbers)) for numbers in columns]
 
 
 @dataclass(frozen=True)

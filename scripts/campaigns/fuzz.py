@@ -121,20 +121,25 @@ def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
-    """Return the section of the page."""
+    """Return the section of the page.
+
+    Args:
+        rows: Counts of each reader, by its name.
+    """
     total = {key: sum(row[key] for row in rows.values()) for key in COUNTS}
-    slowest, largest = (
-        max(row[key] for row in rows.values()) for key in ("slowest_s", "grown_mib")
+    slowest = max(row["slowest_s"] for row in rows.values())
+    largest = max(row["grown_mib"] for row in rows.values())
+    text = (
+        f"{total['inputs']:,} files were broken at random (bits, bytes, values of JSON, headers) and read "
+        f"as a command reads them. A file must be read or refused with a message. `{COMMAND}`"
     )
-    return (
-        f"## Broken files\n\n{total['inputs']:,} files were broken at random (bits, bytes, values of JSON, headers) and given to what "
-        "reads them, as a command does. A file must be read or refused with a message.\n\n"
-        f"- readers: {', '.join(rows)}\n"
-        f"- read {total['read']:,}, refused {total['refused']:,}, tracebacks {total['tracebacks']}\n"
-        f"- more than {SECONDS:g} s of processor time: {total['hangs']} (the slowest {slowest:.2f} s)\n"
-        f"- more than {MEMORY // 2**20} MiB: {total['large']} (the most {largest:.0f} MiB)\n\n"
-        f"`{COMMAND}`; the counts of each reader are in `fuzz.json`.\n"
-    )
+    lines = [
+        f"- readers: {', '.join(rows)}",
+        f"- read {total['read']:,}, refused {total['refused']:,}, tracebacks {total['tracebacks']}",
+        f"- more than {SECONDS:g} s of processor time: {total['hangs']} (the slowest {slowest:.2f} s)",
+        f"- more than {MEMORY // 2**20} MiB: {total['large']} (the most {largest:.0f} MiB)",
+    ]
+    return "\n".join(["## Broken files", "", text, "", *lines, ""])
 
 
 def is_bad(row: dict[str, Any]) -> bool:

@@ -35,7 +35,7 @@ from scripts.campaigns.tiny_runs import (
     scratch,
     undisturbed,
 )
-from scripts.pages.markdown import write_section
+from scripts.pages.markdown import table, write_section
 
 COMMAND = "python -m scripts.campaigns.kills"
 STEPS = {1: 300, 2: 100}
@@ -108,42 +108,36 @@ def disturbed(case: Case, folder: Path, seed: int, steps: int, most: int) -> dic
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the section of the page: what was done and what became of it."""
-    kills = [one for run in runs for one in run["kills"]]
-    differ = [run for run in runs if run["differences"]]
-    lines = [
-        "## Killed runs",
-        "",
-        f"A signal was sent {len(kills)} times at a random moment to one of {len(runs)} runs, and the run was resumed until it was done.",
-        f"**{len(runs) - len(differ)} of {len(runs)} runs ended bitwise as the undisturbed run did**: every row of metrics without",
-        "times, and every digest of parameters, optimizer state, moving average and counters in the last checkpoint.",
-        f"`{COMMAND}`; every signal is in `kills.json`.",
-        "",
-        "| runs of | processes | runs | kills | SIGKILL | SIGTERM | SIGINT | two signals | identical |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """Return the section of the page: the totals, and a table with a row for each case."""
+    num_kills = sum(len(run["kills"]) for run in runs)
+    differing = [run for run in runs if run["differences"]]
+    num_identical = len(runs) - len(differing)
+    text = (
+        f"{len(runs)} runs got {num_kills} signals at random moments and were resumed until done. "
+        f"**{num_identical} of {len(runs)} runs ended bitwise as the undisturbed run did**: all rows "
+        "of metrics without times, and all digests of parameters, optimizer state, moving average "
+        f"and counters in the last checkpoint. `{COMMAND}`"
+    )
+
+    signals = ["SIGKILL", "SIGTERM", "SIGINT", "two signals"]
+    cells = [["runs of", "processes", "runs", "kills", *signals]]
     for case in CASES:
-        mine = [
-            run for run in runs if (run["model"], run["processes"]) == (case.model, case.processes)
-        ]
-        counts = Counter(one["signal"] for run in mine for one in run["kills"])
-        same = sum(not run["differences"] for run in mine)
-        cells = [
-            case.model,
-            case.processes,
-            len(mine),
-            sum(counts.values()),
-            *(counts[name] for name in SIGNALS),
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} | {same} of {len(mine)} |")
-    lines += [
-        "",
-        *(
-            f"- {run['model']} seed {run['seed']}: {'; '.join(run['differences'])[:300]}"
-            for run in differ
-        ),
-    ]
+        case_runs = [run for run in runs if is_run_of(case, run)]
+        counts = Counter(sent["signal"] for run in case_runs for sent in run["kills"])
+        numbers = [case.processes, len(case_runs), counts.total()]
+        numbers += [counts[name] for name in SIGNALS]
+        cells.append([case.model, *map(str, numbers)])
+    lines = ["## Killed runs", "", text, "", table(cells), ""]
+
+    for run in differing:
+        problems = "; ".join(run["differences"])[:300]
+        lines.append(f"- {run['model']} seed {run['seed']}: {problems}")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def is_run_of(case: Case, run: dict[str, Any]) -> bool:
+    """Return whether a row of the record is a run of `case`."""
+    return run["model"] == case.model and run["processes"] == case.processes
 
 
 @dataclass(frozen=True)

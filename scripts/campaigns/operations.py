@@ -33,7 +33,7 @@ from scripts.campaigns import PAGE, forks, tiny_runs
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.campaigns.tiny_runs import CASES, Case, Session
-from scripts.pages.markdown import write_section
+from scripts.pages.markdown import table, write_section
 
 COMMAND = "python -m scripts.campaigns.operations"
 STEPS = 60
@@ -173,29 +173,30 @@ def where(run: dict[str, Any]) -> tuple[str, int]:
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the section of the page: what was done and what became of it."""
-    total, same = (
-        sum(len(run["kills"]) for run in runs),
-        sum(not run["differences"] for run in runs),
+    """Return the section of the page: the totals, and a table with a row for each operation."""
+    num_kills = sum(len(run["kills"]) for run in runs)
+    differing = [run for run in runs if run["differences"]]
+    num_identical = len(runs) - len(differing)
+    text = (
+        f"{len(runs)} runs were killed {num_kills} times, before or after a chosen operation on a file "
+        "of the work folder or an object of the bucket (for a write to a file: after half of it), and "
+        f"resumed until done. **{num_identical} of {len(runs)} runs ended bitwise as the undisturbed "
+        f"run did.** `{COMMAND} disk`, `... bucket`"
     )
-    lines = [
-        "## Runs killed at chosen operations",
-        "",
-        f"One of {len(runs)} runs was killed {total} times at a chosen operation on a file of its work folder or an object of its",
-        f"bucket, and resumed until it was done. **{same} of {len(runs)} runs ended bitwise as the undisturbed run did.**",
-        f"`{COMMAND} disk` and `... bucket`; every kill is in `operations.json`.",
-        "",
-        "| place | processes | operation | killed before it | killed after it (a write to a file: after half of it) |",
-        "|---|---|---|---|---|",
-    ]
+
+    cells = [["place", "processes", "operation", "killed before", "killed after"]]
     for place, processes in dict.fromkeys(where(run) for run in runs):
-        mine = [run for run in runs if where(run) == (place, processes)]
-        counts = Counter((one["operation"], one["moment"]) for run in mine for one in run["kills"])
+        place_runs = [run for run in runs if where(run) == (place, processes)]
+        kills = [kill for run in place_runs for kill in run["kills"]]
+        counts = Counter((kill["operation"], kill["moment"]) for kill in kills)
         for kind in sorted({kind for kind, _ in counts}):
-            cells = (place, processes, kind, *(counts[kind, moment] for moment in MOMENTS))
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", *(f"- {run['place']}, {run['model']} seed {run['seed']}: {'; '.join(run['differences'])[:300]}"
-                    for run in runs if run["differences"])]  # fmt: skip
+            numbers = [str(counts[kind, moment]) for moment in MOMENTS]
+            cells.append([place, str(processes), kind, *numbers])
+    lines = ["## Runs killed at chosen operations", "", text, "", table(cells), ""]
+
+    for run in differing:
+        problems = "; ".join(run["differences"])[:300]
+        lines.append(f"- {run['place']}, {run['model']} seed {run['seed']}: {problems}")
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -27,7 +27,7 @@ from scripts import harness
 from scripts.campaigns import PAGE, tiny_runs
 from scripts.campaigns.injection.calls import Action, when, with_result
 from scripts.campaigns.tiny_runs import Session
-from scripts.pages.markdown import write_section
+from scripts.pages.markdown import table, write_section
 
 COMMAND = "python -m scripts.campaigns.processes"
 STEPS, EVERY = 16, 4
@@ -222,39 +222,36 @@ def wait(session: Session, stopped: int | None) -> float:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the section of the page: what was done and what became of it."""
-    good = [row for row in rows if not row["wrong"]]
-    lines = [
-        "## One process of several fails",
-        "",
-        f"One process of two or three failed, {len(rows)} times. **{len(good)} of {len(rows)} times** all processes ended within",
-        f"{BOUND_S:.0f} s with the reason on every screen (exit code 1, or 2 for bad input), or trained on if the failure passes. What was",
-        f"resumed ended bitwise as the run that was left alone. `{COMMAND}`.",
-        "",
-        "| failure | phases | times | as wanted | median and most seconds until all had ended | exit codes |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Return the section of the page: the totals, and a table with a row for each failure."""
+    wrong = [row for row in rows if row["wrong"]]
+    num_right = len(rows) - len(wrong)
+    text = (
+        f"One process of two or three failed, {len(rows)} times. **{num_right} of {len(rows)} times** "
+        f"all processes ended within {BOUND_S:.0f} s with the reason on every screen (exit code 1, or 2 "
+        "for bad input), or trained on if the failure passes. The resumed run ended bitwise as a run "
+        f"that was left alone. `{COMMAND}`"
+    )
+
+    cells = [["failure", "phases", "times", "median, most seconds until all ended"]]
     for failure in FAILURES:
-        mine = [row for row in rows if row["failure"] == failure.name]
-        seconds = sorted(row["ended_s"] for row in mine if row["ended_s"] is not None)
-        took = (
-            f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}"
-            if seconds and not failure.passes
-            else "goes on"
-        )
-        codes = ", ".join(map(str, sorted({code for row in mine for code in row["codes"]})))
-        right = sum(not row["wrong"] for row in mine)
-        cells = [failure.name, ", ".join(failure.phases), len(mine), right, took, codes]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += [
-        "",
-        *(
-            f"- {row['failure']}, {row['phase']}, seed {row['seed']}: {'; '.join(row['wrong'])[:300]}"
-            for row in rows
-            if row["wrong"]
-        ),
-    ]
+        failure_rows = [row for row in rows if row["failure"] == failure.name]
+        took = "goes on" if failure.passes else seconds_cell(failure_rows)
+        phases = ", ".join(failure.phases)
+        cells.append([failure.name, phases, str(len(failure_rows)), took])
+    lines = ["## One process of several fails", "", text, "", table(cells), ""]
+
+    for row in wrong:
+        problems = "; ".join(row["wrong"])[:300]
+        lines.append(f"- {row['failure']}, {row['phase']}, seed {row['seed']}: {problems}")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def seconds_cell(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the median and the largest number of seconds until all processes had ended."""
+    seconds = sorted(row["ended_s"] for row in rows if row["ended_s"] is not None)
+    if not seconds:
+        return "goes on"
+    return f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}"
 
 
 @dataclass(frozen=True)
