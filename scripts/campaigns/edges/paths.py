@@ -184,7 +184,7 @@ class Inputs:
     def __init__(self, shared: Path) -> None:
         self.folder = shared
         self._results: dict[str, Any] = {}
-        tiny_runs.enter_prepared(shared)
+        tiny_runs.prepare_forks(shared)
         rows = [json.dumps({"text": f"row {i} says so"}) + "\n" for i in range(900)]
         (shared / "rows.jsonl").write_text("".join(rows))
         (shared / "home").mkdir()
@@ -409,8 +409,8 @@ class Act:
     """Commands that are tried with an odd name.
 
     Words in braces stand for paths. {place} is the path with the name, {folder} the folder of the
-    trial, {name} the name, {short} the name cut to 250 characters, and {out} a path with the name in
-    another folder. Any other word is a method of `Inputs`.
+    trial, {name} the name, {short} the name cut to 250 characters, and {out} a path with the name
+    in another folder. Any other word is a method of `Inputs`.
 
     Attributes:
         commands: Command lines after `mupax`, which must all end well.
@@ -460,12 +460,12 @@ def copy(source: Path, destination: Path) -> None:
 
 def left(workdir: str, step: int) -> Callable[[Case, str], Any]:
     """Return a function for `Act.result`: the rows and digests of a run of `step` steps."""
-    return lambda case, output: tiny_runs.left(case.path(workdir), step)
+    return lambda case, output: tiny_runs.run_result(case.path(workdir), step)
 
 
 def arrays(workdir: str, step: int) -> Callable[[Case, str], Any]:
     """Return a function for `Act.result`: the digests of the arrays of a checkpoint."""
-    return lambda case, output: tiny_runs.left_arrays(case.path(workdir), step)
+    return lambda case, output: tiny_runs.checkpoint_digests(case.path(workdir), step)
 
 
 def weights(folder: str) -> Callable[[Case, str], Any]:
@@ -490,7 +490,7 @@ def names_in(folder: Path, endings: Sequence[str] = ("",)) -> list[str]:
 
 def array_shapes(case: Case, output: str) -> dict[str, Any]:
     """Return the shapes of the arrays that the run in {folder}/run has at step 4."""
-    arrays = tiny_runs.left_arrays(case.folder / "run", 4)
+    arrays = tiny_runs.checkpoint_digests(case.folder / "run", 4)
     return {name: array["shape"] for name, array in arrays.items()}
 
 
@@ -510,7 +510,7 @@ def two_processes(case: Case) -> Any:
     outcome = judge(Ended(max(codes), session.output(), 0.0), [0])
     if outcome.verdict != "ok":
         raise Failed(outcome)
-    return tiny_runs.left_arrays(case.folder / name, 20)
+    return tiny_runs.checkpoint_digests(case.folder / name, 20)
 
 
 def serve(case: Case) -> Any:
@@ -551,7 +551,7 @@ def config_in_a_folder(case: Case) -> Any:
     file = config_file(case, case.place / "c.yaml")
     workdir = case.folder / "run"
     case.run("train", "--config", file, "--steps", "4", "--workdir", workdir)
-    return tiny_runs.left(workdir, 4)
+    return tiny_runs.run_result(workdir, 4)
 
 
 def config_by_its_name(case: Case) -> Any:
@@ -570,7 +570,7 @@ def relative_name(case: Case) -> Any:
         word = f"./{word}"
     case.run(*case.words(f"{TRAIN} --steps 4"), "--workdir", word)
     case.run("eval", word)
-    return tiny_runs.left(case.place, 4)
+    return tiny_runs.run_result(case.place, 4)
 
 
 def workdir_as(word: str, place: str = "{place}", **fields: Any) -> Act:
