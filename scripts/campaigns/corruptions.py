@@ -192,7 +192,7 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") 
     Args:
         kind: Key of `KINDS`.
         seed: Chooses the file and the place of the damage.
-        folder: Folder for the copy.
+        folder: Folder in which `copy` is made.
         root: Place in a bucket to which the damaged copy is moved. Default: the copy stays on disk.
     """
     choose = random.Random(f"{saved.name} {kind} {seed}")

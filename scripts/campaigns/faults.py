@@ -84,8 +84,8 @@ def compile_once() -> None:
     for name in ("compile_train", "compile_eval"):
         setattr(Program, name, cached(name))
 
-    def write_zeros(path: Any, out: Any, *args: Any, **options: Any) -> int:
-        return Path(out).write_bytes(bytes(30_000))
+    def write_zeros(metrics: Any, image: Any, *args: Any, **options: Any) -> int:
+        return Path(image).write_bytes(bytes(30_000))
 
     finish.loss_plot = write_zeros  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -153,7 +153,7 @@ class Runs:
         """Disturb one run, resume it if it ended, and return its row of the record.
 
         Args:
-            seed: Chooses phase, kind, effect and operation.
+            seed: Number that chooses the phase, the kind, the effect and the operation.
         """
         choose = random.Random(seed)
         phase = ("new", "going on")[seed % 2]

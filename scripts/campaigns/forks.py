@@ -20,7 +20,7 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 def start(
     words: Sequence[str],
-    out: Path,
+    output: Path,
     prepare: Callable[[], object] = int,
     module: str = "mupax",
     errors: Path | None = None,
@@ -28,9 +28,9 @@ def start(
     """Run a module in a fork of this process, as `python -m MODULE WORDS` does.
 
     Args:
-        out: File for standard output.
+        output: File for standard output, which is replaced if it exists.
         prepare: Function that is called in the fork before the module runs. Default: nothing.
-        errors: File for standard error. Default: `out`.
+        errors: File for standard error. Default: `output`.
 
     Returns:
         Process ID of the fork.
@@ -39,7 +39,7 @@ def start(
     if pid:
         return pid
 
-    os.dup2(os.open(out, NEW_FILE), 1)
+    os.dup2(os.open(output, NEW_FILE), 1)
     os.dup2(1 if errors is None else os.open(errors, NEW_FILE), 2)
     # A shell starts background jobs with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -86,8 +86,8 @@ def call_in_fork(function: Callable[[], Any]) -> Any:
     pid = os.fork()
     if pid == 0:
         try:
-            with os.fdopen(writer, "w") as out:
-                json.dump(function(), out)
+            with os.fdopen(writer, "w") as stream:
+                json.dump(function(), stream)
             os._exit(0)
         finally:
             os._exit(1)

@@ -72,8 +72,8 @@ def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
 
     Args:
         name: Key of `TARGETS`.
-        inputs: Number of files if none fails.
-        folder: Folder for the files.
+        inputs: Number of broken files that the reader gets if none fails.
+        folder: Folder in which the files of the reader get a folder of their own.
     """
     from scripts.campaigns.targets import TARGETS
 

@@ -114,7 +114,7 @@ class Runs:
     """Runs in one place. Undisturbed runs are trained once and kept.
 
     Args:
-        place: Place of the work folders.
+        place: Place of the work folders, which counts their operations.
         folder: Folder for the output of the runs.
     """
 
@@ -197,7 +197,7 @@ class Runs:
         }
 
 
-def where(run: dict[str, Any]) -> tuple[str, int]:
+def place_of(run: dict[str, Any]) -> tuple[str, int]:
     """Return the place and the number of processes of a row of the record."""
     # The oldest rows have no number of processes.
     return run["place"], run.get("processes", 1)
@@ -216,8 +216,8 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     )
 
     cells = [["place", "processes", "operation", "killed before", "killed after"]]
-    for place, processes in dict.fromkeys(where(run) for run in runs):
-        place_runs = [run for run in runs if where(run) == (place, processes)]
+    for place, processes in dict.fromkeys(place_of(run) for run in runs):
+        place_runs = [run for run in runs if place_of(run) == (place, processes)]
         counts = Counter()
         for run in place_runs:
             counts.update((kill["operation"], kill["moment"]) for kill in run["kills"])
@@ -256,7 +256,7 @@ def campaign(args: Options, place: Place, folder: Path) -> int:
 
 def num_kills(rows: Sequence[dict[str, Any]], place: str, processes: int) -> int:
     """Return the number of kills of runs with so many processes in a place."""
-    return sum(len(row["kills"]) for row in rows if where(row) == (place, processes))
+    return sum(len(row["kills"]) for row in rows if place_of(row) == (place, processes))
 
 
 @dataclass(frozen=True)

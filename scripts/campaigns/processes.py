@@ -29,7 +29,7 @@ from typing import Any
 from mupax.command_line import Switch
 from scripts import harness
 from scripts.campaigns import PAGE, tiny_runs
-from scripts.campaigns.injection.calls import Action, when, with_result
+from scripts.campaigns.injection.calls import Action, on_call, with_result
 from scripts.campaigns.tiny_runs import Session
 from scripts.pages.markdown import table, write_section
 
@@ -121,10 +121,10 @@ def full(saves: int | None) -> Action:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         save = ("mupax.train.checkpoints.layout", "host_shards")
         limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 14, hard))
-        when(save, 2, limit)()
+        on_call(save, 2, limit)()
         if saves is not None:
             lift = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
-            when(save, 2 + saves, lift)()
+            on_call(save, 2 + saves, lift)()
 
     return sick
 
@@ -145,19 +145,19 @@ FAILURES = (
         phases=("compiling", "training", "saving"),
     ),
     Failure("full disk for one save", "File too large", full(1), passes=True, phases=("saving",)),
-    Failure("raises before orbax saves", _BROKEN, when(_SAVE, 2, broken), phases=("saving",)),
+    Failure("raises before orbax saves", _BROKEN, on_call(_SAVE, 2, broken), phases=("saving",)),
     Failure(
         "raises after orbax has begun",
         _BROKEN,
-        when(_SAVE, 2, broken, after=True),
+        on_call(_SAVE, 2, broken, after=True),
         phases=("saving",),
     ),
-    Failure("raises in data", _BROKEN, when(_DATA, 12, broken)),
-    Failure("raises in the compiler", _BROKEN, when(_COMPILE, 1, broken), phases=("compiling",)),
+    Failure("raises in data", _BROKEN, on_call(_DATA, 12, broken)),
+    Failure("raises in the compiler", _BROKEN, on_call(_COMPILE, 1, broken), phases=("compiling",)),
     Failure(
         "aborts in the compiler",
         "aborted by a library",
-        when(_COMPILE, 1, os.abort),
+        on_call(_COMPILE, 1, os.abort),
         dies=True,
         phases=("compiling",),
     ),
@@ -182,18 +182,18 @@ FAILURES = (
         code=2,
         phases=("starting",),
     ),
-    Failure("slow data", "", when(_DATA, 12, partial(time.sleep, 12.0)), passes=True),
+    Failure("slow data", "", on_call(_DATA, 12, partial(time.sleep, 12.0)), passes=True),
     Failure(
         "slow compiler",
         "",
-        when(_COMPILE, 1, partial(time.sleep, 40.0)),
+        on_call(_COMPILE, 1, partial(time.sleep, 40.0)),
         passes=True,
         phases=("compiling",),
     ),
     Failure(
         "slow disk",
         "",
-        when(_DIGESTS, 2, partial(time.sleep, 12.0)),
+        on_call(_DIGESTS, 2, partial(time.sleep, 12.0)),
         passes=True,
         phases=("saving",),
     ),
@@ -285,8 +285,8 @@ def faults_of_ending(
     """Return what is wrong with the end of a session, one line each.
 
     Args:
-        index: Process that failed.
-        survivors: Processes that must end by themselves.
+        index: Number of the process that failed, from 0.
+        survivors: Numbers of the processes that must end by themselves.
         seconds: Time from the failure to the end; `None` if the failure did not come.
     """
     if seconds is None:

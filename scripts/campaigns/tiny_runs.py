@@ -60,7 +60,7 @@ class Session:
     """The running processes of one start of a tiny run.
 
     Args:
-        folder: Folder of all runs.
+        folder: Folder of all runs, in which the files of output are written.
         workdir: Workdir, as in `Case.argv`.
         sick: Functions that are called in a process before it starts, by the number of the process.
         log: Name of the files of output, without their ending. Default: the name of the workdir.

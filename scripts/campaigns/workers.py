@@ -72,11 +72,11 @@ class Worker:
 
 def serve(answer: Callable[[Any], Any]) -> None:
     """Answer the questions on standard input, one JSON value a line, until it is closed."""
-    out = os.fdopen(os.dup(1), "w")
+    stream = os.fdopen(os.dup(1), "w")
     # What `answer` prints must not be taken for an answer.
     os.dup2(2, 1)
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=out, flush=True)
+        print(json.dumps(answer(json.loads(line))), file=stream, flush=True)
 
 
 def answers(

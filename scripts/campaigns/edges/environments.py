@@ -281,11 +281,7 @@ def begun(folder: Path, change: Change, shared: Path) -> Path:
 
 
 def ended(folder: Path, shared: Path, change: Change, more: Sequence[str]) -> list[Ended]:
-    """Resume the run of a folder under a change, and return the end of each process.
-
-    Args:
-        more: Further flags.
-    """
+    """Resume the run of a folder under a change, and return the end of each process."""
     case = Case(shared=shared, processes=change.processes, more=(*change.more, *more))
     sick = dict.fromkeys(range(change.processes), change.sick)
     session = Session(case, folder, "run", STEPS, sick, log="again")

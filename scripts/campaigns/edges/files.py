@@ -72,7 +72,7 @@ def verdict(sample: Sample, read: Read, size: int) -> Outcome:
     """Judge the end of a reader: its exit code, its output and its memory.
 
     Args:
-        size: Bytes of the sample.
+        size: Size of the sample in bytes.
     """
     outcome = judge(read.ended, sample.codes)
     detail = f"{size / 1e6:.2f} MB, peak {read.peak_mb} MB; {outcome.detail}"
@@ -124,9 +124,9 @@ def in_process(read: Callable[[], int], log: Path) -> Read:
 
 def _read_and_exit(read: Callable[[], int], log: Path, peak: Path) -> None:
     """Limit the memory of this process, call a reader, write the peak of memory, and exit."""
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
     # Twice the bound, because other processes may use the machine.
     signal.alarm(int(2 * BOUND_S))
     # This resets the peak of memory (VmHWM).

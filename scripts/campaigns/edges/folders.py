@@ -175,7 +175,6 @@ class Lab:
 
         Args:
             words: Command line without `mupax`.
-            environ: Variables in addition to the worker's.
             victim: True if the bucket must kill the command at the armed request.
         """
         began = time.monotonic()
@@ -310,10 +309,10 @@ def killed(
 
     Args:
         name: Key of `MAKERS`.
-        kind: Kind of the operation.
+        kind: Kind of the operation, one of `DISK_KINDS` or `BUCKET_KINDS`.
         moment: One of `MOMENTS`.
         share: Position of the operation among those of its kind, from 0 to 1.
-        bucket: Write the output into the bucket.
+        bucket: Write the output into the bucket. Default: on the disk.
         empty: Make the folder of the output first.
     """
     expected, calls = undisturbed(lab, name, bucket=bucket, empty=empty)
@@ -384,11 +383,7 @@ def weights_problem(folder: Path) -> str:
 
 
 def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
-    """Run the same command again, and compare its output with the undisturbed one.
-
-    Args:
-        detail: Text for the outcome.
-    """
+    """Run the same command again, and compare its output with the undisturbed one."""
     second = tried.run()
     # A command that was killed when all was done refuses to run again.
     messages = ("is complete: this command has made it", "is there already, and runs may use it")

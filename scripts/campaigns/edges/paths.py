@@ -289,7 +289,6 @@ def attempt(
     Args:
         label: Key of the plain result in `inputs`.
         act: Runs the command, and returns its result.
-        folder: Empty folder of the trial.
     """
     try:
         expected = inputs().expected(label, act)
@@ -325,34 +324,34 @@ def run(
         folder: Folder for the files of its output.
         environ: Variables in addition to those of this process.
         cwd: Working directory. Default: `folder`.
-        codes: Exit codes that are right.
+        codes: Exit codes that are right. Default: 0 only.
 
     Raises:
         Failed: The command ended with another code, or showed another fault.
     """
     number = len(list(folder.glob("*.out")))
-    out = folder / f"{number}.out"
+    log = folder / f"{number}.out"
     began = time.monotonic()
-    pid = fork(words, out, environ, cwd or folder)
+    pid = fork(words, log, environ, cwd or folder)
     code = forks.wait(pid, 240.0)
-    ended = Ended(code, output_of(out), time.monotonic() - began)
+    ended = Ended(code, output_of(log), time.monotonic() - began)
     outcome = judge(ended, codes)
     if outcome.verdict != "ok":
         raise Failed(Outcome(outcome.verdict, f"{' '.join(words[:2])}: {outcome.detail}"))
-    return out.read_text(errors="replace")
+    return log.read_text(errors="replace")
 
 
-def output_of(out: Path) -> str:
+def output_of(log: Path) -> str:
     """Return the standard output and the standard error of a command that `fork` started."""
-    files = [file for file in (out, out.with_suffix(".err")) if file.exists()]
+    files = [file for file in (log, log.with_suffix(".err")) if file.exists()]
     return "\n".join(file.read_text(errors="replace") for file in files)
 
 
-def fork(words: list[str], out: Path, environ: Mapping[str, str] | None, cwd: Path) -> int:
+def fork(words: list[str], log: Path, environ: Mapping[str, str] | None, cwd: Path) -> int:
     """Start `mupax` with these words in a fork of this process, and return its process ID.
 
     Args:
-        out: File for standard output. Standard error goes to the same name with `.err`.
+        log: File for standard output. Standard error goes to the same name with `.err`.
     """
 
     def prepare() -> None:
@@ -364,7 +363,7 @@ def fork(words: list[str], out: Path, environ: Mapping[str, str] | None, cwd: Pa
         os.chdir(cwd)
         os.environ.update(environ or {})
 
-    return forks.start(words, out, prepare, errors=out.with_suffix(".err"))
+    return forks.start(words, log, prepare, errors=log.with_suffix(".err"))
 
 
 # What results are compared by
@@ -519,8 +518,8 @@ def serve(case: Case) -> Any:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    out = case.folder / "serve.out"
-    pid = fork(["serve", str(case.place), "--port", str(port)], out, None, case.folder)
+    log = case.folder / "serve.out"
+    pid = fork(["serve", str(case.place), "--port", str(port)], log, None, case.folder)
     address = f"http://127.0.0.1:{port}/v1/completions"
     body = json.dumps({"prompt": "def", "max_tokens": 8, "temperature": 0}).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
@@ -533,7 +532,7 @@ def serve(case: Case) -> Any:
             answer = json.loads(content)["choices"][0]["text"]
         time.sleep(0.1)
     os.kill(pid, signal.SIGINT)
-    outcome = judge(Ended(forks.wait(pid, 60), output_of(out), 60.0), [0, 130])
+    outcome = judge(Ended(forks.wait(pid, 60), output_of(log), 60.0), [0, 130])
     if outcome.verdict != "ok":
         raise Failed(outcome)
     return answer

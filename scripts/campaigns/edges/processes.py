@@ -27,11 +27,11 @@ from scripts.campaigns.injection import clock, links
 from scripts.campaigns.injection.calls import (
     Action,
     Place,
+    on_call,
     option,
     strike,
     struck,
     variable,
-    when,
     with_result,
 )
 from scripts.campaigns.tiny_runs import Session
@@ -218,7 +218,7 @@ def slow_step(call: int, seconds: float) -> Action:
     Args:
         call: Number of the step, from 1.
     """
-    return when(_STEP, call, partial(time.sleep, seconds))
+    return on_call(_STEP, call, partial(time.sleep, seconds))
 
 
 def _describe(place: tuple[Place, int]) -> str:
@@ -244,28 +244,28 @@ def _cuts() -> list[Fault]:
         index = number % 2
         mesh = ("data", "fsdp")[number // 2 % 2]
         name = f"links of process {index} cut {moment} ({mesh})"
-        sick = {index: when(*place, links.cut)}
+        sick = {index: on_call(*place, links.cut)}
         faults.append(Fault(name, "cut links", sick, _STALLED, mesh=mesh))
     name = "links of process 1 cut in step 6 (fsdp)"
-    sick = {1: when(_STEP, 6, links.cut)}
+    sick = {1: on_call(_STEP, 6, links.cut)}
     faults.append(Fault(name, "cut links", sick, _STALLED, mesh="fsdp"))
     for index in (0, 1):
         name = f"links of process {index} cut in step 6 (default limit)"
-        sick = {index: when(_STEP, 6, links.cut)}
+        sick = {index: on_call(_STEP, 6, links.cut)}
         faults.append(Fault(name, "cut links", sick, _STALLED, short=False))
 
     for index, place in ((0, (_STEP, 6)), (1, (_EVALUATION, 1)), (0, (_SAVE, 2))):
         name = f"links of process {index} cut for 4 s at {_describe(place)}"
-        sick = {index: when(*place, partial(links.cut, 4.0))}
+        sick = {index: on_call(*place, partial(links.cut, 4.0))}
         faults.append(Fault(name, "links cut for a while", sick))
     for index in (0, 1):
         name = f"links of process {index} cut for 20 s (default limit)"
-        sick = {index: when(_STEP, 6, partial(links.cut, 20.0))}
+        sick = {index: on_call(_STEP, 6, partial(links.cut, 20.0))}
         faults.append(Fault(name, "links cut for a while", sick, short=False))
 
     for index, call in ((0, 3), (1, 6)):
         name = f"links of process {index} reset in step {call}"
-        sick = {index: when(_STEP, call, links.reset)}
+        sick = {index: on_call(_STEP, call, links.reset)}
         faults.append(Fault(name, "links reset", sick, "error: "))
     return faults
 
@@ -275,14 +275,14 @@ def _stops() -> list[Fault]:
     faults = []
     for index, place in ((0, (_STEP, 5)), (1, (_SAVE, 2)), (0, (_COMPILE, 1))):
         name = f"process {index} stopped for 2 s at {_describe(place)}"
-        sick = {index: when(*place, stop_for(2.0))}
+        sick = {index: on_call(*place, stop_for(2.0))}
         faults.append(Fault(name, "stopped for a while", sick))
     for index, place in ((1, (_STEP, 5)), (1, (_SAVE, 2)), (0, (_STEP, 7))):
         name = f"process {index} stopped for good at {_describe(place)}"
-        sick = {index: when(*place, stop_for(None))}
+        sick = {index: on_call(*place, stop_for(None))}
         faults.append(Fault(name, "stopped", sick, f"process {index} (", dead=(index,)))
 
-    slow_places = {
+    slow_places: dict[str, tuple[Place, int]] = {
         "data": (_PUT, 6),
         "compiling": (_COMPILE, 1),
         "saving": (_SAVE, 2),
@@ -290,7 +290,7 @@ def _stops() -> list[Fault]:
     }
     seconds = 2.5 * SHORT_S
     for title, place in slow_places.items():
-        sick = {1: when(*place, partial(time.sleep, seconds))}
+        sick = {1: on_call(*place, partial(time.sleep, seconds))}
         faults.append(Fault(f"process 1 slow by {seconds:.0f} s at {title}", "slow", sick))
     faults.append(Fault("process 1 slow by 5 s between steps", "slow", {1: slow_step(7, 5.0)}))
     return faults
@@ -547,7 +547,7 @@ def clock_run(folder: Path, shared: Path, index: int, jump: str) -> Outcome:
     message are no crash; the exit code is 1.
 
     Args:
-        index: Process whose clock jumps.
+        index: Number of the process whose clock jumps.
         jump: Key of `_JUMPS`.
     """
     prepare(shared)
@@ -641,14 +641,14 @@ def _of_studies(shared: Path) -> list[Trial]:
     runs = {
         "a second process in its folder": second_process,
         "killed between points, another process goes on": partial(
-            taken_over, sick=when(_POINT, 2, _kill)
+            taken_over, sick=on_call(_POINT, 2, _kill)
         ),
         "killed in a point, another process goes on": partial(
-            taken_over, sick=when(_POINT_STEP, 2, _kill)
+            taken_over, sick=on_call(_POINT_STEP, 2, _kill)
         ),
         "stopped for good, a second process is refused": beside_stopped,
-        "stopped for 3 s": partial(passes, sick=when(_POINT, 2, stop_for(3.0))),
-        "slow by 5 s": partial(passes, sick=when(_POINT_STEP, 2, partial(time.sleep, 5.0))),
+        "stopped for 3 s": partial(passes, sick=on_call(_POINT, 2, stop_for(3.0))),
+        "slow by 5 s": partial(passes, sick=on_call(_POINT_STEP, 2, partial(time.sleep, 5.0))),
         "other random numbers when it goes on": partial(
             other_environment,
             sick=struck(option("jax_default_prng_impl", "rbg")),
@@ -750,7 +750,7 @@ def passes(folder: Path, shared: Path, study: str, sick: Action) -> Outcome:
 
 def second_process(folder: Path, shared: Path, study: str) -> Outcome:
     """Start the same study twice at once. The second must be refused."""
-    first = begin(folder, shared, study, "first", when(_POINT, 1, partial(time.sleep, 8.0)))
+    first = begin(folder, shared, study, "first", on_call(_POINT, 1, partial(time.sleep, 8.0)))
     until_struck(folder)
     second = ended_well(begin(folder, shared, study, "second"), [2])
     if second.verdict != "ok" or "in use by another" not in second.detail:
@@ -773,7 +773,7 @@ def taken_over(folder: Path, shared: Path, study: str, sick: Action) -> Outcome:
 
 def beside_stopped(folder: Path, shared: Path, study: str) -> Outcome:
     """Start a study while the same study is stopped. Only a kill of that one lets it go on."""
-    stopped = begin(folder, shared, study, "first", when(_POINT, 2, stop_for(None)))
+    stopped = begin(folder, shared, study, "first", on_call(_POINT, 2, stop_for(None)))
     until_struck(folder)
     second = ended_well(begin(folder, shared, study, "second"), [2])
     stopped.send(signal.SIGKILL, [0])
@@ -787,12 +787,8 @@ def beside_stopped(folder: Path, shared: Path, study: str) -> Outcome:
 
 
 def other_environment(folder: Path, shared: Path, study: str, sick: Action, name: str) -> Outcome:
-    """Go on with a killed study under another environment. A line must say so.
-
-    Args:
-        name: Text that the line must have.
-    """
-    begin(folder, shared, study, "first", when(_POINT, 2, _kill)).wait(_GIVE_UP_S)
+    """Go on with a killed study under another environment. A line must have `name`."""
+    begin(folder, shared, study, "first", on_call(_POINT, 2, _kill)).wait(_GIVE_UP_S)
     session = begin(folder, shared, study, "second", sick)
     outcome = ended_well(session)
     if outcome.verdict != "ok":

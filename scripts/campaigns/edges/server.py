@@ -299,11 +299,7 @@ def shared_trial(server: Shared, group: str, name: str, run: Callable[[Running],
 
 
 def status_outcome(status: int, answer: Any, expected: Iterable[int]) -> Outcome:
-    """Judge the status of an answer. A refusal must be an error in OpenAI's form.
-
-    Args:
-        expected: Statuses that are right.
-    """
+    """Judge the status of an answer. A refusal must be an error in OpenAI's form."""
     text = json.dumps(answer)[:120]
     if status not in expected:
         return Outcome("wrong", f"{status} {text}")
@@ -588,7 +584,7 @@ def path_outcome(running: Running, request: tuple[str, str, int]) -> Outcome:
     """Send a request without a body, and compare the status.
 
     Args:
-        request: Method, path and the expected status.
+        request: Method and path of the request, and the expected status.
     """
     method, path, expected = request
     status, _ = running.ask(method, path)
@@ -715,7 +711,7 @@ def leaving_outcome(
 
     Args:
         sent: Number of bytes of the request that are sent. Default: all.
-        wait_s: Seconds until the clients leave.
+        wait_s: Seconds until the clients leave. Default: 0.
         read: Number of bytes that each client reads before.
         reset: Leave by a reset of the connection.
         count: Number of clients. Default: 1.
@@ -765,7 +761,7 @@ def among_endless_outcome(
     """Ask for two tokens while other clients ask for endless texts.
 
     Args:
-        count: Number of the other clients.
+        count: Number of the clients that ask for endless texts.
         fields: Fields of the endless requests that differ from `ENDLESS`.
         health: Ask for `/health` instead of two tokens.
     """

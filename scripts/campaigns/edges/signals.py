@@ -227,11 +227,7 @@ def compiling(count: int, pause: float = 0.0) -> Moment:
 
 
 def printed(text: str, name: str, pause: float = 0.0) -> Moment:
-    """Return the moment at which the process has printed a text.
-
-    Args:
-        name: Name of the moment.
-    """
+    """Return the moment at which the process has printed a text."""
     return Moment(name, lambda child: text in child.output, pause)
 
 
@@ -269,11 +265,11 @@ class Shared:
             return self._environ
         return {**self._environ, "MUPAX_COMPILATION_CACHE": "none", "JAX_LOG_COMPILES": "1"}
 
-    def words(self, command: str, out: Path) -> list[str]:
+    def words(self, command: str, folder: Path) -> list[str]:
         """Return the words of a command, with paths in place of names in capitals.
 
         Args:
-            out: Folder that OUT stands for.
+            folder: Folder that `OUT` stands for.
         """
         makers = {
             "TEXT": self._text,
@@ -284,7 +280,7 @@ class Shared:
         }
         words = []
         for word in shlex.split(command):
-            word = word.replace("OUT", str(out))
+            word = word.replace("OUT", str(folder))
             for name, make in makers.items():
                 if word == name or word == f"text:{name}":
                     word = word.replace(name, str(make()))
@@ -340,9 +336,7 @@ def interrupted(
 
     Args:
         command: Command line, with names of inputs in place of their paths.
-        moment: Moment of the first signal.
-        numbers: Signals.
-        cache: Use compiled programs of the disk.
+        cache: Use compiled programs of the disk, as `Shared.environ`.
         seconds: Seconds that the command may take to end after the last signal. Default: `END_S`.
     """
 
@@ -371,8 +365,8 @@ def judge_end(child: Child, ended: Ended, code: int, seconds: float) -> Outcome:
     """Judge the end of a process that got a signal.
 
     Args:
-        code: Exit code that is right.
-        seconds: Seconds that the process may take.
+        code: Exit code that is right, 128 and the number of the signal.
+        seconds: Seconds that the process may take to end after the signal.
     """
     outcome = judge(ended, (code,))
     if outcome.verdict != "ok":
@@ -449,7 +443,7 @@ def ignoring(shared: Shared, ignored: int, ending: int, restart: bool) -> Callab
 
     Args:
         ignored: Signal that the process ignores from its start.
-        ending: Signal that ends the run.
+        ending: Signal that ends the run afterwards, `SIGTERM`.
         restart: Start the run with `--restart 1`.
     """
 

@@ -126,11 +126,7 @@ def _catch_interrupts() -> None:
 
 
 def judge(ended: Ended, codes: Iterable[int]) -> Outcome:
-    """Return a fault that exit code and output of a command show, or `ok` if they show none.
-
-    Args:
-        codes: Exit codes that are right.
-    """
+    """Return a fault that the output or an exit code not in `codes` shows, or `ok` if none does."""
     lines = [line for line in ended.output.splitlines() if line.strip()]
     last_line = lines[-1] if lines else ""
     detail = f"exit {ended.code}: {last_line[:160]}"

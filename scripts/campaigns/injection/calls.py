@@ -18,7 +18,7 @@ Place = tuple[str, str]
 """Name of a module, and dotted name of a function in it."""
 
 
-def at_call(module: str, name: str, call: int, replacement: Callable[..., Any]) -> None:
+def replace_call(module: str, name: str, call: int, replacement: Callable[..., Any]) -> None:
     """Replace one call of a function.
 
     Args:
@@ -59,11 +59,10 @@ def struck(action: Action) -> Action:
     return sick
 
 
-def when(place: Place, call: int, action: Action, after: bool = False) -> Action:
+def on_call(place: Place, call: int, action: Action, after: bool = False) -> Action:
     """Return an action that has another action done at a call of a function.
 
     Args:
-        place: Function whose calls are counted.
         call: Number of the call, from 1.
         action: Action that is done before that call.
         after: Call the real function before the action, too.
@@ -75,7 +74,7 @@ def when(place: Place, call: int, action: Action, after: bool = False) -> Action
         struck(action)()
         return real(*args, **options)
 
-    return partial(at_call, *place, call, replacement)
+    return partial(replace_call, *place, call, replacement)
 
 
 def with_result(place: Place, change: Callable[[Any], Any]) -> Action:
@@ -89,7 +88,7 @@ def with_result(place: Place, change: Callable[[Any], Any]) -> Action:
         strike()
         return change(real(*args, **options))
 
-    return partial(at_call, *place, 1, replacement)
+    return partial(replace_call, *place, 1, replacement)
 
 
 def variable(name: str, value: str) -> Action:

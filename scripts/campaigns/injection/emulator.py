@@ -37,7 +37,6 @@ def command(port: int, url: str) -> list[str]:
     """Return the command line that starts an emulator.
 
     Args:
-        port: Port on which it listens.
         url: URL under which clients reach it, such as that of a proxy.
     """
     # The wheel is of the extra `dev`.
@@ -58,7 +57,6 @@ def serving(words: list[str], port: int) -> Iterator[None]:
     """Context manager of a server process, which listens on entry and is killed on exit.
 
     Args:
-        words: Command line of the server.
         port: Port of this machine on which it listens.
 
     Raises:
@@ -90,7 +88,6 @@ def new_bucket(url: str, name: str | None = None) -> str:
     """Make an empty bucket, and return its name.
 
     Args:
-        url: URL of the emulator.
         name: Name of the bucket. Default: a name that no other call gets.
     """
     name = name or f"bucket-{os.getpid()}-{next(_NUMBERS)}"

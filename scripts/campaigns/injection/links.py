@@ -33,7 +33,7 @@ def data_sockets(spared: int) -> Iterator[socket.socket]:
     """Yield a copy of every connected TCP socket of this process.
 
     Args:
-        spared: Port whose sockets are left out.
+        spared: Port of the coordinator, whose sockets are left out.
     """
     for name in os.listdir("/proc/self/fd"):
         # A descriptor may be closed meanwhile, and a socket need not be connected.

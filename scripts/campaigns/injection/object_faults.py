@@ -146,12 +146,7 @@ class _State:
 
 
 def serve(port: int, upstream: int) -> None:
-    """Run the proxy until it is killed.
-
-    Args:
-        port: Port on which the proxy listens.
-        upstream: Port of the emulator.
-    """
+    """Run the proxy on `port` until it is killed. Requests go to the emulator on `upstream`."""
     state = _State()
 
     class Handler(BaseHTTPRequestHandler):
