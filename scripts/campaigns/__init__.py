@@ -1,6 +1,6 @@
-"""Campaigns that disturb runs on purpose. Each is a resumable command, `python -m scripts.campaigns.NAME`."""
+"""Campaigns that disturb runs on purpose. Each is a command that goes on where it was stopped."""
 
 from scripts import ROOT
 
 PAGE = ROOT / "docs" / "evidence" / "reliability.md"
-"""Page of all campaigns. Each writes the section between its markers, and its record beside the page."""
+"""Page with one section for each campaign. The record of a campaign lies in the same folder."""

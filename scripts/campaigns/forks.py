@@ -1,4 +1,4 @@
-"""Commands in forks of this process, which has everything imported that they import, so that a start takes a second."""
+"""Commands in forks of this process, which has everything imported: a start takes a second."""
 
 from __future__ import annotations
 
@@ -20,37 +20,41 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 def start(
     words: Sequence[str],
-    out: Path,
-    sick: Callable[[], object] = int,
+    output: Path,
+    prepare: Callable[[], object] = int,
     module: str = "mupax",
     errors: Path | None = None,
 ) -> int:
-    """Start a command in a fork, and return its process ID.
+    """Run a module in a fork of this process, as `python -m MODULE WORDS` does.
 
     Args:
-        words: of its command line.
-        out: file for its output.
-        sick: called in the fork before the command starts.
-        module: what is run, as by `python -m`.
-        errors: file for its standard error, where that is not `out`.
+        output: File for standard output, which is replaced if it exists.
+        prepare: Function that is called in the fork before the module runs. Default: nothing.
+        errors: File for standard error. Default: `output`.
+
+    Returns:
+        Process ID of the fork.
     """
-    if pid := os.fork():
+    pid = os.fork()
+    if pid:
         return pid
-    os.dup2(os.open(out, NEW_FILE), 1)
+
+    os.dup2(os.open(output, NEW_FILE), 1)
     os.dup2(1 if errors is None else os.open(errors, NEW_FILE), 2)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a background job starts with it ignored
+    # A shell starts background jobs with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv[1:] = words
     code = 1
     try:
-        sick()
+        prepare()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
         traceback.print_exc()
-    # As the interpreter ends, and not through the `with` blocks of the parent, whose folders and servers they would end.
+
+    # Exit as the interpreter does, but without unwinding the parent's `with` blocks: those would
+    # remove its folders and stop its servers.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -58,11 +62,14 @@ def start(
 
 
 def wait(pid: int, seconds: float) -> int | None:
-    """Return the exit code of a process, or None after killing it where that takes longer."""
-    until = time.monotonic() + seconds
-    while time.monotonic() <= until:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
+    """Wait for a child process, and return its exit code.
+
+    After `seconds`, kill the process and return `None`.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() <= deadline:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
@@ -70,13 +77,17 @@ def wait(pid: int, seconds: float) -> int | None:
     return None
 
 
-def apart(function: Callable[[], Any]) -> Any:
-    """Return what a function returns in a process of its own: a bucket is read by threads, which no fork may have before it."""
+def call_in_fork(function: Callable[[], Any]) -> Any:
+    """Call a function in a fork of this process, and return its result, which must be JSON.
+
+    Reading a bucket starts threads. A process with threads must not fork, so the read happens here.
+    """
     reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
+    pid = os.fork()
+    if pid == 0:
         try:
-            with os.fdopen(writer, "w") as out:
-                json.dump(function(), out)
+            with os.fdopen(writer, "w") as stream:
+                json.dump(function(), stream)
             os._exit(0)
         finally:
             os._exit(1)

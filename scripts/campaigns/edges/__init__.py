@@ -1,1 +1,1 @@
-"""Faults at the edges of a run: odd paths, other environments, signals, clients and files of strangers."""
+"""Trials at the edges of a run: odd paths, environments, signals, clients, files of strangers."""

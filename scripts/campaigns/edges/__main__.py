@@ -1,10 +1,13 @@
-"""Try faults at the edges of a run: a section of docs/evidence/reliability.md, results in docs/evidence/edges/.
+"""Start commands while something around them is unusual, and judge how they end.
 
-    python -m scripts.campaigns.edges [CAMPAIGN ...] [--count N] [--seed N] [--only WORD] [--again] [--docs DIR]
+    python -m scripts.campaigns.edges [CAMPAIGN ...] [--count N] [--seed N] [--only WORD]
+        [--again] [--docs DIR]
 
-Each campaign is a module of this folder with a function `trials(shared, seed)`: a list of named trials. A trial starts a command as a
-user would, and something unusual happens. It may end well or be refused with one line. It must not lose work, go wrong without a
-line, hang for over 60 s, print a traceback or crash. Results are written after every trial, and a trial that has one is not run again.
+Each campaign is a module of this folder with a function `trials(shared, seed)`, which returns named
+trials. A trial starts a command as a user would, and something unusual happens. The command may end
+well or refuse with one line. It must not lose work, go wrong without a line, hang for over 60 s,
+print a traceback or crash. A result is written after every trial, to docs/evidence/edges, and a
+trial that has one is not run again. The page is docs/evidence/reliability.md.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +34,15 @@ from scripts.pages.markdown import table, write_section
 
 COMMAND = "python -m scripts.campaigns.edges"
 CAMPAIGNS = {
-    "paths": "Commands that are given a folder or a file with an odd name",
-    "environments": "Runs that are resumed, or joined by a process, under another environment",
+    "paths": "Commands given a folder or file with an odd name",
+    "environments": "Runs resumed, or joined by a process, under another environment",
     "folders": "Commands that make a folder, killed at an operation or on a full disk",
     "signals": "Signals to commands at chosen moments",
     "server": "Requests to the server, and load",
-    "files": "Files of strangers, each read with a limit on memory",
-    "processes": "Two processes of one run, one of which is cut off, stopped or slow",
+    "files": "Files of strangers, read with a limit on memory",
+    "processes": "Two processes of a run, one cut off, stopped or slow",
 }
-"""Every campaign with the heading of its table."""
+"""Every campaign with its description on the page."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,15 @@ class Options:
 
     campaigns: Positional[tuple[str, ...]] = ()
     count: int | None = None
-    """Trials of each campaign, spread over it."""
+    """Number of trials of each campaign, at equal distances. Default: all."""
     seed: int = 0
-    """Seed of what trials choose."""
+    """Seed of the random choices of the trials."""
     only: str = ""
-    """Trials whose name or group has this word."""
+    """Run only trials whose name or group has this word."""
     again: Switch = False
-    """Run trials again that have a result."""
+    """Run trials that have a result again."""
     docs: Path = ROOT / "docs" / "evidence"
-    """Folder of the page and the results."""
+    """Folder of the page, and of the results in `edges`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,9 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_campaign(name, args)
     results = read_results(args.docs)
     write_section(args.docs / PAGE.name, "edges", page(results))
-    return int(
-        any(row["verdict"] in FAULTS for name in names for row in results.get(name, {}).values())
-    )
+    for name in names:
+        if any(row["verdict"] in FAULTS for row in results.get(name, {}).values()):
+            return 1
+    return 0
 
 
 def run_campaign(name: str, args: Options) -> None:
@@ -94,7 +97,10 @@ def run_campaign(name: str, args: Options) -> None:
 
 
 def chosen(trials: Sequence[Trial], word: str, count: int | None) -> list[Trial]:
-    """Return the trials with a word in their name or group; `count` of them, at equal distances."""
+    """Return the trials with `word` in their name or group.
+
+    If there are more than `count`, return `count` of them at equal distances.
+    """
     named = [trial for trial in trials if word in trial.name or word in trial.group]
     if count is None or count >= len(named):
         return named
@@ -102,15 +108,15 @@ def chosen(trials: Sequence[Trial], word: str, count: int | None) -> list[Trial]
 
 
 def result_of(trial: Trial) -> dict[str, Any]:
-    """Run one trial in a folder of its own. An exception of the campaign itself is a fault too."""
+    """Run one trial in a folder of its own, and return its row of the record."""
     folder = Path(tempfile.mkdtemp(prefix="edge-"))
     began = time.monotonic()
     try:
         outcome = trial.run(folder)
     except Exception:
-        outcome = Outcome(
-            "wrong", "the trial itself failed: " + traceback.format_exc(limit=3)[-400:]
-        )
+        # An error of the campaign itself must not pass for a good trial.
+        trace = traceback.format_exc(limit=3)[-400:]
+        outcome = Outcome("wrong", f"the trial itself failed: {trace}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = round(time.monotonic() - began, 1)
@@ -123,7 +129,7 @@ def result_of(trial: Trial) -> dict[str, Any]:
 
 
 def write_results(file: Path, results: Mapping[str, Any]) -> None:
-    """Replace the file of results: one trial a line."""
+    """Replace the file of results, which has one trial a line."""
     lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(results.items())]
     temporary = file.with_suffix(".new")
     temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -131,27 +137,25 @@ def write_results(file: Path, results: Mapping[str, Any]) -> None:
 
 
 def read_results(docs: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of every campaign that has some."""
+    """Return the results of every campaign that has a file of results."""
     files = {name: docs / "edges" / f"{name}.json" for name in CAMPAIGNS}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the section of the page: one row for each campaign."""
-    cells = [["campaign", "trials", "tried", "ok", *FAULTS]]
+    """Return the section of the page: a table with a row for each campaign."""
+    cells = [["campaign", "trials", "tried", "ok", "faults"]]
     for name, rows in results.items():
-        counts = verdict_counts(list(rows.values()))
-        cells.append([f"[{name}](edges/{name}.json)", CAMPAIGNS[name], *counts])
-    return (
-        "## Faults at the edges\n\nEach trial starts a command as a user would, while something around the command is unusual. **ok** is "
-        f"a right result, or one line that says what is wrong. `{COMMAND}`.\n\n{table(cells)}\n"
+        num_ok = sum(row["verdict"] == "ok" for row in rows.values())
+        num_faults = sum(row["verdict"] in FAULTS for row in rows.values())
+        link = f"[{name}](edges/{name}.json)"
+        cells.append([link, CAMPAIGNS[name], str(len(rows)), str(num_ok), str(num_faults)])
+    text = (
+        "Each trial starts a command as a user would, while something around it is unusual. **ok** "
+        "is a right result, or one line that says what is wrong. A fault is lost work, a wrong "
+        f"result, a missing message, a hang, a traceback or a crash. `{COMMAND}`"
     )
-
-
-def verdict_counts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the number of trials, and how many have each verdict."""
-    counts = Counter(row["verdict"] for row in rows)
-    return [str(len(rows)), *(str(counts[verdict]) for verdict in ("ok", *FAULTS))]
+    return "\n".join(["## Faults at the edges", "", text, "", table(cells), ""])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Files of strangers: small ones that unpack to much, damaged and misleading ones, and large honest ones that must load.
+"""Trials of files of strangers: small ones that unpack to much, damaged ones, large honest ones.
 
-Each is read by the command that a user would give, in a process forked from one that has everything imported. The process may not
-take more than 1 GB above what it has when it begins.
+A command reads each file as a user would, in a process forked from one that has everything
+imported. The process may not take more than 1 GB above what it has at its beginning.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from scripts.campaigns.edges.bombs.sample import Sample
 from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge
 
 PEAK_MB = 1000
-"""Above the idle process, for a file of less than 10 MB."""
+"""MB that a file of less than 10 MB may take above the idle process."""
 _ADDRESS_SPACE = 4 * 2**30
-"""More than a reader may ask for; what does ends with a MemoryError, and not the machine."""
+"""Bytes of address space that a reader may add. A reader that asks for more gets a MemoryError."""
 _SMALL_BYTES = 10 * 2**20
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
-    """Return one trial per sample. The folder and the seed are not needed: every sample is made anew, and the same."""
+    """Return one trial for each sample, which is made anew from no other input."""
     del shared, seed
-    modules = (records, images, tokenizers, conversations, weights)
-    samples = [sample for module in modules for sample in module.samples()]
-    return [Trial(sample.name, sample.group, _tried(sample)) for sample in samples]
+    planned = []
+    for module in (records, images, tokenizers, conversations, weights):
+        for sample in module.samples():
+            planned.append(Trial(sample.name, sample.group, _tried(sample)))
+    return planned
 
 
 def _tried(sample: Sample) -> Callable[[Path], Outcome]:
+    """Return the function that makes a sample in a folder, reads it, and judges the end."""
+
     def run(folder: Path) -> Outcome:
         prepare()
         sample.make(folder)
-        size = sum(
-            file.stat().st_size
-            for file in folder.rglob("*")
-            if file.is_file() and not file.is_symlink()
-        )
+        size = 0
+        for file in folder.rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                size += file.stat().st_size
         read = in_process(lambda: sample.read(folder), folder / "output.txt")
         return verdict(sample, read, size)
 
@@ -56,8 +59,9 @@ class Read:
     """End of a process that read a file.
 
     Attributes:
-        ended: its exit code and output.
-        peak_mb: resident memory at most, above that at its beginning; None where it was killed.
+        ended: Exit code and output.
+        peak_mb: Largest resident memory above that at the beginning, in MB; `None` if the process
+            was killed.
     """
 
     ended: Ended
@@ -65,7 +69,11 @@ class Read:
 
 
 def verdict(sample: Sample, read: Read, size: int) -> Outcome:
-    """Return whether a sample was read or refused as it should be, within the bound on memory."""
+    """Judge the end of a reader: its exit code, its output and its memory.
+
+    Args:
+        size: Size of the sample in bytes.
+    """
     outcome = judge(read.ended, sample.codes)
     detail = f"{size / 1e6:.2f} MB, peak {read.peak_mb} MB; {outcome.detail}"
     if outcome.verdict != "ok":
@@ -78,7 +86,7 @@ def verdict(sample: Sample, read: Read, size: int) -> Outcome:
 
 
 def prepare() -> None:
-    """Import what readers import, so that a forked process has only the file to read."""
+    """Import what readers import, so that a fork has only the file to read."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
     import datasets  # noqa: F401  # pyright: ignore[reportMissingImports]
     import jinja2.sandbox  # noqa: F401
@@ -93,11 +101,11 @@ def prepare() -> None:
 
 
 def in_process(read: Callable[[], int], log: Path) -> Read:
-    """Call a reader in a forked process, and return its end and its peak of memory.
+    """Call a reader in a fork of this process, and return its end and its peak of memory.
 
     Args:
-        read: returns an exit code.
-        log: file for the output, and beside it for the peak.
+        read: Function that reads a file and returns an exit code.
+        log: File for the output. The peak is written beside it.
     """
     peak = log.with_suffix(".peak")
     began = time.monotonic()
@@ -110,16 +118,19 @@ def in_process(read: Callable[[], int], log: Path) -> Read:
     if code == -signal.SIGALRM:
         code = None
     output = log.read_text(errors="replace") if log.exists() else ""
-    return Read(Ended(code, output, seconds), int(peak.read_text()) if peak.exists() else None)
+    peak_mb = int(peak.read_text()) if peak.exists() else None
+    return Read(Ended(code, output, seconds), peak_mb)
 
 
 def _read_and_exit(read: Callable[[], int], log: Path, peak: Path) -> None:
-    """Do as `in_process` says, in the forked process, and end it."""
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    signal.alarm(int(2 * BOUND_S))  # a machine that others use too is slow
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    """Limit the memory of this process, call a reader, write the peak of memory, and exit."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    # Twice the bound, because other processes may use the machine.
+    signal.alarm(int(2 * BOUND_S))
+    # This resets the peak of memory (VmHWM).
+    Path("/proc/self/clear_refs").write_text("5")
     idle = _status_mb("VmRSS")
     limit = _status_mb("VmSize") * 2**20 + _ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -137,5 +148,6 @@ def _read_and_exit(read: Callable[[], int], log: Path, peak: Path) -> None:
 
 
 def _status_mb(field: str) -> int:
+    """Return a field of /proc/self/status in MB; 0 if there is none."""
     match = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
     return int(match[1]) // 1024 if match else 0

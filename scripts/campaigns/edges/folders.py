@@ -1,9 +1,10 @@
-"""Commands that make a folder, killed at chosen operations or on a full disk, on a disk and in a bucket.
+"""Trials of commands that make a folder, killed or on a full disk, on a disk and in a bucket.
 
-A command is killed at one operation on the files below the folder's parent (`scripts/campaigns/injection/faults.c`), or at one request
-to its bucket (`object_faults.py`). Then a command that reads the folder must refuse it, unless it is complete, and the same command
-must make what it makes when nobody disturbs it, and leave nothing else. Commands run in processes that are forked from a worker,
-`python -m scripts.campaigns.edges.folders --worker FOLDER`, which has everything imported.
+A command is killed at one operation on the files below the folder's parent
+(`scripts/campaigns/injection/faults.c`), or at one request to its bucket (`object_faults.py`). A
+command that reads the folder must then refuse it, unless it is complete. The same command must then
+make what it makes when nobody disturbs it, and leave nothing else. Commands run in forks of a
+worker, `python -m scripts.campaigns.edges.folders --worker FOLDER`, which has everything imported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mupax.train.checkpoints.making import LOCK
 from scripts.campaigns import forks, tiny_runs, workers
@@ -37,18 +38,19 @@ DISK_KINDS = ("mkdir", "open", "write", "fsync", "rename", "unlink")
 BUCKET_KINDS = ("upload", "delete")
 MOMENTS = ("killed", "killed after")
 SHARES = (0.0, 0.4, 0.8)
-"""Which operation of a kind is disturbed, as a share of all of that kind."""
+"""Positions of the disturbed operation among all operations of its kind, as shares."""
 FULL_KINDS = ("mkdir", "write", "fsync", "rename")
 ALWAYS = 10**9
-"""Operations that fail on a disk that stays full."""
+"""Number of operations that fail on a disk that stays full."""
 MODEL = (
-    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-batch-size 32 "
-    "--data.eval-examples 64 --optimizer.warmup-steps 2 --log.no-samples --log.no-tensorboard"
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
+    "--data.batch-size 16 --data.eval-batch-size 32 --data.eval-examples 64 "
+    "--optimizer.warmup-steps 2 --log.no-samples --log.no-tensorboard"
 )
 TOKENIZER = "data tokenizer text:{text} --size 300 --out {out}"
 SWEEP = f"sweep lm-tiny --data.name text:{{text}} {MODEL} --steps 6 --lr 1e-3,2e-3 --out {{out}}"
 OWN_TRACES = (".making", ".mupax-making", ".partial", "incomplete", ".part")
-"""Endings and parts of names that only an unfinished command has in a folder."""
+"""Parts of names that only an unfinished command has in a folder."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,12 @@ class Maker:
     """A command that makes a folder or a file.
 
     Attributes:
-        words: its command line; {out}, {source}, {text} and {place} stand for paths.
-        reader: words of a command that reads what was made, and must refuse a half of it; empty for a file.
-        makes_folder: whether it makes a new folder, in a bucket too, or in one that is there and empty.
-        out: name of what it makes, in the folder that is watched.
-        absent: kinds of operations that it does not do there.
+        words: Command line. {out}, {source}, {text} and {other} stand for paths.
+        reader: Command line that reads the output, and must refuse a half of it. Default: none.
+        makes_folder: True if the output is a new folder. It may lie in a bucket, and the folder may
+            exist and be empty before.
+        out: Name of the output in the watched folder.
+        absent: Kinds of operations that the command does not do there.
     """
 
     words: str
@@ -73,32 +76,55 @@ class Maker:
 MAKERS = {
     "export": Maker("export {source}/run --out {out}", "import {out} --out {other}"),
     "import": Maker("import {source}/hf --preset mup --out {out}", "export {out} --out {other}"),
-    "tokenizer": Maker(TOKENIZER, makes_folder=False, out="tokenizer.json", absent=("unlink", "mkdir")),
-    "prepare text": Maker("data prepare text:{text} --tokenizer bpe:300", makes_folder=False, out="data"),
-    "prepare digits": Maker("data prepare digits --data-dir {out}", makes_folder=False, absent=("unlink", "fsync")),
+    "tokenizer": Maker(
+        TOKENIZER, makes_folder=False, out="tokenizer.json", absent=("unlink", "mkdir")
+    ),
+    "prepare text": Maker(
+        "data prepare text:{text} --tokenizer bpe:300", makes_folder=False, out="data"
+    ),
+    "prepare digits": Maker(
+        "data prepare digits --data-dir {out}", makes_folder=False, absent=("unlink", "fsync")
+    ),
     "sweep": Maker(SWEEP, makes_folder=False),
-    "convert": Maker("convert {source}/run --form mean-field --out {out}", "train --resume --workdir {out}"),
-    "grow": Maker("grow {source}/run --set width=32 num_heads=4 --steps 20 --out {out}", "train --resume --workdir {out}"),
-}  # fmt: skip
+    "convert": Maker(
+        "convert {source}/run --form mean-field --out {out}", "train --resume --workdir {out}"
+    ),
+    "grow": Maker(
+        "grow {source}/run --set width=32 num_heads=4 --steps 20 --out {out}",
+        "train --resume --workdir {out}",
+    ),
+}
+
+
+class UndisturbedCommand(NamedTuple):
+    """A command that nobody disturbed.
+
+    Attributes:
+        digests: Digests of its output (`Lab.digests`).
+        calls: Number of its operations of each kind.
+    """
+
+    digests: dict[str, Any]
+    calls: dict[str, int]
 
 
 class Lab:
-    """Worker, bucket and trained run that trials share. All are made when the first trial needs them."""
+    """Worker, bucket and trained run that all trials share. Each is made on its first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.controls: dict[str, tuple[dict[str, Any], dict[str, int]]] = {}
+        self.controls: dict[str, UndisturbedCommand] = {}
 
     @functools.cached_property
     def bucket(self) -> Bucket:
-        """An emulated bucket, whose every request can be disturbed."""
+        """An emulated bucket whose requests can be disturbed."""
         bucket = Bucket()
         atexit.register(bucket.__exit__)
         return bucket.__enter__()
 
     @functools.cached_property
     def control(self) -> shim.Control:
-        """The memory by which operations of the worker's children are disturbed."""
+        """Shared memory by which file operations of the worker's forks are disturbed."""
         library = shim.compiled(self.folder)
         if library is None:
             raise SystemExit("no C compiler (cc) is installed; the campaign needs one")
@@ -106,7 +132,7 @@ class Lab:
 
     @functools.cached_property
     def worker(self) -> workers.Worker:
-        """The process from which commands are forked."""
+        """Process from which commands are forked."""
         environ = {
             **self.control.environ,
             **self.bucket.environ,
@@ -119,9 +145,12 @@ class Lab:
 
     @functools.cached_property
     def source(self) -> Path:
-        """A folder with a trained run, and its export as Hugging Face has it."""
+        """Folder with a trained run (`run`) and its export in the format of Hugging Face (`hf`)."""
         tiny_runs.write_text(self.folder)
-        train = f"train lm-tiny --data.name text:{self.text} {MODEL} --steps 16 --workdir {self.folder}/run"
+        train = (
+            f"train lm-tiny --data.name text:{self.text} {MODEL} "
+            f"--steps 16 --workdir {self.folder}/run"
+        )
         for words in (train, f"export {self.folder}/run --out {self.folder}/hf"):
             ended = self.run(words.split(), {})
             if ended.code != 0:
@@ -129,7 +158,7 @@ class Lab:
         return self.folder
 
     def watched(self, folder: Path, bucket: bool = False) -> Bucket | shim.Control:
-        """Count operations on what lies in a trial's folder, or in the bucket, from now on, and return what counts them."""
+        """Count operations in a trial's folder or the bucket from now on. Return the counter."""
         if bucket:
             self.bucket.watch("")
             return self.bucket
@@ -138,16 +167,15 @@ class Lab:
 
     @property
     def text(self) -> Path:
-        """A small text."""
+        """Path of a small text, which exists once `source` was used."""
         return self.folder / "text.txt"
 
     def run(self, words: Sequence[str], environ: dict[str, str], *, victim: bool = False) -> Ended:
         """Run one command to its end.
 
         Args:
-            words: the command line without `mupax`.
-            environ: variables in addition to the worker's.
-            victim: whether the bucket kills it at the armed request.
+            words: Command line without `mupax`.
+            victim: True if the bucket must kill the command at the armed request.
         """
         began = time.monotonic()
         pid = self.worker.ask({"start": list(words), "environ": environ}, BOUND_S)
@@ -156,29 +184,30 @@ class Lab:
         if victim:
             self.bucket.victim(pid)
         answer = self.worker.ask({"wait": pid, "seconds": 3 * BOUND_S}, 4 * BOUND_S)
-        code, output = answer if answer is not None else (None, "")
+        code, output = answer or (None, "")
         return Ended(code, output, time.monotonic() - began)
 
     def run_together(self, words: Sequence[str], processes: int) -> list[Ended]:
-        """Run one command as several processes of one run, and return how each ended."""
+        """Run one command as several processes of one run, and return the end of each."""
         began = time.monotonic()
-        joined = f"--distributed.coordinator localhost:{free_port()} --distributed.processes {processes}".split()
+        coordinator = f"localhost:{free_port()}"
+        joined = ["--distributed.coordinator", coordinator, "--distributed.processes"]
+        joined += [str(processes), "--distributed.process"]
         pids: list[int] = []
         for index in range(processes):
-            question = {
-                "start": [*words, *joined, "--distributed.process", str(index)],
-                "environ": {},
-            }
+            question = {"start": [*words, *joined, str(index)], "environ": {}}
             pids.append(self.worker.ask(question, BOUND_S))
         for pid in pids:
             self.worker.ask({"go": pid}, BOUND_S)
-        answers = [
-            self.worker.ask({"wait": pid, "seconds": 3 * BOUND_S}, 4 * BOUND_S) for pid in pids
-        ]
-        return [Ended(code, output, time.monotonic() - began) for code, output in answers]
+        ended = []
+        for pid in pids:
+            question = {"wait": pid, "seconds": 3 * BOUND_S}
+            code, output = self.worker.ask(question, 4 * BOUND_S)
+            ended.append(Ended(code, output, time.monotonic() - began))
+        return ended
 
     def digests(self, maker: Maker, out: str) -> dict[str, Any]:
-        """Return what a command has made, without what may differ: digests of files or of a checkpoint's arrays."""
+        """Return digests of the output of a command, without times and paths."""
         return self.worker.ask({"made": out, "kind": maker.words.split()[1]}, 2 * BOUND_S)
 
 
@@ -187,11 +216,11 @@ class Attempt:
     """One command in a folder of its own.
 
     Attributes:
-        lab: what trials share.
-        maker: the command.
-        folder: of the trial.
-        out: where the command writes.
-        environ: variables of the command.
+        lab: Worker and inputs that trials share.
+        maker: The command.
+        folder: Folder of the trial.
+        out: Path of the output, which may be in the bucket.
+        environ: Variables of the command.
     """
 
     lab: Lab
@@ -201,7 +230,11 @@ class Attempt:
     environ: dict[str, str]
 
     def words(self, text: str, out: str | None = None) -> list[str]:
-        """Return the words of a command line."""
+        """Return the words of a command line, with paths in place of words in braces.
+
+        Args:
+            out: Path for {out}. Default: the output of this command.
+        """
         places = {
             "out": out or self.out,
             "source": self.lab.source,
@@ -218,33 +251,46 @@ class Attempt:
 def attempt(
     lab: Lab, maker: Maker, folder: Path, *, bucket: bool = False, empty: bool = False
 ) -> Attempt:
-    """Return a command whose files lie in `folder/place`, or in the bucket."""
+    """Return a command whose files lie in `folder/place`, or in the bucket.
+
+    Args:
+        empty: Make the folder of the output first.
+    """
     place = folder / "place"
     place.mkdir()
     out = f"gs://bucket/{folder.name}/{maker.out}" if bucket else str(place / maker.out)
     if empty:
         (place / maker.out).mkdir()
-    environ = {"MUPAX_DATA": str(place / "data" if maker.out == "data" else lab.folder / "data")}
-    return Attempt(lab, maker, folder, out, environ)
+    data = place / "data" if maker.out == "data" else lab.folder / "data"
+    return Attempt(lab, maker, folder, out, {"MUPAX_DATA": str(data)})
 
 
 def undisturbed(
     lab: Lab, name: str, *, bucket: bool = False, empty: bool = False
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return what a command makes when nobody disturbs it, and its operations by kind."""
+) -> UndisturbedCommand:
+    """Run a command that nobody disturbs, on the first call with these arguments.
+
+    Args:
+        name: Key of `MAKERS`.
+
+    Raises:
+        SystemExit: The command fails by itself.
+    """
     key = f"{name} {bucket} {empty}"
     if key not in lab.controls:
         folder = lab.folder / f"control-{len(lab.controls)}"
         folder.mkdir()
         tried = attempt(lab, MAKERS[name], folder, bucket=bucket, empty=empty)
-        tried.words(tried.maker.words)  # the source is made before operations are counted
+        # This makes the source, whose operations must not be counted.
+        tried.words(tried.maker.words)
         counter = lab.watched(folder, bucket)
         ended = tried.run()
         calls = counter.calls()
         lab.control.watch(None)
         if ended.code != 0:
             raise SystemExit(f"{name} fails by itself: {ended.output[-2000:]}")
-        lab.controls[key] = lab.digests(tried.maker, tried.out), calls
+        digests = lab.digests(tried.maker, tried.out)
+        lab.controls[key] = UndisturbedCommand(digests, calls)
     return lab.controls[key]
 
 
@@ -259,7 +305,16 @@ def killed(
     bucket: bool = False,
     empty: bool = False,
 ) -> Outcome:
-    """Kill a command at an operation, read what is left, and write the command again."""
+    """Kill a command at an operation, read its output, and run the command again.
+
+    Args:
+        name: Key of `MAKERS`.
+        kind: Kind of the operation, one of `DISK_KINDS` or `BUCKET_KINDS`.
+        moment: One of `MOMENTS`.
+        share: Position of the operation among those of its kind, from 0 to 1.
+        bucket: Write the output into the bucket. Default: on the disk.
+        empty: Make the folder of the output first.
+    """
     expected, calls = undisturbed(lab, name, bucket=bucket, empty=empty)
     if not calls[kind]:
         return Outcome("ok", f"the command has no {kind} there")
@@ -272,9 +327,8 @@ def killed(
     else:
         lab.control.watch(None)
     if first.code != -signal.SIGKILL:
-        return judge(
-            first, [0]
-        )  # operations differ by a few: the command had done all of them before
+        # The number of operations varies a little: this command had fewer, and is done.
+        return judge(first, [0])
     read = reading(tried, expected)
     if read.verdict != "ok":
         return read
@@ -282,43 +336,43 @@ def killed(
 
 
 def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
-    """Judge what a reader makes of the folder of a killed command: it refuses a half, and accepts only what is complete."""
+    """Read the output of a killed command. The reader must refuse what is not complete."""
     if not tried.maker.reader:
         return Outcome("ok", "no reader")
     local = Path(tried.out)
     copied = None
     if "://" not in tried.out:
         if (local / "model.safetensors").exists():
-            half = lonely_weights(local)
-            if half:
-                return Outcome("wrong", half)
+            problem = weights_problem(local)
+            if problem:
+                return Outcome("wrong", problem)
         shutil.copytree(tried.folder / "place", tried.folder / "seen")
         copied = str(tried.folder / "seen" / tried.maker.out)
     is_run = tried.maker.reader.startswith("train")
     if copied is None and is_run:
-        # A run that goes on would change the only copy.
-        words = [*tried.words("checkpoints {out}")]
+        # A resumed run would change the only copy.
+        words = tried.words("checkpoints {out}")
     else:
         words = tried.words(tried.maker.reader, copied)
     ended = tried.lab.run(words, tried.environ)
     shutil.rmtree(tried.folder / "other", ignore_errors=True)
     if ended.code == 0 and is_run and copied is not None and "resuming" not in ended.output:
         return Outcome("silent", f"trained from nothing: {ended.output[-200:]}")
-    digests = tried.lab.digests(tried.maker, tried.out) if ended.code == 0 else expected
-    digests.pop(f"/{LOCK}", None)  # the folder was complete, and the kill came in the last moment
-    if digests != expected:
-        return Outcome("silent", "a half was read as if it were complete")
+    if ended.code == 0:
+        digests = tried.lab.digests(tried.maker, tried.out)
+        # The lock stays if the kill came after all was done.
+        digests.pop(f"/{LOCK}", None)
+        if digests != expected:
+            return Outcome("silent", "a half was read as if it were complete")
     outcome = judge(ended, [0, 2])
-    if (
-        ended.code == 2
-        and len([line for line in ended.output.splitlines() if line.startswith("error")]) != 1
-    ):
+    errors = [line for line in ended.output.splitlines() if line.startswith("error")]
+    if ended.code == 2 and len(errors) != 1:
         return Outcome("wrong", f"refused without one line: {ended.output[-200:]}")
     return replace(outcome, detail="complete" if ended.code == 0 else "refused")
 
 
-def lonely_weights(folder: Path) -> str:
-    """Return what is wrong with weights that other programs would read, which have their final name."""
+def weights_problem(folder: Path) -> str:
+    """Return what is wrong with model.safetensors, which other programs read; empty if nothing."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -329,9 +383,9 @@ def lonely_weights(folder: Path) -> str:
 
 
 def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
-    """Write the same command again, and compare what it makes with the control."""
+    """Run the same command again, and compare its output with the undisturbed one."""
     second = tried.run()
-    # The command may have been killed when all was done.
+    # A command that was killed when all was done refuses to run again.
     messages = ("is complete: this command has made it", "is there already, and runs may use it")
     complete = second.code == 2 and any(text in second.output for text in messages)
     outcome = judge(second, [2] if complete else [0])
@@ -339,11 +393,8 @@ def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
         return outcome
     digests = tried.lab.digests(tried.maker, tried.out)
     if digests != expected:
-        names = sorted(
-            name
-            for name in digests.keys() | expected.keys()
-            if digests.get(name) != expected.get(name)
-        )
+        names = digests.keys() | expected.keys()
+        names = sorted(name for name in names if digests.get(name) != expected.get(name))
         return Outcome("lost", f"{detail}: differs in {names[:6]}")
     traces = left_over(tried)
     if traces:
@@ -352,7 +403,7 @@ def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
 
 
 def left_over(tried: Attempt) -> list[str]:
-    """Return names that only an unfinished command has, below the watched folder."""
+    """Return the names below the watched folder that only an unfinished command has."""
     names = [path.name for path in (tried.folder / "place").rglob("*")]
     return sorted(name for name in names if any(trace in name for trace in OWN_TRACES))
 
@@ -360,7 +411,11 @@ def left_over(tried: Attempt) -> list[str]:
 def full(
     lab: Lab, name: str, kind: str, share: float, folder: Path, *, empty: bool = False
 ) -> Outcome:
-    """Let the disk be full from an operation on, then write the command again on a disk with room."""
+    """Run a command on a disk that is full from an operation on, then again with free space.
+
+    Args:
+        share: Position of the operation among those of its kind, from 0 to 1.
+    """
     expected, calls = undisturbed(lab, name, empty=empty)
     if not calls[kind]:
         return Outcome("ok", f"the command has no {kind} there")
@@ -377,73 +432,71 @@ def full(
         return outcome
     if "space" not in first.output.lower():
         return Outcome("wrong", f"no line about the full disk: {outcome.detail}")
-    if tried.maker.reader and left_of_failed(tried):
-        return Outcome("wrong", f"a command that failed left {left_of_failed(tried)[:4]}")
+    if tried.maker.reader and left_by_failed(tried):
+        return Outcome("wrong", f"a command that failed left {left_by_failed(tried)[:4]}")
     return again(tried, expected, f"{kind} from {number} of {calls[kind]}")
 
 
-def left_of_failed(tried: Attempt) -> list[str]:
-    """Return what a command has left that has said why it failed; the folder that was there before is none of it."""
+def left_by_failed(tried: Attempt) -> list[str]:
+    """Return the names that a failed command has left, without the output folder itself."""
     return [path.name for path in (tried.folder / "place").rglob("*") if str(path) != tried.out]
 
 
 def really_full(lab: Lab, name: str, share: float, folder: Path) -> Outcome:
-    """Run a command on a small file system of its own, which is full before the command is done."""
+    """Run a command on a file system of its own that is too small, then again on a larger one.
+
+    Args:
+        share: Size of the file system, as a share of the size of the output.
+    """
     if os.getuid() != 0:
         return Outcome("ok", "not tried: only root can mount a file system")
     expected, _ = undisturbed(lab, name)
-    size = (
-        sum(
-            file.stat().st_size
-            for file in lab.folder.glob("control-*/place/out/**/*")
-            if file.is_file()
-        )
-        // 4
-    )
+    total = 0
+    for file in lab.folder.glob("control-*/place/out/**/*"):
+        if file.is_file():
+            total += file.stat().st_size
+    # Several commands have left their outputs there.
+    size = total // 4
     place = folder / "place"
     place.mkdir()
     bytes_free = max(16384, int(share * size))
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={bytes_free}", "tmpfs", str(place)], check=True
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={bytes_free}", "tmpfs", str(place)]
+    subprocess.run(mount, check=True)
     try:
-        tried = Attempt(
-            lab, MAKERS[name], folder, str(place / "out"), {"MUPAX_DATA": str(lab.folder / "data")}
-        )
+        environ = {"MUPAX_DATA": str(lab.folder / "data")}
+        tried = Attempt(lab, MAKERS[name], folder, str(place / "out"), environ)
         first = tried.run()
         if first.code == 0:
             return Outcome("ok", f"{bytes_free} bytes are enough")
         outcome = judge(first, [1])
-        if outcome.verdict == "ok" and left_of_failed(tried):
-            return Outcome("wrong", f"a command that failed left {left_of_failed(tried)[:4]}")
+        if outcome.verdict != "ok":
+            return outcome
+        if left_by_failed(tried):
+            return Outcome("wrong", f"a command that failed left {left_by_failed(tried)[:4]}")
         subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
-        return (
-            again(tried, expected, f"full at {bytes_free} bytes")
-            if outcome.verdict == "ok"
-            else outcome
-        )
+        return again(tried, expected, f"full at {bytes_free} bytes")
     finally:
         subprocess.run(["umount", str(place)], check=False)
 
 
-def someone_elses(lab: Lab, name: str, folder: Path) -> Outcome:
-    """Put a file into the folder of a killed command: the command must refuse to delete it."""
+def foreign_file(lab: Lab, name: str, folder: Path) -> Outcome:
+    """Put a file into the folder of a killed command. The command must refuse and keep the file."""
     _, calls = undisturbed(lab, name, empty=True)
     tried = attempt(lab, MAKERS[name], folder, empty=True)
     lab.watched(folder)
     lab.control.arm("fsync", "killed", calls["fsync"] // 2)
     tried.run()
     lab.control.watch(None)
-    own = Path(tried.out) / "my-notes.txt"
-    own.write_text("keep me")
+    notes = Path(tried.out) / "my-notes.txt"
+    notes.write_text("keep me")
     second = tried.run()
-    if not own.exists() or own.read_text() != "keep me":
+    if not notes.exists() or notes.read_text() != "keep me":
         return Outcome("lost", "a file that the command did not make is gone")
     return judge(second, [2])
 
 
 def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
-    """Start the command while the same command is stopped in the middle: the second is refused, the first one goes on."""
+    """Start a command twice. The second must be refused while the first is slow and goes on."""
     expected, calls = undisturbed(lab, name)
     tried = attempt(lab, MAKERS[name], folder)
     lab.watched(folder)
@@ -451,8 +504,8 @@ def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
     words = tried.words(tried.maker.words)
     pid = lab.worker.ask({"start": words, "environ": tried.environ}, BOUND_S)
     lab.worker.ask({"go": pid}, BOUND_S)
-    until = time.monotonic() + BOUND_S
-    while not lab.control.fired and time.monotonic() < until:
+    deadline = time.monotonic() + BOUND_S
+    while not lab.control.fired and time.monotonic() < deadline:
         time.sleep(0.05)
     second = tried.run()
     code, output = lab.worker.ask({"wait": pid, "seconds": 2 * BOUND_S}, 3 * BOUND_S)
@@ -465,11 +518,14 @@ def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
 
 
 def undeletable(lab: Lab, processes: int, folder: Path) -> Outcome:
-    """Train on a disk that deletes nothing: every checkpoint is saved, and one line says what cannot be deleted."""
+    """Train on a disk that deletes nothing. All must be saved, with one line on the problem."""
     place = folder / "place"
     place.mkdir()
-    words = f"train lm-tiny --data.name text:{lab.text} {MODEL} --steps 16 --checkpoint.every-steps 2 --workdir {place}/out"
-    lab.source  # noqa: B018  the text is there from here on
+    words = (
+        f"train lm-tiny --data.name text:{lab.text} {MODEL} --steps 16 "
+        f"--checkpoint.every-steps 2 --workdir {place}/out"
+    )
+    lab.source  # noqa: B018  makes the text
     lab.control.watch(place / "out" / "checkpoints" / "2.deleting")
     lab.control.arm("unlink", "EACCES", 0, ALWAYS)
     if processes == 1:
@@ -484,26 +540,27 @@ def undeletable(lab: Lab, processes: int, folder: Path) -> Outcome:
             return outcome
     if not fired:
         return Outcome("wrong", "nothing was to be deleted")
-    told = ended[0].output.count("cannot be deleted")
-    if told != 1 or "could not be saved" in ended[0].output:
-        return Outcome(
-            "wrong", f"said {told} times that something cannot be deleted: {ended[0].output[-200:]}"
-        )
+    output = ended[0].output
+    num_lines = output.count("cannot be deleted")
+    if num_lines != 1 or "could not be saved" in output:
+        detail = f"said {num_lines} times that something cannot be deleted: {output[-200:]}"
+        return Outcome("wrong", detail)
     digests = lab.worker.ask({"made": f"{place}/out", "kind": "grow"}, BOUND_S)
-    if (
-        digests["arrays"].get("16")
-        != lab.worker.ask({"made": f"{lab.folder}/run", "kind": "grow"}, BOUND_S)["arrays"]["16"]
-    ):
+    expected = lab.worker.ask({"made": f"{lab.folder}/run", "kind": "grow"}, BOUND_S)
+    if digests["arrays"].get("16") != expected["arrays"]["16"]:
         return Outcome("lost", "the last checkpoint is not that of an undisturbed run")
     return Outcome("ok", f"{fired} deletions failed, the last checkpoint is whole")
 
 
 def listed_while_saved(lab: Lab, folder: Path) -> Outcome:
-    """List the checkpoints of a run in a bucket again and again while it saves: none is damaged."""
-    lab.source  # noqa: B018  the text is there from here on
+    """List the checkpoints of a run in a bucket while it saves. None may look damaged."""
+    lab.source  # noqa: B018  makes the text
     lab.bucket.watch("")
     out = f"gs://bucket/{folder.name}/out"
-    words = f"train lm-tiny --data.name text:{lab.text} {MODEL} --steps 12 --checkpoint.every-steps 1 --workdir {out}"
+    words = (
+        f"train lm-tiny --data.name text:{lab.text} {MODEL} --steps 12 "
+        f"--checkpoint.every-steps 1 --workdir {out}"
+    )
     pid = lab.worker.ask({"start": words.split(), "environ": {}}, BOUND_S)
     lab.worker.ask({"go": pid}, BOUND_S)
     listed = 0
@@ -521,10 +578,13 @@ def listed_while_saved(lab: Lab, folder: Path) -> Outcome:
 
 
 def smaller_keep(lab: Lab, folder: Path) -> Outcome:
-    """Resume with a smaller --checkpoint.keep: what it deletes is said before it is gone."""
+    """Resume with a smaller --checkpoint.keep. A line must name the checkpoints that it deletes."""
     place = folder / "place"
-    lab.source  # noqa: B018  the text is there from here on
-    words = f"train lm-tiny --data.name text:{lab.text} {MODEL} --checkpoint.every-steps 2 --workdir {place}/out"
+    lab.source  # noqa: B018  makes the text
+    words = (
+        f"train lm-tiny --data.name text:{lab.text} {MODEL} "
+        f"--checkpoint.every-steps 2 --workdir {place}/out"
+    )
     resumed = f"{words} --steps 10 --resume --resume-change schedule --checkpoint.keep 1"
     first = lab.run([*words.split(), "--steps", "8", "--checkpoint.keep", "4"], {})
     second = lab.run(resumed.split(), {})
@@ -539,66 +599,80 @@ def smaller_keep(lab: Lab, folder: Path) -> Outcome:
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
-    """Return all trials: kills on a disk and in a bucket, full disks, somebody else's files, two commands at once."""
+    """Return the trials of every maker and of checkpoints.
+
+    The seed rotates the positions of the disturbed operations.
+    """
     lab = Lab(shared)
     planned: list[Trial] = []
-
-    def add(
-        title: str, group: str, run: Callable[..., Outcome], *words: Any, **options: Any
-    ) -> None:
-        planned.append(
-            Trial(
-                f"{group}: {title}",
-                group.partition(" into ")[0],
-                partial(run, lab, *words, **options),
-            )
-        )
-
     for name, maker in MAKERS.items():
-        for index, kind in enumerate(DISK_KINDS):
-            if kind in maker.absent:
-                continue
-            for after, moment in enumerate(MOMENTS):
-                share = SHARES[(index + after + seed) % len(SHARES)]
-                title = f"{moment} {kind} at {share:.0%}"
-                add(title, name, killed, name, kind, moment, share)
-                if maker.makes_folder and kind in ("write", "rename", "fsync"):
-                    add(
-                        title,
-                        f"{name} into an empty folder",
-                        killed,
-                        name,
-                        kind,
-                        moment,
-                        share,
-                        empty=True,
-                    )
-        add("killed after the last rename", name, killed, name, "rename", "killed after", 0.999)
-        for index, kind in enumerate(FULL_KINDS):
-            share = SHARES[(index + 1) % len(SHARES)]
-            if kind not in maker.absent:
-                add(f"full disk from {kind} at {share:.0%}", name, full, name, kind, share)
-        if not maker.makes_folder:
-            continue
-        for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
-            title = f"{moment} {kind} at {share:.0%}"
-            add(title, f"{name} in a bucket", killed, name, kind, moment, share, bucket=True)
-        for share in (0.3, 0.8):
-            add(f"a file system of {share:.0%} of its size", name, really_full, name, share)
-        add("a file of somebody else in the way", name, someone_elses, name)
-        add("twice at once", name, while_another_makes, name)
+        planned += _disk_trials(lab, name, maker, seed)
+        if maker.makes_folder:
+            planned += _folder_trials(lab, name)
     for processes in (1, 2):
-        add(f"one cannot be deleted, processes {processes}", "checkpoints", undeletable, processes)
-    add("listed while a run saves in a bucket", "checkpoints", listed_while_saved)
-    add("a resume keeps fewer", "checkpoints", smaller_keep)
+        title = f"one cannot be deleted, processes {processes}"
+        planned.append(_trial(lab, title, "checkpoints", undeletable, processes))
+    title = "listed while a run saves in a bucket"
+    planned.append(_trial(lab, title, "checkpoints", listed_while_saved))
+    planned.append(_trial(lab, "a resume keeps fewer", "checkpoints", smaller_keep))
+    return planned
+
+
+def _trial(
+    lab: Lab, title: str, group: str, run: Callable[..., Outcome], *words: Any, **options: Any
+) -> Trial:
+    """Return a trial that calls `run` with the lab, these arguments and the trial's folder."""
+    counted_group = group.partition(" into ")[0]
+    return Trial(f"{group}: {title}", counted_group, partial(run, lab, *words, **options))
+
+
+def _disk_trials(lab: Lab, name: str, maker: Maker, seed: int) -> list[Trial]:
+    """Return the trials of a maker that is killed on a disk or whose disk is full."""
+    planned = []
+    for index, kind in enumerate(DISK_KINDS):
+        if kind in maker.absent:
+            continue
+        for moment_index, moment in enumerate(MOMENTS):
+            share = SHARES[(index + moment_index + seed) % len(SHARES)]
+            title = f"{moment} {kind} at {share:.0%}"
+            kill = (name, kind, moment, share)
+            planned.append(_trial(lab, title, name, killed, *kill))
+            if maker.makes_folder and kind in ("write", "rename", "fsync"):
+                group = f"{name} into an empty folder"
+                planned.append(_trial(lab, title, group, killed, *kill, empty=True))
+
+    title = "killed after the last rename"
+    last_rename = (name, "rename", "killed after", 0.999)
+    planned.append(_trial(lab, title, name, killed, *last_rename))
+    for index, kind in enumerate(FULL_KINDS):
+        share = SHARES[(index + 1) % len(SHARES)]
+        if kind not in maker.absent:
+            title = f"full disk from {kind} at {share:.0%}"
+            planned.append(_trial(lab, title, name, full, name, kind, share))
+    return planned
+
+
+def _folder_trials(lab: Lab, name: str) -> list[Trial]:
+    """Return the trials of a maker of folders in a bucket, on a small disk and beside others."""
+    planned = []
+    for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
+        title = f"{moment} {kind} at {share:.0%}"
+        group = f"{name} in a bucket"
+        kill = (name, kind, moment, share)
+        planned.append(_trial(lab, title, group, killed, *kill, bucket=True))
+    for share in (0.3, 0.8):
+        title = f"a file system of {share:.0%} of its size"
+        planned.append(_trial(lab, title, name, really_full, name, share))
+    planned.append(_trial(lab, "a file of somebody else in the way", name, foreign_file, name))
+    planned.append(_trial(lab, "twice at once", name, while_another_makes, name))
     return planned
 
 
 class Commands:
-    """The worker's side: commands as children that are forked and stopped until somebody lets them go.
+    """Commands of the worker. Each is a fork that is stopped at its start until it is let go.
 
     Args:
-        folder: for what they print.
+        folder: Folder for the output of the commands.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -607,7 +681,16 @@ class Commands:
         self._logs: dict[int, Path] = {}
 
     def answer(self, question: dict[str, Any]) -> Any:
-        """Do what the campaign asks: start, go, wait, or say what was made."""
+        """Follow a question of the campaign, whose first key says what to do.
+
+        | key | value | answer |
+        |---|---|---|
+        | start | words of a command, with its variables in `environ` | process ID |
+        | go | process ID of a stopped command | true |
+        | alive | process ID | true while the command runs |
+        | made | path of an output, with the command in `kind` | digests |
+        | wait | process ID, with a limit in `seconds` | exit code and output |
+        """
         if "start" in question:
             return self._start(question["start"], question["environ"])
         if "go" in question:
@@ -616,10 +699,12 @@ class Commands:
         if "alive" in question:
             return os.waitpid(question["alive"], os.WNOHANG)[0] == 0
         if "made" in question:
-            return forks.apart(lambda: _digests(question["made"], question["kind"]))
+            return forks.call_in_fork(lambda: _digests(question["made"], question["kind"]))
         return self._wait(question["wait"], question["seconds"])
 
     def _start(self, words: list[str], environ: dict[str, str]) -> int:
+        """Fork a command that stops itself before it begins, and return its process ID."""
+
         def stop() -> None:
             os.environ.update(environ)
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -632,6 +717,7 @@ class Commands:
         return pid
 
     def _wait(self, pid: int, seconds: float) -> tuple[int | None, str]:
+        """Let a command go on, wait for its end, and return the exit code and the output."""
         os.kill(pid, signal.SIGCONT)
         code = forks.wait(pid, seconds)
         log = self._logs.pop(pid)
@@ -641,7 +727,12 @@ class Commands:
 
 
 def _digests(out: str, kind: str) -> dict[str, Any]:
-    """Return digests of what a command has made, without times, names of runs and paths."""
+    """Return digests of the output of a command, without times and paths.
+
+    Returns:
+        For `grow` and `convert`: the config and the digests of all arrays. For `sweep`: the losses
+        of all points. Otherwise: the SHA-256 of every file.
+    """
     from mupax.disk import path_of
     from mupax.train.checkpoints.folder import steps, verified
     from mupax.train.checkpoints.workdir import MARK
@@ -655,35 +746,35 @@ def _digests(out: str, kind: str) -> dict[str, Any]:
         return json.loads(json.dumps({"config": config, "arrays": arrays}))
     if kind == "sweep":
         points = json.loads((path / "sweep.json").read_bytes())["points"]
-        return {
-            point["key"]: [point["loss"], point["eval_loss"], point["curve"]] for point in points
-        }
+        losses = {}
+        for point in points:
+            losses[point["key"]] = [point["loss"], point["eval_loss"], point["curve"]]
+        return losses
     if path.is_file():
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
-    files = [
-        file
-        for file in path.rglob("*")
-        if file.is_file() and file.name != MARK and not file.name.endswith(".lock")
-    ]
-    names = {str(file).removeprefix(str(path)): file for file in files}
-    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in names.items()}
+    digests = {}
+    for file in path.rglob("*"):
+        if file.is_file() and file.name != MARK and not file.name.endswith(".lock"):
+            name = str(file).removeprefix(str(path))
+            digests[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return digests
 
 
 def serve(folder: Path) -> None:
-    """Answer the campaign's questions, with everything imported that commands import."""
+    """Run a worker: import everything that commands import, and answer the campaign's questions."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "jax")
     os.environ["MUPAX_HOME"] = str(folder / "home")
-    with tiny_runs.prepared(folder):
-        import gcsfs  # noqa: F401
-        import tensorflow_datasets  # noqa: F401
+    tiny_runs.prepare_forks(folder)
+    import gcsfs  # noqa: F401
+    import tensorflow_datasets  # noqa: F401
 
-        import mupax.buckets
-        import mupax.train.reuse.forms
-        import mupax.train.reuse.grow.grow
-        import mupax.train.reuse.huggingface.command
-        import mupax.train.studies.sweep.sweep  # noqa: F401
+    import mupax.buckets
+    import mupax.train.reuse.forms
+    import mupax.train.reuse.grow.grow
+    import mupax.train.reuse.huggingface.command
+    import mupax.train.studies.sweep.sweep  # noqa: F401
 
-        workers.serve(Commands(folder).answer)
+    workers.serve(Commands(folder).answer)
 
 
 if __name__ == "__main__":

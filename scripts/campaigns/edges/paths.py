@@ -1,7 +1,7 @@
-"""Odd names: every command that is given a folder or a file, under names that shells, globs, URLs and encodings trip over.
+"""Trials of commands with folders and files whose names trip shells, globs, URLs and encodings.
 
-A trial runs a command twice: with things that have an odd name, and with the same things under a plain one. Both must end well and
-give the same: the digests of all arrays, the rows of metrics, the text or the numbers.
+A trial runs a command with an odd name and with a plain one. Both must end well and give the same:
+the digests of all arrays, the rows of metrics, the text or the numbers.
 """
 
 from __future__ import annotations
@@ -88,21 +88,23 @@ RARE_NAMES = {
 NAMES = COMMON | RARE_NAMES
 
 VOLATILE = {"seconds", "command", "workdir", "path", "versions", "git", "time", "created", "run"}
-"""Fields that differ from one run to the next."""
+"""Fields of JSON that differ from one run to the next."""
 DECODER = (
-    "lm-tiny --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 "
-    "--data.eval-batch-size 32 --data.eval-examples 64 --optimizer.warmup-steps 2 --log.eval-every-steps 8 "
-    "--checkpoint.every-steps 4 --log.no-samples --optimizer.schedule constant"
+    "lm-tiny --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
+    "--data.batch-size 16 --data.eval-batch-size 32 --data.eval-examples 64 "
+    "--optimizer.warmup-steps 2 --log.eval-every-steps 8 --checkpoint.every-steps 4 "
+    "--log.no-samples --optimizer.schedule constant"
 )
 IMAGES = (
-    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 16 "
-    "--data.eval-examples 32 --optimizer.warmup-steps 2 --checkpoint.every-steps 4 --optimizer.schedule constant"
+    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 "
+    "--data.eval-batch-size 16 --data.eval-examples 32 --optimizer.warmup-steps 2 "
+    "--checkpoint.every-steps 4 --optimizer.schedule constant"
 )
 TRAIN = f"train {DECODER} --data.name=text:{{text}}"
 
 
 class Failed(Exception):
-    """A command whose end is a fault; the text is its outcome's."""
+    """Error for a command that ended with a fault. It carries the outcome of the trial."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.detail)
@@ -114,9 +116,9 @@ class Case:
     """One command with one name.
 
     Attributes:
-        folder: of the trial, with a plain name; the working directory of its commands.
-        name: given to folders and files.
-        inputs: made once for the campaign.
+        folder: Folder of the trial, with a plain name. Commands run in it.
+        name: Odd name for folders and files.
+        inputs: Inputs that all trials share.
     """
 
     folder: Path
@@ -125,7 +127,7 @@ class Case:
 
     @property
     def place(self) -> Path:
-        """The folder or file with the name."""
+        """Path with the odd name in the folder of the trial."""
         return self.folder / self.name
 
     def run(
@@ -135,33 +137,40 @@ class Case:
         cwd: Path | None = None,
         codes: Sequence[int] = (0,),
     ) -> str:
-        """Run a command, and return its standard output.
+        """Run `mupax` with these words, and return its standard output.
+
+        Args:
+            environ: Variables in addition to those of this process.
+            cwd: Working directory. Default: the folder of the trial.
+            codes: Exit codes that are right. Default: 0 only.
 
         Raises:
-            Failed: it ended with another code, or showed another fault.
+            Failed: The command ended with another code, or showed another fault.
         """
         return run(self.folder, [str(word) for word in words], environ, cwd, codes)
 
     def text(self, template: str) -> str:
-        """Return a text with paths in place of words in braces."""
+        """Return a text with paths in place of words in braces (see `Act`)."""
         return template.format_map(_Paths(self))
 
     def words(self, command: str) -> list[str]:
-        """Return the words of a command line."""
+        """Return the words of a command line, with paths in place of words in braces."""
         return [self.text(word) for word in command.split()]
 
     def path(self, template: str) -> Path:
-        """Return a path, from a text as `Act` has it."""
+        """Return the path that a text with words in braces stands for."""
         return Path(self.text(template))
 
 
 class _Paths(dict[str, Any]):
-    """Inputs that words in braces stand for; they are made when they are needed first."""
+    """Mapping from words in braces to paths. Inputs are made on their first use."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__(
-            place=case.place, folder=case.folder, name=case.name, short=case.name[:250]
-        )
+        super().__init__()
+        self["place"] = case.place
+        self["folder"] = case.folder
+        self["name"] = case.name
+        self["short"] = case.name[:250]
         self["out"] = case.folder / "out" / case.name
         self._inputs = case.inputs
 
@@ -170,60 +179,59 @@ class _Paths(dict[str, Any]):
 
 
 class Inputs:
-    """Runs, weights, texts and images that commands read, made in a shared folder when a trial first needs them."""
+    """Runs, weights, texts and images that commands read, made in `shared` on their first use."""
 
     def __init__(self, shared: Path) -> None:
         self.folder = shared
         self._results: dict[str, Any] = {}
-        tiny_runs.enter_prepared(shared)
-        (shared / "rows.jsonl").write_text(
-            "".join(json.dumps({"text": f"row {i} says so"}) + "\n" for i in range(900))
-        )
+        tiny_runs.prepare_forks(shared)
+        rows = [json.dumps({"text": f"row {i} says so"}) + "\n" for i in range(900)]
+        (shared / "rows.jsonl").write_text("".join(rows))
         (shared / "home").mkdir()
         os.environ["MUPAX_HOME"] = str(shared / "home")
 
     def text(self) -> Path:
-        """Return the path of a text."""
+        """Return the path of a small text."""
         return self.folder / "text.txt"
 
     def rows(self) -> Path:
-        """Return the path of a file of records."""
+        """Return the path of a file of 900 records."""
         return self.folder / "rows.jsonl"
 
     def decoder(self) -> Path:
-        """Return the workdir of a decoder's run of eight steps."""
+        """Return the workdir of a decoder that was trained for eight steps."""
         return self._made_by(
             "decoder", f"train {DECODER} --data.name text:{self.text()} --steps 8 --workdir"
         )
 
     def images(self) -> Path:
-        """Return the workdir of a vision transformer's run of eight steps."""
+        """Return the workdir of a vision transformer that was trained for eight steps."""
         return self._made_by("images", f"train {IMAGES} --steps 8 --workdir")
 
     def exported(self) -> Path:
-        """Return the folder of the decoder's weights in Hugging Face's format."""
+        """Return the folder of the decoder's weights in the format of Hugging Face."""
         return self._made_by("exported", f"export {self.decoder()} --out")
 
     def imported(self) -> Path:
-        """Return the folder of imported weights."""
+        """Return the folder of the weights that `mupax import` made of `exported`."""
         return self._made_by("imported", f"import {self.exported()} --out")
 
     def tokenizer(self) -> Path:
-        """Return the path of a tokenizer.json."""
+        """Return the path of a tokenizer.json with 300 tokens."""
         return self._made_by(
             "tokenizer.json", f"data tokenizer text:{self.text()} --size 300 --out"
         )
 
     @cache  # noqa: B019 - one for the campaign
     def _made_by(self, name: str, command: str) -> Path:
-        """Return the path that a command has made, which ends with it."""
+        """Run a command that ends with the path of its output, and return that path."""
         path = self.folder / name
         run(self.folder, [*command.split(), str(path)])
         return path
 
     @cache  # noqa: B019 - one for the campaign
     def pictures(self) -> Path:
-        """Return a folder with two folders of twelve images."""
+        """Return a folder of two classes with twelve images each."""
         import numpy as np
         from PIL import Image
 
@@ -238,7 +246,7 @@ class Inputs:
         return folder
 
     def expected(self, label: str, act: Callable[[Case], Any]) -> Any:
-        """Return the result of a command under a plain name."""
+        """Return the result of a command under a plain name, computed once for each label."""
         if label not in self._results:
             # A forked session would remove a TemporaryDirectory when it exits.
             folder = Path(tempfile.mkdtemp(dir=self.folder, prefix="control-"))
@@ -248,7 +256,7 @@ class Inputs:
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
-    """Return the trials: a run with every name, quick commands with many, others with few."""
+    """Return the trials: `train` with every name, quick commands with many, slow ones with two."""
     inputs = cache(lambda: Inputs(shared))
     rare_names = list(RARE_NAMES)
     pairs: list[tuple[str, str]] = []
@@ -276,7 +284,12 @@ def trials(shared: Path, seed: int) -> list[Trial]:
 def attempt(
     inputs: Callable[[], Inputs], label: str, act: Callable[[Case], Any], name: str, folder: Path
 ) -> Outcome:
-    """Run one command under a name, and compare what it gives with what it gives under a plain name."""
+    """Run one command under an odd name, and compare its result with that of a plain name.
+
+    Args:
+        label: Key of the plain result in `inputs`.
+        act: Runs the command, and returns its result.
+    """
     try:
         expected = inputs().expected(label, act)
     except Failed as failure:
@@ -291,7 +304,7 @@ def attempt(
 
 
 def plain_of(result: Any) -> Any:
-    """Return a result as JSON has it."""
+    """Return a result after a round trip through JSON, which makes results comparable."""
     return json.loads(json.dumps(result, sort_keys=True, default=str))
 
 
@@ -307,93 +320,106 @@ def run(
 ) -> str:
     """Run a command in a fork of this process, and return its standard output.
 
+    Args:
+        folder: Folder for the files of its output.
+        environ: Variables in addition to those of this process.
+        cwd: Working directory. Default: `folder`.
+        codes: Exit codes that are right. Default: 0 only.
+
     Raises:
-        Failed: it ended with another code, or showed another fault.
+        Failed: The command ended with another code, or showed another fault.
     """
     number = len(list(folder.glob("*.out")))
-    out = folder / f"{number}.out"
+    log = folder / f"{number}.out"
     began = time.monotonic()
-    pid = fork(words, out, environ, cwd or folder)
+    pid = fork(words, log, environ, cwd or folder)
     code = forks.wait(pid, 240.0)
-    ended = Ended(code, output_of(out), time.monotonic() - began)
+    ended = Ended(code, output_of(log), time.monotonic() - began)
     outcome = judge(ended, codes)
     if outcome.verdict != "ok":
         raise Failed(Outcome(outcome.verdict, f"{' '.join(words[:2])}: {outcome.detail}"))
-    return out.read_text(errors="replace")
+    return log.read_text(errors="replace")
 
 
-def output_of(out: Path) -> str:
-    """Return standard output and standard error of a command."""
-    files = [file for file in (out, out.with_suffix(".err")) if file.exists()]
+def output_of(log: Path) -> str:
+    """Return the standard output and the standard error of a command that `fork` started."""
+    files = [file for file in (log, log.with_suffix(".err")) if file.exists()]
     return "\n".join(file.read_text(errors="replace") for file in files)
 
 
-def fork(words: list[str], out: Path, environ: Mapping[str, str] | None, cwd: Path) -> int:
-    """Start `mupax` with these words in a fork of this process, and return its process ID."""
+def fork(words: list[str], log: Path, environ: Mapping[str, str] | None, cwd: Path) -> int:
+    """Start `mupax` with these words in a fork of this process, and return its process ID.
+
+    Args:
+        log: File for standard output. Standard error goes to the same name with `.err`.
+    """
 
     def prepare() -> None:
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - until the fork ends
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        # The streams of this process would buffer into its own files.
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(  # noqa: SIM115
+            2, "w", encoding="utf-8", errors="backslashreplace", closefd=False
+        )
         os.chdir(cwd)
         os.environ.update(environ or {})
 
-    return forks.start(words, out, prepare, errors=out.with_suffix(".err"))
+    return forks.start(words, log, prepare, errors=log.with_suffix(".err"))
 
 
 # What results are compared by
 
 
 def numbers_of(value: Any) -> Any:
-    """Return JSON without texts and without what differs from one run to the next."""
+    """Return JSON without `VOLATILE` fields and times. Texts become `None`."""
     if isinstance(value, dict):
-        items = value.items()
-        return {
-            key: numbers_of(item)
-            for key, item in items
-            if key not in VOLATILE and "seconds" not in key
-        }
+        numbers = {}
+        for key, item in value.items():
+            if key not in VOLATILE and "seconds" not in key:
+                numbers[key] = numbers_of(item)
+        return numbers
     if isinstance(value, list):
         return [numbers_of(item) for item in value]
     return None if isinstance(value, str) else value
 
 
 def json_numbers(file: Path) -> Any:
-    """Return the numbers of a JSON file."""
+    """Return the numbers of a JSON file (see `numbers_of`)."""
     return numbers_of(json.loads(file.read_text()))
 
 
 def digests(folder: Path, ending: str) -> dict[str, str]:
-    """Return the digest of every file below a folder whose name ends so."""
+    """Return the SHA-256 of the files below a folder that have an ending, by relative path."""
     digests = {}
+    # Path.rglob would read an odd name as a pattern.
     for place, _, names in os.walk(folder):
         for name in names:
             if name.endswith(ending):
-                content = (Path(place) / name).read_bytes()
-                digests[str((Path(place) / name).relative_to(folder))] = hashlib.sha256(
-                    content
-                ).hexdigest()
+                file = Path(place) / name
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                digests[str(file.relative_to(folder))] = digest
     return digests
 
 
-# Commands. Each gives something that must not depend on the name.
+# Commands. Each returns a result that must not depend on the name.
 
 
 @dataclass(frozen=True)
 class Act:
-    """Commands that are tried with a name.
+    """Commands that are tried with an odd name.
 
-    In all texts {place} is the path with the name, {folder} the trial's folder, {name} and {short} the name (the second
-    cut to 250 characters), {out} a path with the name in another folder, and any other word a method of `Inputs`.
+    Words in braces stand for paths. {place} is the path with the name, {folder} the folder of the
+    trial, {name} the name, {short} the name cut to 250 characters, and {out} a path with the name
+    in another folder. Any other word is a method of `Inputs`.
 
     Attributes:
-        commands: command lines after `mupax`, which must all end well.
-        result: returns what must not depend on the name, from the case and the output of the last command.
-        copies: destination to what is copied there first.
-        links: links that are made first, and the folders that they lead to.
-        folders: folders that are made first.
-        environ: variables that name folders, which are made.
-        cwd: working directory.
-        codes: exit codes that are right.
+        commands: Command lines after `mupax`, which must all end well.
+        result: Returns the result, from the case and the output of the last command.
+        copies: Paths that are copied first: destination to source.
+        links: Links that are made first: link to its target.
+        folders: Folders that are made first.
+        environ: Variables whose values are folders, which are made first.
+        cwd: Working directory of the commands.
+        codes: Exit codes that are right.
     """
 
     commands: Sequence[str]
@@ -406,7 +432,7 @@ class Act:
     codes: Sequence[int] = (0,)
 
     def __call__(self, case: Case) -> Any:
-        """Prepare what the commands need, run them, and return the result."""
+        """Make folders, links and copies, run the commands, and return the result."""
         (case.folder / "out").mkdir()
         for folder in (*self.folders, *self.links.values(), *self.environ.values(), self.cwd):
             case.path(folder).mkdir(parents=True, exist_ok=True)
@@ -432,68 +458,81 @@ def copy(source: Path, destination: Path) -> None:
 
 
 def left(workdir: str, step: int) -> Callable[[Case, str], Any]:
-    """Return a result: the rows and the digests of arrays that a run has left at a step."""
-    return lambda case, output: tiny_runs.left(case.path(workdir), step)
+    """Return a function for `Act.result`: the rows and digests of a run of `step` steps."""
+    return lambda case, output: tiny_runs.run_result(case.path(workdir), step)
 
 
 def arrays(workdir: str, step: int) -> Callable[[Case, str], Any]:
-    """Return a result: the digests of arrays that a workdir has at a step."""
-    return lambda case, output: tiny_runs.left_arrays(case.path(workdir), step)
+    """Return a function for `Act.result`: the digests of the arrays of a checkpoint."""
+    return lambda case, output: tiny_runs.checkpoint_digests(case.path(workdir), step)
 
 
 def weights(folder: str) -> Callable[[Case, str], Any]:
-    """Return a result: the digests of the files of weights in a folder."""
+    """Return a function for `Act.result`: the digests of the safetensors in a folder."""
     return lambda case, output: digests(case.path(folder), ".safetensors")
 
 
 def numbers(file: str) -> Callable[[Case, str], Any]:
-    """Return a result: the numbers of a JSON file."""
+    """Return a function for `Act.result`: the numbers of a JSON file."""
     return lambda case, output: json_numbers(case.path(file))
 
 
 def printed(output: str, *texts: str) -> list[bool]:
-    """Return which texts are in an output."""
+    """Return one flag for each text: true if the output has it."""
     return [text in output for text in texts]
 
 
 def names_in(folder: Path, endings: Sequence[str] = ("",)) -> list[str]:
-    """Return the names of a folder with one of these endings."""
+    """Return the sorted names in a folder that have one of these endings."""
     return sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(tuple(endings)))
 
 
+def array_shapes(case: Case, output: str) -> dict[str, Any]:
+    """Return the shapes of the arrays that the run in {folder}/run has at step 4."""
+    arrays = tiny_runs.checkpoint_digests(case.folder / "run", 4)
+    return {name: array["shape"] for name, array in arrays.items()}
+
+
+def sweep_losses(case: Case, output: str) -> list[float]:
+    """Return the sorted losses of the sweep in {place}."""
+    points = json.loads((case.place / "sweep.json").read_text())["points"]
+    return sorted(point["loss"] for point in points)
+
+
 def two_processes(case: Case) -> Any:
-    """Train with two processes that save together."""
+    """Train with two processes that save together, and return the digests of the arrays."""
     shutil.copy(case.inputs.text(), case.folder / "text.txt")
-    name = "".join(case.name.split())  # a session's command line is split at spaces
+    # The command line of a session is split at spaces.
+    name = "".join(case.name.split())
     session = tiny_runs.Session(tiny_runs.Case("decoder", 2), case.folder, name, 20)
     codes = session.wait(240)
     outcome = judge(Ended(max(codes), session.output(), 0.0), [0])
     if outcome.verdict != "ok":
         raise Failed(outcome)
-    return tiny_runs.left_arrays(case.folder / name, 20)
+    return tiny_runs.checkpoint_digests(case.folder / name, 20)
 
 
 def serve(case: Case) -> Any:
-    """Serve a run, and ask for text."""
+    """Serve a run, ask for eight tokens, and return the text."""
     copy(case.inputs.decoder(), case.place)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    out = case.folder / "serve.out"
-    pid = fork(["serve", str(case.place), "--port", str(port)], out, None, case.folder)
+    log = case.folder / "serve.out"
+    pid = fork(["serve", str(case.place), "--port", str(port)], log, None, case.folder)
     address = f"http://127.0.0.1:{port}/v1/completions"
     body = json.dumps({"prompt": "def", "max_tokens": 8, "temperature": 0}).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     answer: Any = None
-    until = time.monotonic() + 120
-    while answer is None and time.monotonic() < until:
+    deadline = time.monotonic() + 120
+    while answer is None and time.monotonic() < deadline:
+        # The server refuses connections until it is ready.
         with suppress(OSError):
-            answer = json.loads(urllib.request.urlopen(request, timeout=90).read())["choices"][0][
-                "text"
-            ]
+            content = urllib.request.urlopen(request, timeout=90).read()
+            answer = json.loads(content)["choices"][0]["text"]
         time.sleep(0.1)
     os.kill(pid, signal.SIGINT)
-    outcome = judge(Ended(forks.wait(pid, 60), output_of(out), 60.0), [0, 130])
+    outcome = judge(Ended(forks.wait(pid, 60), output_of(log), 60.0), [0, 130])
     if outcome.verdict != "ok":
         raise Failed(outcome)
     return answer
@@ -507,40 +546,54 @@ def config_file(case: Case, file: Path) -> Path:
 
 
 def config_in_a_folder(case: Case) -> Any:
-    """Train by a config file in a folder."""
+    """Train by a config file in a folder with the odd name."""
     file = config_file(case, case.place / "c.yaml")
     workdir = case.folder / "run"
     case.run("train", "--config", file, "--steps", "4", "--workdir", workdir)
-    return tiny_runs.left(workdir, 4)
+    return tiny_runs.run_result(workdir, 4)
 
 
 def config_by_its_name(case: Case) -> Any:
-    """Read a config file that has the name."""
+    """Print the config of a file with the odd name, and return its numbers."""
     file = config_file(case, case.path("{folder}/{short}.yaml"))
     return numbers_of(json.loads(case.run("train", f"--config={file}", "--print-config")))
 
 
 def relative_name(case: Case) -> Any:
-    """Give the bare name, as a shell's tab key would, after `./` where it begins with a dash or means a home folder."""
-    word = f"./{case.name}" if case.name[0] in "-~" or ":" in case.name else case.name
+    """Train and evaluate a workdir by its bare name, as a shell's tab key completes it.
+
+    `./` stands before a name that begins with a dash or a tilde, or has a colon.
+    """
+    word = case.name
+    if word[0] in "-~" or ":" in word:
+        word = f"./{word}"
     case.run(*case.words(f"{TRAIN} --steps 4"), "--workdir", word)
     case.run("eval", word)
-    return tiny_runs.left(case.place, 4)
+    return tiny_runs.run_result(case.place, 4)
 
 
-def workdir_as(word: str, place: str = "{place}", **more: Any) -> Act:
-    """Return commands that train and evaluate a workdir as it is written."""
-    return Act((f"{TRAIN} --steps 4 --workdir {word}", f"eval {word}"), left(place, 4), **more)
+def workdir_as(word: str, place: str = "{place}", **fields: Any) -> Act:
+    """Return commands that train and evaluate a workdir that is written as `word`.
+
+    Args:
+        place: Path of the workdir, with words in braces.
+        **fields: Further fields of `Act`.
+    """
+    return Act((f"{TRAIN} --steps 4 --workdir {word}", f"eval {word}"), left(place, 4), **fields)
 
 
-def train_on(data: str, more: str = "", **fields: Any) -> Act:
-    """Return a command that trains on data, with more flags."""
-    command = f"train {DECODER} --data.name={data} --steps 4 --workdir {{folder}}/run {more}"
+def train_on(data: str, flags: str = "", **fields: Any) -> Act:
+    """Return a command that trains on `data` with further flags.
+
+    Args:
+        **fields: Further fields of `Act`.
+    """
+    command = f"train {DECODER} --data.name={data} --steps 4 --workdir {{folder}}/run {flags}"
     return Act((command,), left("{folder}/run", 4), **fields)
 
 
 _RUN = {"{place}": "{decoder}"}
-"""The decoder's run is copied under the name."""
+"""Copies that put the decoder's run under the odd name."""
 _TEXT = {"{place}": "{text}"}
 _PICTURES = "{folder}/pictures/{name}"
 _IMAGES = "--data.eval-examples 2 --steps 4 --workdir {folder}/run"
@@ -549,7 +602,7 @@ _TUNE = "--over lr --points 3 --batch 2 --seeds 1 --confirm 0 --minutes 5"
 _CACHES = ("MUPAX_DATA", "MUPAX_HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "TMPDIR")
 TRAINED = "train"
 MANY = 6
-"""Further names that a quick command is tried with."""
+"""Number of rare names that a quick command is tried with."""
 ACTS: dict[str, Callable[[Case], Any]] = {
     TRAINED: Act((f"{TRAIN} --steps 4 --workdir={{place}}",), left("{place}", 4)),
     "train, resume": Act(
@@ -617,9 +670,7 @@ ACTS: dict[str, Callable[[Case], Any]] = {
     ),
     "classes in images:FOLDER": Act(
         (f"train {IMAGES} --data.name=images:{{folder}}/set {_IMAGES}", "eval {folder}/run"),
-        lambda case, _: {
-            name: x["shape"] for name, x in tiny_runs.left_arrays(case.folder / "run", 4).items()
-        },
+        array_shapes,
         {"{folder}/set/{name}": "{pictures}/red", "{folder}/set/zzz": "{pictures}/green"},
     ),
     "predict": Act(
@@ -633,7 +684,8 @@ ACTS: dict[str, Callable[[Case], Any]] = {
     ),
     "finetune": Act(
         (
-            f"finetune {_PICTURES} --from {{place}} --steps 3 --data.batch-size 4 --workdir {{folder}}/tuned",
+            f"finetune {_PICTURES} --from {{place}} --steps 3 --data.batch-size 4 "
+            "--workdir {folder}/tuned",
         ),
         left("{folder}/tuned", 3),
         {"{place}": "{images}", _PICTURES: "{pictures}"},
@@ -643,14 +695,13 @@ ACTS: dict[str, Callable[[Case], Any]] = {
     "--config FILE": config_by_its_name,
     "sweep": Act(
         (f"sweep {_STUDY} --lr 2^-9:2^-7:2 --out {{place}}",),
-        lambda case, _: sorted(
-            point["loss"] for point in json.loads((case.place / "sweep.json").read_text())["points"]
-        ),
+        sweep_losses,
     ),
     "tune": Act((f"tune {_STUDY} {_TUNE} --out {{place}}",), lambda case, _: names_in(case.place)),
     "transfer": Act(
         (
-            f"transfer {_STUDY} --grow head_dim=4,8 --seeds 2 --max-seeds 2 --minutes 1 --out {{place}}",
+            f"transfer {_STUDY} --grow head_dim=4,8 --seeds 2 --max-seeds 2 --minutes 1 "
+            "--out {place}",
         ),
         lambda case, _: names_in(case.place, (".html", ".png")),
     ),
@@ -686,7 +737,8 @@ ACTS: dict[str, Callable[[Case], Any]] = {
     ),
     "--data.tokenizer": Act(
         (
-            f"{TRAIN} --steps 4 --workdir {{folder}}/run --data.tokenizer={{place}}/tokenizer.json --model.vocab-size 300",
+            f"{TRAIN} --steps 4 --workdir {{folder}}/run "
+            "--data.tokenizer={place}/tokenizer.json --model.vocab-size 300",
             "generate {folder}/run --prompt def --tokens 4",
         ),
         left("{folder}/run", 4),
@@ -711,49 +763,45 @@ ACTS: dict[str, Callable[[Case], Any]] = {
         cwd="{place}",
     ),
 }
-"""Every command with its trials' name."""
+"""Every command by the label of its trials."""
 QUICK = (
-    *(
-        "eval WORKDIR --json",
-        "eval WORKDIR/checkpoints/STEP",
-        "eval --data.name",
-        "export --out",
-        "export WORKDIR",
-    ),
-    *(
-        "import",
-        "convert --out",
-        "convert WORKDIR",
-        "checkpoints",
-        "--config FILE",
-        "plan --out",
-        "data prepare",
-    ),
-    *("data show", "data tokenizer", "push --dry-run"),
+    "eval WORKDIR --json",
+    "eval WORKDIR/checkpoints/STEP",
+    "eval --data.name",
+    "export --out",
+    "export WORKDIR",
+    "import",
+    "convert --out",
+    "convert WORKDIR",
+    "checkpoints",
+    "--config FILE",
+    "plan --out",
+    "data prepare",
+    "data show",
+    "data tokenizer",
+    "push --dry-run",
 )
-"""Commands of about a second."""
+"""Labels of commands that take about a second."""
 SLOW = (
-    *(
-        "train, resume",
-        "two processes",
-        "resume a moved run",
-        "grow",
-        "images:FOLDER",
-        "classes in images:FOLDER",
-    ),
-    *(
-        "predict",
-        "finetune",
-        "sweep",
-        "tune",
-        "transfer",
-        "check --json --figure",
-        "balance",
-        "working directory",
-    ),
-    *("folders named in the environment", "--data.data-dir", "--init-from"),
+    "train, resume",
+    "two processes",
+    "resume a moved run",
+    "grow",
+    "images:FOLDER",
+    "classes in images:FOLDER",
+    "predict",
+    "finetune",
+    "sweep",
+    "tune",
+    "transfer",
+    "check --json --figure",
+    "balance",
+    "working directory",
+    "folders named in the environment",
+    "--data.data-dir",
+    "--init-from",
 )
-"""Commands that are tried with two names."""
+"""Labels of commands that are tried with two names only."""
 _DEEP = "/".join(["{folder}", *["[d]" * 60] * 9, "{name}"])
 WAYS: dict[str, Callable[[Case], Any]] = {
     "absolute": workdir_as("{place}"),
@@ -775,4 +823,4 @@ WAYS: dict[str, Callable[[Case], Any]] = {
     ),
     "1,800 characters": workdir_as(_DEEP, _DEEP),
 }
-"""Ways of writing the workdir, whose folder has a plain name."""
+"""Ways to write the path of a workdir whose name is plain."""

@@ -1,8 +1,9 @@
-"""Two processes of one run, one of which is cut off, stopped, slow, or computes otherwise; and two on one study.
+"""Trials of two processes on one run or one study, one of which is cut off, stopped or different.
 
-Tiny runs in forked processes (`tiny_runs`). Something happens to one process at a chosen moment. Either the run goes on and its
-last checkpoint and rows are bitwise those of a run that nobody disturbs, or all processes end within `BOUND_S` with a reason on
-every screen. What is resumed afterwards must end with those bits too.
+Tiny runs in forked processes (`tiny_runs`). Something happens to one process at a chosen moment.
+Either the run goes on, and its last checkpoint and rows are bitwise those of an undisturbed run, or
+all processes end within `BOUND_S` with a reason on every screen. A resumed run must end with those
+bits too.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial
 from scripts.campaigns.injection import clock, links
 from scripts.campaigns.injection.calls import (
     Action,
+    Place,
+    on_call,
     option,
     strike,
     struck,
     variable,
-    when,
     with_result,
 )
 from scripts.campaigns.tiny_runs import Session
 
-STEPS, EVERY = 8, 4
-"""Steps of a run, and steps between its checkpoints."""
+STEPS = 8
+"""Steps of a run."""
+EVERY = 4
+"""Steps between checkpoints."""
 SHORT_S = 8.0
-"""`--faults.collective-seconds` of most trials; a few have the default."""
+"""Value of `--faults.collective-seconds` in most trials. A few have the default."""
 _GIVE_UP_S = 240.0
 _STEP = "mupax.train.run.runtime", "Report.add"
 _SAVE = "mupax.train.checkpoints.checkpointer", "Checkpoints.save"
@@ -50,7 +54,12 @@ _STALLED = "--faults.collective-seconds"
 
 @dataclass(frozen=True)
 class Case(tiny_runs.Case):
-    """A decoder on two processes, whose parameters are copies (`data`) or parts (`fsdp`)."""
+    """A decoder on two processes.
+
+    Attributes:
+        mesh: `data` if every process has all parameters, `fsdp` if each has a part.
+        more: Further flags.
+    """
 
     model: str = "decoder"
     processes: int = 2
@@ -59,11 +68,12 @@ class Case(tiny_runs.Case):
 
     def argv(self, folder: Path, workdir: str, steps: int) -> list[str]:
         words = " ".join(super().argv(folder, workdir, steps))
-        words = words.replace("every-steps 20", f"every-steps {EVERY}").replace(
-            "eval-every-steps 30", "eval-every-steps 4"
-        )
-        axes = {"data": 1, "fsdp": 1, self.mesh: self.processes}
-        mesh = [word for axis, size in axes.items() for word in (f"--mesh.{axis}", str(size))]
+        words = words.replace("every-steps 20", f"every-steps {EVERY}")
+        words = words.replace("eval-every-steps 30", "eval-every-steps 4")
+        mesh = []
+        for axis in ("data", "fsdp"):
+            size = self.processes if axis == self.mesh else 1
+            mesh += [f"--mesh.{axis}", str(size)]
         return [*words.split(), "--log.no-tensorboard", *mesh, *self.more]
 
 
@@ -72,15 +82,16 @@ class Fault:
     """Something that happens to processes of a run.
 
     Attributes:
-        name: of the trial.
-        group: row of the table.
-        sick: called in a process before it starts, by its number.
-        says: what every process that is left must print; `None` if the run must go on to its end.
-        code: exit code of processes that end.
-        short: whether the run has `SHORT_S` as its limit of collective operations.
-        dead: numbers of processes that cannot say anything, and that the trial ends.
-        mesh: as `Case` has it.
-        unsaved: a step whose checkpoint must not be there afterwards.
+        name: Name of the trial.
+        group: Group of the trial.
+        sick: Actions that inject the fault, by the index of the process. Each is called before its
+            process starts.
+        says: Text that every process that is left must print; `None` if the run must go on.
+        code: Exit code of processes that end.
+        short: True if the limit of collective operations is `SHORT_S`.
+        dead: Indices of processes that cannot print anything, and that the trial kills.
+        mesh: Mesh of the run, as in `Case`.
+        unsaved: Step whose checkpoint must not be there afterwards; `None` for no check.
     """
 
     name: str
@@ -95,51 +106,58 @@ class Fault:
 
 
 def stop_for(seconds: float | None) -> Action:
-    """Return what stops this process with all its threads, as a debugger does; for good if `seconds` is `None`."""
+    """Return an action that stops this process with all its threads, as a debugger does.
+
+    Args:
+        seconds: Seconds until the process goes on; `None` for good.
+    """
 
     def action() -> None:
-        me = os.getpid()
+        pid = os.getpid()
         if seconds is not None:
-            # Not a fork: that would hold the locks of this process.
-            subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {me}"])
-        os.kill(me, signal.SIGSTOP)
+            # A fork would hold the locks of this process, so a shell wakes it.
+            subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"])
+        os.kill(pid, signal.SIGSTOP)
 
     return action
 
 
 def with_words(*words: str) -> Action:
-    """Return what adds flags to the command line of a process."""
+    """Return an action that adds flags to the command line of this process."""
     return struck(lambda: sys.argv.extend(words))
 
 
 def flipped(array: Any) -> Any:
-    """Return an array whose copy on this process has another last bit in its first number."""
+    """Return an array whose first number has another lowest bit in one part of this process."""
     import jax
     import numpy as np
 
-    (part, *more) = [shard.data for shard in array.addressable_shards]
+    part, *other_parts = [shard.data for shard in array.addressable_shards]
     changed = np.array(part)
     changed.reshape(-1).view(np.uint8)[0] ^= 1
     (device,) = part.devices()
-    parts = [jax.device_put(changed, device), *more]
+    parts = [jax.device_put(changed, device), *other_parts]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
 def flipped_in(tree: Any, word: str) -> Any:
-    """Return a tree with one bit of the first array changed whose path has a word."""
+    """Return a tree in which one bit of one array is changed: the first whose path has `word`."""
     import jax
 
     leaves, structure = jax.tree.flatten_with_path(tree)
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     chosen = next(number for number, path in enumerate(paths) if word in path)
-    values = [
-        flipped(leaf) if number == chosen else leaf for number, (_, leaf) in enumerate(leaves)
-    ]
+    values = [leaf for _, leaf in leaves]
+    values[chosen] = flipped(values[chosen])
     return jax.tree.unflatten(structure, values)
 
 
 def drifting(step: int, word: str) -> Action:
-    """Return what has one bit of the state changed on this process after a step."""
+    """Return an action that changes one bit of the state on this process after a step.
+
+    Args:
+        word: Part of the path of the array, as in `flipped_in`.
+    """
 
     def sick() -> None:
         from mupax.train.run import loop
@@ -148,12 +166,13 @@ def drifting(step: int, word: str) -> Action:
 
         def compiled(*args: Any, **options: Any) -> Any:
             session = real(*args, **options)
-            calls = [0]
+            num_steps = 0
 
             def step_fn(state: Any, *arguments: Any) -> Any:
+                nonlocal num_steps
                 state, metrics = session.step_fn(state, *arguments)
-                calls[0] += 1
-                if calls[0] == step:
+                num_steps += 1
+                if num_steps == step:
                     strike()
                     state = flipped_in(state, word)
                 return state, metrics
@@ -166,7 +185,7 @@ def drifting(step: int, word: str) -> Action:
 
 
 def other_order() -> None:
-    """Take the examples of a batch in another order."""
+    """Reverse the order of the examples in every batch of this process."""
     from mupax.train.data.interface import Shuffle
 
     real: Callable[..., Any] = Shuffle.__call__
@@ -180,7 +199,7 @@ def other_order() -> None:
 
 
 def other_digest() -> None:
-    """Have data of another digest."""
+    """Change the digest that this process records for its data."""
     from mupax.train.data.text.batches import TokenData
 
     real = TokenData.__init__
@@ -194,12 +213,23 @@ def other_digest() -> None:
 
 
 def slow_step(call: int, seconds: float) -> Action:
-    """Return what keeps a process from the next step for some seconds, so that the other one waits for it in its own."""
-    return when(_STEP, call, partial(time.sleep, seconds))
+    """Return an action that delays this process after a step. The other process then waits for it.
+
+    Args:
+        call: Number of the step, from 1.
+    """
+    return on_call(_STEP, call, partial(time.sleep, seconds))
+
+
+def _describe(place: tuple[Place, int]) -> str:
+    """Return the name of a moment: the function and the number of its call."""
+    (_, function), call = place
+    return f"{function} {call}"
 
 
 def _cuts() -> list[Fault]:
-    moments: dict[str, tuple[tuple[str, str], int]] = {
+    """Return the faults of links that are cut for good, cut for a while, or reset."""
+    moments: dict[str, tuple[Place, int]] = {
         "before the first step": (_INPUTS, 1),
         "in the first step": (_STEP, 1),
         "in step 6": (_STEP, 6),
@@ -210,93 +240,75 @@ def _cuts() -> list[Fault]:
     }
     faults = []
     for number, (moment, place) in enumerate(moments.items()):
+        # Processes alternate, and meshes change after two moments.
         index = number % 2
         mesh = ("data", "fsdp")[number // 2 % 2]
-        sick = {index: when(*place, links.cut)}
-        faults.append(
-            Fault(
-                f"links of process {index} cut {moment} ({mesh})",
-                "cut links",
-                sick,
-                _STALLED,
-                mesh=mesh,
-            )
-        )
-    sick = {1: when(_STEP, 6, links.cut)}
-    faults.append(
-        Fault("links of process 1 cut in step 6 (fsdp)", "cut links", sick, _STALLED, mesh="fsdp")
-    )
+        name = f"links of process {index} cut {moment} ({mesh})"
+        sick = {index: on_call(*place, links.cut)}
+        faults.append(Fault(name, "cut links", sick, _STALLED, mesh=mesh))
+    name = "links of process 1 cut in step 6 (fsdp)"
+    sick = {1: on_call(_STEP, 6, links.cut)}
+    faults.append(Fault(name, "cut links", sick, _STALLED, mesh="fsdp"))
     for index in (0, 1):
-        sick = {index: when(_STEP, 6, links.cut)}
-        faults.append(
-            Fault(
-                f"links of process {index} cut in step 6 (default limit)",
-                "cut links",
-                sick,
-                _STALLED,
-                short=False,
-            )
-        )
+        name = f"links of process {index} cut in step 6 (default limit)"
+        sick = {index: on_call(_STEP, 6, links.cut)}
+        faults.append(Fault(name, "cut links", sick, _STALLED, short=False))
+
     for index, place in ((0, (_STEP, 6)), (1, (_EVALUATION, 1)), (0, (_SAVE, 2))):
-        sick = {index: when(*place, partial(links.cut, 4.0))}
-        faults.append(
-            Fault(
-                f"links of process {index} cut for 4 s at {place[0][1]} {place[1]}",
-                "links cut for a while",
-                sick,
-            )
-        )
+        name = f"links of process {index} cut for 4 s at {_describe(place)}"
+        sick = {index: on_call(*place, partial(links.cut, 4.0))}
+        faults.append(Fault(name, "links cut for a while", sick))
     for index in (0, 1):
-        sick = {index: when(_STEP, 6, partial(links.cut, 20.0))}
-        faults.append(
-            Fault(
-                f"links of process {index} cut for 20 s (default limit)",
-                "links cut for a while",
-                sick,
-                short=False,
-            )
-        )
+        name = f"links of process {index} cut for 20 s (default limit)"
+        sick = {index: on_call(_STEP, 6, partial(links.cut, 20.0))}
+        faults.append(Fault(name, "links cut for a while", sick, short=False))
+
     for index, call in ((0, 3), (1, 6)):
-        sick = {index: when(_STEP, call, links.reset)}
-        faults.append(
-            Fault(f"links of process {index} reset in step {call}", "links reset", sick, "error: ")
-        )
+        name = f"links of process {index} reset in step {call}"
+        sick = {index: on_call(_STEP, call, links.reset)}
+        faults.append(Fault(name, "links reset", sick, "error: "))
     return faults
 
 
 def _stops() -> list[Fault]:
+    """Return the faults of processes that are stopped or slow."""
     faults = []
     for index, place in ((0, (_STEP, 5)), (1, (_SAVE, 2)), (0, (_COMPILE, 1))):
-        sick = {index: when(*place, stop_for(2.0))}
-        faults.append(
-            Fault(
-                f"process {index} stopped for 2 s at {place[0][1]} {place[1]}",
-                "stopped for a while",
-                sick,
-            )
-        )
+        name = f"process {index} stopped for 2 s at {_describe(place)}"
+        sick = {index: on_call(*place, stop_for(2.0))}
+        faults.append(Fault(name, "stopped for a while", sick))
     for index, place in ((1, (_STEP, 5)), (1, (_SAVE, 2)), (0, (_STEP, 7))):
-        sick = {index: when(*place, stop_for(None))}
-        name = f"process {index} stopped for good at {place[0][1]} {place[1]}"
+        name = f"process {index} stopped for good at {_describe(place)}"
+        sick = {index: on_call(*place, stop_for(None))}
         faults.append(Fault(name, "stopped", sick, f"process {index} (", dead=(index,)))
-    for index, place, name in (
-        (1, (_PUT, 6), "data"),
-        (1, (_COMPILE, 1), "compiling"),
-        (1, (_SAVE, 2), "saving"),
-        (1, (_EVALUATION, 1), "evaluation"),
-    ):
-        sick = {index: when(*place, partial(time.sleep, 2.5 * SHORT_S))}
-        faults.append(
-            Fault(f"process {index} slow by {2.5 * SHORT_S:.0f} s at {name}", "slow", sick)
-        )
-    for index in (1,):
-        faults.append(
-            Fault(f"process {index} slow by 5 s between steps", "slow", {index: slow_step(7, 5.0)})
-        )
+
+    slow_places: dict[str, tuple[Place, int]] = {
+        "data": (_PUT, 6),
+        "compiling": (_COMPILE, 1),
+        "saving": (_SAVE, 2),
+        "evaluation": (_EVALUATION, 1),
+    }
+    seconds = 2.5 * SHORT_S
+    for title, place in slow_places.items():
+        sick = {1: on_call(*place, partial(time.sleep, seconds))}
+        faults.append(Fault(f"process 1 slow by {seconds:.0f} s at {title}", "slow", sick))
+    faults.append(Fault("process 1 slow by 5 s between steps", "slow", {1: slow_step(7, 5.0)}))
     return faults
 
 
 def _differences() -> list[Fault]:
+    """Return the faults of a process that differs from the other one."""
+    return [
+        *_other_options(),
+        *_other_config(),
+        *_other_data(),
+        *_other_state(),
+        *_drifts(),
+    ]
+
+
+def _other_options() -> list[Fault]:
+    """Return the faults of a process with another option of JAX."""
     options = {
         "jax_threefry_partitionable": False,
         "jax_default_prng_impl": "rbg",
@@ -310,19 +322,23 @@ def _differences() -> list[Fault]:
         "jax_disable_most_optimizations": True,
         "jax_softmax_custom_jvp": True,
     }
-    faults = [
-        Fault(f"other {name}", "other options", {1: struck(option(name, value))}, name, code=2)
-        for name, value in options.items()
-    ]
     harmless = {
         "jax_log_compiles": True,
         "jax_traceback_filtering": "off",
         "jax_compilation_cache_max_size": 10**9,
     }
-    faults += [
-        Fault(f"other {n}, which changes no number", "other options", {1: struck(option(n, v))})
-        for n, v in harmless.items()
-    ]
+    faults = []
+    for name, value in options.items():
+        sick = {1: struck(option(name, value))}
+        faults.append(Fault(f"other {name}", "other options", sick, name, code=2))
+    for name, value in harmless.items():
+        sick = {1: struck(option(name, value))}
+        faults.append(Fault(f"other {name}, which changes no number", "other options", sick))
+    return faults
+
+
+def _other_config() -> list[Fault]:
+    """Return the faults of a process with another flag or variable."""
     flags = (
         ("--seed", "7"),
         ("--data.batch-size", "32"),
@@ -333,61 +349,46 @@ def _differences() -> list[Fault]:
         ("--faults.collective-seconds", "9"),
         ("--resume-exact",),
     )
-    faults += [
-        Fault(
-            f"other {words[0]}",
-            "other config",
-            {1: with_words(*words)},
-            "start all processes with the same flags",
-            code=2,
-        )
-        for words in flags
-    ]
     variables = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true", "NVIDIA_TF32_OVERRIDE": "0"}
-    faults += [
-        Fault(
-            f"other {name}",
-            "other config",
-            {1: struck(variable(name, value))},
-            f"has {name}=",
-            code=2,
-        )
-        for name, value in variables.items()
+    faults = []
+    for words in flags:
+        sick = {1: with_words(*words)}
+        says = "start all processes with the same flags"
+        faults.append(Fault(f"other {words[0]}", "other config", sick, says, code=2))
+    for name, value in variables.items():
+        sick = {1: struck(variable(name, value))}
+        faults.append(Fault(f"other {name}", "other config", sick, f"has {name}=", code=2))
+    return faults
+
+
+def _other_data() -> list[Fault]:
+    """Return the faults of a process with other data."""
+    order = {1: other_order}
+    digest = {1: other_digest}
+    says = "other examples for batch 0"
+    return [
+        Fault("other order of examples", "other data", order, says, code=2),
+        Fault("other digest of the data", "other data", digest, "digest", code=2),
     ]
-    faults.append(
-        Fault(
-            "other order of examples",
-            "other data",
-            {1: other_order},
-            "other examples for batch 0",
-            code=2,
-        )
-    )
-    faults.append(
-        Fault("other digest of the data", "other data", {1: other_digest}, "digest", code=2)
-    )
-    initial = "mupax.train.core.program", "Program.initial_state"
+
+
+def _other_state() -> list[Fault]:
+    """Return the faults of a process whose state or learning rates differ before the first step."""
+    initial = ("mupax.train.core.program", "Program.initial_state")
+    faults = []
     for word in ("params", "opt_state", "ema", "step"):
         sick = {1: with_result(initial, partial(flipped_in, word=word))}
-        faults.append(
-            Fault(
-                f"other {word} at the start",
-                "other state",
-                sick,
-                "before the first step state.",
-                code=2,
-            )
-        )
+        says = "before the first step state."
+        faults.append(Fault(f"other {word} at the start", "other state", sick, says, code=2))
+    name = "other learning rates at the start"
     sick = {1: with_result(_INPUTS, partial(flipped_in, word="lr"))}
-    faults.append(
-        Fault(
-            "other learning rates at the start",
-            "other state",
-            sick,
-            "before the first step inputs.",
-            code=2,
-        )
-    )
+    faults.append(Fault(name, "other state", sick, "before the first step inputs.", code=2))
+    return faults
+
+
+def _drifts() -> list[Fault]:
+    """Return the faults of a process whose state changes by one bit in the middle of a run."""
+    faults = []
     for index, step, word, mesh in (
         (1, 6, "params", "data"),
         (0, 6, "params", "data"),
@@ -395,24 +396,25 @@ def _differences() -> list[Fault]:
         (1, 3, "ema", "data"),
         (1, 7, "count", "fsdp"),
     ):
-        after = step + -step % EVERY
+        # States are compared before each save.
+        save_step = step + -step % EVERY
         name = f"a bit of {word} changes on process {index} after step {step} ({mesh})"
         sick = {index: drifting(step, word)}
-        faults.append(Fault(name, "drift", sick, f"after step {after}", mesh=mesh, unsaved=after))
+        says = f"after step {save_step}"
+        faults.append(Fault(name, "drift", sick, says, mesh=mesh, unsaved=save_step))
     return faults
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
-    """Return the trials. What they choose depends on no seed: every moment is a call of a function."""
-    named = [
-        Trial(fault.name, fault.group, partial(run, fault=fault, shared=shared))
-        for fault in (*_differences(), *_cuts(), *_stops())
-    ]
+    """Return the trials. The seed is not used: every moment is a call of a function."""
+    named = []
+    for fault in (*_differences(), *_cuts(), *_stops()):
+        named.append(Trial(fault.name, fault.group, partial(run, fault=fault, shared=shared)))
     return [*named, *_of_studies(shared), *_of_clocks(shared)]
 
 
 def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
-    """Disturb a run, and compare what is left of it, after a resume where it ended, with a run that nobody disturbs."""
+    """Disturb a run, resume it if it ended, and compare its result with the undisturbed one."""
     prepare(shared)
     case = Case(mesh=fault.mesh)
     expected = tiny_runs.undisturbed(case, shared, STEPS, f"alone-{case.mesh}", 2 * _GIVE_UP_S)
@@ -424,25 +426,15 @@ def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
     seconds = wait(session, fault.dead, struck)
     if not struck.exists():
         return Outcome("wrong", f"the fault never came: {session.output()[-160:]}")
-    for index, code in enumerate(session.wait(0)):
-        if index in fault.dead:
-            continue
-        ended = Ended(
-            None if seconds is None else code, session.output(index), seconds or _GIVE_UP_S
-        )
-        outcome = trial.judge(ended, [0 if fault.says is None else fault.code])
-        if outcome.verdict != "ok":
-            return Outcome(outcome.verdict, f"process {index}: {outcome.detail}")
-        if fault.says is not None and fault.says not in session.output(index):
-            return Outcome(
-                "silent",
-                f"process {index} does not say {fault.says!r}: {session.output(index)[-160:]}",
-            )
-    detail = (
-        "went on" if fault.says is None else f"all ended after {seconds:.0f} s, exit {fault.code}"
-    )
-    if seconds is not None and fault.says is not None and seconds > BOUND_S:
-        return Outcome("hung", detail)
+    outcome = judge_processes(session, fault, seconds)
+    if outcome.verdict != "ok":
+        return outcome
+
+    detail = "went on"
+    if fault.says is not None:
+        detail = f"all ended after {seconds:.0f} s, exit {fault.code}"
+        if seconds is not None and seconds > BOUND_S:
+            return Outcome("hung", detail)
     if fault.unsaved is not None and (folder / "run" / "checkpoints" / str(fault.unsaved)).exists():
         return Outcome("silent", f"the checkpoint of step {fault.unsaved} is there")
     if fault.says is not None and fault.code == 2:
@@ -451,41 +443,77 @@ def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
         session = Session(case, folder, "run", STEPS)
         if any(session.wait(_GIVE_UP_S)):
             return Outcome("lost", f"does not resume: {session.output()[-200:]}")
-    other = tiny_runs.differences(tiny_runs.left(folder / "run", STEPS), expected)
-    return (
-        Outcome("silent", f"other bits: {other[:3]}")
-        if other
-        else Outcome("ok", f"{detail}, the right bits")
-    )
+    return same_bits(folder, expected, detail)
+
+
+def judge_processes(session: Session, fault: Fault, seconds: float | None) -> Outcome:
+    """Judge exit codes and outputs of all processes that are not dead.
+
+    Args:
+        seconds: Time from the fault to the end; `None` if the processes had to be killed.
+    """
+    for index, code in enumerate(session.wait(0)):
+        if index in fault.dead:
+            continue
+        output = session.output(index)
+        if seconds is None:
+            ended = Ended(None, output, _GIVE_UP_S)
+        else:
+            ended = Ended(code, output, seconds or _GIVE_UP_S)
+        outcome = trial.judge(ended, [0 if fault.says is None else fault.code])
+        if outcome.verdict != "ok":
+            return Outcome(outcome.verdict, f"process {index}: {outcome.detail}")
+        if fault.says is not None and fault.says not in output:
+            detail = f"process {index} does not say {fault.says!r}: {output[-160:]}"
+            return Outcome("silent", detail)
+    return Outcome("ok")
+
+
+def same_bits(folder: Path, expected: dict[str, Any], detail: str) -> Outcome:
+    """Return `ok` if the result of the run in a folder is bitwise the expected one."""
+    differences = tiny_runs.differences(tiny_runs.run_result(folder / "run", STEPS), expected)
+    if differences:
+        return Outcome("silent", f"other bits: {differences[:3]}")
+    return Outcome("ok", f"{detail}, the right bits")
 
 
 def wait(session: Session, dead: Sequence[int], struck: Path) -> float | None:
-    """Return the seconds from the fault until all processes had ended but the dead; `None` if they had not. All are ended."""
-    until = time.monotonic() + _GIVE_UP_S
-    while None in [code for index, code in enumerate(session.poll()) if index not in dead]:
-        if time.monotonic() > until:
+    """Wait until all processes have ended except the dead ones, then kill what is left.
+
+    Args:
+        struck: File whose time is that of the fault.
+
+    Returns:
+        Seconds from the fault to the end; `None` if the processes did not end, or no fault came.
+    """
+    deadline = time.monotonic() + _GIVE_UP_S
+    while time.monotonic() <= deadline:
+        codes = [code for index, code in enumerate(session.poll()) if index not in dead]
+        if None not in codes:
             break
         time.sleep(0.05)
-    ended = time.time() if time.monotonic() < until else None
+    ended = time.time() if time.monotonic() < deadline else None
     session.send(signal.SIGKILL, range(len(session.pids)))
     session.wait(10)
-    return None if ended is None or not struck.exists() else ended - struck.stat().st_mtime
+    if ended is None or not struck.exists():
+        return None
+    return ended - struck.stat().st_mtime
 
 
 def prepare(shared: Path) -> None:
-    """Import what a run imports, once; every run is forked from this process."""
+    """Import what a run imports, on the first call. Every run is a fork of this process."""
     if not (shared / "text.txt").exists():
-        tiny_runs.prepared(shared).__enter__()
+        tiny_runs.prepare_forks(shared)
 
 
 def with_text(folder: Path, shared: Path) -> None:
-    """Give a folder the text that all runs train on."""
+    """Link the text of all runs into a folder."""
     text = folder / "text.txt"
     if not text.exists():
         text.symlink_to(shared / "text.txt")
 
 
-# Clocks, in new interpreters: a library that is loaded first answers for the clock.
+# Clocks. These runs are new interpreters, because the library of the clock must be loaded first.
 
 _JUMPS = {
     "an hour ahead": 3600,
@@ -496,26 +524,31 @@ _JUMPS = {
 
 
 def _of_clocks(shared: Path) -> list[Trial]:
-    return [
-        Trial(
-            f"the clock of process {index} jumps {jump}",
-            "clock jumps",
-            partial(clock_run, shared=shared, index=index, jump=jump),
+    """Return the trials of clocks that jump."""
+    planned = []
+    for index, jump in (
+        (0, "an hour ahead"),
+        (1, "an hour back"),
+        (1, "ten years ahead"),
+        (0, "back to 2001"),
+    ):
+        run_clock = partial(clock_run, shared=shared, index=index, jump=jump)
+        planned.append(
+            Trial(f"the clock of process {index} jumps {jump}", "clock jumps", run_clock)
         )
-        for index, jump in (
-            (0, "an hour ahead"),
-            (1, "an hour back"),
-            (1, "ten years ahead"),
-            (0, "back to 2001"),
-        )
-    ]
+    return planned
 
 
 def clock_run(folder: Path, shared: Path, index: int, jump: str) -> Outcome:
     """Move the clock of one process once the first rows are there.
 
-    The run goes on, or all processes end with a message and go on when they are started again: JAX's coordinator takes a jump
-    of decades for the death of all. C++ prints its own lines before that message, which is no crash: the exit code is 1.
+    The run must go on, or all processes must end with a message and go on when they are started
+    again: JAX's coordinator takes a jump of decades for the death of all. Lines of C++ before that
+    message are no crash; the exit code is 1.
+
+    Args:
+        index: Number of the process whose clock jumps.
+        jump: Key of `_JUMPS`.
     """
     prepare(shared)
     expected = tiny_runs.undisturbed(Case(), shared, STEPS, "alone-data", 2 * _GIVE_UP_S)
@@ -523,44 +556,46 @@ def clock_run(folder: Path, shared: Path, index: int, jump: str) -> Outcome:
     codes, outputs = _clock_session(folder, shared, index, _JUMPS[jump])
     if None in codes:
         return Outcome("hung", f"running {_GIVE_UP_S:.0f} s after its start")
-    went_on = "went on"
+    detail = "went on"
     if any(codes):
         if set(codes) != {1} or not all("error: " in output for output in outputs):
             return trial.judge(Ended(codes[index], outputs[index], 0.0), [0])
-        went_on = "ended with a message, and went on when started again"
+        detail = "ended with a message, and went on when started again"
         codes, outputs = _clock_session(folder, shared, index, 0)
         if any(codes):
             return Outcome("lost", f"started again: {codes} {outputs[0][-120:]}")
-    other = tiny_runs.differences(tiny_runs.left(folder / "run", STEPS), expected)
-    return (
-        Outcome("silent", f"other bits: {other[:3]}")
-        if other
-        else Outcome("ok", f"{went_on}, the right bits")
-    )
+    return same_bits(folder, expected, detail)
 
 
 def _clock_session(
     folder: Path, shared: Path, index: int, seconds: int
 ) -> tuple[list[int | None], list[str]]:
-    """Start both processes, and move the clock of one. Return the exit codes, None for one that hangs, and the outputs."""
+    """Start both processes, and move the clock of one when the first rows are there.
+
+    Returns:
+        Exit codes, `None` for a process that hangs, and outputs.
+    """
     library = clock.compiled(shared)
     port = tiny_runs.free_port()
     argv = Case().argv(folder, "run", STEPS)
     running = []
     for number in (0, 1):
-        joined = f"--distributed.coordinator localhost:{port} --distributed.processes 2 --distributed.process {number}"
+        joined = (
+            f"--distributed.coordinator localhost:{port} --distributed.processes 2 "
+            f"--distributed.process {number}"
+        )
         environ = clock.environ(library, folder / f"clock{number}")
         running.append(trial.start(["train", *argv, *joined.split()], environ))
-    until = time.monotonic() + _GIVE_UP_S
+    deadline = time.monotonic() + _GIVE_UP_S
     rows = folder / "run" / "metrics.jsonl"
-    while time.monotonic() < until and not (rows.exists() and rows.stat().st_size):
+    while time.monotonic() < deadline and not (rows.exists() and rows.stat().st_size):
         time.sleep(0.01)
     clock.shift(folder / f"clock{index}", seconds)
     codes: list[int | None] = []
     outputs = []
     for process in running:
         try:
-            output, _ = process.communicate(timeout=max(1.0, until - time.monotonic()))
+            output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
@@ -574,12 +609,15 @@ def _clock_session(
 # Two processes on one study
 
 _STUDIES = {
-    "transfer": "transfer lm-tiny --grow head_dim=8,16 --seeds 1 --max-seeds 1 --control none --how in-turn",
+    "transfer": (
+        "transfer lm-tiny --grow head_dim=8,16 --seeds 1 --max-seeds 1 --control none --how in-turn"
+    ),
     "tune": "tune lm-tiny --over lr --points 4 --batch 2 --seeds 1 --confirm 0 --how in-turn",
 }
 _SIZES = (
-    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-batch-size 32 "
-    "--data.eval-examples 64 --optimizer.warmup-steps 2 --steps 10"
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
+    "--data.batch-size 16 --data.eval-batch-size 32 --data.eval-examples 64 "
+    "--optimizer.warmup-steps 2 --steps 10"
 )
 _POINT = "mupax.train.studies.sweep.rows", "Rows.add"
 _POINT_STEP = "mupax.train.studies.sweep.work", "Work.train"
@@ -587,48 +625,52 @@ _POINT_STEP = "mupax.train.studies.sweep.work", "Work.train"
 
 @dataclass(frozen=True)
 class Study(tiny_runs.Case):
-    """A study of one process."""
+    """A study of one process. Its model is a key of `_STUDIES`."""
 
     model: str
     processes: int = 1
 
     def argv(self, folder: Path, workdir: str, steps: int) -> list[str]:
-        words = f"{_STUDIES[self.model]} --data.name text:{folder / 'text.txt'} {_SIZES} --out {folder / workdir}"
+        text = folder / "text.txt"
+        words = f"{_STUDIES[self.model]} --data.name text:{text} {_SIZES} --out {folder / workdir}"
         return words.split()
 
 
 def _of_studies(shared: Path) -> list[Trial]:
+    """Return the trials of two processes on one study."""
+    runs = {
+        "a second process in its folder": second_process,
+        "killed between points, another process goes on": partial(
+            taken_over, sick=on_call(_POINT, 2, _kill)
+        ),
+        "killed in a point, another process goes on": partial(
+            taken_over, sick=on_call(_POINT_STEP, 2, _kill)
+        ),
+        "stopped for good, a second process is refused": beside_stopped,
+        "stopped for 3 s": partial(passes, sick=on_call(_POINT, 2, stop_for(3.0))),
+        "slow by 5 s": partial(passes, sick=on_call(_POINT_STEP, 2, partial(time.sleep, 5.0))),
+        "other random numbers when it goes on": partial(
+            other_environment,
+            sick=struck(option("jax_default_prng_impl", "rbg")),
+            name="jax_default_prng_impl",
+        ),
+        "the variables of a launcher of two processes": partial(passes, sick=_launched),
+    }
     named = []
     for study in _STUDIES:
-        for name, run_study in {
-            "a second process in its folder": second_process,
-            "killed between points, another process goes on": partial(
-                taken_over, sick=when(_POINT, 2, _kill)
-            ),
-            "killed in a point, another process goes on": partial(
-                taken_over, sick=when(_POINT_STEP, 2, _kill)
-            ),
-            "stopped for good, a second process is refused": beside_stopped,
-            "stopped for 3 s": partial(passes, sick=when(_POINT, 2, stop_for(3.0))),
-            "slow by 5 s": partial(passes, sick=when(_POINT_STEP, 2, partial(time.sleep, 5.0))),
-            "other random numbers when it goes on": partial(
-                other_environment,
-                sick=struck(option("jax_default_prng_impl", "rbg")),
-                name="jax_default_prng_impl",
-            ),
-            "the variables of a launcher of two processes": partial(passes, sick=_launched),
-        }.items():
-            named.append(
-                Trial(f"{study}: {name}", study, partial(run_study, shared=shared, study=study))
-            )
+        for name, run_study in runs.items():
+            run_trial = partial(run_study, shared=shared, study=study)
+            named.append(Trial(f"{study}: {name}", study, run_trial))
     return named
 
 
 def _kill() -> None:
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _launched() -> None:
+    """Set the variables that a launcher of two processes sets."""
     strike()
     os.environ.update(
         JAX_COORDINATOR_ADDRESS="localhost:1", JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="1"
@@ -636,17 +678,17 @@ def _launched() -> None:
 
 
 def points_of(folder: Path) -> list[str]:
-    """Return the points of a study in a fixed order, without times and without the names that the path of the text goes into."""
+    """Return the sorted points of a study as JSON, without fields that depend on time or paths."""
     named = ("key", "seconds", "digest", "command")
-    rows = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
-    return sorted(
-        json.dumps({name: value for name, value in row.items() if name not in named})
-        for row in rows
-    )
+    points = []
+    for line in (folder / "points.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        points.append(json.dumps({key: row[key] for key in row if key not in named}))
+    return sorted(points)
 
 
 def control_of(study: str, shared: Path) -> list[str]:
-    """Return the points of a study that nobody disturbs."""
+    """Return the points of the undisturbed study, which the first call runs."""
     name = f"alone-{study}"
     if not (shared / name).exists():
         session = Session(Study(study), shared, name, 0)
@@ -656,7 +698,13 @@ def control_of(study: str, shared: Path) -> list[str]:
 
 
 def begin(folder: Path, shared: Path, study: str, log: str, sick: Action | None = None) -> Session:
-    """Start a study in a folder, beside what else runs there."""
+    """Start a study in a folder.
+
+    Args:
+        study: Key of `_STUDIES`.
+        log: Name of the file of its output.
+        sick: Action that injects a fault into its process.
+    """
     prepare(shared)
     os.environ["STRUCK"] = str(folder / "struck")
     with_text(folder, shared)
@@ -664,31 +712,35 @@ def begin(folder: Path, shared: Path, study: str, log: str, sick: Action | None 
 
 
 def ended_well(session: Session, codes: Sequence[int] = (0,)) -> Outcome:
-    """Return the verdict on a study that is waited for."""
+    """Wait for a study, and judge its end.
+
+    Args:
+        codes: Exit codes that are right. Default: 0 only.
+    """
     began = time.monotonic()
     (code,) = session.wait(_GIVE_UP_S)
     seconds = time.monotonic() - began
-    return trial.judge(
-        Ended(None if seconds >= _GIVE_UP_S else code, session.output(), seconds), codes
-    )
+    # A study that had to be killed hangs.
+    exit_code = None if seconds >= _GIVE_UP_S else code
+    return trial.judge(Ended(exit_code, session.output(), seconds), codes)
 
 
 def same_points(folder: Path, shared: Path, study: str, detail: str) -> Outcome:
-    """Return `ok` if a study's points are bitwise those of the control."""
+    """Return `ok` if the points of a study are bitwise those of the undisturbed one."""
     if points_of(folder / "study") != control_of(study, shared):
         return Outcome("silent", "other points than those of the study that nobody disturbs")
     return Outcome("ok", f"{detail}, the right points")
 
 
 def until_struck(folder: Path) -> None:
-    """Wait for the fault."""
-    until = time.monotonic() + _GIVE_UP_S
-    while not (folder / "struck").exists() and time.monotonic() < until:
+    """Wait until the fault has come."""
+    deadline = time.monotonic() + _GIVE_UP_S
+    while not (folder / "struck").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def passes(folder: Path, shared: Path, study: str, sick: Action) -> Outcome:
-    """Disturb a study that must end well."""
+    """Disturb a study. It must end well with the right points."""
     session = begin(folder, shared, study, "first", sick)
     outcome = ended_well(session)
     if outcome.verdict != "ok":
@@ -697,31 +749,31 @@ def passes(folder: Path, shared: Path, study: str, sick: Action) -> Outcome:
 
 
 def second_process(folder: Path, shared: Path, study: str) -> Outcome:
-    """Start the same study twice at once: one of them is refused and says where it is at work."""
-    first = begin(folder, shared, study, "first", when(_POINT, 1, partial(time.sleep, 8.0)))
+    """Start the same study twice at once. The second must be refused."""
+    first = begin(folder, shared, study, "first", on_call(_POINT, 1, partial(time.sleep, 8.0)))
     until_struck(folder)
     second = ended_well(begin(folder, shared, study, "second"), [2])
     if second.verdict != "ok" or "in use by another" not in second.detail:
         return Outcome("wrong", f"the second: {second.detail}")
     outcome = ended_well(first)
-    return (
-        outcome
-        if outcome.verdict != "ok"
-        else same_points(folder, shared, study, second.detail[-80:])
-    )
+    if outcome.verdict != "ok":
+        return outcome
+    return same_points(folder, shared, study, second.detail[-80:])
 
 
 def taken_over(folder: Path, shared: Path, study: str, sick: Action) -> Outcome:
-    """Kill a study; another process goes on with it."""
+    """Kill a study. Another process must go on with it."""
     killed = begin(folder, shared, study, "first", sick)
     killed.wait(_GIVE_UP_S)
     outcome = ended_well(begin(folder, shared, study, "second"))
-    return outcome if outcome.verdict != "ok" else same_points(folder, shared, study, "taken over")
+    if outcome.verdict != "ok":
+        return outcome
+    return same_points(folder, shared, study, "taken over")
 
 
 def beside_stopped(folder: Path, shared: Path, study: str) -> Outcome:
-    """Start a study beside one that is stopped: it is refused; after a kill of that one it goes on."""
-    stopped = begin(folder, shared, study, "first", when(_POINT, 2, stop_for(None)))
+    """Start a study while the same study is stopped. Only a kill of that one lets it go on."""
+    stopped = begin(folder, shared, study, "first", on_call(_POINT, 2, stop_for(None)))
     until_struck(folder)
     second = ended_well(begin(folder, shared, study, "second"), [2])
     stopped.send(signal.SIGKILL, [0])
@@ -729,16 +781,14 @@ def beside_stopped(folder: Path, shared: Path, study: str) -> Outcome:
     if second.verdict != "ok":
         return Outcome(second.verdict, f"the second: {second.detail}")
     outcome = ended_well(begin(folder, shared, study, "third"))
-    return (
-        outcome
-        if outcome.verdict != "ok"
-        else same_points(folder, shared, study, "refused, then taken over")
-    )
+    if outcome.verdict != "ok":
+        return outcome
+    return same_points(folder, shared, study, "refused, then taken over")
 
 
 def other_environment(folder: Path, shared: Path, study: str, sick: Action, name: str) -> Outcome:
-    """Go on with a killed study under another environment: a line must say so."""
-    begin(folder, shared, study, "first", when(_POINT, 2, _kill)).wait(_GIVE_UP_S)
+    """Go on with a killed study under another environment. A line must have `name`."""
+    begin(folder, shared, study, "first", on_call(_POINT, 2, _kill)).wait(_GIVE_UP_S)
     session = begin(folder, shared, study, "second", sick)
     outcome = ended_well(session)
     if outcome.verdict != "ok":

@@ -1,7 +1,7 @@
-"""Requests and load on `mupax serve`: odd values, hostile heads and bodies, clients that leave, a worker without memory.
+"""Trials of `mupax serve`: odd requests, hostile heads, load, clients that leave, missing memory.
 
-Most trials share one server of a tiny model. A trial is right only if the server also answers an ordinary request afterwards,
-with the text that it had at first, and has printed no traceback.
+Most trials share one server of a tiny model. After each of them the server must answer an ordinary
+request with the same text as at first, and must not have printed a traceback.
 """
 
 from __future__ import annotations
@@ -31,48 +31,54 @@ from scripts.campaigns.edges.trial import Outcome, Trial, judge, mupax, right, s
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-VOCABULARY, CONTEXT = 128, 64
-TEMPLATE = "{% for m in messages %}{{ m.role[0] ~ m.content ~ '|' }}{% endfor %}{{ 'a' if add_generation_prompt }}"
+VOCABULARY = 128
+CONTEXT = 64
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] ~ m.content ~ '|' }}{% endfor %}"
+    "{{ 'a' if add_generation_prompt }}"
+)
 ORDINARY = {"prompt": "to be", "max_tokens": 12, "temperature": 1, "seed": 5, "ignore_eos": True}
 ENDLESS = {"prompt": "ab", "max_tokens": 100_000, "temperature": 1, "seed": 1, "ignore_eos": True}
-REQUESTS, WARM = 2000, 500
-"""Ordinary requests of the trial of memory, and after how many of them memory must be flat."""
+REQUESTS = 2000
+"""Number of ordinary requests in the trial of memory."""
+WARM = 500
+"""Number of requests after which memory must stay flat."""
 FLAT = 1.05
+"""Largest ratio of the server's memory to its memory after `WARM` requests."""
 BODIES_MIB = 400
-"""Most that 40 bodies of 15 MB may add to a server's memory: four of them in memory, and one parsed."""
+"""Largest growth of a server's memory by 40 bodies of 15 MB: four in memory, and one parsed."""
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
-    """Return the trials: values, bodies, heads, paths, texts, clients that leave, load, failures, and the command itself."""
+    """Return the trials of the shared server, of failures and of the command itself."""
     server = Shared(shared)
+    bodies = {}
+    for name, (body, status) in BODIES.items():
+        bodies[name] = partial(posted, fields=body, codes=(status,))
+    paths = {name: partial(path_outcome, request=request) for name, request in PATHS.items()}
+    leaving = {name: partial(leaving_outcome, **options) for name, options in LEAVING.items()}
     groups = {
         "values": value_runs(),
-        "bodies": {
-            name: partial(posted, fields=body, codes=(status,))
-            for name, (body, status) in BODIES.items()
-        },
+        "bodies": bodies,
         "heads": head_runs(),
-        "paths": {name: partial(path_outcome, request=request) for name, request in PATHS.items()},
+        "paths": paths,
         "texts": text_runs(seed),
-        "clients that leave": {
-            name: partial(leaving_outcome, **how) for name, how in LEAVING.items()
-        },
+        "clients that leave": leaving,
         "load": LOADS,
     }
-    listed = [
-        shared_trial(server, group, name, run)
-        for group, runs in groups.items()
-        for name, run in runs.items()
-    ]
+    listed = []
+    for group, runs in groups.items():
+        for name, run in runs.items():
+            listed.append(shared_trial(server, group, name, run))
     listed.append(Trial(f"load: {REQUESTS} requests", "load", partial(memory_outcome, server)))
     return [*listed, *failure_trials(server), *command_trials(server)]
 
 
 class Running:
-    """A server in a process of its own.
+    """A `mupax serve` process that serves `model` on a free port.
 
     Args:
-        *flags: of `mupax serve`.
+        *flags: Further flags of the command, one word each, such as `"--slots", "1"`.
     """
 
     def __init__(self, model: Path, *flags: str) -> None:
@@ -89,19 +95,22 @@ class Running:
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._lines.append(line.decode(errors="replace"))
-            if address := re.search(r"http://[^:]+:(\d+)/", self._lines[-1]):
+            text = line.decode(errors="replace")
+            self._lines.append(text)
+            address = re.search(r"http://[^:]+:(\d+)/", text)
+            if address:
                 self.port = int(address[1])
                 self._is_ready.set()
+        # A server that ends without an address must not be waited for.
         self._is_ready.set()
 
     @property
     def output(self) -> str:
-        """Everything that it has printed."""
+        """Text that the server has printed, on both outputs."""
         return "".join(self._lines)
 
     def memory_mib(self) -> float:
-        """Return its resident memory."""
+        """Return the resident memory of the server in MiB."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(r"VmRSS:\s+(\d+)", status)[0]) / 1024
 
@@ -112,7 +121,11 @@ class Running:
         timeout: float = 60,
         kind: str = "application/json",
     ) -> tuple[int, Any]:
-        """Return status and answer of a request."""
+        """Send a POST request, and return the status and the answer.
+
+        Args:
+            fields: Body: bytes as they are, anything else as JSON.
+        """
         content = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
         return self.ask("POST", path, content, {"Content-Type": kind}, timeout)
 
@@ -124,7 +137,10 @@ class Running:
         headers: Any = None,
         timeout: float = 60,
     ) -> tuple[int, Any]:
-        """Return status and answer of any request. An answer that is no JSON is text."""
+        """Send a request of any method, and return the status and the answer.
+
+        The answer is decoded if it is JSON, and text otherwise.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
             connection.request(method, path, content, headers or {})
@@ -132,24 +148,31 @@ class Running:
             text = answer.read().decode()
         finally:
             connection.close()
-        is_json = answer.headers.get_content_type() == "application/json" and text
-        return answer.status, json.loads(text) if is_json else text
+        if text and answer.headers.get_content_type() == "application/json":
+            return answer.status, json.loads(text)
+        return answer.status, text
 
     def raw(self, sent: bytes, timeout: float = 30) -> bytes:
-        """Send bytes, and return all that comes until the server closes the connection."""
+        """Send bytes, and return the bytes received until the server closes the connection."""
         received = b""
         with (
             socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as client,
             suppress(ConnectionError),
         ):
             client.sendall(sent)
-            while part := client.recv(1 << 16):
+            part = client.recv(1 << 16)
+            while part:
                 received += part
+                part = client.recv(1 << 16)
         return received
 
     @contextmanager
     def asking(self, fields: Any, sent: slice = slice(None)) -> Iterator[socket.socket]:
-        """A client that has sent a request, or a part of it, and that leaves at the end."""
+        """Context manager of a client that has sent a request, and disconnects at the end.
+
+        Args:
+            sent: Part of the request's bytes that is sent. Default: all of them.
+        """
         content = json.dumps(fields).encode()
         request = head(f"Content-Length: {len(content)}") + content
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as client:
@@ -157,7 +180,7 @@ class Running:
             yield client
 
     def stop(self, number: int = signal.SIGINT) -> int | None:
-        """Send a signal. Return the exit code, or None if it did not end within 10 s."""
+        """Send a signal. Return the exit code, or None if the server did not end within 10 s."""
         self.process.send_signal(number)
         try:
             return self.process.wait(10)
@@ -172,7 +195,7 @@ class Shared:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.expected: Any = None
-        """Choices of the ordinary request, as it was answered first."""
+        """Choices in the first answer to the ordinary request."""
 
     @functools.cached_property
     def model(self) -> Path:
@@ -188,14 +211,14 @@ class Shared:
 
     @functools.cached_property
     def running(self) -> Running:
-        """The server."""
+        """The running server. Its first use starts it."""
         running = Running(self.model, *self.flags)
         self.expected = running.post(ORDINARY)[1]["choices"]
         return running
 
     @contextmanager
     def started(self, *flags: str) -> Iterator[Running]:
-        """Run a server of the same model for one trial alone."""
+        """Context manager of a server of the same model for one trial alone."""
         running = Running(self.model, *self.flags, *flags)
         try:
             yield running
@@ -203,7 +226,7 @@ class Shared:
             running.stop()
 
     def check(self, running: Running, outcome: Outcome) -> Outcome:
-        """Return the outcome, or what is wrong with the server after it."""
+        """Return the outcome, or a fault if the server does not work as before."""
         if "Traceback" in running.output:
             return Outcome("traceback", running.output[-200:])
         if running.process.poll() is not None:
@@ -262,9 +285,9 @@ def head(*lines: str, path: str = COMPLETIONS, version: str = "1.1") -> bytes:
 
 
 def shared_trial(server: Shared, group: str, name: str, run: Callable[[Running], Outcome]) -> Trial:
-    """Return a trial on the shared server, which must be well after it."""
+    """Return a trial on the shared server, which is checked after the trial."""
 
-    def tried(folder: Path) -> Outcome:
+    def run_trial(folder: Path) -> Outcome:
         running = server.running
         try:
             outcome = run(running)
@@ -272,17 +295,20 @@ def shared_trial(server: Shared, group: str, name: str, run: Callable[[Running],
             outcome = Outcome("hung", "no answer in time")
         return outcome if outcome.verdict != "ok" else server.check(running, outcome)
 
-    return Trial(f"{group}: {name}", group, tried)
+    return Trial(f"{group}: {name}", group, run_trial)
 
 
 def status_outcome(status: int, answer: Any, expected: Iterable[int]) -> Outcome:
-    """Judge a status. A refusal must be an error in OpenAI's form."""
+    """Judge the status of an answer. A refusal must be an error in OpenAI's form."""
     text = json.dumps(answer)[:120]
     if status not in expected:
         return Outcome("wrong", f"{status} {text}")
-    if status >= 400 and not (isinstance(answer, dict) and answer.get("error", {}).get("message")):
+    if status < 400:
+        return Outcome("ok", f"{status} {text}")
+    message = answer.get("error", {}).get("message") if isinstance(answer, dict) else None
+    if not message:
         return Outcome("wrong", f"{status} without an error in JSON: {text}")
-    return Outcome("ok", f"{status} {answer['error']['message'][:120] if status >= 400 else text}")
+    return Outcome("ok", f"{status} {message[:120]}")
 
 
 # Values of fields
@@ -354,7 +380,7 @@ MESSAGES: dict[str, Any] = {
 
 
 def value_runs() -> dict[str, Callable[[Running], Outcome]]:
-    """Return requests of one field each that has a wrong or an extreme value, by the names of their trials."""
+    """Return trials of requests in which one field has a wrong or an extreme value."""
     runs = {}
     for codes, values in (((400, 404), VALUES), ((200,), RIGHT_VALUES)):
         for field, by_name in values.items():
@@ -372,7 +398,7 @@ def value_runs() -> dict[str, Callable[[Running], Outcome]]:
 
 
 def posted(running: Running, fields: Any, codes: Sequence[int], path: str = COMPLETIONS) -> Outcome:
-    """Send a body, and judge its status."""
+    """Send a body, and judge the status of the answer."""
     return status_outcome(*running.post(fields, path), codes)
 
 
@@ -499,33 +525,32 @@ RIGHT_HEADS: dict[str, bytes] = {
 
 
 def head_runs() -> dict[str, Callable[[Running], Outcome]]:
-    """Return requests whose heads are wrong, or that two readers may read in two ways, by the names of their trials."""
-    wrong = {
-        name: partial(head_outcome, sent=sent, codes=codes) for name, (sent, codes) in HEADS.items()
-    }
-    return wrong | {
-        name: partial(right_head_outcome, sent=sent) for name, sent in RIGHT_HEADS.items()
-    }
+    """Return trials of requests whose heads are wrong, ambiguous or unusual but right."""
+    runs: dict[str, Callable[[Running], Outcome]] = {}
+    for name, (sent, codes) in HEADS.items():
+        runs[name] = partial(head_outcome, sent=sent, codes=codes)
+    for name, sent in RIGHT_HEADS.items():
+        runs[name] = partial(right_head_outcome, sent=sent)
+    return runs
 
 
 def head_outcome(running: Running, sent: bytes, codes: Sequence[int]) -> Outcome:
-    """Send a head and another request behind it, which must not be answered."""
+    """Send a wrong head and another request behind it. Only the first may be answered."""
     received = running.raw(sent + SMUGGLED)
     status = int(received[9:12] or b"0")
     if status not in codes:
         return Outcome("wrong", repr(received[:100]))
+    # A second answer means that the bytes of one body were read as another request.
     if status >= 400 and received.count(b"HTTP/1.1 ") > 1:
         return Outcome("wrong", f"the request behind it was answered: {received[-100:]!r}")
     return Outcome("ok", str(status))
 
 
 def right_head_outcome(running: Running, sent: bytes) -> Outcome:
-    """Send a request that is right."""
+    """Send an unusual request that is right. It must be answered with 200."""
     received = running.raw(sent)
-    is_right = (
-        b" 200 " in received.partition(b"HTTP/1.1 100 Continue\r\n\r\n")[2][:20]
-        or b" 200 " in received[:20]
-    )
+    after_continue = received.partition(b"HTTP/1.1 100 Continue\r\n\r\n")[2]
+    is_right = b" 200 " in after_continue[:20] or b" 200 " in received[:20]
     return right(is_right, repr(received[:100]))
 
 
@@ -556,7 +581,11 @@ PATHS: dict[str, tuple[str, str, int]] = {
 
 
 def path_outcome(running: Running, request: tuple[str, str, int]) -> Outcome:
-    """Ask for a path without a body."""
+    """Send a request without a body, and compare the status.
+
+    Args:
+        request: Method and path of the request, and the expected status.
+    """
     method, path, expected = request
     status, _ = running.ask(method, path)
     return right(status == expected, str(status))
@@ -590,7 +619,7 @@ CROWDS = {"8 of the same": 8, "3 endless texts": 3, "clients that leave": 4}
 
 
 def text_runs(seed: int) -> dict[str, Callable[[Running], Outcome]]:
-    """Return requests that get the text that they get alone, whatever others ask for at the time."""
+    """Return trials that compare a text generated alone with the same text in a crowd."""
     runs = {}
     for name, fields in KINDS.items():
         for crowd in CROWDS:
@@ -599,7 +628,11 @@ def text_runs(seed: int) -> dict[str, Callable[[Running], Outcome]]:
 
 
 def text_outcome(running: Running, fields: dict[str, Any], crowd: str, seed: int) -> Outcome:
-    """Compare what a request gets alone with what it gets in a crowd."""
+    """Send a request alone, then in a crowd, and compare the texts.
+
+    Args:
+        crowd: Key of `CROWDS`.
+    """
     path = CHAT if "messages" in fields else COMPLETIONS
     fields_sent = {**ORDINARY, "seed": seed + 11, **fields}
     if path == CHAT:
@@ -609,10 +642,8 @@ def text_outcome(running: Running, fields: dict[str, Any], crowd: str, seed: int
     with ExitStack() as clients:
         if crowd == "8 of the same":
             with concurrent.futures.ThreadPoolExecutor(count) as pool:
-                together = [
-                    texts_of(answer)
-                    for answer in pool.map(lambda _: running.post(fields_sent, path), range(count))
-                ]
+                answers = pool.map(lambda _: running.post(fields_sent, path), range(count))
+                together = [texts_of(answer) for answer in answers]
         else:
             for number in range(count):
                 clients.enter_context(
@@ -621,13 +652,13 @@ def text_outcome(running: Running, fields: dict[str, Any], crowd: str, seed: int
             if crowd == "clients that leave":
                 clients.close()
             together = [texts_of(running.post(fields_sent, path))]
-    if not alone or any(other != alone for other in together):
+    if not alone or any(texts != alone for texts in together):
         return Outcome("silent", f"alone {alone!r:.80}, together {together!r:.120}")
     return Outcome("ok", f"{len(together)} texts as alone")
 
 
 def texts_of(answer: tuple[int, Any]) -> Any:
-    """Return the texts of an answer, with their probabilities; nothing for one that is no success."""
+    """Return the choices of an answer or the texts of a stream; `None` if the status is not 200."""
     status, body = answer
     if status != 200:
         return None
@@ -664,7 +695,7 @@ LEAVING: dict[str, dict[str, Any]] = {
     "forty, most of them in the queue": {"wait_s": 0.5, "count": 40},
     "a hundred at once": {"count": 100},
 }
-"""Clients that close their connection at some moment: name to what `leaving_outcome` takes."""
+"""Clients that close their connection at some moment: name to options of `leaving_outcome`."""
 
 
 def leaving_outcome(
@@ -679,11 +710,11 @@ def leaving_outcome(
     """Let clients ask and leave, and measure how long two tokens then take.
 
     Args:
-        sent: bytes of the request that are sent; all unless given.
-        wait_s: time until the client leaves.
-        read: bytes that it reads before.
-        reset: leave by a reset of the connection.
-        count: clients that do so at once.
+        sent: Number of bytes of the request that are sent. Default: all.
+        wait_s: Seconds until the clients leave. Default: 0.
+        read: Number of bytes that each client reads before.
+        reset: Leave by a reset of the connection.
+        count: Number of clients. Default: 1.
     """
     with ExitStack() as clients:
         asking = [clients.enter_context(running.asking(fields, slice(sent))) for _ in range(count)]
@@ -710,7 +741,7 @@ def leaving_outcome(
 
 
 def clients_outcome(running: Running, count: int, fields: Any = None) -> Outcome:
-    """Let clients ask at once. Each is answered: with the text, or with 503."""
+    """Send a request from many clients at once. Each must get the right text, or 503."""
     fields_sent = {**ORDINARY, **(fields or {})}
     alone = running.post(fields_sent)[1]["choices"]
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
@@ -727,7 +758,13 @@ def clients_outcome(running: Running, count: int, fields: Any = None) -> Outcome
 def among_endless_outcome(
     running: Running, count: int, fields: Any = None, health: bool = False
 ) -> Outcome:
-    """Ask for two tokens while others ask for texts without an end."""
+    """Ask for two tokens while other clients ask for endless texts.
+
+    Args:
+        count: Number of the clients that ask for endless texts.
+        fields: Fields of the endless requests that differ from `ENDLESS`.
+        health: Ask for `/health` instead of two tokens.
+    """
     with ExitStack() as clients:
         for _ in range(count):
             clients.enter_context(running.asking({**ENDLESS, **(fields or {})}))
@@ -743,7 +780,7 @@ def among_endless_outcome(
 
 
 def connections_outcome(running: Running) -> Outcome:
-    """Open more connections than the server takes. It answers 503, and goes on when they are closed."""
+    """Open 600 connections. The server must answer 503, and work again when they are closed."""
     with ExitStack() as clients:
         for _ in range(600):
             clients.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=30))
@@ -754,7 +791,7 @@ def connections_outcome(running: Running) -> Outcome:
 
 
 def reading_nothing_outcome(running: Running) -> Outcome:
-    """Ask for a long stream and read nothing of it, while others are answered."""
+    """Ask for a long stream and read nothing of it. Another client must be answered."""
     with running.asking({**ENDLESS, "stream": True}):
         time.sleep(2)
         status, _ = running.post(ORDINARY)
@@ -762,7 +799,7 @@ def reading_nothing_outcome(running: Running) -> Outcome:
 
 
 def slow_heads_outcome(running: Running) -> Outcome:
-    """Begin 50 heads and send nothing more. The server closes the connections, and answers others meanwhile."""
+    """Begin 50 heads and send nothing more. The server must cut them off and answer others."""
     with ExitStack() as clients:
         slow = [clients.enter_context(running.asking(ORDINARY, slice(30))) for _ in range(50)]
         status, _ = running.post(ORDINARY)
@@ -776,7 +813,7 @@ def slow_heads_outcome(running: Running) -> Outcome:
 
 
 def slow_bodies_outcome(running: Running) -> Outcome:
-    """Declare ten bodies of 16 MB and send little of them, while others are answered."""
+    """Declare ten bodies of 16 MB and send one byte of each. Another client must be answered."""
     with ExitStack() as clients:
         for _ in range(10):
             client = clients.enter_context(
@@ -788,10 +825,10 @@ def slow_bodies_outcome(running: Running) -> Outcome:
 
 
 def bodies_outcome(running: Running) -> Outcome:
-    """Send 40 bodies of 15 MB at once. Memory stays bounded, and is given back."""
-    before = running.memory_mib()
+    """Send 40 bodies of 15 MB at once. Memory must stay bounded, and must be freed."""
+    idle = running.memory_mib()
     body = b'{"prompt": "' + b"a" * 15_000_000 + b'"}'
-    peak = before
+    peak = idle
     with concurrent.futures.ThreadPoolExecutor(40) as pool:
         answers = [pool.submit(large_status, running, body) for _ in range(40)]
         while not all(answer.done() for answer in answers):
@@ -800,15 +837,13 @@ def bodies_outcome(running: Running) -> Outcome:
     codes = {answer.result() for answer in answers}
     time.sleep(1)
     after = running.memory_mib()
-    detail = f"{before:.0f} MiB before, {peak:.0f} at most, {after:.0f} after; {sorted(codes)}"
-    is_right = (
-        codes <= {400, 503} and peak - before < BODIES_MIB and after - before < BODIES_MIB / 4
-    )
-    return right(is_right, detail)
+    detail = f"{idle:.0f} MiB before, {peak:.0f} at most, {after:.0f} after; {sorted(codes)}"
+    is_bounded = peak - idle < BODIES_MIB and after - idle < BODIES_MIB / 4
+    return right(is_bounded and codes <= {400, 503}, detail)
 
 
 def large_status(running: Running, body: bytes) -> int:
-    """Return the status of a large body, which may be answered before all of it is sent."""
+    """Send a large body, and return the status; 503 if the connection breaks while it is sent."""
     try:
         return running.post(body)[0]
     except ConnectionError:
@@ -816,7 +851,7 @@ def large_status(running: Running, body: bytes) -> int:
 
 
 def one_connection_outcome(running: Running) -> Outcome:
-    """Send requests one after the other on one connection, wrong ones among them."""
+    """Send 200 requests one after the other on one connection. Every second one is wrong."""
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
     counts = {200: 0, 400: 0}
     for number in range(200):
@@ -832,7 +867,7 @@ def one_connection_outcome(running: Running) -> Outcome:
 
 
 def pipelined_outcome(running: Running) -> Outcome:
-    """Send requests on one connection without waiting for answers."""
+    """Send 20 requests on one connection without waiting for the answers."""
     content = json.dumps({**ORDINARY, "max_tokens": 1}).encode()
     request = head(f"Content-Length: {len(content)}") + content
     last = head(f"Content-Length: {len(content)}", "Connection: close") + content
@@ -860,11 +895,11 @@ LOADS: dict[str, Callable[[Running], Outcome]] = {
     "200 requests on one connection": one_connection_outcome,
     "20 requests sent at once on one connection": pipelined_outcome,
 }
-"""Many clients at once, slow ones, and memory."""
+"""Trials of load by their name."""
 
 
 def memory_outcome(server: Shared, folder: Path) -> Outcome:
-    """Ask a new server for many ordinary texts. Its memory is flat after the first ones."""
+    """Send `REQUESTS` ordinary requests to a new server. Its memory must stay flat after `WARM`."""
     with server.started() as running:
         random = np.random.default_rng(0)
         memory = []
@@ -876,14 +911,17 @@ def memory_outcome(server: Shared, folder: Path) -> Outcome:
                     return Outcome("wrong", f"{codes} at request {begin}")
                 memory.append((begin + 50, running.memory_mib()))
         warm = next(mib for count, mib in memory if count == WARM)
-        most = max(mib for count, mib in memory if count >= WARM)
-        detail = f"{warm:.1f} MiB after {WARM}, {memory[-1][1]:.1f} after {REQUESTS}, at most {most:.1f}: {most / warm - 1:+.1%}"
-        outcome = right(most <= FLAT * warm, detail)
+        peak = max(mib for count, mib in memory if count >= WARM)
+        detail = (
+            f"{warm:.1f} MiB after {WARM}, {memory[-1][1]:.1f} after {REQUESTS}, "
+            f"at most {peak:.1f}: {peak / warm - 1:+.1%}"
+        )
+        outcome = right(peak <= FLAT * warm, detail)
         return server.check(running, outcome)
 
 
 def ordinary(random: np.random.Generator, number: int) -> dict[str, Any]:
-    """Return a request as clients send them: one of several kinds, and of any length."""
+    """Return a request with a random prompt, whose kind depends on its number."""
     size = int(random.integers(1, CONTEXT))
     prompt = "".join(map(chr, random.integers(97, 123, size)))
     fields = {
@@ -907,32 +945,36 @@ def ordinary(random: np.random.Generator, number: int) -> dict[str, Any]:
 def failure_trials(server: Shared) -> list[Trial]:
     """Return trials of a server that runs out of memory, or is stopped for a while."""
     listed = []
-    for room_mib in (0, 2, 8, 32):
+    for spare_mib in (0, 2, 8, 32):
         for name, fields in {
             "logprobs": {**ORDINARY, "n": 32, "logprobs": 20},
             "32 texts": {**ORDINARY, "n": 32},
             "a body of 15 MB": b'{"prompt": "' + b"a" * 15_000_000 + b'"}',
         }.items():
-            run = partial(no_memory_outcome, server, room_mib=room_mib, fields=fields)
-            listed.append(Trial(f"failures: {name} with {room_mib} MiB left", "failures", run))
+            run = partial(no_memory_outcome, server, spare_mib=spare_mib, fields=fields)
+            listed.append(Trial(f"failures: {name} with {spare_mib} MiB left", "failures", run))
     listed.append(Trial("failures: stopped for 15 s", "failures", partial(stopped_outcome, server)))
     return listed
 
 
-def no_memory_outcome(server: Shared, folder: Path, room_mib: int, fields: Any) -> Outcome:
-    """Take memory away while a request runs, and give it back. The request is answered, and the server lives on."""
+def no_memory_outcome(server: Shared, folder: Path, spare_mib: int, fields: Any) -> Outcome:
+    """Limit the server's memory during a request. The server must answer it, and others after it.
+
+    Args:
+        spare_mib: Address space in MiB that the server may still take.
+    """
     with server.started() as running:
         server.expected = running.post(ORDINARY)[1]["choices"]
-        running.post({**ORDINARY, "n": 32, "logprobs": 20})  # compiled before
+        # Compile the program of 32 texts while there is memory for it.
+        running.post({**ORDINARY, "n": 32, "logprobs": 20})
         status = Path(f"/proc/{running.process.pid}/status").read_text()
         size = int(re.findall(r"VmSize:\s+(\d+)", status)[0]) << 10
-        resource.prlimit(running.process.pid, resource.RLIMIT_AS, (size + (room_mib << 20), -1))
+        resource.prlimit(running.process.pid, resource.RLIMIT_AS, (size + (spare_mib << 20), -1))
         try:
-            code = (
-                large_status(running, fields)
-                if isinstance(fields, bytes)
-                else running.post(fields)[0]
-            )
+            if isinstance(fields, bytes):
+                code = large_status(running, fields)
+            else:
+                code = running.post(fields)[0]
         except (TimeoutError, http.client.HTTPException, ConnectionError) as error:
             code = repr(error)
         finally:
@@ -942,7 +984,7 @@ def no_memory_outcome(server: Shared, folder: Path, room_mib: int, fields: Any) 
 
 
 def stopped_outcome(server: Shared, folder: Path) -> Outcome:
-    """Stop the server's process while it writes, and let it go on."""
+    """Stop the server's process for 15 s while it streams, and let it go on."""
     with server.started() as running:
         with running.asking({**ENDLESS, "stream": True}) as client:
             client.recv(100)
@@ -957,7 +999,7 @@ def stopped_outcome(server: Shared, folder: Path) -> Outcome:
 
 
 def command_trials(server: Shared) -> list[Trial]:
-    """Return trials of the command line, and of its end."""
+    """Return trials of wrong flags, of signals and of limits."""
     listed = []
     wrong = {
         "port": ["--port", "70000"],
@@ -991,21 +1033,23 @@ def command_trials(server: Shared) -> list[Trial]:
 
 
 def refused_outcome(server: Shared, folder: Path, flags: Sequence[str]) -> Outcome:
-    """Start the command with a wrong flag."""
+    """Start the command with a wrong flag. It must end with exit code 2."""
     tokenizer = ["--data.tokenizer", "bytes"]
     return judge(mupax(["serve", str(server.model), *tokenizer, "--port", "0", *flags]), (2,))
 
 
 def signal_outcome(server: Shared, folder: Path, number: signal.Signals, load: str) -> Outcome:
-    """Send a signal to a server."""
+    """Send a signal to a server. It must end within 8 s with 128 and the signal's number.
+
+    Args:
+        load: Work of the server at the time: idle, compiling, generating or streaming.
+    """
     with server.started() as running, ExitStack() as clients:
         if load != "idle":
             running.post(ORDINARY)
-            fields = {
-                **ENDLESS,
-                "prompt": "ab" if load == "compiling" else "to be",
-                "stream": load == "streaming",
-            }
+            # A prompt of another length needs a program that is not compiled yet.
+            prompt = "ab" if load == "compiling" else "to be"
+            fields = {**ENDLESS, "prompt": prompt, "stream": load == "streaming"}
             client = clients.enter_context(running.asking(fields))
             if load == "streaming":
                 client.recv(100)
@@ -1016,16 +1060,18 @@ def signal_outcome(server: Shared, folder: Path, number: signal.Signals, load: s
     time.sleep(0.2)
     if "Traceback" in running.output or "Exception ignored" in running.output:
         return Outcome("traceback", running.output[-200:])
-    is_right = (
-        code == 128 + number and seconds < 8
-    )  # on a machine with nothing else to do it takes 2 s
+    # An idle machine takes 2 s.
+    is_right = code == 128 + number and seconds < 8
     return right(is_right, f"exit {code} after {seconds:.1f} s")
 
 
 def limited_outcome(server: Shared, folder: Path, flags: Sequence[str]) -> Outcome:
-    """Ask a server with a limit for eight texts without an end and one short text."""
+    """Ask a server with a limit for eight endless texts and then for another one.
+
+    The last text must be cut off by the limit or refused with 503, within 15 s.
+    """
     with server.started("--max-seconds", "5", *flags) as running:
-        running.post({**ENDLESS, "max_tokens": 2})  # which compiles
+        running.post({**ENDLESS, "max_tokens": 2})  # compiles the program
         with ExitStack() as clients:
             for _ in range(8):
                 clients.enter_context(running.asking(ENDLESS))

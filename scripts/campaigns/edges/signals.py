@@ -1,8 +1,8 @@
-"""Signals to commands: Ctrl-C, a second one, SIGTERM and SIGHUP, at moments of a process.
+"""Trials of signals to commands: Ctrl-C, a second one, SIGTERM and SIGHUP, at chosen moments.
 
-A command must end with 128 and the signal's number within `END_S`, without a trace, and leave no
-child process and no temporary folder. A run that saves may take as long as its save, and then goes
-on to the bits of a run that nobody touched.
+A command must end with 128 and the signal's number within `END_S`, without a traceback, and leave
+no child process and no temporary folder. A run that saves may take as long as its save. It must
+then be resumed to the bits of a run that nobody touched.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge
 from scripts.campaigns.edges.trial import mupax as run_mupax
 
 END_S = 5.0
-"""How long a command that saves nothing may take to end after a signal."""
+"""Seconds that a command that saves nothing may take to end after a signal."""
 WAIT_S = 4 * BOUND_S
-"""How long a trial waits for its moment."""
+"""Seconds that a trial waits for its moment."""
 _LOOK_S = 0.01
 _STEPS = 16
 _SIZES = (
-    "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 32 "
-    "--data.eval-examples 128 --optimizer.warmup-steps 2 --log.no-samples"
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 "
+    "--data.eval-batch-size 32 --data.eval-examples 128 --optimizer.warmup-steps 2 --log.no-samples"
 )
 _SAVING = (
     f"--steps {_STEPS} --ema.decay 0.9 --log.eval-every-steps 5 --checkpoint.every-steps 5 --resume"
@@ -57,11 +57,14 @@ COMPUTING = {
     "import": "import HF --out OUT/weights",
     "predict": "predict VIT IMAGE",
 }
-"""Commands that import JAX and compile, with small inputs."""
+"""Commands that import JAX and compile. Words in capitals stand for paths (`Shared.words`)."""
 STUDIES = {
     "sweep": f"sweep {_LM} --steps 400 --lr 2^-9:2^-6:4 --how in-turn --no-eval --out OUT/study",
     "tune": f"tune {_LM} --steps 400 --over lr --points 6 --how in-turn --no-eval --out OUT/study",
-    "transfer": f"transfer {_LM} --steps 400 --grow width=16,32 --control none --how in-turn --out OUT/study",
+    "transfer": (
+        f"transfer {_LM} --steps 400 --grow width=16,32 --control none --how in-turn "
+        "--out OUT/study"
+    ),
 }
 LIGHT = {
     "zoo list": "models",
@@ -77,13 +80,15 @@ _JAXLIB = re.compile(r"libjax_common|xla_extension")
 
 
 class Child:
-    """A `mupax` process with a process group and temporary files of its own.
+    """A running `mupax` process with a process group and temporary files of its own.
 
     Its output is read while it runs.
 
     Args:
-        words: of the command, after `mupax`.
-        ignored: signals that it ignores from its start.
+        words: Words of the command after `mupax`.
+        folder: Working directory, in which `tmp` is made for temporary files.
+        environ: Variables in addition to those of this process.
+        ignored: Signals that the process ignores from its start.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class Child:
         variables |= {"TMPDIR": str(self.temporary), **(environ or {})}
 
         def set_signals() -> None:
+            # A background job would ignore SIGINT.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             for number in ignored:
@@ -125,9 +131,13 @@ class Child:
         self._reader.start()
 
     def _read(self) -> None:
+        """Collect the output until it ends."""
         assert self.process.stdout is not None
-        while piece := os.read(self.process.stdout.fileno(), 1 << 16):
+        descriptor = self.process.stdout.fileno()
+        piece = os.read(descriptor, 1 << 16)
+        while piece:
             self._pieces.append(piece)
+            piece = os.read(descriptor, 1 << 16)
 
     @property
     def output(self) -> str:
@@ -135,13 +145,13 @@ class Child:
         return b"".join(self._pieces).decode(errors="replace")
 
     def maps(self, library: re.Pattern[str]) -> bool:
-        """Return True if the process has a library in its memory."""
+        """Return true if the process has mapped a library whose path matches."""
         with suppress(OSError):
             return bool(library.search(Path(f"/proc/{self.process.pid}/maps").read_text()))
         return False
 
     def hears(self) -> bool:
-        """Return True if the process handles SIGTERM, which Python itself does not."""
+        """Return true if the process handles SIGTERM, which Python itself does not."""
         with suppress(OSError, IndexError):
             status = Path(f"/proc/{self.process.pid}/status").read_text()
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
@@ -149,20 +159,19 @@ class Child:
         return False
 
     def wait_until(self, reached: Callable[[Child], bool]) -> bool:
-        """Wait for a moment. Return False if it does not come or the process ends before."""
-        until = time.monotonic() + WAIT_S
-        while self.process.poll() is None and time.monotonic() < until:
+        """Wait until `reached` is true of this process.
+
+        Return false if the process ends before, or `WAIT_S` pass.
+        """
+        deadline = time.monotonic() + WAIT_S
+        while self.process.poll() is None and time.monotonic() < deadline:
             if reached(self):
                 return True
             time.sleep(_LOOK_S)
         return False
 
     def end(self, seconds: float) -> Ended:
-        """Wait for the end of the process; kill its group after so many seconds.
-
-        Returns:
-            Its exit code and output, and the seconds waited.
-        """
+        """Wait for the end of the process, and return it. Kill its group after `seconds`."""
         began = time.monotonic()
         code: int | None = None
         with suppress(subprocess.TimeoutExpired):
@@ -175,7 +184,10 @@ class Child:
         return Ended(code, self.output, waited)
 
     def left_behind(self) -> str:
-        """Return what the ended process has left: processes or temporary folders."""
+        """Return what the ended process has left: a child or temporary folders; empty for nothing.
+
+        Children are killed.
+        """
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, 0)
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -188,7 +200,7 @@ class Child:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a signal is sent: when `reached` is true of the process, after a pause in seconds."""
+    """Moment at which a signal is sent: `pause` seconds after `reached` is true of the process."""
 
     name: str
     reached: Callable[[Child], bool]
@@ -196,13 +208,17 @@ class Moment:
 
 
 HEARING = Moment("as soon as it hears signals", lambda child: child.hears())
-"""Before that the interpreter itself starts, which ends by any signal in its own way."""
+"""Moment at which mupax handles signals. Before it, the interpreter ends in its own way."""
 IMPORTING_NUMPY = Moment("while numpy is imported", lambda child: child.maps(_NUMPY))
 IMPORTING_JAX = Moment("while jaxlib is imported", lambda child: child.maps(_JAXLIB), 0.05)
 
 
 def compiling(count: int, pause: float = 0.0) -> Moment:
-    """Return the moment at which the program of that number is compiled, from 1."""
+    """Return the moment at which a program is compiled.
+
+    Args:
+        count: Number of the program, from 1.
+    """
     return Moment(
         f"while program {count} is compiled",
         lambda child: child.output.count("Compiling ") >= count,
@@ -216,19 +232,24 @@ def printed(text: str, name: str, pause: float = 0.0) -> Moment:
 
 
 def after(seconds: float) -> Moment:
-    """Return a moment so long after the process began to hear signals."""
+    """Return the moment a number of seconds after the process began to handle signals."""
     return Moment(f"after {seconds:.2f} s", HEARING.reached, seconds)
 
 
 def saving(folder: Path) -> Moment:
-    """Return the moment at which a run writes its first checkpoint."""
+    """Return the moment at which the run of a workdir writes its first checkpoint."""
     return Moment(
         "while a checkpoint is saved", lambda child: any((folder / "checkpoints").glob("*"))
     )
 
 
+def first_rows(folder: Path) -> Moment:
+    """Return the moment at which the run of a workdir has written its first metrics."""
+    return Moment("after the first rows", lambda child: (folder / "metrics.jsonl").exists())
+
+
 class Shared:
-    """Inputs of the trials, each made by the first that needs it."""
+    """Inputs of the trials, each made on its first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -238,14 +259,18 @@ class Shared:
         """Return variables of a command.
 
         Args:
-            cache: with compiled programs on disk. Otherwise every program is compiled, with a line.
+            cache: Use compiled programs of the disk. Otherwise all are compiled and logged.
         """
         if cache:
             return self._environ
         return {**self._environ, "MUPAX_COMPILATION_CACHE": "none", "JAX_LOG_COMPILES": "1"}
 
-    def words(self, command: str, out: Path) -> list[str]:
-        """Return the words of a command with the paths of its inputs and outputs."""
+    def words(self, command: str, folder: Path) -> list[str]:
+        """Return the words of a command, with paths in place of names in capitals.
+
+        Args:
+            folder: Folder that `OUT` stands for.
+        """
         makers = {
             "TEXT": self._text,
             "RUN": self._run,
@@ -255,7 +280,7 @@ class Shared:
         }
         words = []
         for word in shlex.split(command):
-            word = word.replace("OUT", str(out))
+            word = word.replace("OUT", str(folder))
             for name, make in makers.items():
                 if word == name or word == f"text:{name}":
                     word = word.replace(name, str(make()))
@@ -263,10 +288,11 @@ class Shared:
         return words
 
     def control(self) -> dict[str, object]:
-        """Return what the tiny run leaves that no signal reaches."""
-        return tiny_runs.left(self._run(), _STEPS)
+        """Return the result of the tiny run that gets no signal."""
+        return tiny_runs.run_result(self._run(), _STEPS)
 
     def _output_of(self, name: str, command: str) -> Path:
+        """Run a command, unless its output is there, and return the path of the output."""
         path = self.folder / name
         if not path.exists():
             ended = run_mupax(self.words(command, self.folder), self._environ)
@@ -306,13 +332,12 @@ def interrupted(
     cache: bool,
     seconds: float = END_S,
 ) -> Callable[[Path], Outcome]:
-    """Return a trial: a command gets signals at a moment, half a second apart, and ends by the first.
+    """Return a trial: a command gets signals half a second apart, and must end by the first.
 
     Args:
-        command: words, with names of inputs in place of their paths.
-        moment: when the first signal is sent.
-        cache: with compiled programs on disk.
-        seconds: how long it may take to end after the last signal.
+        command: Command line, with names of inputs in place of their paths.
+        cache: Use compiled programs of the disk, as `Shared.environ`.
+        seconds: Seconds that the command may take to end after the last signal. Default: `END_S`.
     """
 
     def run(folder: Path) -> Outcome:
@@ -321,34 +346,48 @@ def interrupted(
             return Outcome("wrong", f"the moment did not come: {judge(child.end(0.1), ()).detail}")
         time.sleep(moment.pause)
         if child.process.poll() is not None:
-            return Outcome(
-                "wrong", f"it ended before the signal: {judge(child.end(0.1), ()).detail}"
-            )
-        for index, number in enumerate(numbers):
-            time.sleep(0.5 if index else 0)
-            child.process.send_signal(number)
-        ended = child.end(BOUND_S)
-        return judge_end(child, ended, 128 + numbers[0], seconds)
+            detail = judge(child.end(0.1), ()).detail
+            return Outcome("wrong", f"it ended before the signal: {detail}")
+        send_signals(child, numbers)
+        return judge_end(child, child.end(BOUND_S), 128 + numbers[0], seconds)
 
     return run
 
 
+def send_signals(child: Child, numbers: Sequence[int]) -> None:
+    """Send signals to a process, half a second apart."""
+    for index, number in enumerate(numbers):
+        time.sleep(0.5 if index else 0)
+        child.process.send_signal(number)
+
+
 def judge_end(child: Child, ended: Ended, code: int, seconds: float) -> Outcome:
-    """Return the verdict on a process that got a signal: by code, output, time and leftovers."""
+    """Judge the end of a process that got a signal.
+
+    Args:
+        code: Exit code that is right, 128 and the number of the signal.
+        seconds: Seconds that the process may take to end after the signal.
+    """
     outcome = judge(ended, (code,))
     if outcome.verdict != "ok":
         return outcome
     if ended.seconds > seconds:
         return Outcome("wrong", f"ended {ended.seconds:.1f} s after the signal")
-    if left := child.left_behind():
-        return Outcome("wrong", left)
+    leftovers = child.left_behind()
+    if leftovers:
+        return Outcome("wrong", leftovers)
     return Outcome("ok", f"{outcome.detail} ({ended.seconds:.1f} s)")
 
 
 def saved_and_resumed(
     shared: Shared, moment: Callable[[Path], Moment], numbers: Sequence[int], restart: bool = False
 ) -> Callable[[Path], Outcome]:
-    """Return a trial: a run gets signals, and the same command goes on to the right bits."""
+    """Return a trial: a run gets signals, and the same command must resume it to the right bits.
+
+    Args:
+        moment: Returns the moment of the first signal, from the workdir.
+        restart: Start the run with `--restart 2`.
+    """
 
     def run(folder: Path) -> Outcome:
         control = shared.control()
@@ -357,9 +396,7 @@ def saved_and_resumed(
         child = Child(words, folder, shared.environ(cache=True))
         if not child.wait_until(moment(folder / "run").reached):
             return Outcome("wrong", f"the moment did not come: {judge(child.end(0.1), ()).detail}")
-        for index, number in enumerate(numbers):
-            time.sleep(0.5 if index else 0)
-            child.process.send_signal(number)
+        send_signals(child, numbers)
         # The last save of a run of 16 steps takes a second.
         outcome = judge_end(child, child.end(BOUND_S), 128 + numbers[0], 2 * END_S)
         if outcome.verdict != "ok":
@@ -367,7 +404,9 @@ def saved_and_resumed(
         again = run_mupax(words, shared.environ(cache=True), cwd=folder)
         if again.code != 0:
             return Outcome("lost", f"does not go on: {judge(again, (0,)).detail}")
-        if differences := tiny_runs.differences(tiny_runs.left(folder / "run", _STEPS), control):
+        result = tiny_runs.run_result(folder / "run", _STEPS)
+        differences = tiny_runs.differences(result, control)
+        if differences:
             return Outcome("silent", f"other bits: {', '.join(differences)[:200]}")
         return outcome
 
@@ -377,21 +416,22 @@ def saved_and_resumed(
 def goes_on(
     shared: Shared, command: str, moment: Moment, numbers: Sequence[int], cache: bool
 ) -> Callable[[Path], Outcome]:
-    """Return a trial: a study gets signals, and the same command adds to the rows that it had."""
+    """Return a trial: a study gets signals, and the same command must add to its rows."""
 
     def run(folder: Path) -> Outcome:
         outcome = interrupted(shared, command, moment, numbers, cache)(folder)
         if outcome.verdict != "ok":
             return outcome
         rows = folder / "study" / "points.jsonl"
-        before = rows.read_text() if rows.exists() else ""
+        old_rows = rows.read_text() if rows.exists() else ""
         again = Child(shared.words(command, folder), folder, shared.environ(cache=True))
-        if again.wait_until(lambda child: rows.exists() and len(rows.read_text()) > len(before)):
+        # One new row is enough; the study need not be done.
+        if again.wait_until(lambda child: rows.exists() and len(rows.read_text()) > len(old_rows)):
             again.process.send_signal(signal.SIGINT)
         ended = again.end(BOUND_S)
         if ended.code not in (0, 128 + signal.SIGINT):
             return Outcome("lost", f"does not go on: {judge(ended, (0,)).detail}")
-        if not rows.read_text().startswith(before):
+        if not rows.read_text().startswith(old_rows):
             return Outcome("lost", "rows were replaced")
         return outcome
 
@@ -399,7 +439,13 @@ def goes_on(
 
 
 def ignoring(shared: Shared, ignored: int, ending: int, restart: bool) -> Callable[[Path], Outcome]:
-    """Return a trial: a run lives on after a signal that it ignores, and another one ends it."""
+    """Return a trial: a run must live on after a signal that it ignores, and end by another.
+
+    Args:
+        ignored: Signal that the process ignores from its start.
+        ending: Signal that ends the run afterwards, `SIGTERM`.
+        restart: Start the run with `--restart 1`.
+    """
 
     def run(folder: Path) -> Outcome:
         words = shared.words(f"train {_LONG} --workdir OUT/run", folder)
@@ -411,9 +457,8 @@ def ignoring(shared: Shared, ignored: int, ending: int, restart: bool) -> Callab
         os.killpg(child.process.pid, ignored)
         time.sleep(3.0)
         if child.process.poll() is not None:
-            return Outcome(
-                "wrong", f"the ignored signal ended it: {judge(child.end(1), ()).detail}"
-            )
+            detail = judge(child.end(1), ()).detail
+            return Outcome("wrong", f"the ignored signal ended it: {detail}")
         child.process.send_signal(ending)
         return judge_end(child, child.end(BOUND_S), 128 + ending, 2 * END_S)
 
@@ -421,45 +466,54 @@ def ignoring(shared: Shared, ignored: int, ending: int, restart: bool) -> Callab
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
-    """Return every trial; `seed` chooses moments by the clock and programs that are compiled."""
+    """Return every trial. The seed chooses moments by the clock and compiled programs."""
     inputs = Shared(shared)
     choose = random.Random(seed)
-    every = []
+    planned = []
     for name, command in COMPUTING.items():
-        every += _computing_trials(inputs, name, command, choose)
+        planned += _computing_trials(inputs, name, command, choose)
     for name, command in STUDIES.items():
-        every += _study_trials(inputs, name, command)
+        planned += _study_trials(inputs, name, command)
     for name, command in LIGHT.items():
         for number in (signal.SIGINT, signal.SIGHUP):
-            every.append(_planned(name, interrupted, inputs, command, [number], HEARING))
-    return [*every, *_data_trials(inputs), *_service_trials(inputs), *_run_trials(inputs)]
+            planned.append(_planned(name, interrupted, inputs, command, [number], HEARING))
+    planned += _data_trials(inputs)
+    planned += _service_trials(inputs)
+    planned += _run_trials(inputs)
+    return planned
 
 
 def _trial(group: str, signals: str, moment: str, run: Callable[[Path], Outcome]) -> Trial:
-    # The seconds of a moment depend on the seed; a name does not.
-    clock = re.sub(r"after [\d.]+ s", "by the clock", moment)
-    return Trial(
-        f"{group}: {signals} {re.sub(r'program [2-9]', 'a later program', clock)}", group, run
-    )
+    """Return a trial whose name does not depend on the seed."""
+    moment = re.sub(r"after [\d.]+ s", "by the clock", moment)
+    moment = re.sub(r"program [2-9]", "a later program", moment)
+    return Trial(f"{group}: {signals} {moment}", group, run)
 
 
 def _planned(
     group: str,
-    trial: Callable[..., Callable[[Path], Outcome]],
+    make_run: Callable[..., Callable[[Path], Outcome]],
     inputs: Shared,
     command: str,
     numbers: Sequence[signal.Signals],
     moment: Moment,
     cache: bool = True,
 ) -> Trial:
-    """Return a trial of a command that gets signals at a moment, with compiled programs on disk or without."""
+    """Return a trial of a command that gets signals at a moment.
+
+    Args:
+        make_run: `interrupted` or `goes_on`.
+        cache: Use compiled programs of the disk. Default: true.
+    """
     signals = " and ".join(number.name for number in numbers)
-    return _trial(group, signals, moment.name, trial(inputs, command, moment, numbers, cache))
+    run = make_run(inputs, command, moment, numbers, cache)
+    return _trial(group, signals, moment.name, run)
 
 
 def _computing_trials(
     inputs: Shared, name: str, command: str, choose: random.Random
 ) -> list[Trial]:
+    """Return the trials of a command that computes: while it imports, compiles and traces."""
     later = compiling(choose.randint(2, 4), choose.uniform(0, 0.3))
     by_clock = after(choose.uniform(0.15, 1.5))
     first = compiling(1)
@@ -480,6 +534,7 @@ def _computing_trials(
 
 
 def _study_trials(inputs: Shared, name: str, command: str) -> list[Trial]:
+    """Return the trials of a study: while it imports, compiles and trains."""
     training = Moment(
         "while points train", lambda child: "it/s" in child.output or _is_training(child)
     )
@@ -494,13 +549,14 @@ def _study_trials(inputs: Shared, name: str, command: str) -> list[Trial]:
 
 
 def _is_training(child: Child) -> bool:
-    """Return True when a study has its first row."""
+    """Return true if a study has its first row."""
     rows = child.temporary.parent / "study" / "points.jsonl"
     return rows.exists() and rows.stat().st_size > 0
 
 
 def _data_trials(inputs: Shared) -> list[Trial]:
-    every = []
+    """Return the trials of commands on data."""
+    planned = []
     commands = {
         "data prepare": "data prepare text:TEXT --data-dir OUT",
         "data tokenizer": "data tokenizer text:TEXT --size 300 --out OUT/t.json",
@@ -508,12 +564,13 @@ def _data_trials(inputs: Shared) -> list[Trial]:
     }
     for name, command in commands.items():
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            every.append(_planned(name, interrupted, inputs, command, [number], IMPORTING_NUMPY))
-        every.append(_planned(name, interrupted, inputs, command, [signal.SIGINT], HEARING))
-    return every
+            planned.append(_planned(name, interrupted, inputs, command, [number], IMPORTING_NUMPY))
+        planned.append(_planned(name, interrupted, inputs, command, [signal.SIGINT], HEARING))
+    return planned
 
 
 def _service_trials(inputs: Shared) -> list[Trial]:
+    """Return the trials of `serve` and `push`."""
     serving = printed("serving ", "while it serves")
     command = "serve RUN --port 0"
     plan = [
@@ -523,61 +580,38 @@ def _service_trials(inputs: Shared) -> list[Trial]:
         ([signal.SIGTERM], serving),
         ([signal.SIGINT, signal.SIGINT], serving),
     ]
-    every = [_planned("serve", interrupted, inputs, command, *moment) for moment in plan]
+    planned = []
+    for numbers, moment in plan:
+        planned.append(_planned("serve", interrupted, inputs, command, numbers, moment))
     push = "push RUN --to owner/name --dry-run"
     for number in (signal.SIGINT, signal.SIGHUP):
-        every.append(_planned("push", interrupted, inputs, push, [number], IMPORTING_JAX))
-    return every
+        planned.append(_planned("push", interrupted, inputs, push, [number], IMPORTING_JAX))
+    return planned
 
 
 def _run_trials(inputs: Shared) -> list[Trial]:
-    every = []
+    """Return the trials of `train`: before the first step, while it trains, and while it saves."""
+    planned = []
     words = f"train {_LM} {_SAVING} --workdir OUT/run"
-    early = [IMPORTING_NUMPY, IMPORTING_JAX, compiling(1), compiling(4)]
-    for moment in early:
+    for moment in (IMPORTING_NUMPY, IMPORTING_JAX, compiling(1), compiling(4)):
+        # Programs of the disk would not be compiled.
+        cache = moment.name.endswith("imported")
         for number in (signal.SIGINT, signal.SIGHUP):
-            every.append(
-                _planned(
-                    "train",
-                    interrupted,
-                    inputs,
-                    words,
-                    [number],
-                    moment,
-                    moment.name.endswith("imported"),
-                )
-            )
-
-    def at_saving(folder: Path) -> Moment:
-        return saving(folder)
-
-    def at_rows(folder: Path) -> Moment:
-        return Moment("after the first rows", lambda child: (folder / "metrics.jsonl").exists())
+            planned.append(_planned("train", interrupted, inputs, words, [number], moment, cache))
 
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        every.append(
-            _trial(
-                "train",
-                number.name,
-                "while it saves",
-                saved_and_resumed(inputs, at_saving, [number]),
-            )
-        )
-        every.append(
-            _trial(
-                "train",
-                number.name,
-                "after the first rows",
-                saved_and_resumed(inputs, at_rows, [number]),
-            )
-        )
+        run = saved_and_resumed(inputs, saving, [number])
+        planned.append(_trial("train", number.name, "while it saves", run))
+        run = saved_and_resumed(inputs, first_rows, [number])
+        planned.append(_trial("train", number.name, "after the first rows", run))
     for number in (signal.SIGINT, signal.SIGHUP):
-        run = saved_and_resumed(inputs, at_saving, [number], restart=True)
-        every.append(_trial("train --restart", number.name, "while it saves", run))
+        run = saved_and_resumed(inputs, saving, [number], restart=True)
+        planned.append(_trial("train --restart", number.name, "while it saves", run))
+
     for restart in (False, True):
         group = "train --restart" if restart else "train"
         nohup = ignoring(inputs, signal.SIGHUP, signal.SIGTERM, restart)
         background = ignoring(inputs, signal.SIGINT, signal.SIGTERM, restart)
-        every.append(_trial(group, "SIGHUP", "under nohup", nohup))
-        every.append(_trial(group, "SIGINT", "in a background job", background))
-    return every
+        planned.append(_trial(group, "SIGHUP", "under nohup", nohup))
+        planned.append(_trial(group, "SIGINT", "in a background job", background))
+    return planned

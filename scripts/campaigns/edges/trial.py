@@ -1,4 +1,4 @@
-"""One trial of a campaign: a command is started, something unusual happens, and its end is judged."""
+"""One trial of a campaign: a command starts, something unusual happens, and its end is judged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from scripts import ROOT
 
 BOUND_S = 60.0
-"""A command that has not ended so long after its fault hangs."""
+"""Seconds after a fault within which a command must have ended."""
 FAULTS = ("lost", "silent", "hung", "traceback", "crash", "wrong")
-"""Verdicts that a trial must not get; the campaign's command exits with 1 if there is one."""
+"""Verdicts that a trial must not get. With one of them the command exits with 1."""
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _CXX_TRACE = re.compile(
     r"\*\*\* SIG|Fatal Python error|terminate called|core dumped", re.IGNORECASE
@@ -30,7 +30,7 @@ class Outcome:
 
     Attributes:
         verdict: `ok`, or one of `FAULTS`.
-        detail: one short line: an exit code, a message, or what is wrong.
+        detail: Short line on the end, such as an exit code or what is wrong.
     """
 
     verdict: str
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def right(is_right: bool, detail: str, otherwise: str = "wrong") -> Outcome:
-    """Return `ok` if something is right, and another verdict if it is not."""
+    """Return `ok` if a trial is right, and the verdict `otherwise` if it is not."""
     return Outcome("ok" if is_right else otherwise, detail)
 
 
@@ -47,9 +47,10 @@ class Trial:
     """Something to try.
 
     Attributes:
-        name: unique in its campaign, and the same in every session: a trial with a committed result is not run again.
-        group: row of the table that the trial is counted in, such as the command that it starts.
-        run: does it, in an empty folder that is removed afterwards.
+        name: Name in the record, unique in the campaign. Every session must use the same name,
+            because a trial with a result is not run again.
+        group: Kind of the trial in the record, such as the command that it starts.
+        run: Runs the trial in an empty folder, which is removed afterwards.
     """
 
     name: str
@@ -62,9 +63,9 @@ class Ended:
     """A command that has ended, or was ended because it took too long.
 
     Attributes:
-        code: exit code, negative for a signal; None if the command was still running at its time limit.
-        output: standard output and standard error together.
-        seconds: wall-clock time.
+        code: Exit code, negative for a signal; `None` if the command exceeded its time limit.
+        output: Standard output and standard error together.
+        seconds: Wall-clock time.
     """
 
     code: int | None
@@ -78,7 +79,13 @@ def mupax(
     seconds: float = 4 * BOUND_S,
     cwd: Path = ROOT,
 ) -> Ended:
-    """Run one `mupax` command to its end, and kill it after `seconds`."""
+    """Run one `mupax` command to its end, or kill it after `seconds`.
+
+    Args:
+        environ: Variables in addition to those of this process.
+        seconds: Time limit. Default: 240.
+        cwd: Working directory. Default: the root of the repository.
+    """
     began = time.monotonic()
     process = start(words, environ, cwd)
     try:
@@ -94,10 +101,7 @@ def mupax(
 def start(
     words: Sequence[str | bytes], environ: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> subprocess.Popen[bytes]:
-    """Start one `mupax` command, whose two outputs go into one pipe.
-
-    Ctrl-C is caught there as in a terminal, also where this process is a background job that ignores it.
-    """
+    """Start one `mupax` command on the CPU, whose two outputs go into one pipe."""
     variables = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -117,16 +121,14 @@ def start(
 
 
 def _catch_interrupts() -> None:
+    """Let SIGINT raise KeyboardInterrupt, which a background job would ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def judge(ended: Ended, codes: Iterable[int]) -> Outcome:
-    """Return the verdict on an exit code and on what was printed: `ok` if neither shows a fault.
-
-    Args:
-        codes: exit codes that are right.
-    """
-    last_line = next((line for line in reversed(ended.output.splitlines()) if line.strip()), "")
+    """Return a fault that the output or an exit code not in `codes` shows, or `ok` if none does."""
+    lines = [line for line in ended.output.splitlines() if line.strip()]
+    last_line = lines[-1] if lines else ""
     detail = f"exit {ended.code}: {last_line[:160]}"
     if ended.code is None:
         return Outcome("hung", f"running after {ended.seconds:.0f} s: {last_line[:160]}")

@@ -1,1 +1,1 @@
-"""What goes wrong in a campaign: disks, buckets and files that fail or are broken."""
+"""Faults that campaigns inject: disks, buckets, clocks and links that fail, and broken files."""

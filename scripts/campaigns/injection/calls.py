@@ -1,4 +1,8 @@
-"""What is done to a process before it starts: a call of a function fails or waits, an option or a variable is another."""
+"""Actions that inject a fault into a process before it starts: failing calls, changed options.
+
+A process does its action first (`tiny_runs.Session`). Most actions replace a function, so that the
+fault comes at a call of that function later.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +14,43 @@ from pathlib import Path
 from typing import Any
 
 Action = Callable[[], object]
+Place = tuple[str, str]
+"""Name of a module, and dotted name of a function in it."""
 
 
-def at_call(module: str, name: str, call: int, wrapped: Callable[..., Any]) -> None:
-    """Have a function, `name` of a module or of a class in it, replaced at its `call`-th call."""
-    owner, calls = importlib.import_module(module), [0]
+def replace_call(module: str, name: str, call: int, replacement: Callable[..., Any]) -> None:
+    """Replace one call of a function.
+
+    Args:
+        module: Name of the module of the function.
+        name: Dotted name of the function in the module, such as `Class.method`.
+        call: Number of the call that is replaced, from 1.
+        replacement: Function that is called instead, with the real function and its arguments.
+    """
+    owner = importlib.import_module(module)
     *outer, name = name.split(".")
     for part in outer:
         owner = getattr(owner, part)
     real = getattr(owner, name)
+    num_calls = 0
 
     def counted(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        return wrapped(real, *args, **options) if calls[0] == call else real(*args, **options)
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == call:
+            return replacement(real, *args, **options)
+        return real(*args, **options)
 
     setattr(owner, name, counted)
 
 
 def strike() -> None:
-    """Note in the file that STRUCK names that the fault has come now."""
+    """Make the file that the variable STRUCK names. Its time says when the fault came."""
     Path(os.environ["STRUCK"]).touch()
 
 
 def struck(action: Action) -> Action:
-    """Return what notes that the fault has come, and then does an action."""
+    """Return an action that makes the file of `strike`, and then does another action."""
 
     def sick() -> None:
         strike()
@@ -42,35 +59,45 @@ def struck(action: Action) -> Action:
     return sick
 
 
-def when(place: tuple[str, str], call: int, action: Action, after: bool = False) -> Action:
-    """Return what has an action done at a call of a function: before it, or after it."""
+def on_call(place: Place, call: int, action: Action, after: bool = False) -> Action:
+    """Return an action that has another action done at a call of a function.
 
-    def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    Args:
+        call: Number of the call, from 1.
+        action: Action that is done before that call.
+        after: Call the real function before the action, too.
+    """
+
+    def replacement(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if after:
             real(*args, **options)
         struck(action)()
         return real(*args, **options)
 
-    return partial(at_call, *place, call, wrapped)
+    return partial(replace_call, *place, call, replacement)
 
 
-def with_result(place: tuple[str, str], change: Callable[[Any], Any]) -> Action:
-    """Return what changes the result of a function's first call."""
+def with_result(place: Place, change: Callable[[Any], Any]) -> Action:
+    """Return an action that changes the result of the first call of a function.
 
-    def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    Args:
+        change: Function from the real result to the changed one.
+    """
+
+    def replacement(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
         strike()
         return change(real(*args, **options))
 
-    return partial(at_call, *place, 1, wrapped)
+    return partial(replace_call, *place, 1, replacement)
 
 
 def variable(name: str, value: str) -> Action:
-    """Return what sets a variable of the environment."""
+    """Return an action that sets a variable of the environment."""
     return partial(os.environ.__setitem__, name, value)
 
 
 def option(name: str, value: Any) -> Action:
-    """Return what sets an option of JAX."""
+    """Return an action that sets an option of JAX."""
 
     def sick() -> None:
         import jax

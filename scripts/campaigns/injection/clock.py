@@ -1,4 +1,4 @@
-"""`clock.c` compiled: processes whose clock jumps when a file says so."""
+"""Processes whose clock jumps when a file says so. The library `clock.c` answers for the clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SOURCE = Path(__file__).with_name("clock.c")
 
 
 def compiled(folder: Path) -> Path:
-    """Return the library in a folder, compiled unless it is there."""
+    """Compile the library into a folder, unless it is there, and return its path."""
     library = folder / "clock.so"
     if not library.exists():
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
@@ -18,17 +18,19 @@ def compiled(folder: Path) -> Path:
 
 
 def environ(library: Path, file: Path) -> dict[str, str]:
-    """Return the variables of a process whose clock a file moves. The file is made, and moves it by nothing yet."""
+    """Return the variables of a process whose clock a file moves.
+
+    Also write the file, which moves the clock by 0 s at first.
+    """
     shift(file, 0)
     return {"LD_PRELOAD": str(library), "CLOCK_SHIFT": str(file)}
 
 
 def shift(file: Path, seconds: int) -> None:
-    """Move the clocks that a file moves, at once.
+    """Move the clocks of all processes that share a file, at once.
 
     Args:
-        file: that the processes share.
-        seconds: ahead, or back where it is negative.
+        seconds: Seconds ahead of the real time; back if negative.
     """
     if not file.exists():
         file.write_bytes(struct.pack("=q", seconds))

@@ -1,4 +1,7 @@
-"""What can happen to a checkpoint on a disk. Each kind changes one folder and says where; `scripts.campaigns.corruptions` uses them."""
+"""Kinds of damage to a checkpoint on a disk, which `scripts.campaigns.corruptions` does.
+
+Each function damages the folder of one checkpoint, and returns the name of what it damaged.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,26 @@ from mupax.train.checkpoints import layout
 
 
 def _files(folder: Path, at_least: int = 1) -> list[Path]:
-    held = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != layout.MANIFEST
-    ]
-    return [path for path in held if path.stat().st_size >= at_least]
+    """Return the files of a checkpoint except the manifest, sorted.
+
+    Args:
+        at_least: Smallest size in bytes. Default: files that are not empty.
+    """
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != layout.MANIFEST and path.stat().st_size >= at_least:
+            files.append(path)
+    return files
 
 
 def _older(folder: Path) -> Path:
-    return min(
-        (path for path in folder.parent.iterdir() if path.name.isdigit()),
-        key=lambda path: int(path.name),
-    )
+    """Return the folder of the oldest checkpoint beside a checkpoint."""
+    steps = [path for path in folder.parent.iterdir() if path.name.isdigit()]
+    return min(steps, key=lambda path: int(path.name))
 
 
 def flip(folder: Path, choose: random.Random) -> str:
-    """One bit of one file, the file chosen by its size half of the time."""
+    """Flip one bit of one file. Half of the time, large files are chosen more often."""
     files = _files(folder)
     weights = [path.stat().st_size for path in files] if choose.random() < 0.5 else None
     path = choose.choices(files, weights)[0]
@@ -40,21 +46,21 @@ def flip(folder: Path, choose: random.Random) -> str:
 
 
 def truncate(folder: Path, choose: random.Random) -> str:
-    """One file cut at any length, also to nothing."""
+    """Cut one file to a shorter length, which may be 0."""
     path = choose.choice(_files(folder))
     os.truncate(path, choose.randrange(path.stat().st_size))
     return path.name
 
 
 def zero(folder: Path, choose: random.Random) -> str:
-    """A stretch of one file written over with zeros, as a lost block of a disk is."""
+    """Write zeros over a stretch of one file, as a lost block of a disk leaves it."""
     while True:
         path = choose.choice(_files(folder))
         content = bytearray(path.read_bytes())
         start = choose.randrange(len(content))
-        stop = choose.choice(
-            [len(content), min(len(content), start + choose.choice([1, 16, 512, 4096]))]
-        )
+        length = choose.choice([1, 16, 512, 4096])
+        stop = choose.choice([len(content), min(len(content), start + length)])
+        # A stretch that has zeros already would not be damaged.
         if any(content[start:stop]):
             content[start:stop] = bytes(stop - start)
             path.write_bytes(content)
@@ -62,27 +68,30 @@ def zero(folder: Path, choose: random.Random) -> str:
 
 
 def delete(folder: Path, choose: random.Random) -> str:
-    """One file gone, or a whole folder."""
-    path = choose.choice(
-        [*_files(folder, 0), *(path for path in sorted(folder.rglob("*")) if path.is_dir())]
-    )
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Delete one file or one folder."""
+    folders = [path for path in sorted(folder.rglob("*")) if path.is_dir()]
+    path = choose.choice([*_files(folder, 0), *folders])
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
     return path.name
 
 
 def swap(folder: Path, choose: random.Random) -> str:
-    """Two files of one checkpoint exchanged."""
+    """Exchange the contents of two files that differ."""
     while True:
-        one, other = choose.sample(_files(folder, 0), 2)
-        contents = one.read_bytes(), other.read_bytes()
-        if contents[0] != contents[1]:
-            one.write_bytes(contents[1])
-            other.write_bytes(contents[0])
-            return f"{one.name} and {other.name}"
+        first, second = choose.sample(_files(folder, 0), 2)
+        first_content = first.read_bytes()
+        second_content = second.read_bytes()
+        if first_content != second_content:
+            first.write_bytes(second_content)
+            second.write_bytes(first_content)
+            return f"{first.name} and {second.name}"
 
 
 def exchange(folder: Path, choose: random.Random) -> str:
-    """A file of the same place in the step before, the folder of all arrays, or the whole step under this one's name."""
+    """Replace one file, all arrays or the complete checkpoint by those of the older checkpoint."""
     older = _older(folder)
     while True:
         kind = choose.random()
@@ -95,18 +104,17 @@ def exchange(folder: Path, choose: random.Random) -> str:
             shutil.copytree(older / "state", folder / "state")
             return "all arrays"
         path = choose.choice(_files(folder))
-        before = older / path.relative_to(folder)
-        if (
-            not before.is_file()
-        ):  # data files have names of their own: by what is beside them, in turn
-            before = choose.choice(_files(older))
-        if before.read_bytes() != path.read_bytes():
-            shutil.copyfile(before, path)
+        source = older / path.relative_to(folder)
+        if not source.is_file():
+            # Files of arrays have random names, which differ from step to step.
+            source = choose.choice(_files(older))
+        if source.read_bytes() != path.read_bytes():
+            shutil.copyfile(source, path)
             return path.name
 
 
 def manifest_damage(folder: Path, choose: random.Random) -> str:
-    """The manifest gone, cut, with a bit flipped, with one value edited, or of the step before."""
+    """Delete, cut or edit the manifest, flip a bit of it, or replace it by the older one."""
     path = folder / layout.MANIFEST
     content = bytearray(path.read_bytes())
     kind = choose.choice(["missing", "cut", "bit", "edited", "older"])
@@ -120,8 +128,8 @@ def manifest_damage(folder: Path, choose: random.Random) -> str:
     elif kind == "older":
         shutil.copyfile(_older(folder) / layout.MANIFEST, path)
     else:
-        whole = json.loads(content)
-        body = whole["manifest"]
+        fields = json.loads(content)
+        body = fields["manifest"]
         name = choose.choice(sorted(body["files"]))
         edit = choose.choice(["file", "array", "drop", "step"])
         if edit == "file":
@@ -132,7 +140,7 @@ def manifest_damage(folder: Path, choose: random.Random) -> str:
             body["arrays"][choose.choice(sorted(body["arrays"]))]["shards"][0][1] = "0" * 32
         else:
             body["step"] += 1
-        path.write_text(json.dumps(whole))
+        path.write_text(json.dumps(fields))
         kind = f"{edit} edited"
     return f"{layout.MANIFEST}, {kind}"
 
@@ -146,3 +154,4 @@ KINDS: dict[str, Callable[[Path, random.Random], str]] = {
     "taken from the step before": exchange,
     "manifest damaged": manifest_damage,
 }
+"""Kinds of damage by the names in the record."""

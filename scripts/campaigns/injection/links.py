@@ -1,4 +1,4 @@
-"""The data links of a process, cut as a firewall cuts them: what arrives at its sockets is dropped, and no end is told.
+"""Data links of a process, cut as a firewall cuts them: arriving bytes are dropped silently.
 
 The link to the coordinator stays. A socket needs no privilege to filter what it receives.
 """
@@ -16,20 +16,27 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-_ATTACH_FILTER, _DETACH_FILTER = 26, 27
+# Constants of <asm-generic/socket.h>, which the module `socket` lacks.
+_ATTACH_FILTER = 26
+_DETACH_FILTER = 27
 _DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)
-"""A program of the packet filter that returns 0: no byte of a packet is kept."""
+"""Program of the packet filter that returns 0: no byte of a packet is kept."""
 
 
 def coordinator_port() -> int:
-    """Return the port of the coordinator that this process' command line names."""
+    """Return the port of the coordinator, from the command line of this process."""
     place = sys.argv[sys.argv.index("--distributed.coordinator") + 1]
     return int(place.rpartition(":")[2])
 
 
 def data_sockets(spared: int) -> Iterator[socket.socket]:
-    """Yield a copy of every TCP socket of this process that is connected, but for those of one port."""
+    """Yield a copy of every connected TCP socket of this process.
+
+    Args:
+        spared: Port of the coordinator, whose sockets are left out.
+    """
     for name in os.listdir("/proc/self/fd"):
+        # A descriptor may be closed meanwhile, and a socket need not be connected.
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
@@ -42,10 +49,10 @@ def data_sockets(spared: int) -> Iterator[socket.socket]:
 
 
 def cut(seconds: float | None = None) -> None:
-    """Drop what arrives at the data sockets from now on, also at those that are connected later.
+    """Drop everything that arrives at the data sockets from now on, new sockets included.
 
     Args:
-        seconds: after which they work again; None never.
+        seconds: Time after which the sockets work again; `None` for never.
     """
     began = time.monotonic()
     spared = coordinator_port()
@@ -64,11 +71,12 @@ def cut(seconds: float | None = None) -> None:
 
 
 def _drop(link: socket.socket) -> None:
+    """Attach the filter that drops every packet to a socket."""
     code = ctypes.create_string_buffer(_DROP_ALL)
     link.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
 
 
 def reset() -> None:
-    """Close the data sockets in both directions, which the other end is told."""
+    """Shut the data sockets down in both directions. The other end sees the end of the stream."""
     for link in data_sockets(coordinator_port()):
         link.shutdown(socket.SHUT_RDWR)

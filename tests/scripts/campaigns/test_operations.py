@@ -82,5 +82,5 @@ def test_the_committed_campaign_is_what_its_page_says() -> None:
     runs = json.loads(PAGE.with_name("operations.json").read_text())["runs"]
     assert operations.page(runs) in PAGE.read_text()
     for place, least in ((("disk", 1), 100), (("bucket", 1), 60), (("bucket", 2), 20)):
-        assert sum(len(run["kills"]) for run in runs if operations.where(run) == place) >= least
+        assert sum(len(run["kills"]) for run in runs if operations.place_of(run) == place) >= least
     assert not [run for run in runs if run["differences"]]

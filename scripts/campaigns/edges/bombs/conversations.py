@@ -1,4 +1,4 @@
-"""Chat templates that loop or grow, rendered for conversations that are as they should be."""
+"""Samples of chat templates that loop or grow, rendered for ordinary conversations."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ _STEPS = {
 
 
 def samples() -> Iterator[Sample]:
-    """Yield every sample of this kind."""
-    bodies = {
-        title: "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = "
-        + step
-        + " %}{% endfor %}"
-        for title, step in _STEPS.items()
-    } | {
+    """Yield every sample of a chat template."""
+    bodies = {}
+    for title, step in _STEPS.items():
+        bodies[title] = (
+            "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = "
+            + step
+            + " %}{% endfor %}"
+        )
+    bodies |= {
         "a loop of 10^9": "{% for i in range(10**9) %}x{% endfor %}",
         "loops in loops": _LOOP * 3 + "{% endfor %}" * 3,
         "a text times 10^10": "{{ 'x' * 10**10 }}",
@@ -43,7 +45,10 @@ def samples() -> Iterator[Sample]:
         "slices of 10^9": "{{ [1] | slice(10**9) | list | length }}",
         "JSON indented by 10^9": "{{ {'a': 1} | tojson(indent=10**9) }}",
         "10^6 paragraphs of lorem ipsum": "{{ lipsum(n=1000000) }}",
-        "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "a macro that calls itself twice": (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ f(40) }}"
+        ),
         "a macro that calls itself for ever": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "a join of many": "{{ range(99999) | join('x' * 100000) }}",
         "blocks nested 5,000 deep": "{% if true %}" * 5000 + "x" + "{% endif %}" * 5000,
@@ -59,7 +64,10 @@ def samples() -> Iterator[Sample]:
         codes = EITHER if title in either else REFUSED
         yield Sample(f"chat template: {title}", "chat templates", make, _read, codes)
     ordinary = {
-        "ChatML": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>' + '\n' }}{% endfor %}",
+        "ChatML": (
+            "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim "
+            "+ '<|im_end|>' + '\n' }}{% endfor %}"
+        ),
         "a loop over 1,000 numbers": _PLAIN + "{% for i in range(1000) %}{% endfor %}",
     }
     for title, template in ordinary.items():
@@ -68,6 +76,7 @@ def samples() -> Iterator[Sample]:
 
 
 def _make(folder: Path, template: str) -> None:
+    """Write a template and sixty short conversations."""
     (folder / "chat.jinja").write_text(template)
     with (folder / "chat.jsonl").open("w") as file:
         for number in range(60):
@@ -77,6 +86,7 @@ def _make(folder: Path, template: str) -> None:
 
 
 def _read(folder: Path) -> int:
+    """Make batches of the conversations as a run does."""
     return first_batches(
         folder, "chat:chat.jsonl", chat_template="chat.jinja", model={"seq_len": 256}
     )

@@ -1,4 +1,4 @@
-"""Images that unpack to much, in every format that Pillow reads, and a photograph of 100 megapixels that must load."""
+"""Samples of images that unpack to much, in every format that Pillow reads, and a photograph."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from scripts.campaigns.edges.bombs.sample import (
 )
 
 PIXELS = "--data.limits.megapixels"
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 _READ = loading("images:images", images=True)
 _READ_THE_OTHERS = loading("images:images", images=True, on_broken="skip")
 
 
 def samples() -> Iterator[Sample]:
-    """Yield every sample of this kind."""
+    """Yield every sample of an image.
+
+    Each entry of the table has the content of the file, the right exit codes and a text that the
+    output must have.
+    """
     files: dict[str, tuple[Callable[[], bytes], tuple[int, ...], str]] = {
         "png: 13,000 x 13,000, black and white": (partial(_png, 13_000, 13_000), REFUSED, PIXELS),
         "png: 60,000 x 60,000, black and white": (partial(_png, 60_000, 60_000), REFUSED, PIXELS),
@@ -83,16 +88,25 @@ def samples() -> Iterator[Sample]:
         yield Sample(f"image {title}", "images", make, _READ, codes, flag)
     bomb = partial(_make, suffix="png", content=files["png: 13,000 x 13,000, black and white"][0])
     yield Sample(
-        "image png: 13,000 x 13,000, left out", "images", bomb, _READ_THE_OTHERS, LOADS, "left out"
+        "image png: 13,000 x 13,000, left out",
+        "images",
+        bomb,
+        _READ_THE_OTHERS,
+        LOADS,
+        "left out",
     )
     yield Sample("image png: 13,000 x 13,000, allowed", "images", bomb, _read_all, LOADS)
-    eight = partial(_make, suffix="png", content=files["png: 11,000 x 11,000, colour"][0], copies=4)
-    yield Sample("image png: four of 11,000 x 11,000", "images", eight, _READ, LOADS)
+    four = partial(_make, suffix="png", content=files["png: 11,000 x 11,000, colour"][0], copies=4)
+    yield Sample("image png: four of 11,000 x 11,000", "images", four, _READ, LOADS)
     yield Sample("image jpeg: a photograph of 100 megapixels", "honest", _photograph, _READ, LOADS)
 
 
 def _make(folder: Path, suffix: str, content: Callable[[], bytes], copies: int = 1) -> None:
-    """Write two classes of small images, and the sample among them."""
+    """Write two classes of small images, and copies of the sample into the first class.
+
+    Args:
+        content: Returns the bytes of the sample.
+    """
     _small_images(folder)
     data = content()
     for number in range(copies):
@@ -100,6 +114,7 @@ def _make(folder: Path, suffix: str, content: Callable[[], bytes], copies: int =
 
 
 def _small_images(folder: Path) -> None:
+    """Write two classes with twelve images of 40 x 40 pixels each."""
     import numpy as np
     from PIL import Image
 
@@ -111,6 +126,7 @@ def _small_images(folder: Path) -> None:
 
 
 def _read_all(folder: Path) -> int:
+    """Make batches of the images with a limit of 170 megapixels."""
     from mupax.train.config.data import LimitsConfig
 
     return first_batches(folder, "images:images", images=True, limits=LimitsConfig(megapixels=170))
@@ -119,11 +135,20 @@ def _read_all(folder: Path) -> int:
 def _drawn(
     kind: str, mode: str, side: int, *, turned: bool = False, progressive: bool = False
 ) -> bytes:
-    """Return an image of one colour, as Pillow writes it."""
+    """Return a square image of one colour, as Pillow writes it.
+
+    Args:
+        kind: Format of the file, such as `PNG`.
+        mode: Mode of the pixels, such as `RGB`.
+        side: Width and height in pixels.
+        turned: Add an EXIF tag that turns the image by a quarter.
+        progressive: Write a progressive file. Only for `JPEG`.
+    """
     from PIL import ExifTags, Image
 
-    image = Image.new(mode, (side, side), None if mode != "RGBA" else (200, 30, 30, 128))  # pyright: ignore
-    out = io.BytesIO()
+    colour = (200, 30, 30, 128) if mode == "RGBA" else None
+    image = Image.new(mode, (side, side), colour)  # pyright: ignore
+    stream = io.BytesIO()
     options: dict[str, object] = {"progressive": True} if progressive else {}
     if turned:
         exif = Image.Exif()
@@ -133,129 +158,118 @@ def _drawn(
         options |= {"compression": "tiff_deflate", "strip_size": 2**31 - 1}
     if kind == "WEBP":
         options["method"] = 0
-    image.save(out, kind, **options)
-    return out.getvalue()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
-    return (
-        struct.pack(">I", len(content))
-        + kind
-        + content
-        + struct.pack(">I", zlib.crc32(kind + content))
-    )
+    """Return a chunk of a PNG, with its length and checksum."""
+    checksum = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + checksum
 
 
 def _png(width: int, height: int) -> bytes:
-    """Return a black PNG of one bit a pixel."""
+    """Return a black PNG with one bit for each pixel."""
     packer = zlib.compressobj(9)
     row = bytes((width + 7) // 8 + 1)
     rows = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + _chunk(b"IHDR", header)
-        + _chunk(b"IDAT", rows)
-        + _chunk(b"IEND", b"")
-    )
+    chunks = _chunk(b"IHDR", header) + _chunk(b"IDAT", rows) + _chunk(b"IEND", b"")
+    return _PNG_SIGNATURE + chunks
 
 
 def _png_header(width: int, height: int) -> bytes:
+    """Return a PNG whose header claims a size that its 100 bytes of data do not have."""
     header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + _chunk(b"IHDR", header)
-        + _chunk(b"IDAT", bytes(100))
-        + _chunk(b"IEND", b"")
-    )
+    chunks = _chunk(b"IHDR", header) + _chunk(b"IDAT", bytes(100)) + _chunk(b"IEND", b"")
+    return _PNG_SIGNATURE + chunks
 
 
 def _png_text() -> bytes:
+    """Return a small PNG with a compressed text of 60 MB."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
     info = PngInfo()
     info.add_text("k", "x" * (60 << 20), zip=True)
-    out = io.BytesIO()
-    Image.new("RGB", (40, 40)).save(out, "PNG", pnginfo=info)
-    return out.getvalue()
+    stream = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(stream, "PNG", pnginfo=info)
+    return stream.getvalue()
 
 
 def _png_profile() -> bytes:
-    whole = _png(40, 40)
+    """Return a small PNG with a compressed colour profile of 200 MB."""
+    image = _png(40, 40)
     profile = _chunk(b"iCCP", b"name\0\0" + zlib.compress(bytes(200 << 20), 9))
-    return whole[:33] + profile + whole[33:]
+    # The first 33 bytes are the signature and the header.
+    return image[:33] + profile + image[33:]
 
 
 def _jpeg_header() -> bytes:
-    whole = bytearray(_drawn("JPEG", "RGB", 64))
-    place = whole.index(b"\xff\xc0")
-    whole[place + 5 : place + 9] = struct.pack(">HH", 65_500, 65_500)
-    return bytes(whole)
+    """Return a JPEG of 64 x 64 pixels whose header claims 65,500 x 65,500."""
+    image = bytearray(_drawn("JPEG", "RGB", 64))
+    place = image.index(b"\xff\xc0")
+    image[place + 5 : place + 9] = struct.pack(">HH", 65_500, 65_500)
+    return bytes(image)
 
 
 def _jpeg_exif() -> bytes:
+    """Return a JPEG with a description of 60 kB in its EXIF data."""
     from PIL import Image
 
     exif = Image.Exif()
     exif[270] = "x" * 60_000
-    out = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(out, "JPEG", exif=exif)
-    return out.getvalue()
+    stream = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(stream, "JPEG", exif=exif)
+    return stream.getvalue()
 
 
 def _gif_header() -> bytes:
-    whole = bytearray(_drawn("GIF", "P", 64))
-    whole[6:10] = struct.pack("<HH", 65_535, 65_535)
-    return bytes(whole)
+    """Return a GIF of 64 x 64 pixels whose header claims 65,535 x 65,535."""
+    image = bytearray(_drawn("GIF", "P", 64))
+    image[6:10] = struct.pack("<HH", 65_535, 65_535)
+    return bytes(image)
 
 
 def _frames() -> bytes:
+    """Return a GIF of 5,000 frames."""
     from PIL import Image
 
     frames = [Image.new("P", (64, 64), number % 256) for number in range(5000)]
-    out = io.BytesIO()
-    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:])
-    return out.getvalue()
+    stream = io.BytesIO()
+    frames[0].save(stream, "GIF", save_all=True, append_images=frames[1:])
+    return stream.getvalue()
 
 
 def _bmp_header(side: int) -> bytes:
-    header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 0, 0, 0, 256, 0)
-    return (
-        b"BM"
-        + struct.pack("<IHHI", 2000, 0, 0, 14 + 40 + 1024)
-        + header
-        + bytes(1024)
-        + b"\xff\x01" * 500
-        + b"\0\1"
-    )
+    """Return a BMP in run lengths whose header claims a square of `side` pixels."""
+    info = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 0, 0, 0, 256, 0)
+    palette = bytes(1024)
+    header = b"BM" + struct.pack("<IHHI", 2000, 0, 0, 14 + len(info) + len(palette))
+    return header + info + palette + b"\xff\x01" * 500 + b"\0\1"
 
 
 def _tga_header() -> bytes:
-    return struct.pack("<BBBHHBHHHHBB", 0, 0, 10, 0, 0, 0, 0, 0, 65_535, 65_535, 24, 0) + bytes(
-        1000
-    )
+    """Return a TGA in run lengths whose header claims 65,535 x 65,535 pixels."""
+    header = struct.pack("<BBBHHBHHHHBB", 0, 0, 10, 0, 0, 0, 0, 0, 65_535, 65_535, 24, 0)
+    return header + bytes(1000)
 
 
 def _pcx_header() -> bytes:
-    return (
-        struct.pack("<BBBBHHHH", 10, 5, 1, 8, 0, 0, 59_999, 59_999)
-        + bytes(52)
-        + b"\0\1"
-        + struct.pack("<H", 60_000)
-        + bytes(2000)
-    )
+    """Return a PCX whose header claims 60,000 x 60,000 pixels."""
+    header = struct.pack("<BBBBHHHH", 10, 5, 1, 8, 0, 0, 59_999, 59_999)
+    return header + bytes(52) + b"\0\1" + struct.pack("<H", 60_000) + bytes(2000)
 
 
 def _sgi_header() -> bytes:
+    """Return an SGI image in run lengths whose header claims 65,535 x 65,535 pixels."""
     return struct.pack(">HBBHHHH", 474, 1, 1, 3, 65_535, 65_535, 3) + bytes(2000)
 
 
 def _icon() -> bytes:
-    entries = b"".join(
-        struct.pack("<BBBBHHII", 0, 0, 0, 0, 1, 32, 10_000_000, 6 + 256 * 16) for _ in range(256)
-    )
-    return struct.pack("<HHH", 0, 1, 256) + entries + _png(256, 256)
+    """Return an icon with 256 entries that all point at one image."""
+    entry = struct.pack("<BBBBHHII", 0, 0, 0, 0, 1, 32, 10_000_000, 6 + 256 * 16)
+    return struct.pack("<HHH", 0, 1, 256) + entry * 256 + _png(256, 256)
 
 
 def _photograph(folder: Path) -> None:

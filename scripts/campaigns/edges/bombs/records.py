@@ -1,4 +1,4 @@
-"""Records that unpack to much: JSON lines under every compression, Parquet, data sets of `datasets`, token ids, IDX and TFDS."""
+"""Samples of records that unpack to much: JSON lines, Parquet, `datasets`, NumPy and IDX."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _GOOD = b"".join(
     json.dumps({"text": f"{_WORDS[i % 10]} {i} {_WORDS[i % 7]}"}).encode() + b"\n"
     for i in range(300)
 )
+"""Three hundred ordinary records as JSON lines."""
 
 
 def samples() -> Iterator[Sample]:
-    """Yield every sample of this kind."""
+    """Yield every sample of records and arrays."""
     yield from _lines()
     yield from _plain_lines()
     yield from _parquet()
@@ -44,7 +45,7 @@ def samples() -> Iterator[Sample]:
 
 
 def _write(file: Path, blocks: Iterator[bytes]) -> None:
-    """Write a file, compressed as its suffix says, without holding it in memory."""
+    """Write blocks into a file, compressed as its suffix says, one at a time."""
     match file.suffix:
         case ".gz":
             with gzip.open(file, "wb", 9) as stream:
@@ -67,35 +68,41 @@ def _write(file: Path, blocks: Iterator[bytes]) -> None:
 
 
 def _long_first() -> Iterator[bytes]:
+    """Yield a line of 1.2 GB, then good lines."""
     yield b'{"text":"'
     yield from [b"a" * MIB] * 1200
     yield b'"}\n' + _GOOD
 
 
 def _long_later() -> Iterator[bytes]:
+    """Yield good lines, a line of 1.2 GB, and good lines."""
     yield _GOOD + b'{"text":"'
     yield from [b"a" * MIB] * 1200
     yield b'"}\n' + _GOOD
 
 
 def _long_without_end() -> Iterator[bytes]:
+    """Yield good lines, then a line of 1.2 GB without an end."""
     yield _GOOD + b'{"text":"'
     yield from [b"a" * MIB] * 1200
 
 
 def _many_lines() -> Iterator[bytes]:
+    """Yield one line 36 million times."""
     block = b'{"text":"the same line again"}\n' * 30_000
     for _ in range(1200):
         yield block
 
 
 def _many_empty_lines() -> Iterator[bytes]:
+    """Yield good lines, then 1.2 GB of empty lines."""
     yield _GOOD
     for _ in range(1200):
         yield b"\n" * MIB
 
 
 def _wide_list() -> Iterator[bytes]:
+    """Yield good lines, then a line with a list of 7 million objects."""
     yield _GOOD + b'{"text":"ok","x":['
     for _ in range(7):
         yield b"{}," * MIB
@@ -114,6 +121,7 @@ _STREAMS: dict[str, tuple[Callable[[], Iterator[bytes]], str]] = {
 
 
 def _lines() -> Iterator[Sample]:
+    """Yield samples of compressed JSON lines."""
     for suffix in ("gz", "zst", "bz2", "xz"):
         for title, (blocks, flag) in _STREAMS.items():
             file = f"data.jsonl.{suffix}"
@@ -121,9 +129,12 @@ def _lines() -> Iterator[Sample]:
             read = command(f"data prepare records:{file}")
             codes = REFUSED if flag else LOADS
             yield Sample(f"{file}: {title}", f"JSON lines .{suffix}", make, read, codes, flag)
-    # Where nothing stands before what is left out, nothing is left to read.
-    left = (("gz", "a later line of 1.2 GB", "left out"), ("zst", "a first line of 1.2 GB", RATIO))
-    for suffix, title, says in left:
+    # If the long line is the first one, nothing is left to read after it is left out.
+    skipped = (
+        ("gz", "a later line of 1.2 GB", "left out"),
+        ("zst", "a first line of 1.2 GB", RATIO),
+    )
+    for suffix, title, says in skipped:
         file = f"data.jsonl.{suffix}"
         make = partial(_make_file, file=file, blocks=_STREAMS[title][0])
         read = command(f"data prepare records:{file} --on-broken skip")
@@ -138,16 +149,19 @@ def _lines() -> Iterator[Sample]:
 
 
 def _make_file(folder: Path, file: str, blocks: Callable[[], Iterator[bytes]]) -> None:
+    """Write a file from the blocks that `blocks` yields."""
     _write(folder / file, blocks())
 
 
 def _chat(folder: Path, file: str) -> int:
+    """Write a chat template, and make batches of the conversations in a file."""
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     (folder / "chat.jinja").write_text(template)
     return first_batches(folder, f"chat:{file}", chat_template="chat.jinja")
 
 
 def _plain_lines() -> Iterator[Sample]:
+    """Yield samples of JSON lines that are not compressed."""
     deep = b'{"text":"ok","x":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"
     digits = b'{"text":"ok","x":' + b"1" * 5_000_000 + b"}\n"
     contents = {
@@ -181,10 +195,12 @@ def _plain_lines() -> Iterator[Sample]:
 
 
 def _make_bytes(folder: Path, file: str, content: bytes) -> None:
+    """Write a file with this content."""
     (folder / file).write_bytes(content)
 
 
 def _parquet() -> Iterator[Sample]:
+    """Yield samples of Parquet."""
     tables: dict[str, tuple[Callable[[Path], object], tuple[int, ...], str]] = {
         "two million rows of a text of 1 MB": (_one_text, REFUSED, RATIO),
         "two million rows of a text of 20 MB": (
@@ -226,6 +242,7 @@ def _parquet() -> Iterator[Sample]:
 
 
 def _one_text(folder: Path, size: int = 1_000_000) -> None:
+    """Write two million rows that share one text of `size` letters."""
     import numpy as np
     import pyarrow as pa
     from pyarrow import parquet
@@ -239,6 +256,7 @@ def _one_text(folder: Path, size: int = 1_000_000) -> None:
 
 
 def _one_message(folder: Path) -> None:
+    """Write a million conversations whose messages share one text of 1 MB."""
     import numpy as np
     import pyarrow as pa
     from pyarrow import parquet
@@ -259,16 +277,17 @@ def _one_message(folder: Path) -> None:
 
 
 def _one_row(folder: Path, size: int) -> None:
+    """Write ten short rows and one of `size` MB."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    table = pa.table(
-        {"text": [f"{word} {i}" for i, word in enumerate(_WORDS)] + ["x" * (size * 1_000_000)]}
-    )
+    short_rows = [f"{word} {i}" for i, word in enumerate(_WORDS)]
+    table = pa.table({"text": [*short_rows, "x" * (size * 1_000_000)]})
     parquet.write_table(table, folder / "data.parquet", use_dictionary=False, compression="zstd")
 
 
 def _empty_rows(folder: Path, value: str | None) -> None:
+    """Write 40 million rows of one value."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -280,6 +299,7 @@ def _empty_rows(folder: Path, value: str | None) -> None:
 
 
 def _shared_prefix(folder: Path) -> None:
+    """Write 300 texts of 1 MB that differ in their ends, four times, encoded by shared prefixes."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -295,33 +315,35 @@ def _shared_prefix(folder: Path) -> None:
 
 
 def _hidden_size(folder: Path) -> None:
-    """Write a column of 600 MB, whose size in the footer is then made small."""
-    import pyarrow as pa
+    """Write a column of 600 MB, and make its size in the footer small."""
     from pyarrow import parquet
 
     file = folder / "data.parquet"
     _one_row(folder, 600)
     size = parquet.read_metadata(file).row_group(0).column(0).total_uncompressed_size
     content = file.read_bytes()
-    del pa
     written = _varint(size)
     start = content.rfind(written)
+    # The replacement must have as many bytes: continuation bits pad the small number.
     small = _varint(100)
     padded = bytes([small[0] | 128, small[1] | 128] + [128] * (len(written) - 3) + [0])
     file.write_bytes(content[:start] + padded + content[start + len(written) :])
 
 
 def _varint(number: int) -> bytes:
-    """Return a whole number as Thrift's compact protocol writes it."""
+    """Return a positive number as Thrift's compact protocol writes it, with at least two bytes."""
     number *= 2
-    out = []
+    digits = []
     while number >= 128:
-        out.append(number % 128 | 128)
+        digits.append(number % 128 | 128)
         number //= 128
-    return bytes([*out, number] if out else [number | 128, 0])
+    if digits:
+        return bytes([*digits, number])
+    return bytes([number | 128, 0])
 
 
 def _many_groups(folder: Path) -> None:
+    """Write 20,000 row groups of one row."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -330,6 +352,7 @@ def _many_groups(folder: Path) -> None:
 
 
 def _many_columns(folder: Path) -> None:
+    """Write one row of 20,000 columns."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -339,11 +362,15 @@ def _many_columns(folder: Path) -> None:
 
 
 def _ordinary(folder: Path, rows: int = 5000, row_group_size: int = 1000) -> Path:
+    """Write rows of ordinary texts, and return the path of the file."""
     import pyarrow as pa
     from pyarrow import parquet
 
     file = folder / "data.parquet"
-    texts = [" ".join(_WORDS[(i * k) % 10] + str(i * k) for k in range(1, 30)) for i in range(rows)]
+    texts = []
+    for row in range(rows):
+        words = [_WORDS[(row * k) % 10] + str(row * k) for k in range(1, 30)]
+        texts.append(" ".join(words))
     parquet.write_table(
         pa.table({"text": texts}), file, row_group_size=row_group_size, compression="zstd"
     )
@@ -351,11 +378,13 @@ def _ordinary(folder: Path, rows: int = 5000, row_group_size: int = 1000) -> Pat
 
 
 def _cut_off(folder: Path) -> None:
+    """Write an ordinary file without its last 20 bytes."""
     file = _ordinary(folder)
     file.write_bytes(file.read_bytes()[:-20])
 
 
 def _zeroed(folder: Path) -> None:
+    """Write an ordinary file with 2,000 zeros in its middle."""
     file = _ordinary(folder)
     content = bytearray(file.read_bytes())
     middle = len(content) // 2
@@ -364,6 +393,7 @@ def _zeroed(folder: Path) -> None:
 
 
 def _repeated_prompts(folder: Path) -> None:
+    """Write 100 prompts 2,000 times each, which compress well but are honest."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -374,6 +404,7 @@ def _repeated_prompts(folder: Path) -> None:
 
 
 def _hub() -> Iterator[Sample]:
+    """Yield samples of folders that `datasets` reads."""
     for suffix in ("gz", "zst", "xz"):
         make = partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_later)
         yield Sample(f"hf:FOLDER, .{suffix}: a line of 1.2 GB", "datasets", make, _STREAM, REFUSED)
@@ -388,21 +419,25 @@ def _hub() -> Iterator[Sample]:
 
 
 def _make_in_folder(folder: Path, file: str, blocks: Callable[[], Iterator[bytes]]) -> None:
+    """Write a file into `set` from the blocks that `blocks` yields."""
     (folder / "set").mkdir()
     _write(folder / "set" / file, blocks())
 
 
 def _hub_parquet(folder: Path) -> None:
+    """Write two million rows of one text into `set`."""
     (folder / "set").mkdir()
     _one_text(folder / "set")
 
 
 def _hub_ordinary(folder: Path) -> None:
+    """Write rows of ordinary texts into `set`."""
     (folder / "set").mkdir()
     _ordinary(folder / "set")
 
 
 def _arrays() -> Iterator[Sample]:
+    """Yield samples of NumPy and IDX files."""
     read_ids = command("data prepare records:ids.npy --tokenizer ids:300")
     for title, make in {
         "objects, which are pickled": _npy_objects,
@@ -437,21 +472,33 @@ def _arrays() -> Iterator[Sample]:
 
 
 def _npy_objects(folder: Path) -> None:
+    """Write token ids as an array of objects, which is pickled."""
     import numpy as np
 
     np.save(folder / "ids.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
 
 
 def _npy_fields(kind: str, shape: tuple[int, ...]) -> bytes:
+    """Return the text in the header of a NumPy file.
+
+    Args:
+        kind: Type of the array, such as `<u2`.
+    """
     return repr({"descr": kind, "fortran_order": False, "shape": shape}).encode()
 
 
 def _npy_header(folder: Path, header: bytes, length: int | None = None) -> None:
+    """Write token ids with this header and 1,000 bytes of data.
+
+    Args:
+        length: Length that the file claims for the header. Default: the true one.
+    """
     size = struct.pack("<I", len(header) if length is None else length)
     (folder / "ids.npy").write_bytes(b"\x93NUMPY\x02\x00" + size + header + bytes(1000))
 
 
 def _npz(folder: Path, shape: tuple[int, ...]) -> None:
+    """Write parts of CIFAR-5m whose images claim a shape but have 10 bytes."""
     import zipfile
 
     header = _npy_fields("|u1", shape)
@@ -460,6 +507,7 @@ def _npz(folder: Path, shape: tuple[int, ...]) -> None:
 
 
 def _npz_zeros(folder: Path) -> None:
+    """Write parts of CIFAR-5m with 5 GB of zeros each."""
     import zipfile
 
     def write(archive: Any) -> None:
@@ -473,6 +521,7 @@ def _npz_zeros(folder: Path) -> None:
 
 
 def _npz_objects(folder: Path) -> None:
+    """Write parts of CIFAR-5m whose images are objects, which are pickled."""
     import numpy as np
 
     for number in range(6):
@@ -480,6 +529,12 @@ def _npz_objects(folder: Path) -> None:
 
 
 def _write_parts(folder: Path, write: Callable[[Any], object], zipfile: Any) -> None:
+    """Write six equal parts of CIFAR-5m with ten labels.
+
+    Args:
+        write: Writes the images into an open archive.
+        zipfile: Module `zipfile`.
+    """
     import io
     import shutil
 
@@ -495,6 +550,13 @@ def _write_parts(folder: Path, write: Callable[[Any], object], zipfile: Any) -> 
 
 
 def _idx(folder: Path, sizes: tuple[int, int, int], *, plain: bool = False) -> None:
+    """Write training and test images in IDX.
+
+    Args:
+        sizes: Number, height and width of the images in the header.
+        plain: Write complete files without compression. Otherwise files of 10^9 pixels or more get
+            up to 1.2 GB of zeros, and smaller ones get none.
+    """
     total = sizes[0] * sizes[1] * sizes[2]
     labels = b"\0\0\x08\x01" + struct.pack(">I", sizes[0])
     content = b"\0\0\x08\x03" + struct.pack(">III", *sizes)
@@ -507,28 +569,23 @@ def _idx(folder: Path, sizes: tuple[int, int, int], *, plain: bool = False) -> N
             continue
         with gzip.open(folder / f"{name}-images-idx3-ubyte.gz", "wb", 1) as file:
             file.write(content)
-            for _ in range(min(total // (4 * MIB), 300) if total > 10**9 - 1 else 0):
-                file.write(bytes(4 * MIB))
+            if total >= 10**9:
+                for _ in range(min(total // (4 * MIB), 300)):
+                    file.write(bytes(4 * MIB))
         with gzip.open(folder / f"{name}-labels-idx1-ubyte.gz", "wb", 1) as file:
             file.write(labels + bytes([0, 1]))
 
 
 def _read_idx(folder: Path) -> int:
-    return first_batches(
-        folder,
-        f"idx:{folder}",
-        images=True,
-        model={"channels": 1, "image_size": 28, "patch_size": 7},
-    )
+    """Make batches of the images as 28 x 28 pixels."""
+    model = {"channels": 1, "image_size": 28, "patch_size": 7}
+    return first_batches(folder, f"idx:{folder}", images=True, model=model)
 
 
 def _read_pixel(folder: Path) -> int:
-    return first_batches(
-        folder,
-        f"idx:{folder}",
-        images=True,
-        model={"channels": 1, "image_size": 1, "patch_size": 1},
-    )
+    """Make batches of the images as one pixel."""
+    model = {"channels": 1, "image_size": 1, "patch_size": 1}
+    return first_batches(folder, f"idx:{folder}", images=True, model=model)
 
 
 def _honest() -> Iterator[Sample]:
@@ -554,6 +611,7 @@ def _honest() -> Iterator[Sample]:
 
 
 def _thirty_to_one() -> Iterator[bytes]:
+    """Yield 40,000 records that compress thirty to one."""
     import random
 
     choose = random.Random(0)
@@ -563,6 +621,7 @@ def _thirty_to_one() -> Iterator[bytes]:
 
 
 def _make_books(folder: Path) -> None:
+    """Write one book of 9 MB and thirty short records of random words."""
     import random
 
     choose = random.Random(0)
@@ -577,6 +636,11 @@ def _make_books(folder: Path) -> None:
 
 
 def _book(folder: Path, vocabulary: str) -> int:
+    """Prepare the records of `_make_books`, and return the exit code.
+
+    Args:
+        vocabulary: `bytes` or `subwords`.
+    """
     name = "bytes"
     if vocabulary == "subwords":
         from scripts.campaigns.edges.bombs.tokenizers import small_tokenizer

@@ -1,4 +1,4 @@
-"""A file of a stranger, what reads it and how that should end; and the readers that samples share."""
+"""Samples: files of strangers, each with the command that reads it and how that must end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 LOADS = (0,)
 REFUSED = (2,)
 EITHER = (0, 2)
-"""For damage that one version of a library reads and another does not."""
+"""Exit codes for damage that one version of a library reads and another refuses."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Sample:
     """A file of a stranger.
 
     Attributes:
-        name: unique.
-        group: kind of file.
-        make: writes it into an empty folder.
-        read: reads it from there as a command of a user's does, and returns the exit code.
-        codes: exit codes that are right.
-        says: part of the output that has to be there, such as the flag that raises a limit.
+        name: Unique name, which is that of the trial.
+        group: Kind of file.
+        make: Writes the file into an empty folder.
+        read: Reads it from that folder as a command does, and returns the exit code.
+        codes: Exit codes that are right. Default: `REFUSED`.
+        says: Text that the output must have, such as the flag that raises a limit.
     """
 
     name: str
@@ -38,7 +38,10 @@ class Sample:
 
 
 def mupax(folder: Path, *words: str) -> int:
-    """Run a `mupax` command in this process, with prepared data below the folder."""
+    """Run a `mupax` command in this process and the given folder, and return the exit code.
+
+    Prepared data go into `cache` below the folder.
+    """
     os.environ["MUPAX_DATA"] = str(folder / "cache")
     os.chdir(folder)
     sys.argv[1:] = words
@@ -50,7 +53,14 @@ def mupax(folder: Path, *words: str) -> int:
 
 
 def first_batches(folder: Path, name: str, **fields: Any) -> int:
-    """Load data as a run does, and make the first batches."""
+    """Load data as a run does, make a training and an evaluation batch, and return the exit code.
+
+    Args:
+        folder: Working directory, with `cache` for prepared data.
+        name: `data.name`.
+        **fields: Further fields of `DataConfig`. `images` makes the model a vision transformer, and
+            `model` has fields of the model.
+    """
     from mupax import terminal
     from mupax.train import data
     from mupax.train.config.data import DataConfig
@@ -72,23 +82,18 @@ def first_batches(folder: Path, name: str, **fields: Any) -> int:
         loaded = data.load(DataConfig(name=name, batch_size=2, **fields), model, seed=0)
         loaded.train_batch(0)
         loaded.eval_batch(0)
-        print(
-            {
-                name: loaded.facts[name]
-                for name in ("train_tokens", "train_images")
-                if name in loaded.facts
-            }
-        )
+        names = ("train_tokens", "train_images")
+        print({name: loaded.facts[name] for name in names if name in loaded.facts})
         return 0
 
     return load([])
 
 
 def command(line: str) -> Callable[[Path], int]:
-    """Return a reader: a `mupax` command in the folder of the sample."""
+    """Return a function for `Sample.read` that runs a `mupax` command in the sample's folder."""
     return lambda folder: mupax(folder, *line.split())
 
 
 def loading(name: str, **fields: Any) -> Callable[[Path], int]:
-    """Return a reader: what a run does with data of a name before its first step."""
+    """Return a function for `Sample.read` that calls `first_batches` with these arguments."""
     return lambda folder: first_batches(folder, name, **fields)

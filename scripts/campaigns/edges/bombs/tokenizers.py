@@ -1,4 +1,4 @@
-"""Files of tokenizers that unpack to much, and one of 30 MB that must load."""
+"""Samples of tokenizer.json that unpack to much, and one of 30 MB that must load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _READ = command("data prepare text:text.txt --tokenizer tokenizer.json --separat
 
 
 def samples() -> Iterator[Sample]:
-    """Yield every sample of this kind."""
+    """Yield every sample of a tokenizer.json.
+
+    Each entry of the table has the content of the file and the right exit codes.
+    """
     replace = {"type": "Replace", "pattern": {"String": "e"}}
     files: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
         "1,000 Unigram pieces of 9,000 letters": (_long_pieces, REFUSED),
@@ -109,13 +112,20 @@ def samples() -> Iterator[Sample]:
 
 
 def _make(folder: Path, content: Callable[[], Any]) -> None:
+    """Write a tokenizer.json and a text.
+
+    Args:
+        content: Returns the bytes of the file, or a value that is written as JSON.
+    """
     value = content()
-    text = value if isinstance(value, bytes) else json.dumps(value, ensure_ascii=False).encode()
-    (folder / "tokenizer.json").write_bytes(text)
+    if not isinstance(value, bytes):
+        value = json.dumps(value, ensure_ascii=False).encode()
+    (folder / "tokenizer.json").write_bytes(value)
     (folder / "text.txt").write_text("the hello of a world\n" * 2000 + "a" * 3000 + "\n")
 
 
 def _read_stream(folder: Path) -> int:
+    """Write records, and prepare them with the tokenizer."""
     with (folder / "data.jsonl").open("w") as file:
         for number in range(100):
             file.write(json.dumps({"text": f"here is text {number}"}) + "\n")
@@ -132,11 +142,16 @@ def _read_stream(folder: Path) -> int:
 
 
 def _letters(count: int) -> str:
+    """Return random letters and digits."""
     return "".join(random.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=count))
 
 
 def _described(model: dict[str, Any], **parts: Any) -> dict[str, Any]:
-    """Return a tokenizer.json of a model, with parts such as `normalizer`."""
+    """Return a tokenizer.json of a model.
+
+    Args:
+        **parts: Parts such as `normalizer`. Default: none.
+    """
     empty = dict.fromkeys(
         ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     )
@@ -144,6 +159,11 @@ def _described(model: dict[str, Any], **parts: Any) -> dict[str, Any]:
 
 
 def _model(**fields: Any) -> dict[str, Any]:
+    """Return a BPE model of letters.
+
+    Args:
+        **fields: Fields to change. `vocab` adds tokens to the letters.
+    """
     vocab = {character: i for i, character in enumerate(_CHARACTERS)} | fields.pop("vocab", {})
     none = dict.fromkeys(
         ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
@@ -153,56 +173,75 @@ def _model(**fields: Any) -> dict[str, Any]:
 
 
 def _bpe(**fields: Any) -> dict[str, Any]:
+    """Return a tokenizer.json with a BPE model that has these fields."""
     return _described(_model(**fields))
 
 
 def small_tokenizer() -> dict[str, Any]:
-    """Return a tokenizer.json of letters, with a separator."""
+    """Return a tokenizer.json of letters, with <|endoftext|> as token 40."""
     return _part("added_tokens", [_added_token(40, "<|endoftext|>")])()
 
 
 def _normalizer(step: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns a tokenizer.json with a normalizer."""
     return _part("normalizer", step)
 
 
 def _part(name: str, value: Any) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns a tokenizer.json with one part, such as `decoder`."""
     return partial(_described, _model(), **{name: value})
 
 
 def _split(pattern: str) -> dict[str, Any]:
+    """Return a pre-tokenizer that splits by a regular expression."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _pieces(count: int, length: int) -> dict[str, Any]:
+    """Return a tokenizer.json with random Unigram pieces.
+
+    Args:
+        length: Number of letters in each of the pieces.
+    """
     pieces = [[character, -1.0] for character in _CHARACTERS]
     pieces += [[_letters(length), -2.0] for _ in range(count)]
     return _described({"type": "Unigram", "unk_id": 0, "vocab": pieces})
 
 
 def _long_pieces() -> dict[str, Any]:
+    """Return a tokenizer.json with 1,000 Unigram pieces of 9,000 letters."""
     return _pieces(1000, 9000)
 
 
 def _hidden_pieces() -> bytes:
+    """Return `_long_pieces` with two words written by escapes, which hides them from a search."""
     text = json.dumps(_long_pieces())
     return text.replace('"vocab"', '"\\u0076ocab"').replace('"Unigram"', '"\\u0055nigram"').encode()
 
 
 def _many_tokens() -> dict[str, Any]:
+    """Return a tokenizer.json with 400,000 BPE tokens."""
     return _bpe(vocab={_letters(10): i + 30 for i in range(400_000)})
 
 
 def _added_token(number: int, content: str) -> dict[str, Any]:
+    """Return the entry of a special token with the id `number`."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": content, **flags, "special": True}
 
 
 def _added(count: int, length: int) -> dict[str, Any]:
+    """Return a tokenizer.json with random special tokens.
+
+    Args:
+        length: Number of letters in each of the tokens.
+    """
     tokens = [_added_token(30 + i, _letters(length)) for i in range(count)]
     return _part("added_tokens", tokens)()
 
 
 def _template() -> dict[str, Any]:
+    """Return a tokenizer.json whose template puts 150,000 tokens before a text."""
     single = [{"SpecialToken": {"id": "a", "type_id": 0}}] * 150_000 + [
         {"Sequence": {"id": "A", "type_id": 0}}
     ]
@@ -215,10 +254,12 @@ def _template() -> dict[str, Any]:
 
 
 def _branches() -> dict[str, Any]:
+    """Return a tokenizer.json that splits by a regular expression of 300,000 branches."""
     return _part("pre_tokenizer", _split("|".join(_letters(10) for _ in range(300_000))))()
 
 
 def _word_piece() -> dict[str, Any]:
+    """Return a tokenizer.json with a WordPiece model that takes words of 10^9 letters."""
     vocab = {character: i for i, character in enumerate(_CHARACTERS)}
     fields = {
         "unk_token": "a",
@@ -229,6 +270,7 @@ def _word_piece() -> dict[str, Any]:
 
 
 def _nested() -> bytes:
+    """Return a tokenizer.json with 100 normalizers, each in the next one."""
     inner = '{"type":"Lowercase"}'
     for _ in range(100):
         inner = f'{{"type":"Sequence","normalizers":[{inner}]}}'
@@ -237,6 +279,7 @@ def _nested() -> bytes:
 
 
 def _padded() -> dict[str, Any]:
+    """Return a tokenizer.json that pads texts to 10^9 tokens."""
     fixed = {
         "strategy": {"Fixed": 10**9},
         "direction": "Right",
@@ -248,7 +291,7 @@ def _padded() -> dict[str, Any]:
 
 
 def _large() -> bytes:
-    """Return a tokenizer.json of 30 MB, as Gemma's: a vocabulary of 262,000 and their merges, each piece on a line."""
+    """Return a tokenizer.json of 30 MB, as large as Gemma's: 262,000 tokens and their merges."""
     choose = random.Random(2)
     syllables = ["".join(pair) for pair in itertools.product("bcdfgklmnprstvz", "aeiou")]
     letters = sorted(set("".join(syllables)) | set(_CHARACTERS))
@@ -268,7 +311,11 @@ def _large() -> bytes:
                 merges.append([first, second])
                 longer.append(first + second)
         level = longer
-    for token in [*vocab]:
-        if len(token) >= 6 and token[:2] in vocab and token[2:] in vocab and len(merges) < 500_000:
-            merges.append([token[:2], token[2:]])
+    # Longer tokens get a second merge.
+    for token in vocab:
+        first = token[:2]
+        second = token[2:]
+        has_parts = first in vocab and second in vocab
+        if len(token) >= 6 and has_parts and len(merges) < 500_000:
+            merges.append([first, second])
     return json.dumps(_bpe(vocab=vocab, merges=merges), indent=2).encode()

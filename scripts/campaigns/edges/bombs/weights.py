@@ -1,4 +1,4 @@
-"""Weights of strangers: headers, indices and configs that claim much, values that are no numbers, links, and TFDS features."""
+"""Samples of weights: headers, indices and configs that claim much, NaN, links, TFDS features."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ from scripts.campaigns.edges.bombs.sample import (
 )
 
 _CONFIG = {
-    "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16,
-    "activation_function": "gelu_new", "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 32,
+    "n_positions": 16,
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+}
 
 _IMPORT = command("import model --out imported")
 
 
 def samples() -> Iterator[Sample]:
-    """Yield every sample of this kind."""
+    """Yield every sample of weights, links and features."""
     yield Sample("weights: ordinary", "weights", _weights, _IMPORT, LOADS)
     yield from _values()
     yield from _headers()
@@ -40,17 +46,15 @@ def samples() -> Iterator[Sample]:
 
 
 def _tensors() -> dict[str, Any]:
+    """Return random tensors of the model of `_CONFIG`, by their names in GPT-2."""
     import numpy as np
 
     choose = np.random.default_rng(0)
     shapes = {"transformer.wte.weight": (32, 16), "transformer.wpe.weight": (16, 16)}
     for layer in range(2):
         block = f"transformer.h.{layer}."
-        shapes |= {
-            f"{block}{norm}.{part}": (16,)
-            for norm in ("ln_1", "ln_2")
-            for part in ("weight", "bias")
-        }
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"{block}{norm}.weight": (16,), f"{block}{norm}.bias": (16,)}
         shapes |= {f"{block}attn.c_attn.weight": (16, 48), f"{block}attn.c_attn.bias": (48,)}
         shapes |= {f"{block}attn.c_proj.weight": (16, 16), f"{block}attn.c_proj.bias": (16,)}
         shapes |= {f"{block}mlp.c_fc.weight": (16, 64), f"{block}mlp.c_fc.bias": (64,)}
@@ -60,6 +64,12 @@ def _tensors() -> dict[str, Any]:
 
 
 def _weights(folder: Path, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
+    """Write weights into `model`, and return its path.
+
+    Args:
+        tensors: Tensors by name. Default: `_tensors()`.
+        **config: Fields of config.json that differ from `_CONFIG`.
+    """
     from safetensors.numpy import save_file
 
     place = folder / "model"
@@ -70,7 +80,7 @@ def _weights(folder: Path, tensors: dict[str, Any] | None = None, **config: Any)
 
 
 def _describe(folder: Path) -> int:
-    """Open the weights as `train.load` does, and write a text."""
+    """Load the weights as `train.load` does, generate two tokens, and return the exit code."""
     from mupax import terminal
 
     os.environ["MUPAX_DATA"] = str(folder / "cache")
@@ -86,33 +96,18 @@ def _describe(folder: Path) -> int:
 
 
 def _init_from(folder: Path) -> int:
+    """Train for one step from the weights, and return the exit code."""
     (folder / "text.txt").write_text("a text of words\n" * 300)
-    words = [
-        "lm-tiny",
-        "--init-from",
-        "model",
-        "--data.name",
-        "text:text.txt",
-        "--steps",
-        "1",
-        "--workdir",
-        "run",
-    ]
-    sizes = [
-        "--model.width",
-        "16",
-        "--model.depth",
-        "2",
-        "--model.num-heads",
-        "2",
-        "--model.seq-len",
-        "16",
-    ]
-    more = ["--model.vocab-size", "32", "--data.tokenizer", "ids:32"]
-    return mupax(folder, "train", *words, *sizes, *more)
+    words = (
+        "lm-tiny --init-from model --data.name text:text.txt --steps 1 --workdir run "
+        "--model.width 16 --model.depth 2 --model.num-heads 2 --model.seq-len 16 "
+        "--model.vocab-size 32 --data.tokenizer ids:32"
+    )
+    return mupax(folder, "train", *words.split())
 
 
 def _values() -> Iterator[Sample]:
+    """Yield samples of weights with a value that is not finite."""
     import math
 
     for title, value in {"NaN": math.nan, "infinity": math.inf}.items():
@@ -137,27 +132,39 @@ def _values() -> Iterator[Sample]:
 
 
 def _wrong_value(folder: Path, value: float, *, half: bool = False) -> None:
+    """Write weights with one wrong value in the embedding.
+
+    Args:
+        half: Write the weights as float16. Default: false.
+    """
     import numpy as np
 
     tensors = _tensors()
     tensors["transformer.wte.weight"][3, 5] = value
-    _weights(
-        folder,
-        {name: array.astype(np.float16) if half else array for name, array in tensors.items()},
-    )
+    if half:
+        tensors = {name: array.astype(np.float16) for name, array in tensors.items()}
+    _weights(folder, tensors)
 
 
 def _raw(folder: Path, header: bytes, length: int | None = None, data: int = 64) -> None:
+    """Write a safetensors file with any header.
+
+    Args:
+        length: Length that the file claims for the header. Default: the true one.
+        data: Bytes of zeros after the header. Default: 64.
+    """
     place = _weights(folder)
     size = len(header) if length is None else length
     (place / "model.safetensors").write_bytes(struct.pack("<Q", size) + header + bytes(data))
 
 
 def _entry(shape: list[int], start: int, stop: int) -> dict[str, Any]:
+    """Return the entry of a float32 tensor in a header."""
     return {"dtype": "F32", "shape": shape, "data_offsets": [start, stop]}
 
 
 def _headers() -> Iterator[Sample]:
+    """Yield samples of safetensors with wrong headers and indices."""
     headers: dict[str, Callable[[Path], object]] = {
         "a header of 2^63 bytes": partial(_raw, header=b"{}", length=2**63),
         "a header of 90 MB that is not there": partial(_raw, header=b"{}", length=90_000_000),
@@ -198,11 +205,13 @@ def _headers() -> Iterator[Sample]:
 
 
 def _many_tensors(folder: Path) -> None:
+    """Write a safetensors file of 100,000 tensors."""
     header = {f"tensor {i}": _entry([1], 4 * i, 4 * i + 4) for i in range(100_000)}
     _raw(folder, json.dumps(header).encode(), data=400_000)
 
 
 def _index(folder: Path, file: Any) -> None:
+    """Write weights with an index that names `file` for every tensor."""
     place = _weights(folder)
     (place / "model.safetensors").rename(place / "part.safetensors")
     names = [*_tensors()]
@@ -211,6 +220,7 @@ def _index(folder: Path, file: Any) -> None:
 
 
 def _many_in_index(folder: Path) -> None:
+    """Write weights with an index of 300,000 tensors."""
     place = _weights(folder)
     (place / "model.safetensors").rename(place / "part.safetensors")
     index = {"weight_map": {f"t{i}": "part.safetensors" for i in range(300_000)}}
@@ -218,17 +228,20 @@ def _many_in_index(folder: Path) -> None:
 
 
 def _deep_index(folder: Path) -> None:
+    """Write an index that is nested 100,000 deep."""
     place = _weights(folder)
     (place / "model.safetensors").unlink()
     (place / "model.safetensors.index.json").write_text("[" * 100_000 + "]" * 100_000)
 
 
 def _pickle(folder: Path) -> None:
+    """Write weights whose file has the name of a pickle."""
     place = _weights(folder)
     (place / "model.safetensors").rename(place / "pytorch_model.bin")
 
 
 def _configs() -> Iterator[Sample]:
+    """Yield samples of config.json with sizes that are too large or no sizes."""
     fields: dict[str, dict[str, Any]] = {
         "a million layers": {"n_layer": 1_000_000},
         "10^12 layers": {"n_layer": 10**12},
@@ -257,17 +270,20 @@ def _configs() -> Iterator[Sample]:
 
 
 def _deep_config(folder: Path) -> None:
+    """Write weights with a config.json that is nested 100,000 deep."""
     (_weights(folder) / "config.json").write_text(
         '{"model_type":"gpt2","x":' + "[" * 100_000 + "]" * 100_000 + "}"
     )
 
 
 def _wide_config(folder: Path) -> None:
+    """Write weights with a config.json that has a list of 3 million objects."""
     text = json.dumps(_CONFIG)[:-1] + ', "x": [' + "{}," * 3_000_000 + "{}]}"
     (_weights(folder) / "config.json").write_text(text)
 
 
 def _links() -> Iterator[Sample]:
+    """Yield samples of folders with links, which `mupax push` would upload."""
     read = command("push model --to me/model --dry-run")
     for name in ("README.md", "vocab.txt", "secret.json", "tokenizer.model"):
         make = partial(_linked, name=name)
@@ -294,23 +310,27 @@ def _links() -> Iterator[Sample]:
 
 
 def _linked(folder: Path, name: str) -> None:
+    """Write weights, with a link of this name to a secret outside of their folder."""
     (folder / "secret").write_text("a secret of the user's\n")
     place = _weights(folder)
     (place / name).symlink_to("../secret")
 
 
 def _link_of_link(folder: Path) -> None:
+    """Write weights with a link to a link to a secret."""
     _linked(folder, "LICENSE")
     (folder / "model" / "README.md").symlink_to("LICENSE")
 
 
 def _inner_link(folder: Path) -> None:
+    """Write weights with a link that leads to a file of the same folder."""
     place = _weights(folder)
     (place / "card").write_text("# A model\n")
     (place / "README.md").symlink_to("card")
 
 
 def _hub_cache(folder: Path) -> None:
+    """Write weights as the cache of the hub does: links to blobs, in a folder behind a link."""
     place = _weights(folder)
     blobs = folder / "hub" / "models--a--b" / "blobs"
     snapshot = folder / "hub" / "models--a--b" / "snapshots" / "0123"
@@ -323,12 +343,13 @@ def _hub_cache(folder: Path) -> None:
 
 
 def _features() -> Iterator[Sample]:
-    own = "tensorflow_datasets.core.features."
+    """Yield samples of data sets whose features name classes of strangers."""
+    prefix = "tensorflow_datasets.core.features."
     texts: dict[str, dict[str, Any]] = {
         "a module of the folder": {"pythonClassName": "stranger.Feature"},
         "a module of the folder, in the older form": {"type": "stranger.Feature", "content": {}},
         "a module of the folder, in a sequence": {
-            "pythonClassName": f"{own}sequence_feature.Sequence",
+            "pythonClassName": f"{prefix}sequence_feature.Sequence",
             "sequence": {"feature": {"python_class_name": "stranger.Feature"}},
         },
         "a module of Python": {"pythonClassName": "antigravity.Feature"},
@@ -346,7 +367,11 @@ def _features() -> Iterator[Sample]:
 
 
 def _data_set(folder: Path, feature: dict[str, Any] | None) -> None:
-    """Write a data set of a stranger, and a module whose import leaves a mark."""
+    """Write a data set of a stranger, and a module whose import ends the process.
+
+    Args:
+        feature: Description of its feature; `None` for a description that is nested 100,000 deep.
+    """
     (folder / "stranger.py").write_text("raise SystemExit('the code of a stranger ran')\n")
     place = folder / "sets" / "words" / "1.0.0"
     place.mkdir(parents=True)
@@ -366,7 +391,9 @@ def _data_set(folder: Path, feature: dict[str, Any] | None) -> None:
 
 
 def _read_data_set(folder: Path) -> int:
+    """Load the data set of a stranger, and return the exit code."""
     import sys
 
-    sys.path.insert(0, str(folder))  # as `python -m mupax` has it
+    # `python -m mupax` has the working directory there.
+    sys.path.insert(0, str(folder))
     return first_batches(folder, "words", data_dir=str(folder / "sets"))
