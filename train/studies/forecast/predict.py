@@ -61,8 +61,8 @@ class Prediction:
         log2_lr: log2 of the best peak rate. `None` if the rows' rate does not vary.
         loss: Loss of the run at the rate of `config`.
         scale: Parameters, tokens and batch of the run.
-        size_ratios: Ratio of each of these to the nearest end of the rows: above 1 if the run is larger
-            than all rows, below 1 if it is smaller, 1 inside of them.
+        size_ratios: Ratio of each of these to the nearest end of the rows. Above 1 if the run is
+            larger than all rows, below 1 if it is smaller, 1 if it lies between them.
         warnings: Reasons to doubt the prediction, a sentence each.
     """
 
@@ -143,6 +143,7 @@ def _refuse_other_runs(law: ScalingLaw, target: Setting) -> None:
     def distance(setting: Setting) -> float:
         return float(np.abs(setting.scale - target.scale).sum())
 
+    # Against the nearest setting, as fields that follow from the size then differ least.
     nearest = min(law.points.settings, key=distance)
     differences = field_differences(target.config, nearest.config)
     if differences:
@@ -168,6 +169,7 @@ def _octaves_beyond(law: ScalingLaw, scale: np.ndarray) -> np.ndarray:
     low = rows.scale.min(axis=0)
     high = rows.scale.max(axis=0)
     octaves = np.where(scale > high, scale - high, np.where(scale < low, scale - low, 0.0))
+    # Sizes that differ by rounding alone are the same.
     octaves = np.where(np.abs(octaves) < 1e-6, 0.0, octaves)
     for axis, name in enumerate(AXES):
         if octaves[axis] and high[axis] - low[axis] < 1e-6:

@@ -126,6 +126,7 @@ def with_name(argv: Sequence[str]) -> list[str]:
     for previous, word in zip(["", *argv], argv, strict=False):
         is_name = word in RECIPES or word in CONFIGS or cli.is_file(word)
         is_value = previous.startswith("--") and "=" not in previous
+        # A word after a flag is its value, unless the flag has its own behind `=`.
         if is_name and not is_value:
             return [*argv]
     return [model, *argv]
@@ -209,6 +210,7 @@ def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str
     if not args.tokens:
         return config
 
+    # A whole number of steps, so that the tokens are rounded and not the batch.
     tokens_per_step = config.data.batch_size * config.model.units
     steps = max(1, round(joint.amount("--tokens", args.tokens) / tokens_per_step))
     longer = sizes.grown_run(config, "tokens", steps * tokens_per_step)
@@ -309,6 +311,7 @@ def _on_chips(config: Config, args: Plan, chips: str) -> tuple[Config, Cost]:
         from mupax.train.pods import search
 
         # Batch sizes are not searched, because rate, steps and loss are those of this batch.
+        # The first report is the fastest that fits, if any fits.
         report: dict[str, Any] = search.search(config, chips, args.slices, args.limit, (1,))[0]
         config = _with_flags(config, shlex.split(report["flags"]))
     else:
@@ -377,6 +380,7 @@ def _by_formula(config: Config, args: Plan, count: int, chip: Chip, reason: str)
     Args:
         count: Number of chips, over which the state is split.
     """
+    # The least that a chip can hold: no mesh splits the state over more chips.
     state = _state_bytes(config) / count
     size = gib(int(state))
     memory = PlanRow(
@@ -604,6 +608,7 @@ def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> i
     rows = [*numbers.rows(config, estimates, request.source), *cost.rows]
     cautions = [*estimates.cautions, *cost.cautions]
     command = command_of(config) or "(no recipe has its name)"
+    # Names of the values need no head.
     header = ("", *COLUMNS[1:])
     Report(
         answers=[_conclusion(args.recipe, config, rows, fits=cost.fits)],

@@ -134,6 +134,7 @@ def flags(fields: Sequence[tuple[str, Any]]) -> str:
     """
     texts = []
     for name, value in fields:
+        # A preset's constants are several words after one flag.
         values = value if isinstance(value, list) else [str(value)]
         words = " ".join(shlex.quote(word) for word in values)
         texts.append(f"--{name.replace('_', '-')} {words}")
@@ -169,6 +170,7 @@ def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
     for rule in horizon.RULES.values():
         if rule.lr is not None and "adam" in rule.families:
             rates[rule.name] = log2_lr + math.log2(rule.factor("lr", ratios))
+    # Rules that nearly agree need no caution.
     octaves = max(rates.values()) - min(rates.values())
     if octaves < APART:
         return []

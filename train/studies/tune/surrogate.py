@@ -163,8 +163,8 @@ def fitted(unit: np.ndarray, values: np.ndarray, previous: Any = None) -> Any:
     Args:
         unit: Points, [n, D].
         values: Values at these points, [n].
-        previous: Fitted process whose kernel is used again: its length scales, amplitude and noise. By
-            default they are those of maximum likelihood.
+        previous: Fitted process whose kernel is used again: its length scales, amplitude and noise.
+            By default they are those of maximum likelihood.
 
     Returns:
         A `GaussianProcessRegressor` of scikit-learn.
