@@ -1,1 +1,1 @@
-"""Loss and best learning rate of a run before it is run: a law fitted to a study's rows, and what it says with intervals."""
+"""Forecast of a run's loss and best learning rate, by a law fitted to a study's rows."""

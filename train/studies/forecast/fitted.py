@@ -1,17 +1,27 @@
-"""A law with what is not known of it: noise, samples of its parameters, and how far it misses sizes larger than it has seen.
+"""Fitted law with all that its intervals need: noise, samples, and its error beyond the rows.
 
-Three things make an interval. **Parameters**: resamples of the rows, each fitted anew: every setting's losses are moved together by
-a draw of what settings miss the law by (they are few, so drawn and not chosen again; at least what the seeds' noise is), each
-rate's by a draw of its seeds (Rubin's Bayesian bootstrap 1981, widened for few of them), and the priors' means by their widths.
-**A run**: it misses the law as settings do, and has a seed. **Distance**: the law is fitted without the largest one or two values of
-each axis, and what it then misses those by, over the octaves between, is what it is taken to miss larger ones by, an octave; as there
-are few such fits, that is a Student's t around `BEYOND`, as if two more had been measured.
+Three things make an interval.
+
+* **Parameters.** The law is fitted anew to many resamples of the rows. All losses of a setting move
+  together by a draw of how far settings miss the law (at least the noise of the seeds). Settings
+  are few, so that none is left out of a resample. Losses at single rates move by new weights of
+  their seeds (Rubin's Bayesian bootstrap 1981, widened for few seeds). The means of the priors move
+  by the priors' widths.
+* **Run.** A run misses the law as settings do, and has a seed.
+* **Distance.** The law is fitted without the largest one or two values of each axis. Its error at
+  these values, per octave, is taken for its error per octave beyond the rows. There are few such
+  fits, so the error is a Student's t around `BEYOND`, as if `BEYOND_FREEDOM` more fits had shown
+  that size.
+
+Shapes as in `law.py`: K settings, M rows, S seeds, P parameters, R samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +29,7 @@ from mupax.errors import MupaxFailure
 from mupax.train.studies.forecast.law import (
     PRIORS,
     RATE,
+    SIZE_DECIMALS,
     Rows,
     best_rate,
     fit,
@@ -30,40 +41,62 @@ from mupax.train.studies.forecast.points import Points, Setting
 from mupax.train.studies.transfer.fit import fit as fit_curve
 
 SAMPLES = 400
+"""Number of resamples of the rows, R."""
 PRIOR_FREEDOM = 2
-"""Each deviation is estimated as if so many more had been seen, of the size that follows."""
-MISSES, OF_RATE, SCATTER = 0.004, 0.003, 0.1
-"""What settings and their rates miss the law by, as shares of the loss; and their best rates, in octaves."""
-BEYOND, RATE_BEYOND = 0.003, 0.05
-"""Share of the loss, and octaves of rate, that an octave beyond the rows adds, as if `BEYOND_FREEDOM` fits had shown it."""
+"""Degrees of freedom that the expected deviations below count for in an estimate."""
+MISSES = 0.004
+"""Expected deviation of settings from the law, as a share of the loss."""
+ROW_MISSES = 0.003
+"""Expected deviation of single rates from their setting's curve, as a share of the loss."""
+SCATTER = 0.1
+"""Expected deviation of settings' own best rates from the law, in octaves."""
+BEYOND = 0.003
+"""Expected error of the loss per octave beyond the rows, as a share."""
+RATE_BEYOND = 0.05
+"""Expected error of the best rate per octave beyond the rows, in octaves."""
 BEYOND_FREEDOM = 3
+"""Degrees of freedom that `BEYOND` and `RATE_BEYOND` count for."""
 MISFIT = 0.03
-"""Share of the loss from which on a law that misses its own rows is none."""
-LEAST = 3
-"""Values of an axis that the law needs to go beyond them."""
+"""Least share of the loss by which a law that misses its own rows is refused."""
+MIN_VALUES = 3
+"""Least number of values of an axis from which the law extrapolates."""
+DETERMINED = 0.7
+"""Share of the prior's width below which the rows say more of a parameter than its prior."""
 STARTS = tuple(itertools.product((-1.2, -0.3), (-1.5, -0.5), (-1.5, -0.5)))
-"""E, and both exponents, from which the first fit begins."""
+"""Values of E, a and b from which the first fit begins."""
 
 
 class NoLaw(MupaxFailure):
-    """Rows, or a run, of which no law says anything. The text says why."""
+    """Failure to fit or apply a law. The text says why."""
+
+
+class ErrorGrowth(NamedTuple):
+    """Error of a law per octave beyond its rows.
+
+    Attributes:
+        deviation: Standard deviation.
+        freedom: Degrees of freedom of the deviation.
+    """
+
+    deviation: float
+    freedom: int
 
 
 @dataclasses.dataclass(frozen=True)
 class ScalingLaw:
-    """A fit, and all that its intervals are made of; noises are standard deviations of the log of the loss.
+    """Fitted law with its intervals. Noise is a standard deviation of the log of the loss.
 
     Attributes:
-        points: that it is fitted to, without those left out.
-        rows: the same as arrays.
-        theta: parameters [P].
-        samples: of them [R, P].
-        misses: what settings miss it by, in each sample [R].
-        seed: what one seed adds to the mean of those that were run.
-        beyond: what an octave beyond the rows adds, with its degrees of freedom.
-        scatter: octaves by which the settings' own best rates miss it.
-        rate_beyond: octaves of rate that an octave beyond the rows adds, with its degrees of freedom.
-        notes: which terms and settings were left out.
+        points: Rows in the fit, without the settings that were left out.
+        rows: The same rows as arrays.
+        theta: Parameters, [P].
+        samples: Parameters of each resample, [R, P].
+        misses: Noise of settings around the law, in each resample, [R].
+        seed: Noise of a single seed in addition to that of the mean over the seeds.
+        loss_growth: Error of the log of the loss per octave beyond the rows.
+        scatter: Deviation of settings' own best rates from the law, in octaves.
+        rate_growth: Error of log2 of the best rate per octave beyond the rows.
+        notes: Terms and settings that were left out, a sentence each.
     """
 
     points: Points
@@ -72,9 +105,9 @@ class ScalingLaw:
     samples: np.ndarray
     misses: np.ndarray
     seed: float
-    beyond: tuple[float, int]
+    loss_growth: ErrorGrowth
     scatter: float
-    rate_beyond: tuple[float, int]
+    rate_growth: ErrorGrowth
     notes: tuple[str, ...]
 
     @property
@@ -84,199 +117,355 @@ class ScalingLaw:
 
 
 def fitted(points: Points) -> ScalingLaw:
-    """The law of a study's rows.
+    """Fit a law to the rows of a study.
 
     Raises:
-        NoLaw: too few sizes, no minimum in any curve, or rows that no law of this form describes.
+        NoLaw: There are too few sizes, no curve has a minimum, or no law of this form describes
+            the rows.
     """
-    settings, optima, notes = _usable(points)
-    rows = rows_of(settings, optima)
-    distinct = [len(set(np.round(column, 6))) for column in rows.scale.T]
-    if max(distinct) < LEAST:
+    usable = _usable(points)
+    num_settings = len(usable.settings)
+    rows = rows_of(usable.settings, usable.optima)
+    num_values = [len(set(np.round(column, SIZE_DECIMALS))) for column in rows.scale.T]
+    if max(num_values) < MIN_VALUES:
         raise NoLaw(
-            f"{points.label}: the rows have {distinct[0]} model sizes and {distinct[1]} lengths of training that can be used; a law "
-            f"needs {LEAST} of either{_because(notes)}"
+            f"{points.label}: the rows have {num_values[0]} model sizes and "
+            f"{num_values[1]} lengths of training that can be used; a law "
+            f"needs {MIN_VALUES} of either{_because(usable.notes)}"
         )
-    notes = [*notes, *_dropped(rows, distinct)]
-    seeds = max(1.0, float((~np.isnan(rows.seeds)).sum(axis=1).mean()))
-    one = (
-        float(np.sqrt(np.nanmean(rows.seeds**2) * seeds / (seeds - 1))) if seeds > 1 else 0.0
-    )  # what one seed moves a loss by
-    free = max(0, len(settings) - sum(name not in RATE for name in rows.names))
-    setting, row, best = MISSES, OF_RATE, _started(rows, MISSES, OF_RATE)
-    for _ in range(3):
-        best = fit(
-            rows, best[None], rows.y[None], rows.prior[0][None], whitened(rows, setting, row)
-        )[0][0]
-        shared, alone = _parts(rows, rows.y - predicted(rows, best[None])[0])
-        setting = max(_deviation(shared**2, free, MISSES), one / seeds**0.5)
-        row = _deviation(alone**2, len(rows.at) - len(settings), OF_RATE)
-    if not np.isfinite(best).all() or setting > MISFIT:
+    notes = [*usable.notes, *_missing_terms(rows, num_values)]
+
+    num_seeds = max(1.0, float((~np.isnan(rows.seed_residuals)).sum(axis=1).mean()))
+    seed_noise = 0.0
+    if num_seeds > 1:
+        variance = np.nanmean(rows.seed_residuals**2) * num_seeds / (num_seeds - 1)
+        seed_noise = float(np.sqrt(variance))
+    # Only parameters of the least loss are fitted to the settings' levels.
+    num_loss_parameters = sum(name not in RATE for name in rows.names)
+    freedom = max(0, num_settings - num_loss_parameters)
+    central = _central_fit(rows, freedom, seed_noise / num_seeds**0.5)
+    if not np.isfinite(central.theta).all() or central.setting_noise > MISFIT:
         raise NoLaw(
-            f"{points.label}: no law: it misses the rows that it is fitted to by {setting:.1%} of the loss, where seeds differ by "
-            f"{one:.1%}{_because(notes)}"
+            f"{points.label}: no law: it misses the rows that it is fitted to by "
+            f"{central.setting_noise:.1%} of the loss, where seeds differ by "
+            f"{seed_noise:.1%}{_because(notes)}"
         )
-    rng, white = np.random.default_rng(0), whitened(rows, setting, row)
-    rates = [name for name in ("x0", "p", "q", "r") if name in rows.names]
-    own = np.isfinite(rows.optima)
-    off = (
-        (rows.optima - best_rate(rows.names, best[None], rows.scale)[0])[own]
-        if rates
-        else np.zeros(0)
+
+    whitening = whitened(rows, central.setting_noise, central.row_noise)
+    scatter = _rate_scatter(rows, central.theta)
+    loss_growth, rate_growth = _error_growths(
+        rows, central.theta, whitening, central.setting_noise, scatter
     )
-    scatter = _deviation(off**2, max(0, len(off) - len(rates)), SCATTER)
-    beyond, rate_beyond = _left_out(rows, best, white, setting, scatter)
-    misses = setting * np.sqrt(
-        (free + PRIOR_FREEDOM) / rng.chisquare(free + PRIOR_FREEDOM, SAMPLES)
-    )
-    y = (
-        predicted(rows, best[None])
-        + (misses[:, None] * rng.standard_normal((SAMPLES, len(settings))))[:, rows.at]
-    )
-    y = y + _of_seeds(rows, row, rng)
-    mean, width = rows.prior
-    means = mean + width * rng.standard_normal((SAMPLES, len(mean)))
-    samples, _ = fit(rows, np.broadcast_to(best, means.shape), y, means, white)
-    subset = dataclasses.replace(points, settings=tuple(settings))
+    rng = np.random.default_rng(0)
+    # The noise is itself an estimate: its square follows a scaled inverse chi-square.
+    chi_square = rng.chisquare(freedom + PRIOR_FREEDOM, SAMPLES)
+    misses = central.setting_noise * np.sqrt((freedom + PRIOR_FREEDOM) / chi_square)
+    samples = _resampled_fits(rows, central, misses, whitening, rng)
     return ScalingLaw(
-        subset,
-        rows,
-        best,
-        samples,
-        misses,
-        one * (1 - 1 / seeds) ** 0.5,
-        beyond,
-        scatter,
-        rate_beyond,
-        tuple(notes),
+        points=dataclasses.replace(points, settings=tuple(usable.settings)),
+        rows=rows,
+        theta=central.theta,
+        samples=samples,
+        misses=misses,
+        # Of the variance of a seed, the mean over seeds has 1 / num_seeds.
+        seed=seed_noise * (1 - 1 / num_seeds) ** 0.5,
+        loss_growth=loss_growth,
+        scatter=scatter,
+        rate_growth=rate_growth,
+        notes=tuple(notes),
     )
 
 
 def _deviation(
-    squares: np.ndarray, freedom: int, expected: float, prior: int = PRIOR_FREEDOM
+    squares: np.ndarray, freedom: int, expected: float, prior_freedom: int = PRIOR_FREEDOM
 ) -> float:
-    return float(np.sqrt((prior * expected**2 + float(squares.sum())) / (prior + freedom)))
+    """Return a standard deviation from squares and an expected deviation.
+
+    Args:
+        freedom: Degrees of freedom of `squares`.
+        expected: Deviation that is expected without any squares.
+        prior_freedom: Degrees of freedom that `expected` counts for, by default `PRIOR_FREEDOM`.
+    """
+    total = prior_freedom * expected**2 + float(squares.sum())
+    return float(np.sqrt(total / (prior_freedom + freedom)))
 
 
-def _because(notes: list[str]) -> str:
+def _because(notes: Sequence[str]) -> str:
+    """Return notes in parentheses, for the end of a message."""
     return f" ({'; '.join(notes)})" if notes else ""
 
 
-def _usable(points: Points) -> tuple[list[Setting], list[float], list[str]]:
-    """Settings that a law can use, each one's own best rate, and what is said of the others."""
-    settings, optima, notes = [], [], []
+class _Usable(NamedTuple):
+    """Settings that a law can use.
+
+    Attributes:
+        settings: Settings, in the order of the points.
+        optima: log2 of each setting's own best rate. NaN for a setting without one.
+        notes: Settings that were left out, a sentence each.
+    """
+
+    settings: list[Setting]
+    optima: list[float]
+    notes: list[str]
+
+
+def _usable(points: Points) -> _Usable:
+    """Return the settings that a law can use.
+
+    Raises:
+        NoLaw: No setting has a best rate, although rates vary.
+    """
+    usable = _Usable([], [], [])
     for setting in points.settings:
         curve = setting.curve
-        where = (
-            f"{setting.parameters:,} parameters, {setting.tokens:,} {setting.config.model.unit}s"
-        )
-        own = fit_curve(curve, curve.first)
-        if not curve.window().any() or (len(setting.x) >= LEAST and own.trouble):
-            notes.append(f"without {where}: {own.trouble}")
+        curve_fit = fit_curve(curve, curve.first)
+        # A setting with few rates has no minimum, but its losses still count.
+        has_no_minimum = len(setting.x) >= MIN_VALUES and curve_fit.trouble
+        if not curve.window().any() or has_no_minimum:
+            usable.notes.append(
+                f"without {setting.parameters:,} parameters, "
+                f"{setting.tokens:,} {setting.config.model.unit}s: {curve_fit.trouble}"
+            )
             continue
-        settings.append(setting)
-        optima.append(own.optimum)
-    rates = {float(x) for setting in settings for x in setting.x}
-    if not settings or (not np.isfinite(optima).any() and len(rates) > 1):
+        usable.settings.append(setting)
+        usable.optima.append(curve_fit.optimum)
+
+    rates = set()
+    for setting in usable.settings:
+        rates.update(float(x) for x in setting.x)
+    has_optimum = np.isfinite(usable.optima).any()
+    if not usable.settings or (not has_optimum and len(rates) > 1):
         raise NoLaw(
-            f"{points.label}: no setting has a best learning rate inside its grid{_because(notes)}"
+            f"{points.label}: no setting has a best learning rate "
+            f"inside its grid{_because(usable.notes)}"
         )
-    return settings, optima, notes
+    return usable
 
 
-def _dropped(rows: Rows, distinct: list[int]) -> list[str]:
-    what = ("model size", "length of training", "batch")
-    still = [what[i] for i, count in enumerate(distinct) if count == 1]
-    notes = [f"the {name} does not vary: no term in it" for name in still]
-    return (
-        notes
-        if "c" in rows.names
-        else [*notes, "the learning rate does not vary: nothing is said of the best one"]
-    )
+def _missing_terms(rows: Rows, num_values: Sequence[int]) -> list[str]:
+    """Return a note on every term that is left out."""
+    notes = []
+    for name, count in zip(("model size", "length of training", "batch"), num_values, strict=True):
+        if count == 1:
+            notes.append(f"the {name} does not vary: no term in it")
+    if "c" not in rows.names:
+        notes.append("the learning rate does not vary: nothing is said of the best one")
+    return notes
 
 
-def _started(rows: Rows, setting: float, row: float) -> np.ndarray:
-    """The best of the fits from `STARTS` [P]."""
-    mean = rows.prior[0]
-    starts = np.repeat(mean[None], len(STARTS), axis=0)
+class _CentralFit(NamedTuple):
+    """Fit to the rows themselves.
+
+    Attributes:
+        theta: Parameters, [P].
+        setting_noise: Standard deviation of what the rows of a setting share.
+        row_noise: Standard deviation of what they do not share.
+    """
+
+    theta: np.ndarray
+    setting_noise: float
+    row_noise: float
+
+
+def _central_fit(rows: Rows, freedom: int, least_noise: float) -> _CentralFit:
+    """Fit parameters and noise in turns.
+
+    Args:
+        freedom: Degrees of freedom of the settings around the law.
+        least_noise: Noise of the mean over a setting's seeds.
+    """
+    num_settings = len(rows.scale)
+    prior_mean = rows.prior[0][None]
+    log_losses = rows.log_loss[None]
+    # `whitened` needs some noise to begin with.
+    setting_noise = MISSES
+    row_noise = ROW_MISSES
+    theta = _first_fit(rows)
+    # The noise weights the fit, and the fit's residuals give the noise.
+    for _ in range(3):
+        whitening = whitened(rows, setting_noise, row_noise)
+        thetas, _ = fit(rows, theta[None], log_losses, prior_mean, whitening)
+        theta = thetas[0]
+        shared, remainder = _parts(rows, rows.log_loss - predicted(rows, theta[None])[0])
+        setting_noise = max(_deviation(shared**2, freedom, MISSES), least_noise)
+        row_freedom = len(rows.setting) - num_settings
+        row_noise = _deviation(remainder**2, row_freedom, ROW_MISSES)
+    return _CentralFit(theta, setting_noise, row_noise)
+
+
+def _first_fit(rows: Rows) -> np.ndarray:
+    """Return the best of the fits that begin at `STARTS`, [P]."""
+    prior_mean = rows.prior[0]
+    starts = np.repeat(prior_mean[None], len(STARTS), axis=0)
     for column, name in enumerate(("E", "a", "b")):
         if name in rows.names:
             starts[:, rows.names.index(name)] = [start[column] for start in STARTS]
-    many = np.broadcast_to(rows.y, (len(starts), len(rows.y)))
-    means = np.broadcast_to(mean, starts.shape)
-    theta, cost = fit(rows, starts, many, means, whitened(rows, setting, row))
+    log_losses = np.broadcast_to(rows.log_loss, (len(starts), len(rows.log_loss)))
+    prior_means = np.broadcast_to(prior_mean, starts.shape)
+    whitening = whitened(rows, MISSES, ROW_MISSES)
+    theta, cost = fit(rows, starts, log_losses, prior_means, whitening)
     return theta[int(np.argmin(np.where(np.isfinite(cost), cost, np.inf)))]
 
 
 def _parts(rows: Rows, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A residual [M] as what rows of a setting share [K], and what is left [M]."""
-    shared = np.bincount(rows.at, residual) / np.bincount(rows.at)
-    return shared, residual - shared[rows.at]
+    """Return the mean residual of each setting [K], and each row's deviation from it [M].
+
+    Args:
+        residual: Residual of each row, [M].
+    """
+    shared = np.bincount(rows.setting, residual) / np.bincount(rows.setting)
+    return shared, residual - shared[rows.setting]
 
 
-def _of_seeds(rows: Rows, row: float, rng: np.random.Generator) -> np.ndarray:
-    """What rates of a setting do not share, in each sample [R, M]: of other weights of their seeds, the same at all its rates."""
-    count = rows.seeds.shape[1]
-    weight = rng.gamma(1.0, size=(SAMPLES, int(rows.at.max()) + 1, count))[:, rows.at]
-    there = ~np.isnan(rows.seeds)
-    weight = weight * there
-    moved = (weight * np.where(there, rows.seeds, 0)).sum(axis=2) / weight.sum(axis=2)
-    seeds = there.sum(axis=1)
-    moved = moved * np.sqrt((seeds + 1) / np.maximum(seeds - 1, 1))
-    moved = (
-        moved
-        - np.stack([np.bincount(rows.at, each) for each in moved])[:, rows.at]
-        / np.bincount(rows.at)[rows.at]
-    )
-    return np.where(seeds > 1, moved, row * rng.standard_normal(moved.shape))
+def _rate_scatter(rows: Rows, theta: np.ndarray) -> float:
+    """Return the deviation of settings' own best rates from the law, in octaves."""
+    rate_names = [name for name in ("x0", "p", "q", "r") if name in rows.names]
+    deviations = np.zeros(0)
+    if rate_names:
+        has_optimum = np.isfinite(rows.optima)
+        best = best_rate(rows.names, theta[None], rows.scale)[0]
+        deviations = (rows.optima - best)[has_optimum]
+    freedom = max(0, len(deviations) - len(rate_names))
+    return _deviation(deviations**2, freedom, SCATTER)
 
 
-def _left_out(
-    rows: Rows, theta: np.ndarray, white: np.ndarray, misses: float, scatter: float
-) -> tuple[tuple[float, int], tuple[float, int]]:
-    """What an octave beyond the rows adds to loss and best rate, from fits without the largest values of each axis."""
-    folds: list[tuple[np.ndarray, np.ndarray]] = []
-    for axis in range(rows.scale.shape[1]):
-        values = np.unique(np.round(rows.scale[:, axis], 6))
-        for largest in (1, 2):
-            if len(values) - largest >= LEAST:
-                octaves = rows.scale[:, axis] - values[-largest - 1]
-                folds.append((octaves > 1e-3, octaves))
-    losses, rates = [], []
+def _resampled_fits(
+    rows: Rows,
+    central: _CentralFit,
+    misses: np.ndarray,
+    whitening: np.ndarray,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Return the parameters of fits to resampled rows, [R, P].
+
+    Args:
+        misses: Noise of settings in each resample, [R].
+        whitening: Matrix of `whitened`, [M, M].
+    """
+    num_settings = len(rows.scale)
+    shared = misses[:, None] * rng.standard_normal((SAMPLES, num_settings))
+    log_losses = predicted(rows, central.theta[None]) + shared[:, rows.setting]
+    log_losses = log_losses + _row_draws(rows, central.row_noise, rng)
+    mean, width = rows.prior
+    prior_means = mean + width * rng.standard_normal((SAMPLES, len(mean)))
+    start = np.broadcast_to(central.theta, prior_means.shape)
+    samples, _ = fit(rows, start, log_losses, prior_means, whitening)
+    return samples
+
+
+def _row_draws(rows: Rows, row_noise: float, rng: np.random.Generator) -> np.ndarray:
+    """Return draws of what the rates of a setting do not share, [R, M].
+
+    A draw gives the seeds of a setting new weights, the same at all rates. A row with one seed gets
+    normal noise.
+
+    Args:
+        row_noise: Standard deviation for rows with one seed.
+    """
+    num_settings = int(rows.setting.max()) + 1
+    num_columns = rows.seed_residuals.shape[1]
+    is_run = ~np.isnan(rows.seed_residuals)
+    num_seeds = is_run.sum(axis=1)
+    residuals = np.where(is_run, rows.seed_residuals, 0)
+
+    # Gamma(1) weights, divided by their sum, are those of the Bayesian bootstrap.
+    weight = rng.gamma(1.0, size=(SAMPLES, num_settings, num_columns))[:, rows.setting]
+    weight = weight * is_run
+    moved = (weight * residuals).sum(axis=2) / weight.sum(axis=2)
+    # The bootstrap of n seeds has (n - 1) / (n + 1) of the variance of a mean.
+    moved = moved * np.sqrt((num_seeds + 1) / np.maximum(num_seeds - 1, 1))
+    sums = np.stack([np.bincount(rows.setting, draw) for draw in moved])
+    num_rates = np.bincount(rows.setting)
+    moved = moved - sums[:, rows.setting] / num_rates[rows.setting]
+    return np.where(num_seeds > 1, moved, row_noise * rng.standard_normal(moved.shape))
+
+
+class _Fold(NamedTuple):
+    """Settings that a fit leaves out.
+
+    Attributes:
+        left_out: Mask of the settings, bool [K].
+        octaves: Distance of every setting from the largest value in the fit, [K].
+    """
+
+    left_out: np.ndarray
+    octaves: np.ndarray
+
+
+def _folds(rows: Rows) -> list[_Fold]:
+    """Return the largest one and two values of every axis that has enough values without them."""
+    folds = []
+    for column in rows.scale.T:
+        values = np.unique(np.round(column, SIZE_DECIMALS))
+        for num_largest in (1, 2):
+            if len(values) - num_largest >= MIN_VALUES:
+                octaves = column - values[-num_largest - 1]
+                # The largest value in the fit is not left out by rounding.
+                folds.append(_Fold(octaves > 1e-3, octaves))
+    return folds
+
+
+def _error_growths(
+    rows: Rows, theta: np.ndarray, whitening: np.ndarray, setting_noise: float, scatter: float
+) -> tuple[ErrorGrowth, ErrorGrowth]:
+    """Return the errors of loss and best rate per octave beyond the rows.
+
+    They come from fits without the largest values of each axis. The noise that settings have inside
+    of the rows does not count.
+
+    Args:
+        theta: Parameters from which the fits begin, [P].
+        whitening: Matrix of `whitened`, [M, M].
+        setting_noise: Standard deviation of settings from the law, in the log of the loss.
+        scatter: Deviation of settings' own best rates, in octaves.
+    """
+    loss_squares: list[float] = []
+    rate_squares: list[float] = []
+    folds = _folds(rows)
     if folds:
-        weight = np.stack([~without[rows.at] for without, _ in folds]).astype(float)
-        many = (len(folds), 1)
-        start, y, mean = (np.tile(each, many) for each in (theta, rows.y, rows.prior[0]))
-        samples, _ = fit(rows, start, y, mean, white, weight)
-        residuals = rows.y - predicted(rows, samples)
-        for (without, octaves), residual, sample in zip(folds, residuals, samples, strict=True):
-            shared = _parts(rows, residual)[0][without]
-            losses.append(np.mean(np.maximum(0, shared**2 - misses**2) / octaves[without] ** 2))
-            if "x0" in rows.names:
-                off = (rows.optima - best_rate(rows.names, sample[None], rows.scale)[0])[without]
-                squares = np.maximum(0, off**2 - scatter**2) / octaves[without] ** 2
-                rates += [np.nanmean(squares)] if np.isfinite(off).any() else []
-    return _beyond(losses, BEYOND), _beyond(rates, RATE_BEYOND)
+        weight = np.stack([~fold.left_out[rows.setting] for fold in folds]).astype(float)
+        repeats = (len(folds), 1)
+        start = np.tile(theta, repeats)
+        log_losses = np.tile(rows.log_loss, repeats)
+        prior_mean = np.tile(rows.prior[0], repeats)
+        samples, _ = fit(rows, start, log_losses, prior_mean, whitening, weight)
+        residuals = rows.log_loss - predicted(rows, samples)
+        for fold, residual, sample in zip(folds, residuals, samples, strict=True):
+            octaves = fold.octaves[fold.left_out]
+            shared, _ = _parts(rows, residual)
+            # Only what exceeds the noise inside of the rows is an error of the distance.
+            excess = np.maximum(0, shared[fold.left_out] ** 2 - setting_noise**2)
+            loss_squares.append(float(np.mean(excess / octaves**2)))
+            if "x0" not in rows.names:
+                continue
+            best = best_rate(rows.names, sample[None], rows.scale)[0]
+            deviations = (rows.optima - best)[fold.left_out]
+            rate_excess = np.maximum(0, deviations**2 - scatter**2)
+            if np.isfinite(deviations).any():
+                rate_squares.append(float(np.nanmean(rate_excess / octaves**2)))
+    return _error_growth(loss_squares, BEYOND), _error_growth(rate_squares, RATE_BEYOND)
 
 
-def _beyond(squares: list[float], expected: float) -> tuple[float, int]:
-    freedom = BEYOND_FREEDOM + len(squares)
-    return _deviation(np.array(squares), len(squares), expected, BEYOND_FREEDOM), freedom
+def _error_growth(squares: Sequence[float], expected: float) -> ErrorGrowth:
+    """Return an error per octave from squared errors and an expected error."""
+    deviation = _deviation(np.array(squares), len(squares), expected, BEYOND_FREEDOM)
+    return ErrorGrowth(deviation, BEYOND_FREEDOM + len(squares))
 
 
 def parameters(law: ScalingLaw) -> dict[str, dict[str, float | bool]]:
-    """Each parameter as it is fitted, its 90 % interval, and whether the rows say more of it than its prior.
+    """Return every parameter with its 90 % interval, in the units of `PRIORS`.
 
-    Args:
-        law: whose they are.
+    `of_rows` is true if the rows say more of the parameter than its prior.
     """
     low, high = np.quantile(law.samples, [0.05, 0.95], axis=0)
-    width, table = law.samples.std(axis=0), {}
-    for at, name in enumerate(law.rows.names):
-        ends = {"value": law.theta[at], "low": low[at], "high": high[at]}
-        told = bool(width[at] < 0.7 * PRIORS[name][1])
+    width = law.samples.std(axis=0)
+    table: dict[str, dict[str, float | bool]] = {}
+    for index, name in enumerate(law.rows.names):
+        _, prior_width = PRIORS[name]
         table[name] = {
-            **{key: round(float(value), 5) for key, value in ends.items()},
-            "of_rows": told,
+            "value": round(float(law.theta[index]), 5),
+            "low": round(float(low[index]), 5),
+            "high": round(float(high[index]), 5),
+            "of_rows": bool(width[index] < DETERMINED * prior_width),
         }
     return table

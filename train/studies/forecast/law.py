@@ -1,12 +1,21 @@
-"""The law: loss as a function of parameters N, tokens D, batch B and learning rate, and its fit to many rows at once.
+"""Scaling law of the loss in parameters N, tokens D, batch B and learning rate, and its fit.
 
-    log loss = log(E + A N^-a + C D'^-b) + c (x - x*)^2,   D' = D / (1 + B/B_crit),   x* = x0 + p log2 N + q log2 D + r log2 B
+    log loss = log(E + A N^-a + C D'^-b) + c (x - x*)^2
+    D' = D / (1 + B/B_crit)
+    x* = x0 + p log2 N + q log2 D + r log2 B
 
-E + A N^-a + C D^-b is Hoffmann et al. 2022 (2203.15556), approach 3, fitted as there to the log of the loss under Huber's; D' is
-McCandlish et al. 2018 (1812.06162): a batch beyond the critical one costs tokens. x is log2 of the peak learning rate, around a best
-one that moves by powers of N, D and B (Bjorck et al. 2024, 2409.19913; Step Law, 2503.04715). A term whose axis does not vary in
-the rows is left out. Every parameter has a wide prior (`PRIORS`), so that what rows determine badly stays near what others
-measured, and its width is in every interval; parameters are fitted by Levenberg and Marquardt, many samples at a time.
+x is log2 of the peak learning rate, x* its best value.
+
+* **E + A N^-a + C D^-b** is approach 3 of Hoffmann et al. 2022 (2203.15556). As there, it is fitted
+  to the log of the loss under Huber's loss.
+* **D'** is from McCandlish et al. 2018 (1812.06162): a batch beyond the critical one costs tokens.
+* **x*** moves by powers of N, D and B (Bjorck et al. 2024, 2409.19913; Step Law, 2503.04715).
+
+A term is left out if its axis does not vary in the rows. Every parameter has a wide prior
+(`PRIORS`). A parameter that the rows determine badly stays near published values, and the width of
+its prior is part of every interval. The fit is by Levenberg and Marquardt, many samples at a time.
+
+Shapes: K settings, M rows (a setting at one rate), S seeds, P parameters of the law, R samples.
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,207 +43,271 @@ PRIORS = {
     "q": (0.0, 0.5),
     "r": (0.0, 0.5),
 }
-"""Mean and standard deviation of each parameter as it is fitted: E, A, a, C, b and c by their natural logs, E, A and C over the
-rows' median loss at the rows' mean scale; B_crit and x0 in octaves from the rows' mean batch and best rate; p, q, r in octaves of
-rate per octave. The exponents' means are those of Hoffmann et al."""
+"""Mean and standard deviation of each parameter, in the units of the fit.
+
+* E, A, a, C, b and c are natural logs. E, A and C are relative to the rows' median loss, at the
+  rows' mean scale. The means of a and b are the exponents of Hoffmann et al.
+* B_crit and x0 are octaves from the rows' mean batch and best rate.
+* p, q and r are octaves of rate per octave.
+"""
 NEEDS = {"A": 0, "a": 0, "C": 1, "b": 1, "B_crit": 2, "p": 0, "q": 1, "r": 2}
-"""Parameter to the axis that must vary for it."""
+"""Index in `AXES` of the axis that must vary for a parameter. Other parameters need none."""
 RATE = ("c", "x0", "p", "q", "r")
-ITERATIONS, HUBER = 40, 2.0
-"""Most steps of a fit; and the residual, in standard deviations, from which on it counts linearly."""
+"""Parameters of the learning rate's term."""
+SIZE_DECIMALS = 6
+"""Decimals of log2 of a size to which equal sizes agree."""
+ITERATIONS = 40
+"""Most steps of a fit."""
+HUBER = 2.0
+"""Residual, in standard deviations, above which Huber's loss is linear."""
+DIFFERENCE = 1e-5
+"""Change of a parameter for its numerical slope."""
+CONVERGED = 1e-6
+"""Relative change of the cost below which a fit has converged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Settings as arrays, of the rates that their curves' parabolas take.
+    """Rows of a study as arrays, at the rates near each setting's best rate (`Curve.window`).
 
     Attributes:
-        scale: log2 of parameters, tokens and batch of each setting [K, 3], over the settings' mean.
-        centre: that mean [3].
-        at: setting of each row [M].
-        x: log2 rate of each row, over their mean [M].
-        middle: that mean.
-        y: log of the seeds' mean loss over the median one [M].
-        loss: that median.
-        seeds: log of each seed's loss less their mean [M, S]; nan where it was not run.
-        optima: log2 of each setting's own best rate over `middle` [K]; nan where it has none.
-        names: of the parameters that the rows can say anything about.
+        scale: log2 of parameters, tokens and batch of each setting less their mean, [K, 3].
+        centre: Mean of log2 of parameters, tokens and batch, [3].
+        setting: Index of each row's setting, int [M].
+        log2_lr: log2 of each row's rate less `centre_log2_lr`, [M].
+        centre_log2_lr: Mean of the settings' best rates, as log2. Mean of all rates if no setting
+            has a best rate.
+        log_loss: Log of the seeds' geometric mean loss, relative to `centre_loss`, [M].
+        centre_loss: Median of the seeds' geometric mean losses.
+        seed_residuals: Log of each seed's loss less the mean over seeds, [M, S]. NaN where a seed
+            was not run or diverged.
+        optima: log2 of each setting's own best rate less `centre_log2_lr`, [K]. NaN without one.
+        names: Parameters of the law that the rows can determine.
     """
 
     scale: np.ndarray
     centre: np.ndarray
-    at: np.ndarray
-    x: np.ndarray
-    middle: float
-    y: np.ndarray
-    loss: float
-    seeds: np.ndarray
+    setting: np.ndarray
+    log2_lr: np.ndarray
+    centre_log2_lr: float
+    log_loss: np.ndarray
+    centre_loss: float
+    seed_residuals: np.ndarray
     optima: np.ndarray
     names: tuple[str, ...]
 
     @property
     def prior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Means and standard deviations of the parameters [P], [P]."""
+        """Means and standard deviations of the parameters' priors, [P] each."""
         mean, deviation = np.array([PRIORS[name] for name in self.names]).T
         return mean, deviation
 
 
 def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
-    """Settings as arrays.
+    """Return settings as arrays.
 
     Args:
-        settings: each with a rate at which it trained.
-        optima: log2 of each one's own best rate; nan where it has none.
+        settings: Settings with at least one rate that trained.
+        optima: log2 of each setting's own best rate. NaN for a setting without one.
     """
-    scale = np.array([setting.scale for setting in settings])
     windows = [setting.curve.window() for setting in settings]
-    width = max(setting.losses.shape[1] for setting in settings)
-    at = np.repeat(np.arange(len(settings)), [window.sum() for window in windows])
-    x = np.concatenate(
-        [setting.x[window] for setting, window in zip(settings, windows, strict=True)]
-    )
-    losses = np.full((len(x), width), np.nan)
-    for k, (setting, window) in enumerate(zip(settings, windows, strict=True)):
-        losses[at == k, : setting.losses.shape[1]] = setting.losses[window]
-    losses = np.log(np.where(np.isfinite(losses), losses, np.nan))
-    y, best = np.nanmean(losses, axis=1), np.asarray(optima, float)
-    middle = float(np.nanmean(best)) if np.isfinite(best).any() else float(x.mean())
-    varies = [len(set(np.round(column, 6))) > 1 for column in scale.T]
-    rated = np.isfinite(best).any()
-    names = tuple(
-        n for n in PRIORS if (n not in NEEDS or varies[NEEDS[n]]) and (rated or n not in RATE)
-    )
-    if "B_crit" in names and "C" not in names:  # tokens do not vary, what a batch costs does
-        names = tuple(n for n in PRIORS if n in {*names, "C", "b"})
-    centre, loss = scale.mean(axis=0), float(np.median(y))
-    seeds = losses - y[:, None]
+    num_rates = [window.sum() for window in windows]
+    index = np.repeat(np.arange(len(settings)), num_rates)
+    num_seeds = max(setting.losses.shape[1] for setting in settings)
+    rates = []
+    losses = np.full((len(index), num_seeds), np.nan)
+    for number, (setting, window) in enumerate(zip(settings, windows, strict=True)):
+        rates.append(setting.x[window])
+        losses[index == number, : setting.losses.shape[1]] = setting.losses[window]
+    log2_lr = np.concatenate(rates)
+    # Seeds that diverged are left out of the mean.
+    log_losses = np.log(np.where(np.isfinite(losses), losses, np.nan))
+    mean = np.nanmean(log_losses, axis=1)
+    median = float(np.median(mean))
+
+    best = np.asarray(optima, float)
+    has_optimum = bool(np.isfinite(best).any())
+    centre_log2_lr = float(np.nanmean(best)) if has_optimum else float(log2_lr.mean())
+
+    scale = np.array([setting.scale for setting in settings])
+    centre = scale.mean(axis=0)
+    varies = [len(set(np.round(column, SIZE_DECIMALS))) > 1 for column in scale.T]
     return Rows(
-        scale - centre,
-        centre,
-        at,
-        x - middle,
-        middle,
-        y - loss,
-        math.exp(loss),
-        seeds,
-        best - middle,
-        names,
+        scale=scale - centre,
+        centre=centre,
+        setting=index,
+        log2_lr=log2_lr - centre_log2_lr,
+        centre_log2_lr=centre_log2_lr,
+        log_loss=mean - median,
+        centre_loss=math.exp(median),
+        seed_residuals=log_losses - mean[:, None],
+        optima=best - centre_log2_lr,
+        names=_parameter_names(varies, has_optimum),
     )
+
+
+def _parameter_names(varies: Sequence[bool], has_optimum: bool) -> tuple[str, ...]:
+    """Return the parameters that rows can determine.
+
+    Args:
+        varies: Whether each axis of `AXES` varies.
+        has_optimum: Whether any setting has a best rate.
+    """
+    names = set()
+    for name in PRIORS:
+        axis_varies = name not in NEEDS or varies[NEEDS[name]]
+        if axis_varies and (has_optimum or name not in RATE):
+            names.add(name)
+    if "B_crit" in names:
+        # B_crit changes the term of the tokens, which is needed even if tokens do not vary.
+        names |= {"C", "b"}
+    return tuple(name for name in PRIORS if name in names)
 
 
 def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Log of the least loss over the rows' median one [R, M], at the best rate.
+    """Return the log of the loss at the best rate, relative to `Rows.centre_loss`, [R, n].
 
     Args:
-        names: of the parameters.
-        theta: their values [R, P].
-        scale: log2 of parameters, tokens and batch over the rows' mean [M, 3].
+        names: Parameters of the law [P].
+        theta: Values of the parameters, [R, P].
+        scale: log2 of parameters, tokens and batch less the rows' mean, [n, 3].
     """
     value = {name: column[:, None] for name, column in zip(names, theta.T, strict=True)}
-    n, d, b = scale.T
+    parameters, tokens, batch = scale.T
     terms = [np.broadcast_to(value["E"], (len(theta), len(scale)))]
     if "A" in value:
-        terms.append(value["A"] - np.exp(value["a"]) * math.log(2) * n)
+        terms.append(value["A"] - np.exp(value["a"]) * math.log(2) * parameters)
     if "C" in value:
         if "B_crit" in value:
-            d = d - np.logaddexp2(0, b - value["B_crit"]) + np.logaddexp2(0, -value["B_crit"])
-        terms.append(value["C"] - np.exp(value["b"]) * math.log(2) * d)
+            # log2(1 + B/B_crit), and that of the mean batch, at which C is defined.
+            cost = np.logaddexp2(0, batch - value["B_crit"])
+            tokens = tokens - cost + np.logaddexp2(0, -value["B_crit"])
+        terms.append(value["C"] - np.exp(value["b"]) * math.log(2) * tokens)
     return np.logaddexp.reduce(np.stack(terms), axis=0)
 
 
 def best_rate(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """log2 of the best rate over `Rows.middle` [R, M]; arguments as `log_loss`.
-
-    Args:
-        names, theta, scale: as `log_loss`.
-    """
-    value = dict(zip(names, theta.T, strict=True))
-    slopes = zip("pqr", scale.T, strict=True)
-    return value["x0"][:, None] + sum(
-        value[n][:, None] * column for n, column in slopes if n in value
-    )
+    """Return log2 of the best rate less `Rows.centre_log2_lr`, [R, n]. Arguments as `log_loss`."""
+    value = {name: column[:, None] for name, column in zip(names, theta.T, strict=True)}
+    moved = 0
+    for name, column in zip("pqr", scale.T, strict=True):
+        if name in value:
+            moved = moved + value[name] * column
+    return value["x0"] + moved
 
 
 def predicted(rows: Rows, theta: np.ndarray) -> np.ndarray:
-    """What the law says of every row [R, M].
+    """Return the log of the law's loss for every row, relative to `Rows.centre_loss`, [R, M].
 
     Args:
-        rows: that it is fitted to.
-        theta: parameters [R, P].
+        rows: Rows to which the law is fitted.
+        theta: Values of the parameters, [R, P].
     """
-    loss = log_loss(rows.names, theta, rows.scale)[:, rows.at]
+    least = log_loss(rows.names, theta, rows.scale)[:, rows.setting]
     if "c" not in rows.names:
-        return loss
+        return least
     curvature = np.exp(theta[:, rows.names.index("c")])[:, None]
-    return loss + curvature * (rows.x - best_rate(rows.names, theta, rows.scale)[:, rows.at]) ** 2
+    best = best_rate(rows.names, theta, rows.scale)[:, rows.setting]
+    return least + curvature * (rows.log2_lr - best) ** 2
 
 
-def whitened(rows: Rows, setting: float, row: float) -> np.ndarray:
-    """The matrix [M, M] that makes residuals of unit variance of those of rows that share their setting's.
+def whitened(rows: Rows, setting_noise: float, row_noise: float) -> np.ndarray:
+    """Return the matrix [M, M] that makes residuals uncorrelated and of unit variance.
 
     Args:
-        rows: of the law.
-        setting, row: standard deviations of what rows of a setting share, and of what they do not.
+        rows: Rows to which the law is fitted.
+        setting_noise: Standard deviation of what the rows of a setting share.
+        row_noise: Standard deviation of what they do not share.
     """
-    same = rows.at[:, None] == rows.at[None, :]
-    return np.linalg.inv(np.linalg.cholesky(setting**2 * same + row**2 * np.eye(len(rows.at))))
+    same_setting = rows.setting[:, None] == rows.setting[None, :]
+    covariance = setting_noise**2 * same_setting + row_noise**2 * np.eye(len(rows.setting))
+    return np.linalg.inv(np.linalg.cholesky(covariance))
+
+
+class _Misfit(NamedTuple):
+    """Misfit of the law to each sample.
+
+    Attributes:
+        residuals: Whitened residuals, [R, M].
+        huber_weight: Weights with which least squares have the gradient of Huber's loss, [R, M].
+        cost: Huber's loss plus the penalty of the priors, [R].
+    """
+
+    residuals: np.ndarray
+    huber_weight: np.ndarray
+    cost: np.ndarray
 
 
 def fit(
     rows: Rows,
     start: np.ndarray,
-    y: np.ndarray,
-    mean: np.ndarray,
-    white: np.ndarray,
+    log_losses: np.ndarray,
+    prior_mean: np.ndarray,
+    whitening: np.ndarray,
     weight: np.ndarray | float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters [R, P] of many samples, and their costs [R].
+    """Fit the parameters to many samples. Return parameters [R, P] and costs [R].
 
     Args:
-        rows: what they share.
-        start: where to begin [R, P].
-        y: log losses of each sample [R, M].
-        mean: of the priors [R, P].
-        white: of `whitened`.
-        weight: of each row in each sample [R, M], 0 leaves it out; settings as a whole.
+        rows: Rows whose scales and rates all samples share.
+        start: Parameters from which the fit begins, [R, P].
+        log_losses: Log losses of each sample, as `Rows.log_loss`, [R, M].
+        prior_mean: Means of the priors of each sample, [R, P].
+        whitening: Matrix of `whitened`, [M, M].
+        weight: Weight of each row in each sample, [R, M]. 0 leaves a row out. The rows of a setting
+            need the same weight.
     """
-    deviation = rows.prior[1]
+    _, prior_deviation = rows.prior
+    identity = np.eye(len(rows.names))
 
-    def residuals(theta: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        plain = (y - predicted(rows, theta)) @ white.T * weight
-        size = np.abs(plain)
-        huber = np.where(size <= HUBER, plain**2, 2 * HUBER * size - HUBER**2).sum(axis=1)
-        return (
-            plain,
-            np.minimum(1, HUBER / np.maximum(size, 1e-12)),
-            huber + (((theta - mean) / deviation) ** 2).sum(1),
-        )
+    def evaluate(theta: np.ndarray) -> _Misfit:
+        residuals = (log_losses - predicted(rows, theta)) @ whitening.T * weight
+        size = np.abs(residuals)
+        huber = np.where(size <= HUBER, residuals**2, 2 * HUBER * size - HUBER**2).sum(axis=1)
+        penalty = (((theta - prior_mean) / prior_deviation) ** 2).sum(1)
+        huber_weight = np.minimum(1, HUBER / np.maximum(size, 1e-12))
+        return _Misfit(residuals, huber_weight, huber + penalty)
 
-    theta, damping = start.copy(), np.full(len(start), 1e-2)
-    left, share, cost = residuals(theta)
+    theta = start.copy()
+    damping = np.full(len(start), 1e-2)
+    misfit = evaluate(theta)
     for _ in range(ITERATIONS):
-        moved = theta[:, None, :] + 1e-5 * np.eye(theta.shape[1])  # [R, P, P]
-        base = predicted(rows, theta)
-        slopes = (
-            np.stack([predicted(rows, moved[:, i]) - base for i in range(theta.shape[1])], axis=-1)
-            / 1e-5
+        slopes_RMP = whitening @ _slopes(rows, theta)
+        slopes_RMP = slopes_RMP * np.broadcast_to(weight, misfit.residuals.shape)[..., None]
+        weighted_RPM = (slopes_RMP * misfit.huber_weight[..., None]).swapaxes(1, 2)
+        normal_RPP = weighted_RPM @ slopes_RMP + np.diag(prior_deviation**-2.0)
+        downhill_RP = (weighted_RPM @ misfit.residuals[..., None])[..., 0]
+        downhill_RP = downhill_RP + (prior_mean - theta) / prior_deviation**2
+        # Marquardt: the damping grows the diagonal, in the parameters' own units.
+        damped_RPP = normal_RPP * (1 + damping[:, None, None] * identity)
+        step_RP = np.linalg.solve(damped_RPP, downhill_RP[..., None])[..., 0]
+        # At most 2 per step, in logs and octaves, because the law is far from linear.
+        proposal = theta + np.clip(step_RP, -2, 2)
+
+        # Every sample moves only if its own cost falls.
+        new = evaluate(proposal)
+        better = new.cost < misfit.cost
+        better_R1 = better[:, None]
+        converged = np.abs(misfit.cost - new.cost) < CONVERGED * (1 + misfit.cost)
+        theta = np.where(better_R1, proposal, theta)
+        misfit = _Misfit(
+            residuals=np.where(better_R1, new.residuals, misfit.residuals),
+            huber_weight=np.where(better_R1, new.huber_weight, misfit.huber_weight),
+            cost=np.where(better, new.cost, misfit.cost),
         )
-        slopes = white @ slopes * np.broadcast_to(weight, left.shape)[..., None]
-        shared = (slopes * share[..., None]).swapaxes(1, 2)  # [R, P, M]
-        normal = shared @ slopes + np.diag(deviation**-2.0)
-        downhill = (shared @ left[..., None])[..., 0] + (mean - theta) / deviation**2
-        scaled = normal * (1 + damping[:, None, None] * np.eye(theta.shape[1]))
-        step = np.clip(np.linalg.solve(scaled, downhill[..., None])[..., 0], -2, 2)
-        other = residuals(theta + step)
-        better = other[2] < cost
-        done = np.abs(cost - other[2]) < 1e-6 * (1 + cost)
-        theta = np.where(better[:, None], theta + step, theta)
-        left, share = (
-            np.where(better[:, None], new, old)
-            for new, old in zip(other[:2], (left, share), strict=True)
-        )
-        cost = np.where(better, other[2], cost)
         damping = np.clip(np.where(better, damping / 4, damping * 6), 1e-9, 1e9)
-        if done.all():
+        if converged.all():
             break
-    return theta, cost
+    return theta, misfit.cost
+
+
+def _slopes(rows: Rows, theta: np.ndarray) -> np.ndarray:
+    """Return the derivatives of `predicted` by each parameter, [R, M, P]."""
+    num_parameters = theta.shape[1]
+    base_RM = predicted(rows, theta)
+    moved_RPP = theta[:, None, :] + DIFFERENCE * np.eye(num_parameters)
+    changes = []
+    for index in range(num_parameters):
+        moved_RM = predicted(rows, moved_RPP[:, index])
+        changes.append(moved_RM - base_RM)
+    return np.stack(changes, axis=-1) / DIFFERENCE

@@ -1,4 +1,4 @@
-"""`mupax transfer ... --predict WHAT`: forecasts of larger runs, from a study that has just been measured."""
+"""Forecasts of `mupax transfer ... --predict`: larger runs, from a study that was just measured."""
 
 from __future__ import annotations
 
@@ -12,98 +12,104 @@ from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli, sizes
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import record
-from mupax.train.studies.forecast.fitted import NoLaw, fitted
+from mupax.train.studies.forecast.fitted import NoLaw, ScalingLaw, fitted
 from mupax.train.studies.forecast.points import Points, points_of
 from mupax.train.studies.forecast.predict import predict
 from mupax.train.studies.report import Report, Step
+from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.study import Measured
 from mupax.zoo.configs import ConfigError
 
 
-def target(config: Config, what: str) -> Config:
-    """The run that a `--predict` names.
+def target(config: Config, request: str) -> Config:
+    """Return the run that a `--predict` names.
 
     Args:
-        config: of a study, at its smallest size.
-        what: AXIS=N with commas between, or a recipe, which then has the study's preset.
+        config: Run of the study at its smallest size.
+        request: AXIS=N with commas between, or a recipe. A recipe gets the study's preset.
 
     Raises:
-        ConfigError, UsageError: no such axis, size or recipe.
+        ConfigError: There is no such axis, or the size does not fit the run.
+        UsageError: There is no such recipe.
     """
-    if "=" not in what:
-        return dataclasses.replace(cli.recipe(what)().resolved(), preset=config.preset)
+    if "=" not in request:
+        recipe = cli.recipe(request)()
+        return dataclasses.replace(recipe.resolved(), preset=config.preset)
     run = config
-    for part in what.split(","):
-        axis, (*_, size) = sizes.parse(part, (*sizes.AXES, *RUN_AXES))
-        run = sizes.grown_run(run, axis, size)
-    if config.preset.joint != "none":  # which scales warm-up itself
+    for part in request.split(","):
+        axis, grown = sizes.parse(part, (*sizes.AXES, *RUN_AXES))
+        run = sizes.grown_run(run, axis, grown[-1])
+    if config.preset.joint != "none":
+        # A joint rule scales the warm-up itself.
         run = dataclasses.replace(run, optimizer=config.optimizer)
-    _ = run.scaled_optimizer  # refused here, if at all
+    # Refuses a size that the joint rule cannot scale.
+    _ = run.scaled_optimizer
     return run
 
 
-def check(config: Config, predict: Sequence[str]) -> None:
-    """Refuses what `target` would, before anything is trained.
+def check(config: Config, requests: Sequence[str]) -> None:
+    """Refuse, before training, what `target` would refuse after it.
 
     Args:
-        config: of the study.
-        predict: what is to be forecast.
+        config: Run of the study at its smallest size.
+        requests: Values of `--predict`.
 
     Raises:
-        ConfigError: as `target`, or something comes twice.
+        ConfigError: A request comes twice, or is refused by `target`.
+        UsageError: There is no such recipe.
     """
-    if len(set(predict)) < len(predict):
-        raise ConfigError(f"--predict {predict[0]} comes twice; write each run once")
-    for what in predict:
-        target(config, what)
+    if len(set(requests)) < len(requests):
+        raise ConfigError(f"--predict {requests[0]} comes twice; write each run once")
+    for request in requests:
+        target(config, request)
 
 
 def points(measured: Sequence[Measured]) -> dict[str, Points]:
-    """The studies' rows by preset, those of several axes together."""
-    labels = dict.fromkeys(one.study.label for one in measured)
-    pairs = {
-        label: [
-            (dataclasses.replace(one.study, trained=()).config(point), row)
-            for one in measured
-            if one.study.label == label
-            for point, row in one.rows.items()
-        ]
-        for label in labels
-    }
-    return {label: points_of(label, each) for label, each in pairs.items()}
+    """Return the rows of studies by preset. Studies of several axes are joined."""
+    pairs_by_label: dict[str, list[tuple[Config, Row]]] = {}
+    for result in measured:
+        # Without `trained`, a point's config is that of the preset itself.
+        study = dataclasses.replace(result.study, trained=())
+        pairs = pairs_by_label.setdefault(result.study.label, [])
+        for point, row in result.rows.items():
+            pairs.append((study.config(point), row))
+    return {label: points_of(label, pairs) for label, pairs in pairs_by_label.items()}
 
 
-def write(folder: Path, by_preset: Mapping[str, Points], predict_: Sequence[str]) -> bool:
-    """Print and write every forecast, and give whether there is one of each.
+def write(folder: Path, by_preset: Mapping[str, Points], requests: Sequence[str]) -> bool:
+    """Print and write every forecast. Return whether all of them could be made.
 
     Args:
-        folder: where they go.
-        by_preset: rows by preset.
-        predict_: what is forecast.
+        by_preset: Rows by preset, from `points`.
+        requests: Values of `--predict`.
     """
-    every = True
-    for label, of_label in by_preset.items():
+    all_made = True
+    for label, preset_points in by_preset.items():
         try:
-            law = fitted(dataclasses.replace(of_label, folders=(str(folder),)))
+            law = fitted(dataclasses.replace(preset_points, folders=(str(folder),)))
         except NoLaw as error:
             terminal.say(f"no forecast: {error}")
-            every = False
+            all_made = False
             continue
-        for what in predict_:
+        smallest = preset_points.settings[0].config
+        for request in requests:
             try:
-                content = record.forecast(
-                    law, predict(law, target(of_label.settings[0].config, what)), what
-                )
+                _write_forecast(folder, law, target(smallest, request), request)
             except NoLaw as error:
-                terminal.say(f"no forecast of {what} under {label}: {error}")
-                every = False
-                continue
-            path = record.write(folder, content)
-            score = f"mupax plan score {shlex.quote(str(path))} WORKDIR"
-            remark = f"written before the run in {path}; `{score}` holds it against what came"
-            Report(
-                record.lines(content),
-                [Step("Next: train it", content["command"])],
-                remarks=[remark],
-            ).show()
-    return every
+                terminal.say(f"no forecast of {request} under {label}: {error}")
+                all_made = False
+    return all_made
+
+
+def _write_forecast(folder: Path, law: ScalingLaw, config: Config, request: str) -> None:
+    """Print and write the forecast of one run.
+
+    Raises:
+        NoLaw: The law says nothing of the run.
+    """
+    content = record.forecast(law, predict(law, config), request)
+    path = record.write(folder, content)
+    score = f"mupax plan score {shlex.quote(str(path))} WORKDIR"
+    remark = f"written before the run in {path}; `{score}` holds it against what came"
+    next_step = Step("Next: train it", content["command"])
+    Report(record.lines(content), [next_step], remarks=[remark]).show()

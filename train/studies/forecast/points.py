@@ -1,4 +1,4 @@
-"""What a law is fitted to: the rows of a folder, as settings (a model, a batch, tokens) with a curve of losses over rates each."""
+"""Rows that a law is fitted to: settings (model, batch and tokens), each with losses over rates."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,33 +29,59 @@ METRICS = {
     "evaluation": "loss on the evaluation examples",
     "training": "mean training loss of the last tenth of steps",
 }
+"""Kinds of losses, with a description for reports."""
 SCALES = (
-    "model.width", "model.depth", "model.encoder_depth", "model.num_heads", "model.head_dim", "model.num_kv_heads", "model.mlp_ratio",
-    "steps", "seed",
-    "data.batch_size", "data.eval_batch_size", "data.seed", "optimizer.peak_lr", "optimizer.warmup_steps", "optimizer.decay_steps",
-)  # fmt: skip
-"""Fields in which the runs of one law differ."""
+    "model.width",
+    "model.depth",
+    "model.encoder_depth",
+    "model.num_heads",
+    "model.head_dim",
+    "model.num_kv_heads",
+    "model.mlp_ratio",
+    "steps",
+    "seed",
+    "data.batch_size",
+    "data.eval_batch_size",
+    "data.seed",
+    "optimizer.peak_lr",
+    "optimizer.warmup_steps",
+    "optimizer.decay_steps",
+)
+"""Fields in which the runs of one law may differ."""
 ELSEWHERE = (
-    "recipe", "workdir", "resume", "log.", "checkpoint.", "mesh.", "distributed.", "faults.", "model.compute.", "xla_flags", "vmem_kib",
-    "accumulation_steps", "preset.noise_scale",
-)  # fmt: skip
-"""Fields that change nothing of what is learnt."""
+    "recipe",
+    "workdir",
+    "resume",
+    "log.",
+    "checkpoint.",
+    "mesh.",
+    "distributed.",
+    "faults.",
+    "model.compute.",
+    "xla_flags",
+    "vmem_kib",
+    "accumulation_steps",
+    "preset.noise_scale",
+)
+"""Beginnings of the fields that do not change what a run learns."""
+PRESET = "preset."
+"""Beginning of the fields of the preset."""
 
 
 class PointsError(MupaxError):
-    """A folder without rows that a law could be fitted to. The text says what to write."""
+    """A folder without rows for a law. The text says what to write instead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A run at several rates, from several seeds.
+    """One run at several learning rates, from several seeds.
 
     Attributes:
-        config: of the run; its rate and seed are those of one of the rows.
+        config: The run. Its rate and seed are those of one of the rows.
         x: log2 of the peak rates [R], increasing.
-        losses: [R, S], inf where a seed diverged, nan where it was not run.
-        seconds: of training, of one row.
-        seeds: of the losses' columns.
+        losses: Losses [R, S], inf where a seed diverged, NaN where it was not run.
+        seconds: Median seconds of training of a row.
+        seeds: Seeds of the columns of `losses`.
     """
 
     config: Config
@@ -66,42 +92,43 @@ class Setting:
 
     @property
     def parameters(self) -> int:
-        """Trainable numbers of the model."""
+        """Number of parameters of the model."""
         return families.params(self.config.model)
 
     @property
     def tokens(self) -> int:
-        """Tokens, or images, that the run sees."""
+        """Number of tokens, or images, of the run."""
         return self.config.steps * self.config.data.batch_size * self.config.model.units
 
     @property
     def scale(self) -> np.ndarray:
-        """log2 of parameters, of tokens, and of the batch in examples [3]."""
+        """log2 of parameters, of tokens, and of the batch in examples, [3]."""
         return np.log2([self.parameters, self.tokens, self.config.data.batch_size])
 
     @classmethod
     def bare(cls, config: Config) -> Setting:
-        """A run of which nothing is measured."""
+        """Return a setting without any rows."""
         return cls(config, np.zeros(0), np.zeros((0, 0)))
 
     @property
     def curve(self) -> Curve:
         """Losses over rates, as a transfer study has them."""
-        seeds = (~np.isnan(self.losses)).all(axis=0)
-        return Curve(self.x, self.losses, max(1, int(seeds.sum())))
+        # `Curve` takes the seeds that every rate has as the first ones.
+        at_every_rate = (~np.isnan(self.losses)).all(axis=0)
+        return Curve(self.x, self.losses, max(1, int(at_every_rate.sum())))
 
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """The rows of one preset.
+    """Rows of one preset.
 
     Attributes:
-        label: the preset, for a person.
-        metric: of `METRICS`, what a loss is.
-        settings: smallest first.
-        digest: sha256 of every row's name and loss.
-        rows: how many there are.
-        folders: where they are from.
+        label: Name of the preset with its constants.
+        metric: Key of `METRICS` that says what a loss is.
+        settings: Settings, the smallest first.
+        digest: sha256 of every row's key and loss.
+        rows: Number of rows.
+        folders: Folders of the rows.
     """
 
     label: str
@@ -112,135 +139,161 @@ class Points:
     folders: tuple[str, ...]
 
 
+class _LabelledRow(NamedTuple):
+    """Row of a folder with its run and the label of its preset."""
+
+    label: str
+    config: Config
+    row: Row
+
+
 def load(folders: Sequence[Path]) -> list[Points]:
-    """The rows of these folders by preset, in the order in which the first of each comes.
+    """Return the rows of all folders by preset, in the order of each preset's first row.
 
     Args:
-        folders: of transfer studies or sweeps.
+        folders: Folders of `mupax transfer` or `mupax sweep`.
 
     Raises:
-        PointsError: a folder has no rows, or none that a recipe's command trains.
-        RowsError, DiskError: as `Rows`.
+        PointsError: A folder has no rows, or none that the command of a recipe trains.
+        RowsError: The rows of a folder are damaged.
+        DiskError: A file cannot be read.
     """
-    by_label: dict[str, list[tuple[Config, Row]]] = {}
-    first_labels: dict[tuple[Any, ...], str] = {}
-    labels: dict[str, str] = {}
+    pairs_by_label: dict[str, list[tuple[Config, Row]]] = {}
+    label_of_rules: dict[tuple[Any, ...], str] = {}
+    merged_labels: dict[str, str] = {}
     for folder in folders:
         if not has_rows(folder):
             raise PointsError(
-                f"{folder} has no {FILE_NAME}; write the folder of `mupax transfer` or `sweep` (--out)"
+                f"{folder} has no {FILE_NAME}; "
+                f"write the folder of `mupax transfer` or `sweep` (--out)"
             )
         rows = Rows(folder)
-        of_folder = (
-            _of_study(folder, rows)
-            if (folder / "transfer.json").is_file()
-            else _of_commands(folder, rows)
-        )
-        for label, config, row in of_folder:
-            if (
-                label not in labels
-            ):  # a default that is written, as tuned presets do, changes the label and no rule
-                labels[label] = first_labels.setdefault(rules_of(config), label)
-            by_label.setdefault(labels[label], []).append((config, row))
-    return [
-        points_of(label, pairs, [str(folder) for folder in folders])
-        for label, pairs in by_label.items()
-    ]
+        is_study = (folder / "transfer.json").is_file()
+        labelled = _study_rows(folder, rows) if is_study else _sweep_rows(folder, rows)
+        for label, config, row in labelled:
+            # Tuned presets write out defaults, which changes the label and no rule. Presets of
+            # equal rules go under the first of their labels.
+            if label not in merged_labels:
+                merged_labels[label] = label_of_rules.setdefault(rules_of(config), label)
+            pairs_by_label.setdefault(merged_labels[label], []).append((config, row))
+    names = [str(folder) for folder in folders]
+    return [points_of(label, pairs, names) for label, pairs in pairs_by_label.items()]
 
 
 def points_of(
     label: str, pairs: Sequence[tuple[Config, Row]], folders: Sequence[str] = ()
 ) -> Points:
-    """Rows of one preset as settings.
+    """Return the rows of one preset as settings.
 
     Args:
-        label: the preset.
-        pairs: the config of each row, and the row.
-        folders: where they are from.
+        label: Name of the preset with its constants.
+        pairs: Run and row of every point. A row that comes twice counts once.
+        folders: Folders of the rows, none by default.
     """
     pairs = list({row.key: (config, row) for config, row in pairs}.values())
+    # One metric for all rows: evaluations, if every row that did not diverge has one.
     evaluated = all(row.diverged or row.eval_loss is not None for _, row in pairs)
-    settings: dict[str, list[tuple[Config, Row]]] = {}
+    pairs_by_setting: dict[str, list[tuple[Config, Row]]] = {}
     for config, row in pairs:
-        settings.setdefault(_without_rate(config), []).append((config, row))
-    every = sorted(
-        (_setting(each, evaluated) for each in settings.values()), key=lambda s: tuple(s.scale)
+        pairs_by_setting.setdefault(_without_rate(config), []).append((config, row))
+    settings = [_setting(setting, evaluated) for setting in pairs_by_setting.values()]
+    settings.sort(key=lambda setting: tuple(setting.scale))
+
+    # Sorted, so that the digest does not depend on the order of the rows.
+    named_losses = sorted([row.key, repr(_loss(row, evaluated))] for _, row in pairs)
+    return Points(
+        label=label,
+        metric="evaluation" if evaluated else "training",
+        settings=tuple(settings),
+        digest=hashlib.sha256(json.dumps(named_losses).encode()).hexdigest(),
+        rows=len(pairs),
+        folders=tuple(folders),
     )
-    named = sorted([row.key, repr(_loss(row, evaluated))] for _, row in pairs)
-    digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
-    metric = "evaluation" if evaluated else "training"
-    return Points(label, metric, tuple(every), digest, len(pairs), tuple(folders))
 
 
 def field_differences(config: Config, setting: Config) -> list[tuple[str, Any, Any]]:
-    """Fields in which two runs differ that are neither of `SCALES` nor of `ELSEWHERE`, with both values.
+    """Return the fields in which two runs differ in more than their scale.
 
-    Args:
-        config: of a run to forecast.
-        setting: of a run that was measured.
+    Fields of `SCALES` and `ELSEWHERE` do not count. Fields of presets that give all parameters the
+    same factors do not count, except the form.
+
+    Returns:
+        (name, value of `config`, value of `setting`) of each field.
     """
-    fields = differences(_recorded(config), _recorded(setting))
-    fields = [
-        field for field in fields if field[0] not in SCALES and not field[0].startswith(ELSEWHERE)
+    fields = []
+    for field in differences(_recorded(config), _recorded(setting)):
+        name = field[0]
+        if name not in SCALES and not name.startswith(ELSEWHERE):
+            fields.append(field)
+    has_other_preset = any(name.startswith(PRESET) for name, _, _ in fields)
+    if not has_other_preset or not same_preset(config, setting):
+        return fields
+    return [
+        field for field in fields if field[0] == "preset.form" or not field[0].startswith(PRESET)
     ]
-    if any(name.startswith("preset.") for name, *_ in fields) and same_preset(config, setting):
-        return [
-            field
-            for field in fields
-            if field[0] == "preset.form" or not field[0].startswith("preset.")
-        ]
-    return fields
 
 
 def _recorded(config: Config) -> dict[str, Any]:
+    """Return a run as JSON, with all values that follow from others."""
     return to_json(config.resolved())
 
 
 def _without_rate(config: Config) -> str:
+    """Return a run without rate and seed as text, the same for all rows of a setting."""
     fields = _recorded(config)
-    del fields["seed"], fields["optimizer"]["peak_lr"]
+    del fields["seed"]
+    del fields["optimizer"]["peak_lr"]
     return json.dumps(fields, sort_keys=True)
 
 
 def _loss(row: Row, evaluated: bool) -> float:
+    """Return the loss of a row, inf if it diverged."""
     value = row.eval_loss if evaluated else row.loss
     return math.inf if value is None or row.diverged else value
 
 
 def _setting(pairs: Sequence[tuple[Config, Row]], evaluated: bool) -> Setting:
+    """Return the setting of rows that differ in rate and seed alone."""
     rates = sorted({config.optimizer.peak_lr for config, _ in pairs})
     seeds = sorted({config.seed for config, _ in pairs})
     losses = np.full((len(rates), len(seeds)), np.nan)
     for config, row in pairs:
-        losses[rates.index(config.optimizer.peak_lr), seeds.index(config.seed)] = _loss(
-            row, evaluated
-        )
-    full = np.argsort(np.isnan(losses).sum(axis=0), kind="stable")  # seeds at every rate first
-    seconds = float(np.median([row.seconds for _, row in pairs]))
+        rate_index = rates.index(config.optimizer.peak_lr)
+        losses[rate_index, seeds.index(config.seed)] = _loss(row, evaluated)
+    # Seeds that were run at every rate come first, as `Curve` expects.
+    order = np.argsort(np.isnan(losses).sum(axis=0), kind="stable")
     return Setting(
-        pairs[0][0], np.log2(rates), losses[:, full], seconds, tuple(seeds[at] for at in full)
+        config=pairs[0][0],
+        x=np.log2(rates),
+        losses=losses[:, order],
+        seconds=float(np.median([row.seconds for _, row in pairs])),
+        seeds=tuple(seeds[index] for index in order),
     )
 
 
-def _of_study(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, Config, Row]]:
-    """Rows of a transfer study, each under every preset that it serves."""
+def _study_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]:
+    """Yield the rows of a transfer study, each under every preset that it serves."""
     from mupax.train.studies.transfer.planned import replanned
 
     record = disk.read_json(folder / "transfer.json")
-    configs = {(study.label, study.axis): study for study in replanned(record["command"])}
+    studies = {(study.label, study.axis): study for study in replanned(record["command"])}
     for study in record["studies"]:
-        planned = configs[study["preset"], study["axis"]]
+        planned = studies[study["preset"], study["axis"]]
         for size, config in zip(study["sizes"], planned.configs, strict=True):
             for point in size["points"]:
-                if point["key"] in rows:
-                    run = dataclasses.replace(
-                        at_rate(config, 2.0 ** point["log2_lr"]), seed=point["seed"]
-                    )
-                    yield study["preset"], run, rows[point["key"]]
+                if point["key"] not in rows:
+                    continue
+                run = at_rate(config, 2.0 ** point["log2_lr"])
+                run = dataclasses.replace(run, seed=point["seed"])
+                yield _LabelledRow(study["preset"], run, rows[point["key"]])
 
 
-def _of_commands(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, Config, Row]]:
-    """Rows of a sweep, by the commands that train them alone."""
+def _sweep_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]:
+    """Yield the rows of a sweep. A row's run is that of its recorded command.
+
+    Raises:
+        PointsError: No row has a command.
+    """
     from mupax.train.studies.transfer.planned import label_of
 
     parsed: dict[str, Config] = {}
@@ -248,15 +301,17 @@ def _of_commands(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, C
         command, *recorded = words_of(row.command) or [""]
         if command != "train":
             continue
-        # Rate and seed are what differs between most rows, and a command is dear to parse.
-        words, numbers = without_flags(recorded, ("--optimizer.peak-lr", "--seed"))
-        if (text := shlex.join(words)) not in parsed:
+        # Most rows differ in rate and seed alone, and a command is slow to parse.
+        words, values = without_flags(recorded, ("--optimizer.peak-lr", "--seed"))
+        text = shlex.join(words)
+        if text not in parsed:
             parsed[text] = cli.parse(words[0], cli.recipe(words[0]), words[1:]).config
         config = parsed[text]
-        rate = float(numbers.get("--optimizer.peak-lr", config.optimizer.peak_lr))
-        run = grid_point(config, rate, int(numbers.get("--seed", config.seed)))
-        yield label_of(run.preset), run, row
+        rate = float(values.get("--optimizer.peak-lr", config.optimizer.peak_lr))
+        run = grid_point(config, rate, int(values.get("--seed", config.seed)))
+        yield _LabelledRow(label_of(run.preset), run, row)
     if rows and not parsed:
         raise PointsError(
-            f"{folder}: its rows have no commands, as of a recipe that is not in the table; add it there"
+            f"{folder}: its rows have no commands, "
+            f"as of a recipe that is not in the table; add it there"
         )

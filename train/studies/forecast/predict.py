@@ -1,4 +1,4 @@
-"""What a law says of a run: its best learning rate and its loss, each with a 50 and a 90 % interval, or why nothing is said."""
+"""Prediction of a run by a fitted law: best learning rate and loss with 50 and 90 % intervals."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ import numpy as np
 
 from mupax.train.config.record import text_of
 from mupax.train.config.run import Config
-from mupax.train.studies.forecast.fitted import BEYOND_FREEDOM, LEAST, NoLaw, ScalingLaw
-from mupax.train.studies.forecast.law import AXES, best_rate, log_loss
+from mupax.train.studies.forecast.fitted import BEYOND_FREEDOM, MIN_VALUES, NoLaw, ScalingLaw
+from mupax.train.studies.forecast.law import AXES, SIZE_DECIMALS, best_rate, log_loss
 from mupax.train.studies.forecast.points import Setting, field_differences
 from mupax.train.studies.sweep.grids import at_rate
 
 DRAWS = 10
-"""Of each sample of the law's parameters."""
+"""Number of draws for each sample of the law's parameters."""
 QUANTILES = {"low90": 0.05, "low50": 0.25, "value": 0.5, "high50": 0.75, "high90": 0.95}
+"""Quantiles of an interval, by the fields of `PredictionInterval`."""
 FARTHEST = 3.0
-"""Octaves from the best rate beyond which the parabola is no loss any more."""
+"""Greatest distance from the best rate at which the parabola is used, in octaves."""
+WIDE = 2.0
+"""Octaves of a 90 % interval of the best rate above which several rates should be trained."""
 FARTHEST_ROW = {
     "parameters": ("largest model", "smallest model"),
     "tokens": ("longest run", "shortest run"),
     "batch": ("run of the largest batch", "run of the smallest batch"),
 }
-"""Of each axis what has most and least of it."""
+"""Names of the rows at the upper and lower end of each axis."""
 SHAPE = ("width", "depth", "encoder_depth", "num_heads", "head_dim", "num_kv_heads", "mlp_ratio")
+"""Fields of a model that change its parameters. The law knows only their number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PredictionInterval:
-    """A number that is predicted: median, 50 and 90 % interval."""
+    """Median of a predicted number with the ends of its 50 and 90 % intervals."""
 
     low90: float
     low50: float
@@ -39,129 +43,191 @@ class PredictionInterval:
     high90: float
 
     @classmethod
-    def of(cls, draws: np.ndarray) -> PredictionInterval:
-        """The band of many draws."""
-        return cls(**{name: float(np.quantile(draws, at)) for name, at in QUANTILES.items()})
+    def from_draws(cls, draws: np.ndarray) -> PredictionInterval:
+        """Return the quantiles of draws [n]."""
+        return cls(**{name: float(np.quantile(draws, q)) for name, q in QUANTILES.items()})
 
     def to_json(self, digits: int = 5) -> dict[str, float]:
-        """Rounded."""
+        """Return the numbers, rounded."""
         return {name: round(value, digits) for name, value in dataclasses.asdict(self).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Of one run.
+    """Prediction for one run.
 
     Attributes:
-        config: of the run, at the predicted rate.
-        log2_lr: its best peak rate; None where the rows' rate does not vary.
-        loss: of the run as it is, at its rate.
-        scale: its parameters, tokens and batch.
-        beyond: of these to how many times the nearest that was measured, above 1 where it is larger and below where smaller.
-        warnings: what to know before it is believed, a sentence each.
+        config: The run, at the predicted best rate or at its own.
+        log2_lr: log2 of the best peak rate. `None` if the rows' rate does not vary.
+        loss: Loss of the run at the rate of `config`.
+        scale: Parameters, tokens and batch of the run.
+        size_ratios: Ratio of each of these to the nearest end of the rows. Above 1 if the run is
+            larger than all rows, below 1 if it is smaller, 1 if it lies between them.
+        warnings: Reasons to doubt the prediction, a sentence each.
     """
 
     config: Config
     log2_lr: PredictionInterval | None
     loss: PredictionInterval
     scale: dict[str, int]
-    beyond: dict[str, float]
+    size_ratios: dict[str, float]
     warnings: tuple[str, ...]
 
 
 def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Prediction:
-    """What the law says of a run.
+    """Predict best rate and loss of a run.
 
     Args:
-        law: fitted.
-        config: of the run.
-        keep_rate: the run's own peak rate, and not the law's best one.
+        law: Law of the study that the run extends.
+        keep_rate: Predict the loss at the run's own peak rate. By default it is predicted at the
+            best rate.
 
     Raises:
-        NoLaw: the run differs from the measured ones in more than its scale, or in an axis that none of them varies.
+        NoLaw: The run differs from the rows in more than its scale, or in an axis that no row
+            varies.
     """
-    target, rows = Setting.bare(config), law.rows
-    nearest = min(
-        law.points.settings, key=lambda setting: float(np.abs(setting.scale - target.scale).sum())
+    target = Setting.bare(config)
+    rows = law.rows
+    _refuse_other_runs(law, target)
+    scale = target.scale - rows.centre
+    octaves = _octaves_beyond(law, scale)
+    distance = float(np.sqrt((octaves**2).sum()))
+
+    # Draws of parameters, noise of the run and error beyond the rows, [DRAWS * R].
+    rng = np.random.default_rng(1)
+    theta = np.tile(law.samples, (DRAWS, 1))
+    count = len(theta)
+    normal = rng.standard_normal((2, count))
+    loss = log_loss(rows.names, theta, scale[None])[:, 0]
+    loss = loss + np.tile(law.misses, DRAWS) * normal[0] + law.seed * normal[1]
+    student = rng.standard_t(law.loss_growth.freedom, count)
+    loss = loss + law.loss_growth.deviation * distance * student
+
+    log2_lr = None
+    if "c" in rows.names:
+        best = best_rate(rows.names, theta, scale[None])[:, 0]
+        student = rng.standard_t(law.rate_growth.freedom, count)
+        # The loss below depends on the uncertain best rate, so its error comes first.
+        best = best + law.rate_growth.deviation * distance * student
+        # The interval is that of a rate as a study would measure it, with its scatter.
+        measured = best + law.scatter * rng.standard_normal(count)
+        log2_lr = PredictionInterval.from_draws(measured + rows.centre_log2_lr)
+        own_rate = float(np.log2(config.optimizer.peak_lr))
+        rate = own_rate if keep_rate else log2_lr.value
+        octaves_off = np.clip(rate - rows.centre_log2_lr - best, -FARTHEST, FARTHEST)
+        curvature = np.exp(theta[:, rows.names.index("c")])
+        loss = loss + curvature * octaves_off**2
+        if not keep_rate:
+            # Four digits keep the printed command short.
+            config = at_rate(config, float(f"{2.0**rate:.4g}"))
+
+    size_ratios = {name: float(2.0**value) for name, value in zip(AXES, octaves, strict=True)}
+    sizes = (target.parameters, target.tokens, config.data.batch_size)
+    return Prediction(
+        config=config,
+        log2_lr=log2_lr,
+        loss=PredictionInterval.from_draws(rows.centre_loss * np.exp(loss)),
+        scale=dict(zip(AXES, sizes, strict=True)),
+        size_ratios=size_ratios,
+        warnings=tuple(_warnings(law, config, size_ratios, log2_lr)),
     )
-    if differing := field_differences(config, nearest.config):
-        texts = ", ".join(
-            f"{name} {text_of(now)} (measured: {text_of(was)})" for name, now, was in differing[:4]
-        )
+
+
+def _refuse_other_runs(law: ScalingLaw, target: Setting) -> None:
+    """Refuse a run that differs from the nearest setting in more than its scale.
+
+    Raises:
+        NoLaw: The run differs. The text names up to four fields.
+    """
+
+    def distance(setting: Setting) -> float:
+        return float(np.abs(setting.scale - target.scale).sum())
+
+    # Against the nearest setting, as fields that follow from the size then differ least.
+    nearest = min(law.points.settings, key=distance)
+    differences = field_differences(target.config, nearest.config)
+    if differences:
+        texts = []
+        for name, value, measured in differences[:4]:
+            texts.append(f"{name} {text_of(value)} (measured: {text_of(measured)})")
         raise NoLaw(
-            f"nothing is said of a run that differs from the measured ones in more than its scale: {texts}"
+            f"nothing is said of a run that differs from the measured ones "
+            f"in more than its scale: {', '.join(texts)}"
         )
-    low, high, scale = rows.scale.min(axis=0), rows.scale.max(axis=0), target.scale - rows.centre
+
+
+def _octaves_beyond(law: ScalingLaw, scale: np.ndarray) -> np.ndarray:
+    """Return the octaves of each axis beyond the rows, negative below them, 0 inside, [3].
+
+    Args:
+        scale: log2 of parameters, tokens and batch of the run less the rows' mean, [3].
+
+    Raises:
+        NoLaw: The run lies beyond the rows in an axis that no row varies.
+    """
+    rows = law.rows
+    low = rows.scale.min(axis=0)
+    high = rows.scale.max(axis=0)
     octaves = np.where(scale > high, scale - high, np.where(scale < low, scale - low, 0.0))
+    # Sizes that differ by rounding alone are the same.
     octaves = np.where(np.abs(octaves) < 1e-6, 0.0, octaves)
     for axis, name in enumerate(AXES):
         if octaves[axis] and high[axis] - low[axis] < 1e-6:
             value = 2.0 ** rows.centre[axis]
             raise NoLaw(f"nothing is said of other {name} than {value:,.0f}, which all rows have")
-    distance, rng = float(np.sqrt((octaves**2).sum())), np.random.default_rng(1)
-    theta = np.tile(law.samples, (DRAWS, 1))
-    normal = rng.standard_normal((2, len(theta)))
-    loss = (
-        log_loss(rows.names, theta, scale[None])[:, 0]
-        + np.tile(law.misses, DRAWS) * normal[0]
-        + law.seed * normal[1]
-    )
-    loss = loss + law.beyond[0] * distance * rng.standard_t(law.beyond[1], len(theta))
-    band = None
-    if "c" in rows.names:
-        best = best_rate(rows.names, theta, scale[None])[:, 0]
-        best = best + law.rate_beyond[0] * distance * rng.standard_t(law.rate_beyond[1], len(theta))
-        band = PredictionInterval.of(
-            best + law.scatter * rng.standard_normal(len(theta)) + rows.middle
-        )  # as a study would measure it
-        own = float(np.log2(config.optimizer.peak_lr))
-        rate = own if keep_rate else band.value
-        off = np.clip(rate - rows.middle - best, -FARTHEST, FARTHEST)
-        loss = loss + np.exp(theta[:, rows.names.index("c")]) * off**2
-        if not keep_rate:
-            config = at_rate(config, float(f"{2.0**rate:.4g}"))
-    beyond = {name: float(2.0**value) for name, value in zip(AXES, octaves, strict=True)}
-    numbers = dict(
-        zip(AXES, (target.parameters, target.tokens, config.data.batch_size), strict=True)
-    )
-    return Prediction(
-        config,
-        band,
-        PredictionInterval.of(rows.loss * np.exp(loss)),
-        numbers,
-        beyond,
-        tuple(_warnings(law, config, beyond, band)),
-    )
+    return octaves
 
 
 def _warnings(
-    law: ScalingLaw, config: Config, beyond: dict[str, float], rate: PredictionInterval | None
+    law: ScalingLaw,
+    config: Config,
+    size_ratios: dict[str, float],
+    log2_lr: PredictionInterval | None,
 ) -> list[str]:
-    warnings = [
-        f"extrapolates: {ratio:.3g} times the {name} of the {FARTHEST_ROW[name][ratio < 1]} measured"
-        for name, ratio in beyond.items()
-        if ratio != 1
-    ]
+    """Return reasons to doubt a prediction, a sentence each.
+
+    Args:
+        size_ratios: As in `Prediction`.
+        log2_lr: As in `Prediction`.
+    """
+    warnings = []
+    for name, ratio in size_ratios.items():
+        if ratio != 1:
+            largest, smallest = FARTHEST_ROW[name]
+            row = smallest if ratio < 1 else largest
+            warnings.append(f"extrapolates: {ratio:.3g} times the {name} of the {row} measured")
     for axis, name in enumerate(AXES):
-        values = len(set(np.round(law.rows.scale[:, axis], 6)))
-        if beyond[name] != 1 and values < LEAST:
+        num_values = len(set(np.round(law.rows.scale[:, axis], SIZE_DECIMALS)))
+        if size_ratios[name] != 1 and num_values < MIN_VALUES:
             warnings.append(
-                f"the rows have {values} values of {name}: how the loss goes on is what others measured, widely"
+                f"the rows have {num_values} values of {name}: "
+                f"how the loss goes on is what others measured, widely"
             )
-    shapes: list[dict[str, Any]] = [
-        {name: getattr(each.model, name, None) for name in SHAPE}
-        for each in (config, *(setting.config for setting in law.points.settings))
-    ]
-    for name, value in shapes[0].items():
-        measured = {shape[name] for shape in shapes[1:]}
-        if len(measured) == 1 and value not in measured and len(law.points.settings) > 1:
-            warnings.append(
-                f"{name} is {value}, and {measured.pop()} in every row: the law knows only how many parameters there are"
-            )
-    if law.beyond[1] == BEYOND_FREEDOM and any(ratio != 1 for ratio in beyond.values()):
+    warnings += _shape_warnings(law, config)
+
+    is_beyond = any(ratio != 1 for ratio in size_ratios.values())
+    if law.loss_growth.freedom == BEYOND_FREEDOM and is_beyond:
         warnings.append(
-            "how far the law misses what lies beyond it could not be measured: no axis has four values"
+            "how far the law misses what lies beyond it could not be measured: "
+            "no axis has four values"
         )
-    if rate and rate.high90 - rate.low90 > 2:
+    if log2_lr is not None and log2_lr.high90 - log2_lr.low90 > WIDE:
         warnings.append("the best rate is known to no octave; train at a few")
+    return warnings
+
+
+def _shape_warnings(law: ScalingLaw, config: Config) -> list[str]:
+    """Return a warning for each field of the model's shape that only this run changes."""
+    settings = law.points.settings
+    if len(settings) < 2:
+        return []
+    warnings = []
+    for name in SHAPE:
+        value: Any = getattr(config.model, name, None)
+        measured = {getattr(setting.config.model, name, None) for setting in settings}
+        if len(measured) == 1 and value not in measured:
+            warnings.append(
+                f"{name} is {value}, and {measured.pop()} in every row: "
+                f"the law knows only how many parameters there are"
+            )
     return warnings

@@ -1,1 +1,1 @@
-"""A run planned before it is run: its whole config, what it costs, what to expect; and forecasts held against what came."""
+"""Plan of a run: its config, cost and expected loss; scores of forecasts against finished runs."""

@@ -1,6 +1,7 @@
-"""`mupax plan RECIPE --tokens 10b --from FOLDER`: a run's whole config, its cost and its loss, before it is run.
+"""`mupax plan RECIPE --tokens 10b --from FOLDER`: config, cost and loss of a run before training.
 
-Memory, time and cost come from the TPU compiler where there is one, else from the formula in use, which is said.
+Memory, time and cost come from the TPU compiler where there is one, otherwise from a formula. The
+source is printed beside each value.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from tyro import conf
 
@@ -26,6 +27,7 @@ from mupax.train.config.record import command_of, words_of
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast.points import Points
 from mupax.train.studies.plan import ranges
+from mupax.train.studies.plan.ranges import PlanRow
 from mupax.train.studies.report import Report, Section, Step, write_json
 from mupax.train.studies.sweep.grids import without_flags
 from mupax.train.studies.tables import command as tables_command
@@ -34,43 +36,51 @@ from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS, ConfigError
 
 if TYPE_CHECKING:
-    from mupax.train.studies.plan.numbers import PlanRow
+    from mupax.train.pods.topology import Chip
 
 PROG = "mupax plan"
+COLUMNS = ("what", "value", "interval", "from")
+"""Keys of a row of the plan in its JSON file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run's whole config, its memory, time, cost and loss, each with the rule or study that it comes from.
+    """Plan a run: its config, memory, time, cost and loss, each with its source.
 
-    The learning rate and the loss are those of a law fitted to the rows of studies (--from), with 90 % intervals, and cautions
-    where it goes beyond what was measured or where published rules contradict each other. A model is planned as the study's run was:
-    its data, batch, optimizer, clip, preset and base, where no flag says otherwise. A recipe has its own, and a caution names
-    what in them keeps the study's rate from being used. With --chips mesh and remat are those
-    that the TPU compiler finds to fit. What is not listed here is a flag of the recipe (`mupax train RECIPE --help`).
-    `mupax plan score FORECAST PLACE` holds a forecast, or a plan, against the run that came.
+    Learning rate and loss come from a law fitted to the rows of studies (--from), with 90 %
+    intervals. Cautions say where the law goes beyond what was measured, and where published rules
+    contradict each other. A model is planned as the study's run was (data, batch, optimizer, clip,
+    preset and base), where no flag says otherwise. A recipe has its own settings, and a caution
+    names those that keep the study's rate from being used. With --chips, mesh and remat are those
+    that the TPU compiler finds to fit. What is not listed here is a flag of the recipe
+    (`mupax train RECIPE --help`). `mupax plan score FORECAST PLACE` compares a forecast, or a plan,
+    with its finished run.
     """
 
     recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE|FILE|MODEL")]
-    """A recipe of `mupax train`, or a config file (also `--config FILE`); or a model of `mupax models`, for the run of the study.
-    `--model NAME` alone says the same."""
+    """A recipe of `mupax train`, or a config file (also `--config FILE`). Or a model of `mupax
+    models`, for the run of the study; `--model NAME` alone says the same."""
     tokens: Annotated[str | None, conf.arg(metavar="N")] = None
-    """Tokens, or images, to see: 10b, 300m, 2e9; the recipe's own unless given. Warm-up stays the same fraction of the run."""
+    """Number of tokens, or images, of the run: 10b, 300m, 2e9; the recipe's own unless given.
+    Warm-up stays the same fraction of the run."""
     studies: Annotated[Repeated, conf.arg(aliases=("--from",), metavar="FOLDER")] = ()
-    """A folder of `mupax transfer` or `sweep`, which may come several times, or a table of anybody's runs (CSV, JSONL). Without one the
-    recipe's numbers stay, and a model alone is planned by the best evidence that comes with mupax."""
+    """A folder of `mupax transfer` or `sweep`, which may come several times, or a table of
+    anybody's runs (CSV, JSONL). Without one the recipe's settings stay, and a model alone is
+    planned by the best evidence that comes with mupax."""
     chips: Annotated[str | None, conf.arg(metavar="CHIP:AxB")] = None
     """v5e:16x16, v5p:4x4x4, ...; this machine unless given."""
     slices: Annotated[int, conf.arg(metavar="N")] = 1
-    """So many of them, joined by the slow network."""
+    """Number of such slices, joined by the slow network."""
     limit: Annotated[int, conf.arg(metavar="N")] = 3
-    """With --chips: compile at most so many meshes, remat policies and microbatches; 0 compiles the recipe's own."""
+    """With --chips: most combinations of mesh, remat policy and microbatches to compile; 0 compiles
+    the recipe's own."""
     price: Annotated[float | None, conf.arg(metavar="X")] = None
-    """Of a chip, or of this machine, for an hour."""
+    """Price of a chip, or of this machine, per hour."""
     mfu: Annotated[float | None, conf.arg(metavar="X")] = None
-    """Utilization to count with, as 0.4; the compiler's upper bound, or the study's own speed, unless given."""
+    """Model FLOPs utilization for the time, as 0.4; the compiler's upper bound, or the study's own
+    speed, unless given."""
     tokens_per_second: Annotated[float | None, conf.arg(metavar="X")] = None
-    """Throughput of all devices, where it has been measured."""
+    """Throughput of all devices together, where it has been measured."""
     out: Annotated[Path | None, conf.arg(metavar="PATH")] = None
     """Write the plan, and the forecast in it, as JSON."""
 
@@ -84,14 +94,19 @@ class Plan:
                 f"--tokens-per-second is {self.tokens_per_second}; write a number above 0"
             )
 
+    @property
+    def has_speed(self) -> bool:
+        """True if a flag says how fast the run is."""
+        return bool(self.tokens_per_second or self.mfu)
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A run, and where what nobody wrote a flag for is from.
+    """Run that a command line asks for.
 
     Attributes:
-        config: of the run.
-        source: the recipe or the study, for a person.
+        config: The run.
+        source: Recipe or study of the settings without a flag, for a person.
     """
 
     config: Config
@@ -99,105 +114,137 @@ class Request:
 
 
 def with_name(argv: Sequence[str]) -> list[str]:
-    """The words with the name behind `--model` as their first, where no recipe or model is named by itself.
+    """Return the words with the value of `--model` first, if no word is a recipe, model or file.
 
     Args:
-        argv: the words after `plan`.
+        argv: Words of the command line after `plan`.
     """
     model = cli.value_of("--model", argv)
-    before = ["", *argv]
-    alone = any(
-        (word in RECIPES or word in CONFIGS or cli.is_file(word))
-        and (not last.startswith("--") or "=" in last)
-        for last, word in zip(before, argv, strict=False)
-    )
-    first = bool(argv) and not argv[0].startswith("-")
-    return [*argv] if model is None or alone or first else [model, *argv]
+    begins_with_name = bool(argv) and not argv[0].startswith("-")
+    if model is None or begins_with_name:
+        return [*argv]
+    for previous, word in zip(["", *argv], argv, strict=False):
+        is_name = word in RECIPES or word in CONFIGS or cli.is_file(word)
+        is_value = previous.startswith("--") and "=" not in previous
+        # A word after a flag is its value, unless the flag has its own behind `=`.
+        if is_name and not is_value:
+            return [*argv]
+    return [model, *argv]
 
 
-def run_of(args: Plan, rest: Sequence[str], studies: Sequence[Points]) -> Request:
-    """The run that is asked for.
+def run_of(args: Plan, recipe_flags: Sequence[str], studies: Sequence[Points]) -> Request:
+    """Return the run that a command line asks for.
 
     Args:
-        args: flags of the command.
-        rest: flags of the recipe.
-        studies: of which the first with the run's preset lends its settings to a command that names a model.
+        args: Flags of `mupax plan`.
+        studies: Rows by preset. A model alone takes the settings of the first study whose preset
+            still has its rules after the flags.
 
     Raises:
-        ConfigError, UsageError, PresetError: what does not fit, or a word that is neither recipe nor model.
+        ConfigError: Two words contradict each other, a value does not fit, or a model alone has no
+            study.
+        UsageError: The word is neither recipe nor model, or a flag is unknown.
+        PresetError: The study's preset is not for the model.
     """
-    if args.tokens and any(word.partition("=")[0] == "--steps" for word in rest):
+    if args.tokens and any(word.partition("=")[0] == "--steps" for word in recipe_flags):
         raise ConfigError("--tokens and --steps both say how long the run is; write one of them")
-    name, words, flag = args.recipe, [*rest], cli.value_of("--model", rest)
-    if flag in RECIPES and flag not in CONFIGS:  # `--model gpt2-c4`: cli knows models alone
-        if flag != name:
-            raise ConfigError(f"{name} and --model {flag}: {flag} is a recipe; write one of them")
+    name = args.recipe
+    words = [*recipe_flags]
+    model = cli.value_of("--model", recipe_flags)
+    if model in RECIPES and model not in CONFIGS:
+        # `--model gpt2-c4` stands for the recipe. `cli` would take it for a model.
+        if model != name:
+            raise ConfigError(f"{name} and --model {model}: {model} is a recipe; write one of them")
         words, _ = without_flags(words, ("--model",))
-    if name in CONFIGS and flag not in (None, name) and name not in RECIPES:
-        raise ConfigError(f"{name} and --model {flag} are two models; write one of them")
-    named = name in CONFIGS and (name not in RECIPES or (flag == name and bool(studies)))
-    if named and not studies:
-        raise ConfigError(
-            f"{name} is a model; write a recipe and --model {name}, or the study to plan from behind --from"
-        )
-    if not named:
+    if name in CONFIGS and model not in (None, name) and name not in RECIPES:
+        raise ConfigError(f"{name} and --model {model} are two models; write one of them")
+
+    is_model = name in CONFIGS and name not in RECIPES
+    if name in CONFIGS and name in RECIPES:
+        # With `--model` and a study the word is the model of that name.
+        is_model = model == name and bool(studies)
+    if not is_model:
         return Request(_parsed(args, name, None, words), f"recipe {name}")
-    words = words if flag else ["--model", name, *words]
-    runs = ((_lent(args, study, words), study) for study in studies)
-    first = None
-    for config, study in runs:
-        first = first or Request(config, f"study {' and '.join(study.folders)}")
+    if not studies:
+        raise ConfigError(
+            f"{name} is a model; write a recipe and --model {name}, "
+            f"or the study to plan from behind --from"
+        )
+
+    if not model:
+        words = ["--model", name, *words]
+    source = f"study {' and '.join(studies[0].folders)}"
+    runs = []
+    for study in studies:
+        config = _study_run(args, study, words)
         if rules_of(config) == rules_of(study.settings[-1].config):
-            return dataclasses.replace(first, config=config)
-    assert first is not None  # there are studies
-    return first
+            return Request(config, source)
+        runs.append(config)
+    return Request(runs[0], source)
 
 
-def _parsed(args: Plan, recipe: str, study: Points | None, words: Sequence[str]) -> Config:
-    """The recipe, or the study's run, with flags, at the tokens that are asked for."""
-    durations = [
-        flag
-        for flag in joint.DURATIONS
-        if any(word.partition("=")[0].replace("_", "-").endswith(flag) for word in words)
-    ]
+def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str]) -> Config:
+    """Return a recipe's run, or a study's, with flags, at the tokens of `--tokens`.
+
+    Args:
+        recipe: Name of the recipe, or of the recipe of the study.
+        setting: Run of the study, whose settings replace the recipe's. `None` keeps the recipe's.
+    """
+    names = [word.partition("=")[0].replace("_", "-") for word in words]
+    durations = [flag for flag in joint.DURATIONS if any(name.endswith(flag) for name in names)]
     if args.tokens and durations:
         raise ConfigError(
-            f"--optimizer.{durations[0]} is of the run's steps, which --tokens changes; write --steps N in place of --tokens"
+            f"--optimizer.{durations[0]} is of the run's steps, which --tokens changes; "
+            f"write --steps N in place of --tokens"
         )
+
     start = cli.recipe(recipe)
-    make = start if study is None else lambda: _of_study(start(), study.settings[-1].config)
-    config = dataclasses.replace(
-        cli.parse(recipe, make, words, command_line.flags(Plan)).config, workdir=None
-    )
+
+    def with_setting() -> Config:
+        assert setting is not None
+        return _with_settings(start(), setting)
+
+    make = start if setting is None else with_setting
+    config = cli.parse(recipe, make, words, command_line.flags(Plan)).config
+    config = dataclasses.replace(config, workdir=None)
     if not args.tokens:
         return config
-    each = config.data.batch_size * config.model.units
-    steps = max(1, round(joint.amount("--tokens", args.tokens) / each))
-    longer = sizes.grown_run(config, "tokens", steps * each)
-    own = config.preset.joint != "none" or any(
-        word.startswith("--optimizer.warmup") for word in words
-    )
-    return dataclasses.replace(longer, optimizer=config.optimizer) if own else longer
+
+    # A whole number of steps, so that the tokens are rounded and not the batch.
+    tokens_per_step = config.data.batch_size * config.model.units
+    steps = max(1, round(joint.amount("--tokens", args.tokens) / tokens_per_step))
+    longer = sizes.grown_run(config, "tokens", steps * tokens_per_step)
+    # A joint rule scales the warm-up itself, and a written warm-up stays.
+    is_warmup_set = any(word.startswith("--optimizer.warmup") for word in words)
+    if config.preset.joint != "none" or is_warmup_set:
+        return dataclasses.replace(longer, optimizer=config.optimizer)
+    return longer
 
 
-def _lent(args: Plan, study: Points, words: Sequence[str]) -> Config:
-    """The study's run with flags; its preset may not be for the model that these name."""
+def _study_run(args: Plan, study: Points, words: Sequence[str]) -> Config:
+    """Return the run of a study's largest setting with flags.
+
+    Args:
+        words: Flags of the recipe. They name the model.
+
+    Raises:
+        PresetError: The study's preset is not for the model.
+    """
     setting = study.settings[-1].config
     try:
-        return _parsed(args, setting.recipe, study, words)
+        return _parsed(args, setting.recipe, setting, words)
     except PresetError as error:
         raise PresetError(
-            f"under the settings of the study ({label_of(setting.preset)}): {error}; write --preset.constants with those to keep, or "
-            "a recipe first, whose own preset then stays"
+            f"under the settings of the study ({label_of(setting.preset)}): {error}; "
+            f"write --preset.constants with those to keep, or "
+            f"a recipe first, whose own preset then stays"
         ) from error
 
 
-def _of_study(recipe: Config, setting: Config) -> Config:
-    """The recipe with all that a rate and a loss were measured at; its own rate, seeds, and how and where it runs.
+def _with_settings(recipe: Config, setting: Config) -> Config:
+    """Return a study's recipe with all settings on which a measured rate and loss depend.
 
-    Args:
-        recipe: of the study.
-        setting: a run of it.
+    The recipe keeps its rate, its seeds, and how and where it runs.
     """
     data = dataclasses.replace(
         setting.data, seed=recipe.data.seed, eval_batch_size=recipe.data.eval_batch_size
@@ -217,12 +264,12 @@ def _of_study(recipe: Config, setting: Config) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a run takes.
+    """Memory, time and price of a run.
 
     Attributes:
-        rows: of the plan's table.
-        cautions: a sentence each.
-        fits: whether the memory is enough, as far as that is known.
+        rows: Rows of the plan's table.
+        cautions: Cautions, a sentence each.
+        fits: False if the run needs more memory than the chips have. True if that is unknown.
     """
 
     rows: tuple[PlanRow, ...]
@@ -230,71 +277,93 @@ class Cost:
     fits: bool = True
 
 
-def of(config: Config, args: Plan, studies: Sequence[Points]) -> tuple[Config, Cost]:
-    """The run with its mesh and remat, and what it takes.
+def with_cost(config: Config, args: Plan, studies: Sequence[Points]) -> tuple[Config, Cost]:
+    """Return a run with its mesh and remat policy, and its cost.
 
     Args:
-        config: of the run.
-        args: flags of the command.
-        studies: rows whose speed is this machine's.
+        args: Flags of `mupax plan`.
+        studies: Rows whose speed is taken for that of this machine.
     """
-    return _on_chips(config, args) if args.chips else (config, _here(config, args, studies))
+    if args.chips:
+        return _on_chips(config, args, args.chips)
+    return config, _on_this_machine(config, args, studies)
 
 
-def _on_chips(config: Config, args: Plan) -> tuple[Config, Cost]:
+def _on_chips(config: Config, args: Plan, chips: str) -> tuple[Config, Cost]:
+    """Return a run as the TPU compiler makes it fit, and its cost.
+
+    Without the compiler the run stays as it is, and the cost is that of `_by_formula`.
+
+    Args:
+        chips: Value of `--chips`.
+    """
     from mupax.train.pods import topology
 
-    assert args.chips is not None
-    chip, count = topology.chip_of(args.chips), _count(args.chips) * args.slices
-    where = f"{args.chips}" + (f" x {args.slices} slices" if args.slices > 1 else "")
+    chip = topology.chip_of(chips)
+    count = _count(chips) * args.slices
+    place = f"{chips} x {args.slices} slices" if args.slices > 1 else chips
     try:
         topology.ready()
     except topology.TopologyError as error:
-        return config, _formula(config, args, count, chip, where, str(error))
+        return config, _by_formula(config, args, count, chip, str(error))
+
     if args.limit:
         from mupax.train.pods import search
 
-        # The batch stays: rate, steps and loss are of it.
-        report: dict[str, Any] = search.search(config, args.chips, args.slices, args.limit, (1,))[0]
+        # Batch sizes are not searched, because rate, steps and loss are those of this batch.
+        # The first report is the fastest that fits, if any fits.
+        report: dict[str, Any] = search.search(config, chips, args.slices, args.limit, (1,))[0]
         config = _with_flags(config, shlex.split(report["flags"]))
     else:
         from mupax.train.pods.compiled import compile_for
 
-        report = compile_for(config, args.chips, args.slices).report()
-    line, peak, room = (
-        report["roofline"],
-        report["peak_bytes_per_device"],
-        report["hbm_bytes_per_device"],
-    )
+        report = compile_for(config, chips, args.slices).report()
+    return config, _compiled_cost(config, args, report, count, chip, place)
+
+
+def _compiled_cost(
+    config: Config, args: Plan, report: dict[str, Any], count: int, chip: Chip, place: str
+) -> Cost:
+    """Return the cost of a compiled run.
+
+    Args:
+        report: Report of the compiler, as `mupax compile --json` writes it.
+        place: Chips and slices, such as `v5e:4x4 x 2 slices`.
+    """
+    peak = report["peak_bytes_per_device"]
+    capacity = report["hbm_bytes_per_device"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
-    compiler = f"TPU compiler for {where}"
-    rows: list[PlanRow] = [
-        ("mesh", f"{mesh} ({count} chips)", "", compiler),
-        (
-            "remat",
-            f"{report['compute']['remat']}, {report['accumulation_steps']} microbatches",
-            "",
-            compiler,
-        ),
-        ("memory", f"{gib(peak)} of {gib(room)} a chip", ranges.NONE, compiler),
-    ]
+    remat = f"{report['compute']['remat']}, {report['accumulation_steps']} microbatches"
+    memory = f"{gib(peak)} of {gib(capacity)} a chip"
+    source = f"TPU compiler for {place}"
+    rows = (
+        PlanRow("mesh", f"{mesh} ({count} chips)", "", source),
+        PlanRow("remat", remat, "", source),
+        PlanRow("memory", memory, ranges.NONE, source),
+    )
     if not report["fits"]:
-        return config, Cost(
-            tuple(rows),
-            (f"does not fit {where} by {gib(peak - room)}; write more chips or a smaller batch",),
-            False,
-        )
-    step, band = line["step_seconds"], None
-    if args.tokens_per_second or args.mfu:
-        step, source = _speed(config, args, count * chip.peak_flops)
+        missing = gib(peak - capacity)
+        caution = f"does not fit {place} by {missing}; write more chips or a smaller batch"
+        return Cost(rows, (caution,), fits=False)
+    if args.has_speed:
+        duration = _flag_duration(config, args, count * chip.peak_flops)
     else:
-        band, upper = ranges.of_roofline(step, line["mfu"])
-        source = f"roofline of the compiled step, a bound from below (MFU at most {line['mfu']:.0%}), {upper}"
-    return config, Cost((*rows, *_time(config, args, step, source, count, band)))
+        roofline = report["roofline"]
+        step = roofline["step_seconds"]
+        band, upper = ranges.of_roofline(step, roofline["mfu"])
+        time_source = (
+            f"roofline of the compiled step, a bound from below "
+            f"(MFU at most {roofline['mfu']:.0%}), {upper}"
+        )
+        duration = StepDuration(step, time_source, band)
+    return Cost((*rows, *_time_rows(config, args, duration, count)))
 
 
 def _state_bytes(config: Config) -> int:
-    """Return the bytes of a run's whole state, from shapes alone: parameters, moments, an average, and the gradients."""
+    """Return the bytes of a run's state and gradients, from shapes alone.
+
+    The state is parameters, moments of the optimizer and an average of the parameters.
+    """
     import jax
 
     from mupax.train.reuse import runs
@@ -305,144 +374,156 @@ def _state_bytes(config: Config) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in [*leaves, *gradients])
 
 
-def _formula(config: Config, args: Plan, count: int, chip: Any, where: str, why: str) -> Cost:
-    """Without the compiler: the state alone, over all chips, and the time at a utilization that is given."""
+def _by_formula(config: Config, args: Plan, count: int, chip: Chip, reason: str) -> Cost:
+    """Return the cost without a compiler: the state's memory, and the time at a given speed.
+
+    Args:
+        count: Number of chips, over which the state is split.
+    """
+    # The least that a chip can hold: no mesh splits the state over more chips.
     state = _state_bytes(config) / count
-    rows: list[PlanRow] = [
-        (
-            "memory",
-            f"{gib(int(state))} of {gib(chip.hbm_bytes)} a chip",
-            f"at least {gib(int(state))}",
-            "formula: state alone, split over all chips",
-        )
-    ]
-    cautions = [f"memory of activations, mesh and remat are not known: {why}"]
-    if not (args.mfu or args.tokens_per_second):
-        cautions.append(
-            "time is not known without the compiler; write --mfu or --tokens-per-second"
-        )
-        return Cost(tuple(rows), tuple(cautions), state < chip.hbm_bytes)
-    step, source = _speed(config, args, count * chip.peak_flops)
-    return Cost(
-        (*rows, *_time(config, args, step, source, count)), tuple(cautions), state < chip.hbm_bytes
+    size = gib(int(state))
+    memory = PlanRow(
+        "memory",
+        f"{size} of {gib(chip.hbm_bytes)} a chip",
+        f"at least {size}",
+        "formula: state alone, split over all chips",
     )
+    fits = state < chip.hbm_bytes
+    caution = f"memory of activations, mesh and remat are not known: {reason}"
+    if not args.has_speed:
+        advice = "time is not known without the compiler; write --mfu or --tokens-per-second"
+        return Cost((memory,), (caution, advice), fits)
+    duration = _flag_duration(config, args, count * chip.peak_flops)
+    return Cost((memory, *_time_rows(config, args, duration, count)), (caution,), fits)
 
 
-def _here(config: Config, args: Plan, studies: Sequence[Points]) -> Cost:
-    """On the devices of this process."""
+def _on_this_machine(config: Config, args: Plan, studies: Sequence[Points]) -> Cost:
+    """Return the cost on the devices of this process."""
     from mupax.train.core.program import assemble
     from mupax.train.parallel.sharding import described
     from mupax.train.pods import estimates
 
     program = assemble(config)
+    # This counts parameters, state, gradients and activations, without compiling.
     expected = sum(estimates.expected(program).values())
     kind = program.mesh.devices.flat[0].device_kind
-    memory, most = ranges.memory(expected)
-    rows: list[PlanRow] = [
-        ("mesh", f"{described(program.mesh.shape)} ({kind})", "", "this machine"),
-        ("remat", config.model.compute.remat, "", f"recipe {config.recipe}"),
-        (
-            "memory",
-            f"about {gib(expected)} a device",
-            memory,
-            f"formula of train/pods/estimates.py, from sizes; {most}",
-        ),
-    ]
-    settings = [setting for points in studies for setting in points.settings if setting.seconds > 0]
-    if args.tokens_per_second or args.mfu:
+    mesh = f"{described(program.mesh.shape)} ({kind})"
+    interval, limit = ranges.memory(expected)
+    memory_source = f"formula of train/pods/estimates.py, from sizes; {limit}"
+    rows = (
+        PlanRow("mesh", mesh, "", "this machine"),
+        PlanRow("remat", config.model.compute.remat, "", f"recipe {config.recipe}"),
+        PlanRow("memory", f"about {gib(expected)} a device", interval, memory_source),
+    )
+    if args.has_speed:
         from mupax.train.parallel import hardware
 
         peak = hardware.peak_flops(kind, config.model.compute.dtype)
         if args.tokens_per_second is None and peak is None:
-            return Cost(
-                tuple(rows),
-                (
-                    f"time is not known: nothing is known of the peak of {kind}; write --tokens-per-second",
-                ),
+            caution = (
+                f"time is not known: nothing is known of the peak of {kind}; "
+                f"write --tokens-per-second"
             )
-        return Cost(
-            (*rows, *_time(config, args, *_speed(config, args, (peak or 0) * program.mesh.size), 1))
-        )
-    if not settings:
-        return Cost(
-            tuple(rows),
-            (
-                "time is not known: write --tokens-per-second, or a study of this machine behind --from",
-            ),
-        )
-    products = [families.train_flops(setting.config.model) * setting.tokens for setting in settings]
-    speeds = [
-        product / setting.seconds for product, setting in zip(products, settings, strict=True)
-    ]
-    speed = speeds[products.index(max(products))]
-    step = _step_flops(config) / speed
-    band, spread = ranges.of_settings(step, speed, speeds)
-    source = ", ".join(
-        filter(
-            None,
-            [
-                f"{speed:.3g} FLOP/s of the study's largest rows, wherever these were trained",
-                spread,
-            ],
-        )
-    )
-    return Cost((*rows, *_time(config, args, step, source, 1, band)))
+            return Cost(rows, (caution,))
+        duration = _flag_duration(config, args, (peak or 0) * program.mesh.size)
+    else:
+        duration = _study_duration(config, studies)
+        if duration is None:
+            caution = (
+                "time is not known: write --tokens-per-second, "
+                "or a study of this machine behind --from"
+            )
+            return Cost(rows, (caution,))
+    # This machine has one price, whatever the number of its devices.
+    return Cost((*rows, *_time_rows(config, args, duration, count=1)))
 
 
-def _speed(config: Config, args: Plan, peak: float) -> tuple[float, str]:
-    """Seconds of a step, and where that is from."""
+class StepDuration(NamedTuple):
+    """Duration of a step.
+
+    Attributes:
+        seconds: Expected seconds.
+        source: Source of the seconds.
+        band: Range of the seconds, `None` by default.
+    """
+
+    seconds: float
+    source: str
+    band: ranges.Range = None
+
+
+def _flag_duration(config: Config, args: Plan, peak: float) -> StepDuration:
+    """Return the duration of a step by `--tokens-per-second` or `--mfu`.
+
+    Args:
+        peak: Peak FLOP/s of all devices together. Only `--mfu` reads it.
+    """
     if args.tokens_per_second:
         seconds = config.data.batch_size * config.model.units / args.tokens_per_second
-        return seconds, f"--tokens-per-second {args.tokens_per_second:g}"
+        return StepDuration(seconds, f"--tokens-per-second {args.tokens_per_second:g}")
     assert args.mfu is not None
-    return _step_flops(config) / (peak * args.mfu), f"--mfu {args.mfu:g}"
+    return StepDuration(_step_flops(config) / (peak * args.mfu), f"--mfu {args.mfu:g}")
+
+
+def _study_duration(config: Config, studies: Sequence[Points]) -> StepDuration | None:
+    """Return the duration of a step at the speed of the study's largest rows.
+
+    Return `None` if no row has a duration.
+    """
+    flops = []
+    speeds = []
+    for points in studies:
+        for setting in points.settings:
+            if setting.seconds > 0:
+                flops.append(families.train_flops(setting.config.model) * setting.tokens)
+                speeds.append(flops[-1] / setting.seconds)
+    if not speeds:
+        return None
+    # Large models are nearest to the planned run in speed.
+    speed = speeds[flops.index(max(flops))]
+    seconds = _step_flops(config) / speed
+    band, spread = ranges.of_settings(seconds, speed, speeds)
+    source = f"{speed:.3g} FLOP/s of the study's largest rows, wherever these were trained"
+    if spread:
+        source = f"{source}, {spread}"
+    return StepDuration(seconds, source, band)
 
 
 def _step_flops(config: Config) -> float:
+    """Return the FLOPs of a step, without recomputation."""
     return families.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
-def _time(
-    config: Config, args: Plan, step: float, source: str, count: int, band: ranges.Range = None
-) -> list[PlanRow]:
-    """Time, FLOPs and cost.
+def _time_rows(config: Config, args: Plan, duration: StepDuration, count: int) -> list[PlanRow]:
+    """Return the rows of time, FLOPs and, with `--price`, cost.
 
     Args:
-        config: of the run.
-        args: has the price.
-        step: seconds of one.
-        source: of these.
-        count: devices that are paid for.
-        band: seconds of a step, lowest and highest.
+        count: Number of devices that are paid for.
     """
-    seconds = config.steps * step
-    unit, name = (3600, "h") if seconds >= 3600 else (60, "min") if seconds > 60 else (1, "s")
-    rows: list[PlanRow] = [
-        (
-            "time",
-            f"{seconds / unit:,.1f} {name}, {step:.3g} s a step",
-            ranges.text(band, config.steps / unit, f"{{:,.1f}} {name}"),
-            source,
-        ),
-        (
-            "FLOPs",
-            f"{_step_flops(config) * config.steps:.3g}",
-            "",
-            "counted, without recomputation",
-        ),
+    seconds = config.steps * duration.seconds
+    if seconds >= 3600:
+        unit = 3600
+        name = "h"
+    elif seconds > 60:
+        unit = 60
+        name = "min"
+    else:
+        unit = 1
+        name = "s"
+    value = f"{seconds / unit:,.1f} {name}, {duration.seconds:.3g} s a step"
+    interval = ranges.text(duration.band, config.steps / unit, f"{{:,.1f}} {name}")
+    flops = f"{_step_flops(config) * config.steps:.3g}"
+    rows = [
+        PlanRow("time", value, interval, duration.source),
+        PlanRow("FLOPs", flops, "", "counted, without recomputation"),
     ]
     if args.price is not None:
         hours = seconds / 3600
-        bill = count * args.price
-        from_ = f"{count} x {hours:,.2f} h at {args.price:g} an hour"
-        rows.append(
-            (
-                "cost",
-                f"{hours * bill:,.2f}",
-                ranges.text(band, config.steps / 3600 * bill, "{:,.2f}"),
-                from_,
-            )
-        )
+        hourly = count * args.price
+        interval = ranges.text(duration.band, config.steps / 3600 * hourly, "{:,.2f}")
+        source = f"{count} x {hours:,.2f} h at {args.price:g} an hour"
+        rows.append(PlanRow("cost", f"{hours * hourly:,.2f}", interval, source))
     return rows
 
 
@@ -454,22 +535,38 @@ def _with_flags(config: Config, flags: Sequence[str]) -> Config:
     Args:
         flags: Words such as `--mesh.fsdp`, `16`.
     """
-    argv = words_of(command_of(config))[2:]  # without `train` and the recipe
-    return dataclasses.replace(
-        cli.parse(config.recipe, cli.recipe(config.recipe), [*argv, *flags]).config, workdir=None
-    )
+    # Without `train` and the recipe.
+    run_flags = words_of(command_of(config))[2:]
+    recipe = cli.recipe(config.recipe)
+    parsed = cli.parse(config.recipe, recipe, [*run_flags, *flags])
+    return dataclasses.replace(parsed.config, workdir=None)
 
 
 def _count(chips: str) -> int:
-    return math.prod(map(int, chips.partition(":")[2].split("x")))
+    """Return the number of chips of a topology such as v5e:16x16."""
+    _, _, shape = chips.partition(":")
+    return math.prod(map(int, shape.split("x")))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plans and prints: 0, or 1 where the run does not fit the chips; raises as `run_of`.
+    """Run `mupax plan`, or another command that its words ask for.
+
+    `plan score` compares a forecast with its run. A table of runs as `--from` is planned by
+    `mupax.train.studies.tables.command`. A model without a study is planned from evidence.
 
     Args:
-        argv: the words after `plan`; `score` as the first hands the others to `mupax.train.studies.plan.score`.
+        argv: Words of the command line after `plan`.
+
+    Returns:
+        0, or 1 if the run does not fit the chips.
+
+    Raises:
+        ConfigError: As for `run_of`.
+        UsageError: As for `run_of`.
+        PresetError: As for `run_of`.
+        PointsError: A folder behind `--from` has no rows.
     """
+    # Each of these commands has flags of its own.
     if argv[:1] == ["score"]:
         from mupax.train.studies.plan import score
 
@@ -477,74 +574,87 @@ def main(argv: Sequence[str]) -> int:
     if tables_command.asks_for_table(argv):
         return tables_command.main(argv)
 
-    args, rest = command_line.parse_known(Plan, PROG, with_name(cli.with_file_first(argv)))
+    args, recipe_flags = command_line.parse_known(Plan, PROG, with_name(cli.with_file_first(argv)))
     if args.chips:
         from mupax.train.pods import topology
 
-        topology.chip_of(args.chips)  # refused before anything is read
-    model = _model_alone(args, rest)
+        # Refuses an unknown chip before anything is read.
+        topology.chip_of(args.chips)
+    model = _model_alone(args, recipe_flags)
     if model is not None:
-        return _plan_from_evidence(model, args, rest)
+        return _plan_from_evidence(model, args, recipe_flags)
+    return _plan_run(args, recipe_flags, argv)
+
+
+def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> int:
+    """Plan a run, print the plan and write it to `--out`.
+
+    Args:
+        argv: Words of the command line after `plan`, for the record.
+
+    Returns:
+        0, or 1 if the run does not fit the chips.
+    """
     from mupax.train.studies.forecast import points
     from mupax.train.studies.plan import numbers
 
     studies = points.load([Path(folder) for folder in args.studies]) if args.studies else []
-    request = run_of(args, rest, studies)
-    keep_rate = any(
-        word.partition("=")[0].replace("_", "-") == "--optimizer.peak-lr" for word in rest
-    )
-    learnt = numbers.of_law(request.config, studies, keep_rate=keep_rate)
-    config, costs = of(learnt.config, args, studies)
-    rows, cautions = (
-        [*numbers.rows(config, learnt, request.source), *costs.rows],
-        [*learnt.cautions, *costs.cautions],
-    )
+    request = run_of(args, recipe_flags, studies)
+    names = [word.partition("=")[0].replace("_", "-") for word in recipe_flags]
+    keep_rate = "--optimizer.peak-lr" in names
+    estimates = numbers.of_law(request.config, studies, keep_rate=keep_rate)
+    config, cost = with_cost(estimates.config, args, studies)
+
+    rows = [*numbers.rows(config, estimates, request.source), *cost.rows]
+    cautions = [*estimates.cautions, *cost.cautions]
     command = command_of(config) or "(no recipe has its name)"
+    # Names of the values need no head.
+    header = ("", *COLUMNS[1:])
     Report(
-        [_conclusion(args.recipe, config, rows, fits=costs.fits)],
-        [Step("Next: train it", command)],
-        [Section(terminal.filled([("", "value", "interval", "from"), *rows]))],
-        [f"caution: {caution}" for caution in cautions],
+        answers=[_conclusion(args.recipe, config, rows, fits=cost.fits)],
+        steps=[Step("Next: train it", command)],
+        sections=[Section(terminal.filled([header, *rows]))],
+        remarks=[f"caution: {caution}" for caution in cautions],
     ).show()
-    forecast = learnt.forecast(config, shlex.join([*argv]))
+
+    forecast = estimates.forecast(config, shlex.join(argv))
     if args.out is not None:
-        keys = ("what", "value", "interval", "from")
         content = {
             "format": "plan 1",
             "asked": f"{PROG} {shlex.join(argv)}",
             "command": command,
-            "numbers": [dict(zip(keys, row, strict=True)) for row in rows],
+            "numbers": [dict(zip(COLUMNS, row, strict=True)) for row in rows],
             "cautions": cautions,
             "forecast": forecast,
         }
         write_json(args.out, content)
-        again = (
-            f"; `{PROG} score {shlex.quote(str(args.out))} WORKDIR` holds it against what came"
-            if forecast
-            else ""
-        )
-        terminal.say(f"plan in {args.out}{again}")
-    return 0 if costs.fits else 1
+        message = f"plan in {args.out}"
+        if forecast:
+            score = f"{PROG} score {shlex.quote(str(args.out))} WORKDIR"
+            message += f"; `{score}` holds it against what came"
+        terminal.say(message)
+    return 0 if cost.fits else 1
 
 
-def _model_alone(args: Plan, rest: Sequence[str]) -> str | None:
-    """Return the model of a command that names neither a recipe nor a study; None where it names one.
+def _model_alone(args: Plan, recipe_flags: Sequence[str]) -> str | None:
+    """Return the model of a command that names neither a recipe nor a study, otherwise `None`.
 
-    Some recipes have the name of their model: with `--model` and no flag of a recipe that is the model.
+    Some recipes have the name of their model. With `--model` and no flag of a recipe such a name
+    is the model.
     """
     name = args.recipe
-    flag = cli.value_of("--model", rest)
+    flag = cli.value_of("--model", recipe_flags)
     if args.studies or name not in CONFIGS or flag not in (None, name):
         return None
     if name not in RECIPES:
         return name
-    words, _ = without_flags(rest, ("--model",))
-    is_model = flag == name and args.tokens is not None and not words and not _costs(args)
+    words, _ = without_flags(recipe_flags, ("--model",))
+    is_model = flag == name and args.tokens is not None and not words and not _cost_flags(args)
     return name if is_model else None
 
 
-def _costs(args: Plan) -> list[str]:
-    """Return the flags of a plan that ask what a run costs."""
+def _cost_flags(args: Plan) -> list[str]:
+    """Return the flags of a command line that ask for the cost of a run."""
     values = {
         "--chips": args.chips,
         "--price": args.price,
@@ -554,16 +664,20 @@ def _costs(args: Plan) -> list[str]:
     return [flag for flag, value in values.items() if value is not None]
 
 
-def _plan_from_evidence(model: str, args: Plan, rest: Sequence[str]) -> int:
-    """Plan a model from the best evidence that applies."""
+def _plan_from_evidence(model: str, args: Plan, recipe_flags: Sequence[str]) -> int:
+    """Plan a model from the best evidence that applies.
+
+    Args:
+        recipe_flags: Flags of the recipe. Only `--model` is allowed.
+    """
     from mupax.train.studies.plan import evidence
 
-    words, _ = without_flags(rest, ("--model",))
-    words += _costs(args)
+    words, _ = without_flags(recipe_flags, ("--model",))
+    words += _cost_flags(args)
     if words:
         raise ConfigError(
-            f"{words[0]} is of a recipe's run, and {model} is a model; write a recipe and --model {model}, or the study to plan from "
-            "behind --from"
+            f"{words[0]} is of a recipe's run, and {model} is a model; "
+            f"write a recipe and --model {model}, or the study to plan from behind --from"
         )
     if args.tokens is None:
         raise ConfigError(f"say how long {model} will train: write --tokens N, as 10b")
@@ -571,13 +685,21 @@ def _plan_from_evidence(model: str, args: Plan, rest: Sequence[str]) -> int:
 
 
 def _conclusion(recipe: str, config: Config, rows: Sequence[PlanRow], *, fits: bool) -> str:
-    """Return what the plan comes to, in a sentence: rate, loss and time, or that the run does not fit."""
-    value = {row[0]: row[1] for row in rows}
-    interval = {row[0]: row[2] for row in rows}
-    run = f"{recipe}: {config.steps:,} steps at a peak rate of {value['peak rate']}"
+    """Return a sentence with rate, loss and time, or that the run does not fit.
+
+    Args:
+        recipe: Recipe, file or model of the command line.
+    """
+    by_name = {row.name: row for row in rows}
+    rate = by_name["peak rate"].value
+    run = f"{recipe}: {config.steps:,} steps at a peak rate of {rate}"
     if not fits:
         return f"{run} do not fit the chips; the last caution says by how much"
-    time = f", in {value['time'].partition(',')[0]}" if "time" in value else ""
-    if value["loss"] == ranges.NOT_PREDICTED:
+    time = ""
+    if "time" in by_name:
+        duration, _, _ = by_name["time"].value.partition(",")
+        time = f", in {duration}"
+    loss = by_name["loss"]
+    if loss.value == ranges.NOT_PREDICTED:
         return f"{run}{time}; no loss is predicted (see the cautions)"
-    return f"{run} should end at a loss of {value['loss']} [{interval['loss']}]{time}"
+    return f"{run} should end at a loss of {loss.value} [{loss.interval}]{time}"

@@ -1,7 +1,8 @@
-"""`mupax plan --model NAME --tokens N`: which learning rate and batch, from the best evidence that applies, without a study of one's own.
+"""`mupax plan --model NAME --tokens N` without a study: rate and batch by the best evidence.
 
-Best first: what was measured here under a preset that carries it over, a law of published runs, constants that others published.
-Evidence applies to models of its kind whose sizes are within `FAR` doublings of those that it is from.
+Kinds of evidence, best first: a measurement of this project under a preset that carries it over, a
+law of published runs, constants that others published. Evidence applies to models of its kind whose
+sizes are within `FAR` doublings of the sizes that it comes from.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mupax import terminal
 from mupax.presets.roles import Role
 from mupax.presets.tuned import find
 from mupax.presets.tuned.find import FAR, Tuned
 from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import Config
 from mupax.train.studies import report
 from mupax.train.studies.tables import stored
 from mupax.train.studies.tables.forecast import Interval
@@ -25,28 +27,31 @@ from mupax.zoo.configs import CONFIGS, ConfigError
 from mupax.zoo.families import ModelConfig
 
 Kind = Literal["measured here", "published law", "published constants"]
+"""Kinds of evidence, the best first."""
 LAW_TOKENS = 2048
-"""Tokens of a sequence of the published grid."""
+"""Tokens of a sequence in the runs of the published law."""
 TABLES = (Role.TOKEN_EMBEDDING, Role.POSITION, Role.READOUT)
-"""Roles that the grid's count of parameters leaves out."""
+"""Roles that the published law's number of parameters leaves out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What something says of a model's settings.
+    """Settings of a model by one source, and how far they can be trusted.
 
     Attributes:
-        kind: how it is known.
-        source: whose, for a person.
-        preset: what `--preset` takes.
-        peak_lr: to train with.
-        rate_interval: where it lies in nine of ten cases; None where nothing says.
-        batch: in examples of the model; None where nothing says.
-        batch_interval: as `rate_interval`.
-        loss: at the end, in nats per token of the source's data; None where nothing says.
-        doublings: of the size that is farthest from what was tried.
-        applies: whether it does.
-        remark: why, or what to know.
+        kind: Kind of the evidence.
+        source: Name of the source, for a person.
+        preset: Value for `--preset`.
+        peak_lr: Peak learning rate.
+        rate_interval: 90 % interval of the rate. `None` if unknown.
+        batch: Batch in examples of the model. `None` if unknown.
+        batch_interval: 90 % interval of the batch. `None` if unknown.
+        loss: Loss at the end, in nats per token of the source's data. `None` if unknown, or if the
+            evidence does not apply.
+        doublings: Distance from the nearest model that was tried, in doublings of the size that is
+            farthest.
+        applies: Whether the distance is at most `FAR`.
+        remark: Conditions of the evidence.
     """
 
     kind: Kind
@@ -63,67 +68,85 @@ class Evidence:
 
 
 def body_parameters(model: ModelConfig) -> int:
-    """Return a model's parameters without embeddings and readout."""
+    """Return a model's number of parameters without embeddings and readout."""
     sizes = model.sizes()
-    tables = sum(
-        math.prod(sizes[axis] for axis in spec.axes)
-        for spec in model.parameters().values()
-        if spec.role in TABLES and not spec.in_block
-    )
+    tables = 0
+    for spec in model.parameters().values():
+        if spec.role in TABLES and not spec.in_block:
+            tables += math.prod(sizes[axis] for axis in spec.axes)
     return families.params(model) - tables
 
 
 def candidates_for(model: ModelConfig, tokens: float) -> list[Evidence]:
-    """Return the best evidence of each kind, those that apply first, best first.
+    """Return the best evidence of each kind, best first. Evidence that does not apply comes last.
 
     Args:
-        model: to train.
-        tokens: or images, that it will see.
+        tokens: Number of tokens, or images, of the run.
     """
     options = [_measured(model, tokens), _law(model, tokens), _published(model)]
     present = [evidence for evidence in options if evidence is not None]
+    # The order of kinds stays, because `sorted` is stable.
     return sorted(present, key=lambda evidence: not evidence.applies)
 
 
+class _Candidate(NamedTuple):
+    """Tuned preset with its order among others: the least is the best.
+
+    Attributes:
+        is_far: True if its sizes are more than `FAR` doublings away.
+        is_unproven: True if its rate is not known to transfer.
+        doublings: Distance of its sizes or its length, whichever is farther.
+        use: Value for `--preset`, which decides between equals.
+        tuned: The preset.
+    """
+
+    is_far: bool
+    is_unproven: bool
+    doublings: float
+    use: str
+    tuned: Tuned
+
+
 def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
-    """Return the tuned preset of this project whose sizes are nearest, if any is of the model's kind."""
-    candidates: list[tuple[bool, bool, float, str, Tuned]] = []
+    """Return the nearest tuned preset that was measured here, if any is for the model's kind."""
+    candidates: list[_Candidate] = []
     for path in find.files().values():
         tuned = find.load(path)
+        # A rate that drifts says nothing of other sizes.
         if tuned.is_published or tuned.evidence == "drifts" or not _same_kind(tuned, model):
             continue
-        larger = max(
-            (abs(value) for value in tuned.distance(model.base_sizes()).values()), default=0.0
-        )
+        distances = tuned.distance(model.base_sizes()).values()
+        larger = max((abs(distance) for distance in distances), default=0.0)
         longer = max(0.0, math.log2(tokens / tuned.provenance["seen"]))
         doublings = max(larger, longer)
-        candidates.append(
-            (doublings > FAR, tuned.evidence != "transfers", doublings, tuned.use, tuned)
-        )
+        is_unproven = tuned.evidence != "transfers"
+        candidates.append(_Candidate(doublings > FAR, is_unproven, doublings, tuned.use, tuned))
     if not candidates:
         return None
-    _, _, doublings, _, tuned = min(candidates, key=lambda candidate: candidate[:4])
+    best = min(candidates, key=lambda candidate: candidate[:4])
+    tuned = best.tuned
     optimum = tuned.provenance["log2_optimum"]
-    ends = (optimum["low"], optimum["high"])
-    applies = doublings <= FAR
+    rate_interval = None
+    if optimum["low"] is not None and optimum["high"] is not None:
+        rate_interval = (2.0 ** optimum["low"], 2.0 ** optimum["high"])
     remark = f"tuned on {tuned.provenance['data']}; {tuned.evidence}"
-    if not applies:
-        remark += f"; the run is {doublings:.0f} doublings beyond it, in size or length"
+    if best.is_far:
+        remark += f"; the run is {best.doublings:.0f} doublings beyond it, in size or length"
     return Evidence(
         kind="measured here",
         source=tuned.use,
         preset=tuned.use,
         peak_lr=tuned.optimizer["peak_lr"],
-        rate_interval=None if None in ends else (2.0 ** ends[0], 2.0 ** ends[1]),
+        rate_interval=rate_interval,
         batch=tuned.provenance["batch"],
-        doublings=doublings,
-        applies=applies,
+        doublings=best.doublings,
+        applies=not best.is_far,
         remark=remark,
     )
 
 
 def _law(model: ModelConfig, tokens: float) -> Evidence | None:
-    """Return what the law of published dense decoders says; None of another kind of model."""
+    """Return the evidence of the law of published runs, if the model is a dense decoder."""
     if not _is_dense_decoder(model):
         return None
     forecaster = stored.load()
@@ -132,9 +155,13 @@ def _law(model: ModelConfig, tokens: float) -> Evidence | None:
     doublings = max(forecaster.distance(place).values())
     assert best.peak_lr is not None
     assert best.batch_sequences is not None
+    # The law counts sequences of `LAW_TOKENS` tokens, and the batch counts the model's examples.
     share = LAW_TOKENS / model.units
     applies = doublings <= FAR
-    remark = "standard parameterization; its data and vocabulary are not yours, so take the loss as an order of magnitude"
+    remark = (
+        "standard parameterization; its data and vocabulary are not yours, "
+        "so take the loss as an order of magnitude"
+    )
     if doublings > 0:
         remark += f"; {doublings:.1f} doublings beyond its runs"
     return Evidence(
@@ -153,7 +180,7 @@ def _law(model: ModelConfig, tokens: float) -> Evidence | None:
 
 
 def _published(model: ModelConfig) -> Evidence | None:
-    """Return the published constants whose model is nearest, if any is of the model's kind."""
+    """Return the nearest published constants, if any are for the model's kind."""
     best: tuple[float, Tuned] | None = None
     for path in find.files().values():
         tuned = find.load(path)
@@ -180,23 +207,26 @@ def _published(model: ModelConfig) -> Evidence | None:
 
 
 def _distance(sizes: Mapping[str, int], model: Mapping[str, int]) -> float:
-    """Return the doublings between two models on the axis where they are farthest apart, of width and depth."""
-    return max(
-        abs(math.log2(model[axis] / sizes[axis]))
-        for axis in ("embed", "layers")
-        if axis in sizes and axis in model
-    )
+    """Return the doublings between two models, in width or depth, whichever is farther."""
+    doublings = []
+    for axis in ("embed", "layers"):
+        if axis in sizes and axis in model:
+            doublings.append(abs(math.log2(model[axis] / sizes[axis])))
+    return max(doublings)
 
 
 def _same_kind(tuned: Tuned, model: ModelConfig) -> bool:
-    """Return whether a tuned preset is for models such as this one: of images, or decoders of text without experts."""
+    """Return whether a tuned preset is for models of this kind.
+
+    The kinds are models of images, and decoders of tokens without experts.
+    """
     if tuned.provenance["unit"] != model.unit:
         return False
     return model.unit == "image" or _is_dense_decoder(model)
 
 
 def _is_dense_decoder(model: ModelConfig) -> bool:
-    """Return whether a model is a decoder of tokens without an encoder or experts."""
+    """Return whether a model is a decoder of tokens, without an encoder or experts."""
     parameters: Mapping[str, Any] = model.parameters()
     roles = {spec.role for spec in parameters.values()}
     return (
@@ -207,73 +237,83 @@ def _is_dense_decoder(model: ModelConfig) -> bool:
     )
 
 
-def plan(name: str, tokens: float, out: Path | None) -> int:
-    """Print which settings the best evidence gives a model, and what else is known: 0.
+def plan(name: str, tokens: float, path: Path | None) -> int:
+    """Print the settings that the best evidence gives a model, and all other evidence. Return 0.
 
     Args:
-        name: of `CONFIGS`.
-        tokens: or images, to see.
-        out: file for the same as JSON.
+        name: Key of `CONFIGS`.
+        tokens: Number of tokens, or images, of the run.
+        path: JSON file of the plan. `None` writes none.
 
     Raises:
-        ConfigError: nothing is known of models of its kind and size.
+        ConfigError: No evidence applies to models of this kind and size.
     """
     model = CONFIGS[name]
-    every = candidates_for(model, tokens)
-    if not every or not every[0].applies:
-        nearest = f"; the nearest is {every[0].source} ({every[0].remark})" if every else ""
+    candidates = candidates_for(model, tokens)
+    if not candidates or not candidates[0].applies:
+        nearest = ""
+        if candidates:
+            nearest = f"; the nearest is {candidates[0].source} ({candidates[0].remark})"
         raise ConfigError(
-            f"nothing is known of the learning rate of a model such as {name}{nearest}; tune a small one (`mupax tune`), or write the "
-            "study to plan from behind --from"
+            f"nothing is known of the learning rate of a model such as {name}{nearest}; "
+            f"tune a small one (`mupax tune`), or write the study to plan from behind --from"
         )
-    best = every[0]
+
+    best = candidates[0]
     command = command_for(name, model, tokens, best)
     unit = f"{model.unit}s"
+    interval = "no interval is known"
+    if best.rate_interval is not None:
+        interval = f"90 %: {_range(best.rate_interval, '{:.3g}')}"
     batch = "" if best.batch is None else f" and a batch of {best.batch:.0f}"
-    ends = (
-        "no interval is known"
-        if best.rate_interval is None
-        else f"90 %: {_range(best.rate_interval, '{:.3g}')}"
+    answer = (
+        f"{name}, {tokens:.4g} {unit}: a peak rate of {best.peak_lr:.3g} ({interval}){batch} "
+        f"under {best.preset}, by {best.kind}: {best.source}"
     )
-    rate = f"a peak rate of {best.peak_lr:.3g} ({ends})"
-    answer = f"{name}, {tokens:.4g} {unit}: {rate}{batch} under {best.preset}, by {best.kind}: {best.source}"
     remarks = [
-        "where one kind of evidence contradicts another, sweep a few rates between them on a smaller model (`mupax sweep`)"
+        "where one kind of evidence contradicts another, "
+        "sweep a few rates between them on a smaller model (`mupax sweep`)"
     ]
-    if out is not None:
+    if path is not None:
         content = {
             "format": "evidence plan 1",
             "model": name,
             unit: tokens,
             "command": command,
-            "evidence": [dataclasses.asdict(evidence) for evidence in every],
+            "evidence": [dataclasses.asdict(evidence) for evidence in candidates],
         }
-        report.write_json(out, content)
-        remarks.append(f"plan in {out}")
-    table = report.Section(terminal.filled(rows(every)))
+        report.write_json(path, content)
+        remarks.append(f"plan in {path}")
+    table = report.Section(terminal.filled(rows(candidates)))
     report.Report([answer], [report.Step("Next: train it", command)], [table], remarks).show()
     return 0
 
 
 def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence) -> str:
-    """Return the command that trains a model with what evidence says, by the recipe whose model is nearest."""
-    configs = {recipe: make() for recipe, make in RECIPES.items()}
-    alike = [
-        recipe
-        for recipe, config in configs.items()
-        if type(config.model) is type(model)
-        and _is_dense_decoder(config.model) == _is_dense_decoder(model)
-    ]
-    recipe = min(
-        alike,
-        key=lambda other: abs(
-            math.log(families.params(configs[other].model) / families.params(model))
-        ),
-    )
-    words = ["mupax train", recipe, f"--model {name}", f"--preset {evidence.preset}"]
+    """Return the command that trains a model by evidence, with the recipe of the nearest model.
+
+    Args:
+        name: Key of `CONFIGS` of the model.
+        tokens: Number of tokens, or images, of the run.
+        evidence: Evidence for the preset, rate and batch.
+    """
+    recipes: dict[str, Config] = {}
+    for recipe, make in RECIPES.items():
+        config = make()
+        same_type = type(config.model) is type(model)
+        if same_type and _is_dense_decoder(config.model) == _is_dense_decoder(model):
+            recipes[recipe] = config
+    parameters = families.params(model)
+
+    def distance(recipe: str) -> float:
+        return abs(math.log(families.params(recipes[recipe].model) / parameters))
+
+    nearest = min(recipes, key=distance)
+    words = ["mupax train", nearest, f"--model {name}", f"--preset {evidence.preset}"]
     if ":" not in evidence.preset:
+        # A tuned preset (PRESET:NAME) has its own rate.
         words.append(f"--optimizer.peak-lr {evidence.peak_lr:.3g}")
-    batch = configs[recipe].data.batch_size
+    batch = recipes[nearest].data.batch_size
     if evidence.batch is not None:
         batch = max(1, round(evidence.batch))
         words.append(f"--data.batch-size {batch}")
@@ -281,29 +321,30 @@ def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence
     return " ".join(words)
 
 
-def rows(every: list[Evidence]) -> list[tuple[str, ...]]:
-    """Return a table of evidence, names first."""
+def rows(candidates: list[Evidence]) -> list[tuple[str, ...]]:
+    """Return evidence as a table. The first row has the heads of the columns."""
     table = [("evidence", "rate", "90 %", "batch", "loss", "")]
-    for evidence in every:
-        interval = (
-            "not known"
-            if evidence.rate_interval is None
-            else _range(evidence.rate_interval, "{:.2g}")
-        )
+    for evidence in candidates:
+        interval = "not known"
+        if evidence.rate_interval is not None:
+            interval = _range(evidence.rate_interval, "{:.2g}")
         batch = "" if evidence.batch is None else f"{evidence.batch:.0f}"
         if evidence.batch_interval is not None:
             batch += f" ({_range(evidence.batch_interval, '{:.0f}')})"
         loss = ""
         if evidence.loss is not None:
-            loss = (
-                f"{evidence.loss.value:.2f} ({evidence.loss.low:.2f} to {evidence.loss.high:.2f})"
-            )
+            ends = _range((evidence.loss.low, evidence.loss.high), "{:.2f}")
+            loss = f"{evidence.loss.value:.2f} ({ends})"
         label = f"{evidence.kind}: {evidence.source}"
         remark = evidence.remark if evidence.applies else f"does not apply: {evidence.remark}"
         table.append((label, f"{evidence.peak_lr:.3g}", interval, batch, loss, remark))
     return table
 
 
-def _range(ends: tuple[float, float], shown: str) -> str:
-    """Return the ends of an interval for a person."""
-    return f"{shown.format(ends[0])} to {shown.format(ends[1])}"
+def _range(ends: tuple[float, float], template: str) -> str:
+    """Return the ends of an interval as text.
+
+    Args:
+        template: Format of a number, such as "{:.3g}".
+    """
+    return f"{template.format(ends[0])} to {template.format(ends[1])}"

@@ -1,6 +1,7 @@
-"""The numbers of a planned run, each with its interval and the rule or study that it comes from.
+"""Values of a planned run as rows of a table, each with its interval and its source.
 
-A rate without a law is the best of a study's largest setting, which a preset that transfers promises to stay.
+The learning rate comes from a law if one can be fitted to the study. Otherwise it is the best rate
+of the study's largest setting: a preset that transfers promises that the rate stays.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import dataclasses
 import math
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mupax.presets import horizon
 from mupax.presets.optimizers import OPTIMIZERS
@@ -22,76 +23,95 @@ from mupax.train.studies.forecast.fitted import NoLaw, ScalingLaw, fitted
 from mupax.train.studies.forecast.points import METRICS, Points, Setting, field_differences
 from mupax.train.studies.forecast.predict import Prediction, predict
 from mupax.train.studies.plan import ranges
+from mupax.train.studies.plan.ranges import PlanRow
 from mupax.train.studies.sweep.grids import at_rate
 from mupax.train.studies.transfer.fit import fit as fit_curve
 from mupax.train.studies.transfer.planned import label_of
 from mupax.zoo import families
 
 OPTIMIZER = ("name", "schedule", "clip_norm")
-"""Fields of the optimizer at other values of which a rate is another."""
+"""Fields of the optimizer that change which learning rate is best."""
 APART = 1.0
-"""Octaves between the rates of two published rules from which on they contradict each other."""
+"""Octaves between the rates of two published rules from which the rules contradict each other."""
+RECIPE = "the recipe"
+"""Source of a rate that no study gives."""
+REQUEST = "asked for"
+"""Source of a value that the command line gives."""
 
-PlanRow = tuple[str, str, str, str]
-"""What, value, its interval or range, and where it is from."""
+
+class RateSource(NamedTuple):
+    """Interval and source of the learning rate, as in a `PlanRow`."""
+
+    interval: str
+    source: str
 
 
 def transferred(config: Config, points: Points) -> tuple[float | None, list[str]]:
-    """log2 of the peak rate of the largest setting that has a best one and whose rate means the same, and cautions.
+    """Return the best rate of a study's largest setting, with cautions.
 
-    Args:
-        config: of the run.
-        points: rows of its preset.
+    Only settings count whose optimizer and preset make the rate comparable to the run's.
 
     Returns:
-        None for the rate where there is no such setting; the first caution then says what differs and what to write.
+        log2 of the peak rate, and cautions. The rate is `None` if there is no such setting. The
+        first caution then says what differs and what to write.
     """
     best = _best(points)
     if not best:
-        return None, [
-            "no rate is taken from the study: no setting of it has a best one inside its grid; write more --lr"
-        ]
-    same = [pair for pair in best if not apart(config, pair[0].config)]
-    if same:
-        setting, log2_lr = same[-1]
-        return log2_lr, [*_other_run(config, setting), *horizons(config, setting, log2_lr)]
+        caution = (
+            "no rate is taken from the study: no setting of it has a best one inside its grid; "
+            "write more --lr"
+        )
+        return None, [caution]
+
+    comparable = [pair for pair in best if not rate_differences(config, pair[0].config)]
+    # Settings are sorted by size, so that the last is the largest.
+    if comparable:
+        setting, log2_lr = comparable[-1]
+        cautions = [*_other_run_caution(config, setting), *horizons(config, setting, log2_lr)]
+        return log2_lr, cautions
+
     setting, log2_lr = best[-1]
-    differing = apart(config, setting.config)
-    texts = " and ".join(
-        f"{name} {_text(now)} (measured: {_text(was)})" for name, now, was in differing
+    differing = rate_differences(config, setting.config)
+    written = flags([(name, measured) for name, _, measured in differing])
+    caution = (
+        f"the study's best rate, 2^{log2_lr:.2f}, is not used: "
+        f"it is another at {_differences_text(differing)}; write {written} to plan with it"
     )
-    return None, [
-        f"the study's best rate, 2^{log2_lr:.2f}, is not used: it is another at {texts}; write "
-        f"{flags([(name, was) for name, _, was in differing])} to plan with it"
-    ]
+    return None, [caution]
 
 
-def _other_run(config: Config, setting: Setting) -> list[str]:
-    """Return a caution where a rate is taken from runs on other data, or of a model that differs in more than its scale."""
+def _differences_text(differing: Sequence[tuple[str, Any, Any]]) -> str:
+    """Return fields in which a run differs from a measured one, as text."""
+    texts = []
+    for name, value, measured in differing:
+        texts.append(f"{name} {_text(value)} (measured: {_text(measured)})")
+    return " and ".join(texts)
+
+
+def _other_run_caution(config: Config, setting: Setting) -> list[str]:
+    """Return a caution if a rate comes from runs that differ in more than their scale."""
     differing = field_differences(config, setting.config)
     if not differing:
         return []
-    texts = " and ".join(
-        f"{name} {_text(now)} (measured: {_text(was)})" for name, now, was in differing
-    )
     return [
-        f"the best rate of runs that differ in more than their scale is used, and may be another here: {texts}; sweep a few rates "
-        "around it, or write the study's values to plan with what was measured"
+        f"the best rate of runs that differ in more than their scale is used, and may be another "
+        f"here: {_differences_text(differing)}; sweep a few rates "
+        f"around it, or write the study's values to plan with what was measured"
     ]
 
 
-def apart(config: Config, setting: Config) -> list[tuple[str, Any, Any]]:
-    """Fields in which two runs differ and by which a rate means something else, with both values.
+def rate_differences(config: Config, setting: Config) -> list[tuple[str, Any, Any]]:
+    """Return the fields in which two runs differ so that their rates are not comparable.
 
-    Args:
-        config: of the run.
-        setting: of a run that was measured.
+    Returns:
+        (name, value of `config`, value of `setting`) of each field.
     """
-    differing = [
-        (f"optimizer.{name}", getattr(config.optimizer, name), getattr(setting.optimizer, name))
-        for name in OPTIMIZER
-        if getattr(config.optimizer, name) != getattr(setting.optimizer, name)
-    ]
+    differing = []
+    for name in OPTIMIZER:
+        value = getattr(config.optimizer, name)
+        measured = getattr(setting.optimizer, name)
+        if value != measured:
+            differing.append((f"optimizer.{name}", value, measured))
     if config.preset.name != setting.preset.name:
         differing.append(("preset.name", config.preset.name, setting.preset.name))
     elif preset_of(config).base != preset_of(setting).base:
@@ -100,51 +120,44 @@ def apart(config: Config, setting: Config) -> list[tuple[str, Any, Any]]:
 
 
 def preset_flags(config: Config, setting: Config) -> str:
-    """What makes the preset of a run that of another.
-
-    Args:
-        config: of the run.
-        setting: of the other.
-    """
+    """Return the flags that give a run the preset of another run."""
     fields = differences(to_json(config)["preset"], to_json(setting)["preset"], "preset.")
-    return flags([(name, was) for name, _, was in fields if name != "preset.noise_scale"])
+    # The noise scale is measured, and no rule of the preset.
+    return flags([(name, value) for name, _, value in fields if name != "preset.noise_scale"])
 
 
 def flags(fields: Sequence[tuple[str, Any]]) -> str:
-    """Flags that give fields of a run these values.
+    """Return the flags that give a run these fields, quoted for a shell.
 
     Args:
-        fields: name and value.
+        fields: Name and value of each field. A list becomes several words.
     """
-    return " ".join(
-        f"--{name.replace('_', '-')} "
-        + (
-            " ".join(map(shlex.quote, value))
-            if isinstance(value, list)
-            else shlex.quote(str(value))
-        )
-        for name, value in fields
-    )
+    texts = []
+    for name, value in fields:
+        # A preset's constants are several words after one flag.
+        values = value if isinstance(value, list) else [str(value)]
+        words = " ".join(shlex.quote(word) for word in values)
+        texts.append(f"--{name.replace('_', '-')} {words}")
+    return " ".join(texts)
 
 
 def contradictions(config: Config, points: Points) -> list[str]:
-    """As `horizons`, of the largest setting that has a best rate.
-
-    Args:
-        config: of the run.
-        points: rows.
-    """
+    """Return the cautions of `horizons` for the study's largest setting with a best rate."""
     best = _best(points)
-    return horizons(config, *best[-1]) if best else []
+    if not best:
+        return []
+    setting, log2_lr = best[-1]
+    return horizons(config, setting, log2_lr)
 
 
 def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
-    """What published rules make of a measured rate at the run's batch and tokens, where they contradict each other.
+    """Return a caution if published rules of batch and tokens give the run different rates.
+
+    Each rule extrapolates the measured rate to the run's batch and tokens. A run with a joint rule
+    gets the cautions of that rule.
 
     Args:
-        config: of the run.
-        setting: that was measured.
-        log2_lr: its best peak rate.
+        log2_lr: log2 of the setting's best peak rate.
     """
     if config.preset.joint != "none":
         return joint.cautions(config)
@@ -153,30 +166,35 @@ def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
         "batch": config.data.batch_size / setting.config.data.batch_size,
         "tokens": tokens / setting.tokens,
     }
-    rates = {
-        rule.name: log2_lr + math.log2(rule.factor("lr", ratios))
-        for rule in horizon.RULES.values()
-        if rule.lr is not None and "adam" in rule.families
-    }
+    rates = {}
+    for rule in horizon.RULES.values():
+        if rule.lr is not None and "adam" in rule.families:
+            rates[rule.name] = log2_lr + math.log2(rule.factor("lr", ratios))
+    # Rules that nearly agree need no caution.
     octaves = max(rates.values()) - min(rates.values())
     if octaves < APART:
         return []
-    listed = ", ".join(
-        f"{name} 2^{rate:.1f}" for name, rate in sorted(rates.items(), key=lambda pair: pair[1])
-    )
+    by_rate = sorted(rates.items(), key=lambda pair: pair[1])
+    listed = ", ".join(f"{name} 2^{rate:.1f}" for name, rate in by_rate)
     return [
-        f"published rules contradict each other at {ratios['tokens']:.3g} times the tokens and {ratios['batch']:.3g} times the batch "
-        f"of the largest row, whose best rate is 2^{log2_lr:.1f}: {listed} (`mupax presets joint`)"
+        f"published rules contradict each other at {ratios['tokens']:.3g} times the tokens and "
+        f"{ratios['batch']:.3g} times the batch of the largest row, "
+        f"whose best rate is 2^{log2_lr:.1f}: {listed} (`mupax presets joint`)"
     ]
 
 
 def _best(points: Points) -> list[tuple[Setting, float]]:
-    """Settings with a best rate inside their grid, and log2 of it."""
-    fits = [(setting, fit_curve(setting.curve, setting.curve.first)) for setting in points.settings]
-    return [(setting, fit.optimum) for setting, fit in fits if not fit.trouble]
+    """Return the settings whose best rate lies inside their grid, with log2 of that rate."""
+    best = []
+    for setting in points.settings:
+        curve_fit = fit_curve(setting.curve, setting.curve.first)
+        if not curve_fit.trouble:
+            best.append((setting, curve_fit.optimum))
+    return best
 
 
 def _text(value: Any) -> str:
+    """Return a value as a flag has it, or "none"."""
     return "none" if value is None else text_of(value)
 
 
@@ -185,164 +203,179 @@ class StudyEstimates:
     """Learning rate and loss of a run, as studies estimate them.
 
     Attributes:
-        config: of the run, at the rate to train with.
-        rate: where that rate is from, and its 90 % interval; as in a `Line`.
-        prediction: of rate and loss; None where no law says anything.
-        law: that says it.
-        points: the rows; None without a study.
-        cautions: a sentence each.
+        config: Run at the rate to train with.
+        rate: Interval and source of the rate.
+        prediction: Predicted rate and loss. `None` without a law.
+        law: Law of the prediction.
+        points: Rows of the run's preset. `None` without a study of it.
+        cautions: Cautions, a sentence each.
     """
 
     config: Config
-    rate: tuple[str, str]
+    rate: RateSource
     prediction: Prediction | None = None
     law: ScalingLaw | None = None
     points: Points | None = None
     cautions: tuple[str, ...] = ()
 
-    def forecast(self, config: Config, what: str) -> dict[str, Any] | None:
-        """The forecast in the plan; None where no law says anything.
+    def forecast(self, config: Config, request: str) -> dict[str, Any] | None:
+        """Return the forecast in the plan, or `None` without a law.
 
         Args:
-            config: of the run as it is planned at last.
-            what: was asked for.
+            config: Run with the mesh and the other settings of the plan.
+            request: Words of the command line, for the record.
         """
         if self.law is None or self.prediction is None:
             return None
-        return record.forecast(self.law, dataclasses.replace(self.prediction, config=config), what)
+        prediction = dataclasses.replace(self.prediction, config=config)
+        return record.forecast(self.law, prediction, request)
 
 
 def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False) -> StudyEstimates:
-    """The run at the rate that the rows say, with what they say of its loss.
+    """Return the run at the rate that studies give, with their prediction of its loss.
 
     Args:
-        config: of the run.
-        studies: rows by preset; those of the run's preset count.
-        keep_rate: the run's own rate, as it was asked for.
+        studies: Rows by preset. Only those of the run's preset count.
+        keep_rate: Keep the run's own rate. By default it becomes the best rate.
     """
     if not studies:
-        return StudyEstimates(
-            config,
-            ("", "the recipe"),
-            cautions=("no study: nothing is predicted of the loss; write --from FOLDER",),
-        )
+        caution = "no study: nothing is predicted of the loss; write --from FOLDER"
+        return StudyEstimates(config, RateSource("", RECIPE), cautions=(caution,))
+
+    # Compared by rules and not by labels: tuned presets write out defaults.
     rules = rules_of(config)
-    same = [points for points in studies if rules_of(points.settings[-1].config) == rules]
-    if not same:
-        labels = ", ".join(points.label for points in studies)
-        write = preset_flags(config, studies[0].settings[-1].config)
-        caution = f"no study of {label_of(config.preset)}: --from has {labels}; write {write} for the first of them"
-        return StudyEstimates(config, ("", "the recipe"), cautions=(caution,))
-    points = same[0]
-    where = f"{points.rows} rows of {' and '.join(points.folders)}"
+    same_rules = [study for study in studies if rules_of(study.settings[-1].config) == rules]
+    if not same_rules:
+        labels = ", ".join(study.label for study in studies)
+        written = preset_flags(config, studies[0].settings[-1].config)
+        caution = (
+            f"no study of {label_of(config.preset)}: --from has {labels}; "
+            f"write {written} for the first of them"
+        )
+        return StudyEstimates(config, RateSource("", RECIPE), cautions=(caution,))
+
+    points = same_rules[0]
     try:
         law = fitted(points)
         prediction = predict(law, config, keep_rate=keep_rate)
     except NoLaw as error:
-        if keep_rate:
-            return StudyEstimates(
-                config,
-                ("", "asked for"),
-                points=points,
-                cautions=(f"no loss is predicted: {error}",),
-            )
         caution = f"no loss is predicted: {error}"
-        log2_lr, cautions = transferred(config, points)
-        if log2_lr is None:
-            return StudyEstimates(
-                config, ("", "the recipe"), points=points, cautions=(caution, *cautions)
-            )
-        source = f"best of the largest of {where}; that it stays is the preset's claim"
-        at = at_rate(config, float(f"{2.0**log2_lr:.4g}"))
-        return StudyEstimates(
-            at, (ranges.NONE, source), points=points, cautions=(caution, *cautions)
-        )
-    rate = prediction.log2_lr
+        return _without_law(config, points, caution, keep_rate=keep_rate)
+
+    cautions = prediction.warnings
     if keep_rate:
-        return StudyEstimates(
-            prediction.config, ("", "asked for"), prediction, law, points, prediction.warnings
-        )
-    columns = (
-        ("", "the recipe, and every row")
-        if rate is None
-        else (f"2^{rate.low90:.2f} to 2^{rate.high90:.2f} (90 %)", f"law over {where}")
-    )
-    cautions = (*prediction.warnings, *contradictions(prediction.config, points))
-    return StudyEstimates(prediction.config, columns, prediction, law, points, cautions)
+        rate = RateSource("", REQUEST)
+    else:
+        cautions = (*cautions, *contradictions(prediction.config, points))
+        interval = prediction.log2_lr
+        if interval is None:
+            rate = RateSource("", "the recipe, and every row")
+        else:
+            ends = f"2^{interval.low90:.2f} to 2^{interval.high90:.2f} (90 %)"
+            rate = RateSource(ends, f"law over {_origin(points)}")
+    return StudyEstimates(prediction.config, rate, prediction, law, points, cautions)
 
 
-def rows(config: Config, learnt: StudyEstimates, source: str) -> list[PlanRow]:
-    """The run as a table: its shape, length, optimizer and expected loss.
+def _without_law(
+    config: Config, points: Points, caution: str, *, keep_rate: bool
+) -> StudyEstimates:
+    """Return the run at the best rate of the study's largest setting, without a loss."""
+    if keep_rate:
+        rate = RateSource("", REQUEST)
+        return StudyEstimates(config, rate, points=points, cautions=(caution,))
+    log2_lr, cautions = transferred(config, points)
+    cautions = (caution, *cautions)
+    if log2_lr is None:
+        rate = RateSource("", RECIPE)
+        return StudyEstimates(config, rate, points=points, cautions=cautions)
+    source = f"best of the largest of {_origin(points)}; that it stays is the preset's claim"
+    run = at_rate(config, float(f"{2.0**log2_lr:.4g}"))
+    rate = RateSource(ranges.NONE, source)
+    return StudyEstimates(run, rate, points=points, cautions=cautions)
+
+
+def _origin(points: Points) -> str:
+    """Return number and folders of rows, as text."""
+    return f"{points.rows} rows of {' and '.join(points.folders)}"
+
+
+def rows(config: Config, estimates: StudyEstimates, source: str) -> list[PlanRow]:
+    """Return a run as rows: shape, length, optimizer and expected loss.
 
     Args:
-        config: of the run as it is planned at last.
-        learnt: what studies say of it.
-        source: the recipe or study that what nothing else sets is from.
+        config: Run with the mesh and the other settings of the plan.
+        estimates: Learning rate and loss, from `of_law`.
+        source: Recipe or study of the values that nothing else sets.
     """
-    model, base, opt = config.model, config.optimizer, config.scaled_optimizer
-    recipe, unit = source, model.unit
-    rule = (
-        recipe if config.preset.joint == "none" else f"{recipe}, joint rule {config.preset.joint}"
-    )
-    parameters, tokens = families.params(model), config.steps * config.data.batch_size * model.units
+    return [
+        *_size_rows(config, source),
+        *_optimizer_rows(config, estimates, source),
+        _loss_row(estimates),
+    ]
+
+
+def _size_rows(config: Config, source: str) -> list[PlanRow]:
+    """Return the rows of a run's model, batch, length and preset."""
+    model = config.model
+    parameters = families.params(model)
+    tokens = config.steps * config.data.batch_size * model.units
     shape = ", ".join(f"{axis} {size}" for axis, size in model.base_sizes().items())
-    lines: list[PlanRow] = [
-        ("shape", shape, "", recipe),
-        ("parameters", f"{parameters:,}", "", "counted"),
-        ("batch", f"{config.data.batch_size} x {model.units} {unit}s", "", recipe),
-        (
-            "steps",
-            f"{config.steps:,}, {tokens:,} {unit}s, {tokens / parameters:.3g} per parameter",
-            "",
-            "asked for",
-        ),
-        ("preset", f"{label_of(config.preset)}, base {config.preset.base}", "", recipe),
-        ("peak rate", f"{opt.peak_lr:.4g} = 2^{round(math.log2(opt.peak_lr), 2):g}", *learnt.rate),
+    length = f"{config.steps:,}, {tokens:,} {model.unit}s, {tokens / parameters:.3g} per parameter"
+    preset = f"{label_of(config.preset)}, base {config.preset.base}"
+    return [
+        PlanRow("shape", shape, "", source),
+        PlanRow("parameters", f"{parameters:,}", "", "counted"),
+        PlanRow("batch", f"{config.data.batch_size} x {model.units} {model.unit}s", "", source),
+        PlanRow("steps", length, "", REQUEST),
+        PlanRow("preset", preset, "", source),
     ]
-    if opt.peak_lr != base.peak_lr:
-        lines.append(
-            (
-                "rate at the base",
-                f"{base.peak_lr:.4g}",
-                "",
-                f"scaled by joint rule {config.preset.joint}",
-            )
-        )
-    values = {
-        "betas": ("b1", f"{opt.b1:.4g}, {opt.b2:.4g}"),
-        "momentum": ("momentum", f"{opt.momentum:g}"),
-        "eps": ("eps", f"{opt.eps:.3g}"),
-        "weight decay": ("weight_decay", f"{opt.weight_decay:.4g}" if opt.weight_decay else "none"),
-    }
-    lines += [
-        (what, value, "", rule)
-        for what, (field, value) in values.items()
-        if field in OPTIMIZERS[opt.name].reads
+
+
+def _optimizer_rows(config: Config, estimates: StudyEstimates, source: str) -> list[PlanRow]:
+    """Return the rows of a run's learning rate and optimizer."""
+    joint_rule = config.preset.joint
+    rule = source if joint_rule == "none" else f"{source}, joint rule {joint_rule}"
+    at_base = config.optimizer
+    # The values of the run itself, after a joint rule.
+    optimizer = config.scaled_optimizer
+    peak_lr = f"{optimizer.peak_lr:.4g} = 2^{round(math.log2(optimizer.peak_lr), 2):g}"
+    lines = [PlanRow("peak rate", peak_lr, *estimates.rate)]
+    if optimizer.peak_lr != at_base.peak_lr:
+        scaled = f"scaled by joint rule {joint_rule}"
+        lines.append(PlanRow("rate at the base", f"{at_base.peak_lr:.4g}", "", scaled))
+
+    reads = OPTIMIZERS[optimizer.name].reads
+    if "b1" in reads:
+        lines.append(PlanRow("betas", f"{optimizer.b1:.4g}, {optimizer.b2:.4g}", "", rule))
+    if "momentum" in reads:
+        lines.append(PlanRow("momentum", f"{optimizer.momentum:g}", "", rule))
+    if "eps" in reads:
+        lines.append(PlanRow("eps", f"{optimizer.eps:.3g}", "", rule))
+    if "weight_decay" in reads:
+        decay = f"{optimizer.weight_decay:.4g}" if optimizer.weight_decay else "none"
+        lines.append(PlanRow("weight decay", decay, "", rule))
+        if optimizer.weight_decay:
+            span, _, formula = joint.decay_text(optimizer, config.steps).partition(" (")
+            lines.append(PlanRow("decay averages", span, "", formula.rstrip(")")))
+
+    clip = f"{optimizer.clip_norm or 'none'}"
+    schedule = f"{optimizer.schedule} to {optimizer.final_lr_fraction:g} of the peak"
+    share = optimizer.warmup_steps / config.steps
+    warmup = f"{optimizer.warmup_steps} steps, {share:.1%} of the run"
+    return [
+        *lines,
+        PlanRow("clip", clip, "", source),
+        PlanRow("schedule", schedule, "", source),
+        PlanRow("warm-up", warmup, "", f"{rule}, as a fraction"),
     ]
-    if opt.weight_decay and "weight_decay" in OPTIMIZERS[opt.name].reads:
-        span, _, formula = joint.decay_text(opt, config.steps).partition(" (")
-        lines.append(("decay averages", span, "", formula.rstrip(")")))
-    lines += [
-        ("clip", f"{opt.clip_norm or 'none'}", "", recipe),
-        ("schedule", f"{opt.schedule} to {opt.final_lr_fraction:g} of the peak", "", recipe),
-        (
-            "warm-up",
-            f"{opt.warmup_steps} steps, {opt.warmup_steps / config.steps:.1%} of the run",
-            "",
-            f"{rule}, as a fraction",
-        ),
-    ]
-    if learnt.prediction is not None and learnt.points is not None:
-        loss = learnt.prediction.loss
-        where = f"law over {' and '.join(learnt.points.folders)}"
-        lines.append(
-            (
-                "loss",
-                f"{loss.value:.4f}",
-                f"{loss.low90:.4f} to {loss.high90:.4f} (90 %)",
-                f"{where}: {METRICS[learnt.points.metric]}",
-            )
-        )
-    else:
-        lines.append(("loss", ranges.NOT_PREDICTED, ranges.NONE, "no law, see the cautions"))
-    return lines
+
+
+def _loss_row(estimates: StudyEstimates) -> PlanRow:
+    """Return the row of the expected loss."""
+    if estimates.prediction is None or estimates.points is None:
+        return PlanRow("loss", ranges.NOT_PREDICTED, ranges.NONE, "no law, see the cautions")
+    loss = estimates.prediction.loss
+    interval = f"{loss.low90:.4f} to {loss.high90:.4f} (90 %)"
+    law = f"law over {' and '.join(estimates.points.folders)}"
+    source = f"{law}: {METRICS[estimates.points.metric]}"
+    return PlanRow("loss", f"{loss.value:.4f}", interval, source)

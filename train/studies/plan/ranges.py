@@ -1,33 +1,56 @@
-"""Between what a time or a memory may lie: where something honest is known of it, with its source; else "no interval"."""
+"""Rows of a plan's table, and the ranges of a planned time or memory, each with its source."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mupax.terminal import gib
 from mupax.train.pods.search import ROOM
 
 NONE = "no interval"
-"""Of a prediction of which nothing says how wrong it may be."""
+"""Interval of a prediction whose error is unknown."""
 NOT_PREDICTED = "not predicted"
-"""Of a loss of which no law says anything."""
+"""Value of a loss that no law predicts."""
 PUBLISHED_MFU = 0.213
-"""Lowest model FLOPs utilization of the published large runs, GPT-3's; PaLM (2204.02311), table 3, has 21.3 to 46.2 %.
+"""Lowest model FLOPs utilization of the published large runs, that of GPT-3.
 
-PaLM counts causal attention in full and `mupax.zoo.families` half: by ours the same run would have a little less.
+PaLM (2204.02311), table 3, has 21.3 to 46.2 %. PaLM counts causal attention in full, while
+`mupax.zoo.families` counts half. By the count of mupax the same run would have a little less.
 """
 MFU_SOURCE = f"to {PUBLISHED_MFU:.1%} MFU, the lowest of PaLM's table 3 (2204.02311)"
 
 Range = tuple[float, float | None] | None
-"""Lowest and highest; None where a range has no upper end, or there is none."""
+"""Lowest and highest value, or `None` if neither is known.
+
+The highest is `None` if there is no upper end.
+"""
+
+
+class PlanRow(NamedTuple):
+    """Row of a plan's table.
+
+    Attributes:
+        name: Name of the value.
+        value: The value, as text.
+        interval: Interval or range of the value. Empty if the value is exact.
+        source: Recipe, rule or study from which the value comes.
+    """
+
+    name: str
+    value: str
+    interval: str
+    source: str
 
 
 def of_roofline(bound: float, utilization: float) -> tuple[Range, str]:
-    """Seconds of a step from the compiler's bound to those at the lowest published utilization, and what says so.
+    """Return the range of a step's seconds from the compiler's bound, and its source.
+
+    The range ends at the seconds of the lowest published utilization.
 
     Args:
-        bound: seconds of the step's roofline.
-        utilization: model FLOPs utilization at that bound.
+        bound: Seconds of the step's roofline, which no run beats.
+        utilization: Model FLOPs utilization at that bound.
     """
     highest = bound * utilization / PUBLISHED_MFU
     if highest <= bound:
@@ -36,42 +59,41 @@ def of_roofline(bound: float, utilization: float) -> tuple[Range, str]:
 
 
 def of_settings(step: float, speed: float, speeds: Sequence[float]) -> tuple[Range, str]:
-    """Seconds of a step at the fastest and at the slowest setting's speed.
+    """Return the range of a step's seconds between a study's settings, and its source.
 
     Args:
-        step: seconds at `speed`.
-        speed: FLOP/s that is counted with.
-        speeds: FLOP/s of each setting.
+        step: Seconds of a step at `speed`.
     """
     if len(speeds) < 2:
         return None, ""
-    return (
-        step * speed / max(speeds),
-        step * speed / min(speeds),
-    ), "its fastest to its slowest setting"
+    shortest = step * speed / max(speeds)
+    longest = step * speed / min(speeds)
+    return (shortest, longest), "its fastest to its slowest setting"
 
 
 def memory(expected: float) -> tuple[str, str]:
-    """What the compiler may take of an expected number of bytes, and what says so.
+    """Return the range of a device's memory as text, and its source.
 
     Args:
-        expected: by the formula.
+        expected: Bytes by the formula of `mupax.train.pods.estimates`.
     """
-    return (
-        f"{gib(int(expected))} to {gib(int(expected / ROOM))}",
-        f"compilers took up to {1 / ROOM:.2f} times that",
-    )
+    # Compilers need up to 1 / ROOM times the formula.
+    interval = f"{gib(int(expected))} to {gib(int(expected / ROOM))}"
+    return interval, f"compilers took up to {1 / ROOM:.2f} times that"
 
 
-def text(band: Range, unit: float, shown: str = "{:,.1f}") -> str:
-    """A range in a word.
+def text(band: Range, unit: float, template: str = "{:,.1f}") -> str:
+    """Return a range as text.
 
     Args:
-        band: of seconds of a step.
-        unit: what one second of a step comes to in the shown number.
-        shown: of the number, a format.
+        band: Range of a step's seconds.
+        unit: Printed value of one second per step, such as the run's hours for it.
+        template: Format of a number, "{:,.1f}" by default.
     """
     if band is None:
         return NONE
-    low = shown.format(band[0] * unit)
-    return f"at least {low}" if band[1] is None else f"{low} to {shown.format(band[1] * unit)}"
+    lowest, highest = band
+    low = template.format(lowest * unit)
+    if highest is None:
+        return f"at least {low}"
+    return f"{low} to {template.format(highest * unit)}"

@@ -1,4 +1,4 @@
-"""`mupax plan score FORECAST PLACE`: a forecast, or a plan, against the run that came."""
+"""`mupax plan score FORECAST PLACE`: compare a forecast, or a plan, with its finished run."""
 
 from __future__ import annotations
 
@@ -29,22 +29,25 @@ PROG = "mupax plan score"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """A forecast, or a plan, against the run that came: inside or outside its intervals, and how far off."""
+    """Compare a forecast, or a plan, with its finished run.
+
+    Prints whether the loss lies inside the 90 and 50 % intervals, and how far off it is.
+    """
 
     forecast: Annotated[conf.Positional[Path], conf.arg(metavar="FORECAST")]
-    """What `transfer --predict` or `plan --out` wrote."""
+    """File that `transfer --predict` or `plan --out` wrote."""
     place: Annotated[conf.Positional[Path], conf.arg(metavar="WORKDIR|FOLDER")]
-    """The run's workdir, or a folder of rows that has it."""
+    """The run's workdir, or a folder of rows that has the run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came.
+    """Result of a run that was forecast.
 
     Attributes:
-        loss: as the forecast means it; inf where the run diverged.
-        seed: of the run.
-        began: when it began; None where nothing says so.
+        loss: Loss by the forecast's metric, inf if the run diverged.
+        seed: Seed of the run.
+        began: Time at which the run began. `None` if unknown.
     """
 
     loss: float
@@ -53,32 +56,44 @@ class Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compares and prints: 0 where every outcome is inside its 90 % interval, else 1; raises ForecastError as `outcomes`."""
+    """Run `mupax plan score`: print every outcome beside the forecast.
+
+    Returns:
+        0 if every outcome is inside its 90 % interval, otherwise 1.
+
+    Raises:
+        ForecastError: The file is no forecast, or as for `outcomes`.
+    """
     args = command_line.parse(Score, PROG, argv)
     content = record.read(args.forecast)
     runs = outcomes(content, args.place)
-    scored = [score(content, outcome) for outcome in runs]
-    for outcome, one in zip(runs, scored, strict=True):
-        loss = content["prediction"]["loss"]
-        where = "inside" if one["inside90"] else "outside"
-        half = "inside" if one["inside50"] else "outside"
+    scores = [score(content, outcome) for outcome in runs]
+    loss = content["prediction"]["loss"]
+    for outcome, scored in zip(runs, scores, strict=True):
+        wide = "inside" if scored["inside90"] else "outside"
+        narrow = "inside" if scored["inside50"] else "outside"
         terminal.say(
-            f"seed {outcome.seed}: loss {outcome.loss:.4f} against {loss['value']:.4f}, {one['error']:+.2%}; {where} the 90 % interval "
-            f"{loss['low90']:.4f} to {loss['high90']:.4f}, {half} the 50 % one ({METRICS[content['metric']]})"
+            f"seed {outcome.seed}: loss {outcome.loss:.4f} against {loss['value']:.4f}, "
+            f"{scored['error']:+.2%}; {wide} the 90 % interval "
+            f"{loss['low90']:.4f} to {loss['high90']:.4f}, "
+            f"{narrow} the 50 % one ({METRICS[content['metric']]})"
         )
     if any(outcome.began is None for outcome in runs):
         terminal.say(
-            "caution: rows carry no date; that they came after the forecast is for the history of both files to show"
+            "caution: rows carry no date; "
+            "that they came after the forecast is for the history of both files to show"
         )
-    return 0 if all(one["inside90"] for one in scored) else 1
+    return 0 if all(scored["inside90"] for scored in scores) else 1
 
 
 def score(content: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
-    """What came beside what was said, as JSON has it.
+    """Return how an outcome compares with a forecast, as JSON.
+
+    `error` is the relative error of the loss, inf if the run diverged.
 
     Args:
-        content: the forecast.
-        outcome: of its run.
+        content: Forecast, from `record.read`.
+        outcome: Result of the run that was forecast.
     """
     loss = content["prediction"]["loss"]
     finite = math.isfinite(outcome.loss)
@@ -92,21 +107,22 @@ def score(content: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
 
 
 def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
-    """Every run of the forecast that a place has, at least one.
+    """Return the outcomes of every run of a forecast in a place, at least one.
 
     Args:
-        content: the forecast.
-        place: a workdir, or a folder of rows.
+        content: Forecast, from `record.read`.
+        place: Workdir of the run, or folder of rows.
 
     Raises:
-        ForecastError: the run is another one, is not done, or began before the forecast; or no row is of it.
-        WorkdirError, PointsError: there is no run and are no rows.
+        ForecastError: The run is another one, is not done or began before the forecast, or no row
+            is of the run.
+        WorkdirError: The place has neither a run nor rows.
+        PointsError: The rows cannot be read as runs.
     """
-    runs = (
-        of_points(content, points.load([place]))
-        if (place / FILE_NAME).is_file()
-        else [_of_run(content, place)]
-    )
+    if (place / FILE_NAME).is_file():
+        runs = of_points(content, points.load([place]))
+    else:
+        runs = [_of_workdir(content, place)]
     if not runs:
         raise ForecastError(
             f"{place} has no row of the run that is forecast; train `{content['command']}`"
@@ -115,72 +131,102 @@ def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
     for outcome in runs:
         if outcome.began is not None and outcome.began < date:
             raise ForecastError(
-                f"{place} began at {outcome.began:%Y-%m-%d %H:%M:%S} UTC, before the forecast of {date:%Y-%m-%d %H:%M:%S}, which is "
-                "none of it; train the run anew in another --workdir"
+                f"{place} began at {outcome.began:%Y-%m-%d %H:%M:%S} UTC, "
+                f"before the forecast of {date:%Y-%m-%d %H:%M:%S}, which is "
+                f"none of it; train the run anew in another --workdir"
             )
     return runs
 
 
-def other(content: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Fields in which a run is not the one that is forecast, with both values; seeds and what changes nothing learnt left out.
+def other_fields(content: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields in which a run is not the one that is forecast.
+
+    Seeds do not count, and neither do fields that do not change what a run learns.
 
     Args:
-        content: the forecast.
-        config: of the run.
+        content: Forecast, from `record.read`.
+
+    Yields:
+        (name, value in the forecast, value of the run) of each field.
     """
-    fields = differences(to_json(record.config_of(content).resolved()), to_json(config.resolved()))
-    for name, goal, came in fields:
-        same = name in ("seed", "data.seed") or (
-            name == "optimizer.peak_lr" and math.isclose(goal, came, rel_tol=1e-6)
-        )
-        if not same and not name.startswith(ELSEWHERE):
-            yield name, goal, came
+    expected = to_json(record.config_of(content).resolved())
+    for name, goal, actual in differences(expected, to_json(config.resolved())):
+        if name in ("seed", "data.seed") or name.startswith(ELSEWHERE):
+            continue
+        # Rows have log2 of their rate, which gives the rate back only nearly.
+        if name == "optimizer.peak_lr" and math.isclose(goal, actual, rel_tol=1e-6):
+            continue
+        yield name, goal, actual
 
 
-def _of_run(content: dict[str, Any], place: Path) -> Outcome:
-    run_record = workdir.read_record(place)
-    config = run_config(run_record)
-    if differing := list(other(content, config)):
-        name, goal, came = differing[0]
-        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
+    """Return the outcome of the run in a workdir.
+
+    Raises:
+        ForecastError: The run is another one, or is not done.
+    """
+    config = run_config(workdir.read_record(place))
+    differing = list(other_fields(content, config))
+    if differing:
+        name, goal, actual = differing[0]
+        suffix = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         raise ForecastError(
-            f"{place} is not the run that is forecast: {name} is {text_of(came)}, not {text_of(goal)}{more}; the forecast has its command"
+            f"{place} is not the run that is forecast: {name} is {text_of(actual)}, "
+            f"not {text_of(goal)}{suffix}; the forecast has its command"
         )
+
     rows = metrics.read(place / metrics.FILE_NAME)
     losses = [row["loss"] for row in rows if "loss" in row]
-    evaluated = next(
-        (row["eval_loss"] for row in rows if row["step"] == config.steps and "eval_loss" in row),
-        None,
-    )
-    if len(losses) < config.steps or (content["metric"] == "evaluation" and evaluated is None):
+    evaluated: Any = None
+    for row in rows:
+        if row["step"] == config.steps and "eval_loss" in row:
+            evaluated = row["eval_loss"]
+            break
+    by_evaluation = content["metric"] == "evaluation"
+    if len(losses) < config.steps or (by_evaluation and evaluated is None):
         raise ForecastError(
             f"{place} is not done: {len(losses)} of {config.steps} steps; finish it with --resume"
         )
-    last = [math.inf if loss is None else loss for loss in losses[-max(1, len(losses) // LAST) :]]
-    loss = evaluated if content["metric"] == "evaluation" else float(np.mean(last))
-    return Outcome(math.inf if loss is None else float(loss), config.seed, _began(place))
+
+    if by_evaluation:
+        loss = evaluated
+    else:
+        # A loss that is not finite is null in metrics.jsonl.
+        last = losses[-max(1, len(losses) // LAST) :]
+        loss = np.mean([math.inf if value is None else value for value in last])
+    return Outcome(float(loss), config.seed, _began(place))
 
 
 def _began(place: Path) -> datetime.datetime | None:
-    """When the oldest file of a workdir was written, which is soon after its start."""
+    """Return when the oldest file of a workdir was written, soon after the run began."""
     times = [path.stat().st_mtime for path in place.rglob("*") if path.is_file()]
     return datetime.datetime.fromtimestamp(min(times), datetime.UTC) if times else None
 
 
 def of_points(content: dict[str, Any], studies: Sequence[points.Points]) -> list[Outcome]:
-    """Every row of the run that is forecast, at most.
+    """Return the outcome of every row that is of the run that is forecast.
 
     Args:
-        content: the forecast.
-        studies: rows by preset.
+        content: Forecast, from `record.read`.
     """
-    return [
-        Outcome(float(setting.losses[at, column]), seed, None)
-        for each in studies
-        if each.metric == content["metric"]
-        for setting in each.settings
-        for at, x in enumerate(setting.x)
-        if not any(other(content, at_rate(setting.config, 2.0 ** float(x))))
-        for column, seed in enumerate(setting.seeds)
-        if not np.isnan(setting.losses[at, column])
-    ]
+    matching = []
+    for study in studies:
+        if study.metric != content["metric"]:
+            continue
+        for setting in study.settings:
+            matching += _of_setting(content, setting)
+    return matching
+
+
+def _of_setting(content: dict[str, Any], setting: points.Setting) -> list[Outcome]:
+    """Return the outcomes of a setting at the rate that is forecast; none if it is another run."""
+    matching = []
+    for x, losses in zip(setting.x, setting.losses, strict=True):
+        # A study may have the run at many rates, of which one is forecast.
+        run = at_rate(setting.config, 2.0 ** float(x))
+        if any(other_fields(content, run)):
+            continue
+        for seed, loss in zip(setting.seeds, losses, strict=False):
+            if not np.isnan(loss):
+                matching.append(Outcome(float(loss), seed, None))
+    return matching

@@ -1,1 +1,1 @@
-"""Searches over many constants of a run at its base size: which are tried, when one is given up, and what is saved."""
+"""Search over many constants of a run at its base size, with a record, a picture and a preset."""

@@ -1,4 +1,7 @@
-"""`mupax tune RECIPE --over lr,readout.lr,...`: the constants of a run that end lowest, found and confirmed."""
+"""`mupax tune RECIPE --over lr,readout.lr,...`: search many constants of a run together.
+
+`over.py` reads the constants, `search.py` chooses the points and `report.py` shows the result.
+"""
 
 from __future__ import annotations
 
@@ -21,45 +24,54 @@ if TYPE_CHECKING:
     from mupax.train.studies.tune.over import Constant
     from mupax.train.studies.tune.search import Limits
 
-MOST = 1000
-"""Points that a search may be asked for; seeds are held below those of the comparison at the end."""
+MAX_POINTS = 1000
+"""Most points of a search."""
+MAX_SEEDS = 100
+"""Most seeds of a point. From seed 100 on they belong to the comparison at the end."""
+STRUCTURAL = ("b1", "b2", "momentum", "clip_norm")
+"""Fields of the optimizer that are constants of the compiled program."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tune:
-    """The constants of a run that end lowest, searched together.
+    """Search many constants of a run together for the lowest loss.
 
-    Points are asked for in rounds, of a model of the losses so far, and trained to their end on the same batches with one
-    compilation; a point gets further seeds until it is worse than another by more than seeds explain. The best one then meets
-    the run as it stands on fresh seeds. Constants per parameter group are factors at the preset's base: tune there, on the
-    small model, and give the tuned preset to the large one.
+    A model of the losses so far chooses points in rounds. All points train to their end on the same
+    batches, usually with one compilation. A point gets further seeds until another point is better
+    by more than seeds explain. The best point then meets the run as it stands on fresh seeds.
+    Constants per parameter group are factors at the preset's base: tune there, on the small model,
+    and give the tuned preset to the large one.
 
     FOLDER gets points.jsonl, tune.json and tune.png; the same command goes on where it was stopped.
-    What is not listed here is a flag of the recipe (`mupax train RECIPE --help`) and holds for every point.
+    What is not listed here is a flag of the recipe (`mupax train RECIPE --help`) and holds for
+    every point.
     """
 
     recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE|FILE")]
     """A recipe of `mupax train --help`, or a config file; `--config FILE` says the same."""
     over: Annotated[Repeated, conf.arg(metavar="NAME,NAME=LOW:HIGH,...")]
-    """What to search: lr, weight_decay, GROUP.lr, GROUP.std, GROUP.multiplier, GROUP.decay, attention.multiplier, gamma0, ..."""
+    """Constants to search: lr, weight_decay, GROUP.lr, GROUP.std, GROUP.multiplier, GROUP.decay,
+    attention.multiplier, gamma0, ..."""
     points: Annotated[int, conf.arg(metavar="N")] = 64
-    """Points to try, the run as it stands among them."""
+    """Number of points to try. The first is the run as it stands."""
     batch: Annotated[int, conf.arg(metavar="N")] = 8
-    """Points asked for at once."""
+    """Number of new points in a round."""
     seeds: Annotated[int, conf.arg(metavar="N")] = 3
-    """Initializations of a point that is never dropped."""
+    """Number of initializations of a point that is never dropped."""
     confirm: Annotated[int, conf.arg(metavar="N")] = 5
-    """Fresh initializations of the best point and of the start; 0 compares them by the search alone."""
+    """Number of fresh initializations on which the best point meets the start; 0 leaves this
+    comparison out."""
     minutes: Annotated[float, conf.arg(metavar="M")] = 45.0
-    """Training time of all."""
+    """Most minutes of training, all points together."""
     how: Literal["auto", "together", "in-turn"] = "auto"
-    """As `mupax sweep`."""
+    """Training of points together or one after another, as in `mupax sweep`."""
     no_eval: Switch = False
-    """Search the training loss, mean over the last tenth of the steps, in place of the evaluation loss."""
+    """Minimize the training loss, mean over the last tenth of the steps, and not the evaluation
+    loss."""
     out: Annotated[str | None, conf.arg(metavar="FOLDER")] = None
-    """Where everything goes; runs/tune-RECIPE unless given."""
+    """Folder for all files; runs/tune-RECIPE unless given."""
     json: Annotated[str | None, conf.arg(metavar="PATH")] = None
-    """Write what was found; FOLDER/tune.json unless given."""
+    """File for the record of the search; FOLDER/tune.json unless given."""
     save_tuned: Annotated[str | None, conf.arg(metavar="NAME")] = None
     """Save the best point as the tuned preset PRESET:NAME."""
     dry_run: Switch = False
@@ -71,16 +83,17 @@ class Tune:
         at_least("--", self, 0, "confirm")
         if self.confirm == 1:
             raise ConfigError("--confirm 1: one seed has no interval; write 0, or at least 2")
-        if self.points > MOST or self.seeds > 100:
+        if self.points > MAX_POINTS or self.seeds > MAX_SEEDS:
             raise ConfigError(
-                f"--points {self.points}, --seeds {self.seeds}: write at most {MOST} points and 100 seeds"
+                f"--points {self.points}, --seeds {self.seeds}: "
+                f"write at most {MAX_POINTS} points and {MAX_SEEDS} seeds"
             )
         if not self.minutes > 0:
             raise ConfigError(f"--minutes is {self.minutes}; write a number above 0")
 
     @property
     def limits(self) -> Limits:
-        """What the search may use."""
+        """Limits of the search, from the flags."""
         from mupax.train.studies.tune.search import Limits
 
         return Limits(
@@ -93,55 +106,84 @@ class Tune:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tunes: 0 when the search is over, whatever it found, 128 + its number stopped by a signal.
+    """Run `mupax tune` and return 0, whatever the search found.
+
+    Args:
+        argv: Words of the command line after `mupax tune`.
 
     Raises:
-        UsageError, ConfigError, PresetError: what does not fit, before anything is trained.
+        UsageError: A flag is unknown or has a wrong value. Nothing is trained.
+        ConfigError: A constant, a range or the run is wrong. Nothing is trained.
+        PresetError: The preset does not take a constant. Nothing is trained.
+        SystemExit: A signal stopped the training. The code is 128 plus its number.
     """
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.tune import over
 
-    args, rest = command_line.parse_known(Tune, "mupax tune", cli.with_file_first(argv))
+    args, recipe_flags = command_line.parse_known(Tune, "mupax tune", cli.with_file_first(argv))
     extras.require("tune", "mupax tune")
-    if "--workdir" in rest or "--resume" in rest:
+    if "--workdir" in recipe_flags or "--resume" in recipe_flags:
         raise ConfigError(
             "a search has --out in place of --workdir, and goes on by itself without --resume"
         )
-    config = cli.parse(
-        args.recipe, cli.recipe_of_points(args.recipe), rest, command_line.flags(Tune)
-    ).config
-    config = dataclasses.replace(config, workdir=None)
-    words = [word.strip() for text in args.over for word in text.split(",") if word.strip()]
-    constants = over.parse(words, config)
+
+    recipe = cli.recipe_of_points(args.recipe)
+    parsed = cli.parse(args.recipe, recipe, recipe_flags, command_line.flags(Tune))
+    config = dataclasses.replace(parsed.config, workdir=None)
+    constants = over.parse(_words(args.over), config)
     if args.save_tuned:
         from mupax.train.studies.transfer import tuned
 
         tuned.check_before_training(args.save_tuned, config)
+
     if args.dry_run:
-        sweep.grouped([config], {})  # refuses what a search would refuse
+        # Refuses a run that no search can train.
+        sweep.grouped([config], {})
         _dry_run(args, config, constants)
         return 0
+
     note_warmup(config.steps, config.scaled_optimizer.warmup_steps)
     return _run(args, config, constants, shlex.join(["mupax", "tune", *argv]))
 
 
+def _words(texts: Sequence[str]) -> list[str]:
+    """Return the words of all `--over`, which have commas between them."""
+    words = []
+    for text in texts:
+        # Several `--over` are as one with commas, and an empty word is none.
+        for word in text.split(","):
+            if word.strip():
+                words.append(word.strip())
+    return words
+
+
 def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:
+    """Print the constants with their ranges, and the cost of the search."""
     rows = [["constant", "flag", "from", "to", "start"]]
-    rows += [[c.word, f"--{c.flag}", *c.cells()] for c in constants]
+    for constant in constants:
+        rows.append([constant.word, f"--{constant.flag}", *constant.cells()])
     print(terminal.table(rows))
     terminal.say(
-        f"{args.points} points of {config.steps} steps, {args.batch} at once, 1 to {args.seeds} seeds each, then {args.confirm} "
-        f"fresh seeds of the best and of the start; at most {args.minutes:g} minutes of training"
+        f"{args.points} points of {config.steps} steps, {args.batch} at once, "
+        f"1 to {args.seeds} seeds each, then {args.confirm} fresh seeds of the best and "
+        f"of the start; at most {args.minutes:g} minutes of training"
     )
-    if structural := [
-        c.word
-        for c in constants
-        if c.flag.partition(".")[2] in ("b1", "b2", "momentum", "clip_norm")
-    ]:
+
+    structural = []
+    for constant in constants:
+        _, _, field = constant.flag.partition(".")
+        if field in STRUCTURAL:
+            structural.append(constant.word)
+    if structural:
         terminal.say(f"note: every value of {', '.join(structural)} compiles a program of its own")
 
 
 def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: str) -> int:
+    """Search, write the record and the picture, and print the result. Return 0.
+
+    Args:
+        command: Command line of this search, for the record.
+    """
     from mupax.train.studies.report import write_json
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.tune import report
@@ -150,17 +192,20 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
     folder = Path(args.out or f"runs/tune-{cli.name_of(args.recipe)}")
     search = Search(config, constants, args.limits)
     table = report.SearchTable(terminal.console(), search, evaluated=not args.no_eval)
+    # The table closes before the engine, whose message on a signal then stands below it.
     with sweep.engine(folder, args.how, evaluated=not args.no_eval) as engine, table:
-        measure(search, lambda configs: engine.run(configs, table), table.round)
+        measure(search, lambda configs: engine.run(configs, table), table.begin_round)
+
     content = report.summary(search, command)
     path = write_json(args.json or folder / "tune.json", content)
     picture = folder / "tune.png"
     report.draw(picture, search, [constant["importance"] for constant in content["constants"]])
     report.report_of(content, table.metric).show()
     terminal.say(f"record in {path}, picture in {picture}")
+
     if args.save_tuned:
         from mupax.train.studies.transfer import tuned
 
-        saved, word = report.save(args.save_tuned, search, content, command)
-        terminal.say(tuned.saved_message(saved, word))
+        saved_path, use = report.save(args.save_tuned, search, content, command)
+        terminal.say(tuned.saved_message(saved_path, use))
     return 0

@@ -1,14 +1,18 @@
-"""What a search varies: words such as lr, readout.std or weight_decay=0.01:1, each a number of a run and its range.
+"""Words of `--over`: the constants that a search varies, such as lr, readout.std or b1=0.8:0.99.
 
-| word | number |
-|---|---|
-| lr, weight_decay, eps, b1, b2, momentum, clip_norm, warmup_steps, final_lr_fraction | of the optimizer |
-| GROUP.lr, GROUP.std, GROUP.multiplier, GROUP.decay | the preset's constant of a parameter group, a factor on its rule |
-| embedding.lr, ... | the same of what reads the input: token_embedding, or patch_embedding of images |
-| attention.multiplier, branch.multiplier | c_a, on attention logits, and beta0, on every residual branch |
-| gamma0, beta0, c_a, alpha_res, alpha_ratio | the number of that name, of presets that have it |
+| word                                                | constant                                   |
+|-----------------------------------------------------|--------------------------------------------|
+| lr, weight_decay, eps, b1, b2, momentum, clip_norm, | field of the optimizer                     |
+| warmup_steps, final_lr_fraction                     |                                            |
+| GROUP.lr, GROUP.std, GROUP.multiplier, GROUP.decay  | factor on the preset's rule for a group    |
+| embedding.lr, ...                                   | that of token_embedding, or of             |
+|                                                     | patch_embedding in models of images        |
+| attention.multiplier                                | c_a, a factor on attention logits          |
+| branch.multiplier                                   | beta0, a factor on every residual branch   |
+| gamma0, beta0, c_a, alpha_res, alpha_ratio          | number of that name, where a preset has it |
 
-A number is searched on a grid of sixteenths of an octave around the run's own; one near 1 (b1) by its distance from 1.
+A constant is searched on a grid of sixteenths of an octave around the run's own value. A constant
+near 1, such as b1, is searched by its distance from 1.
 """
 
 from __future__ import annotations
@@ -24,15 +28,15 @@ from mupax.presets.constants import COLUMNS
 from mupax.presets.constants import check as check_constants
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import CONSTANT_FLAGS, PRESETS, read_constants
-from mupax.presets.roles import PresetError, Role
-from mupax.presets.rule import names
+from mupax.presets.roles import ParamSpec, PresetError, Role
+from mupax.presets.rule import names as group_names
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep import grids
 from mupax.zoo.configs import ConfigError
 
-STEPS = 16
-"""Grid steps to an octave."""
+STEPS_PER_OCTAVE = 16
+"""Number of grid steps per octave."""
 OCTAVES = {
     "rates": 4.0,
     "stds": 3.0,
@@ -42,154 +46,194 @@ OCTAVES = {
     "weight_decay": 4.0,
     "preset": 3.0,
 }
-"""How far a range without numbers goes to either side of the run's own; others need one written."""
+"""Octaves of a default range on either side of the run's own value, by a part of the flag.
+
+A constant whose flag has none of these parts needs a written range.
+"""
 ALIASES = {"lr": "peak_lr", "attention.multiplier": "c_a", "branch.multiplier": "beta0"}
 FACTORS = ("gamma0", "beta0", "c_a", "alpha_res", "alpha_ratio")
-"""Numbers of presets that are factors; exponents do nothing at the base."""
+"""Numbers of presets that are factors. Exponents have no effect at the base."""
 _SUFFIXES = {"lr": "rates", "std": "stds", "multiplier": "multipliers", "decay": "decays"}
 _NEAR_ONE = ("b1", "b2", "momentum")
-_WHOLE = ("warmup_steps",)
+_INTEGERS = ("warmup_steps",)
 _EVERY_OPTIMIZER = ("peak_lr", "clip_norm", "warmup_steps", "final_lr_fraction")
 
 Point = tuple[int, ...]
-"""Grid steps from the run's own value, one per constant; all 0 is the run itself."""
+"""Grid steps from the run's own value, one per constant. All steps are 0 for the run itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """One number that is searched.
+    """One constant that is searched.
 
     Attributes:
-        word: as it was written, without its range.
-        flag: of a run, without dashes: optimizer.peak_lr, preset.rates.readout.
-        own: value that the run has, which may lie outside the range.
-        low: least value.
-        high: greatest.
+        word: Word of `--over` without its range.
+        flag: Flag of a run, without dashes: optimizer.peak_lr, preset.rates.readout.
+        start: The run's own value. It may lie outside the range.
+        low: Least value.
+        high: Greatest value.
     """
 
     word: str
     flag: str
-    own: float
+    start: float
     low: float
     high: float
 
     @property
     def near_one(self) -> bool:
-        """Whether octaves are counted in the distance from 1."""
-        return self.flag.rpartition(".")[2] in _NEAR_ONE
+        """True if octaves are counted in the distance from 1."""
+        return self._field in _NEAR_ONE
 
     @property
     def steps(self) -> tuple[int, int]:
         """Least and greatest grid step inside the range."""
-        ends = sorted(self._octaves(value) * STEPS for value in (self.low, self.high))
+        # The tolerance admits an end of the range that lies on a grid step.
+        ends = sorted(self._octaves(value) * STEPS_PER_OCTAVE for value in (self.low, self.high))
         return math.ceil(ends[0] - 1e-6), math.floor(ends[1] + 1e-6)
 
     def value(self, step: int) -> float:
-        """The number at a grid step; the run's own, to the bit, at 0."""
+        """Return the value at a grid step. At step 0 it is exactly the run's own value."""
         if step == 0:
-            return self.own
-        factor = 2.0 ** (step / STEPS)
-        number = 1 - (1 - self.own) * factor if self.near_one else self._reference * factor
-        return (
-            float(round(number))
-            if self.flag.rpartition(".")[2] in _WHOLE
-            else float(f"{number:.6g}")
-        )
+            return self.start
+        factor = 2.0 ** (step / STEPS_PER_OCTAVE)
+        if self.near_one:
+            number = 1 - (1 - self.start) * factor
+        else:
+            number = self._reference * factor
+        if self._field in _INTEGERS:
+            return float(round(number))
+        # Six digits, which a command line repeats exactly.
+        return float(f"{number:.6g}")
 
     def cells(self) -> list[str]:
         """Return the ends of the range and the run's own value, as tables show them."""
-        return [f"{number:.4g}" for number in (self.low, self.high, self.own)]
+        return [f"{number:.4g}" for number in (self.low, self.high, self.start)]
+
+    @property
+    def _field(self) -> str:
+        """Last part of the flag."""
+        return self.flag.rpartition(".")[2]
 
     @property
     def _reference(self) -> float:
-        return self.own or self.low * 2.0 ** (-1 / STEPS)  # so that no step of the range is 0
+        """Value at step 0 of the grid. For a start of 0 it lies one step below the range."""
+        return self.start or self.low * 2.0 ** (-1 / STEPS_PER_OCTAVE)
 
     def _octaves(self, value: float) -> float:
-        return math.log2((1 - value) / (1 - self.own) if self.near_one else value / self._reference)
+        """Return the octaves from step 0 of the grid to a value."""
+        if self.near_one:
+            return math.log2((1 - value) / (1 - self.start))
+        return math.log2(value / self._reference)
 
 
 def parse(words: Sequence[str], config: Config) -> tuple[Constant, ...]:
-    """The constants that words name, checked at both ends of their ranges.
+    """Return the constants that words name, checked at both ends of their ranges.
 
     Args:
-        words: NAME or NAME=LOW:HIGH.
-        config: the run whose numbers they are.
+        words: Words such as `lr` or `weight_decay=0.01:1`.
 
     Raises:
-        ConfigError, PresetError: a name that means nothing here, named with the nearest, or a range that cannot be searched.
+        ConfigError: A word names no constant of this run, or a range cannot be searched.
+        PresetError: The preset does not take an end of a range.
     """
     if not words:
         raise ConfigError(
-            "--over names nothing; write constants with commas, as --over lr,readout.lr,weight_decay=0.01:1"
+            "--over names nothing; "
+            "write constants with commas, as --over lr,readout.lr,weight_decay=0.01:1"
         )
     by_word = vocabulary(config)
     constants = tuple(_constant(word, by_word, config) for word in words)
-    flags = [constant.flag for constant in constants]
-    for first, second in (
-        (a, b) for i, a in enumerate(constants) for b in constants[:i] if a.flag == b.flag
-    ):
-        raise ConfigError(
-            f"--over: {second.word} and {first.word} are both --{first.flag}; write one of them"
-        )
-    for at in range(len(flags)):
-        for step in constants[at].steps:
-            preset_of(
-                applied(config, constants, tuple(step * (i == at) for i in range(len(flags))))
-            )
+    for index, constant in enumerate(constants):
+        for earlier in constants[:index]:
+            if constant.flag == earlier.flag:
+                raise ConfigError(
+                    f"--over: {earlier.word} and {constant.word} are both --{constant.flag}; "
+                    f"write one of them"
+                )
+
+    for index, constant in enumerate(constants):
+        for step in constant.steps:
+            point = [0] * len(constants)
+            point[index] = step
+            # Refuses a value that the preset does not take.
+            preset_of(with_point(config, constants, tuple(point)))
     return constants
 
 
 def vocabulary(config: Config) -> dict[str, str]:
-    """Every word that a search over this run can have, to its flag."""
+    """Return the flag of every word that a search over this run can have."""
     flags: dict[str, str] = {}
-    for name in (*_EVERY_OPTIMIZER, *sorted(OPTIMIZERS[config.optimizer.name].reads - {"decay"})):
-        flags |= {name: f"optimizer.{name}", f"optimizer.{name}": f"optimizer.{name}"}
-    for name in (
-        inspect.signature(PRESETS[config.preset.name]).parameters
-        if config.preset.name in PRESETS
-        else ()
-    ):
-        if name in FACTORS:
-            flags[name] = f"preset.{name}"
-    specs = {spec.group: spec for spec in config.model.parameters().values()}
-    tied = [config.model.tied_readout] if config.model.tied_readout else []
-    specs |= {spec.group: spec for spec in tied}
+    own_fields = sorted(OPTIMIZERS[config.optimizer.name].reads - {"decay"})
+    for name in (*_EVERY_OPTIMIZER, *own_fields):
+        flag = f"optimizer.{name}"
+        flags[name] = flag
+        flags[flag] = flag
+
+    if config.preset.name in PRESETS:
+        for name in inspect.signature(PRESETS[config.preset.name]).parameters:
+            if name in FACTORS:
+                flags[name] = f"preset.{name}"
+
+    specs = _specs_by_group(config)
     roles = [spec.role for spec in specs.values()]
-    read_in = Role.PATCH_EMBEDDING if Role.PATCH_EMBEDDING in roles else Role.TOKEN_EMBEDDING
+    is_of_images = Role.PATCH_EMBEDDING in roles
+    embedding = Role.PATCH_EMBEDDING if is_of_images else Role.TOKEN_EMBEDDING
     for spec in specs.values():
+        names = set(group_names(spec))
+        if spec.role is embedding:
+            names.add("embedding")
         for suffix, column in _SUFFIXES.items():
             constant = f"{column}.{spec.group}"
             try:
                 check_constants({constant: 2.0}, specs.values(), config.preset.name)
-            except PresetError:  # a number that this group does not have
+            except PresetError:
+                # The group has no such number.
                 continue
-            for name in sorted(names(spec) | ({"embedding"} if spec.role is read_in else set())):
-                flags[f"{name}.{suffix}"] = flags[f"{column}.{name}"] = f"preset.{constant}"
-    return flags | {alias: flags[name] for alias, name in ALIASES.items() if name in flags}
+            flag = f"preset.{constant}"
+            for name in sorted(names):
+                flags[f"{name}.{suffix}"] = flag
+                flags[f"{column}.{name}"] = flag
+
+    aliases = {alias: flags[name] for alias, name in ALIASES.items() if name in flags}
+    return flags | aliases
 
 
-def applied(config: Config, constants: Sequence[Constant], point: Point) -> Config:
-    """The run with the constants of a point.
+def _specs_by_group(config: Config) -> dict[str, ParamSpec]:
+    """Return one declaration per parameter group, a tied readout included."""
+    specs = {spec.group: spec for spec in config.model.parameters().values()}
+    tied = config.model.tied_readout
+    if tied:
+        specs[tied.group] = tied
+    return specs
+
+
+def with_point(config: Config, constants: Sequence[Constant], point: Point) -> Config:
+    """Return a run with the values of the constants at a point.
 
     Args:
-        config: the run.
-        constants: what is searched.
-        point: a grid step for each.
+        constants: Constants, in the order of the point's steps.
+        point: Grid step of every constant. A constant at step 0 is left as it is.
     """
-    changes = {c.flag: c.value(step) for c, step in zip(constants, point, strict=True) if step}
+    changes = {}
+    for constant, step in zip(constants, point, strict=True):
+        # Step 0 keeps the run's own text, so that the start is the run itself.
+        if step:
+            changes[constant.flag] = constant.value(step)
+    if not changes:
+        return config
+
     optimizer: dict[str, Any] = {}
     preset: dict[str, Any] = {}
     texts = read_constants(config.preset.constants, {})
     for flag, value in changes.items():
         owner, _, name = flag.partition(".")
         if owner == "optimizer":
-            optimizer[name] = int(value) if name in _WHOLE else value
+            optimizer[name] = int(value) if name in _INTEGERS else value
         elif name in CONSTANT_FLAGS:
             preset[name] = value
         else:
             texts[name] = f"{value:.10g}"
-    if not changes:
-        return config
     preset["constants"] = tuple(f"{name}={value}" for name, value in texts.items())
     return dataclasses.replace(
         config,
@@ -199,33 +243,35 @@ def applied(config: Config, constants: Sequence[Constant], point: Point) -> Conf
 
 
 def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant:
+    """Return the constant of one word. Arguments as for `parse`.
+
+    Args:
+        by_word: Flags by word, from `vocabulary`.
+    """
     word, equals, span = (part.strip() for part in text.partition("="))
+    # Words may be written as flags: --lr, weight-decay, preset.rates.readout.
     name = word.lstrip("-").replace("-", "_")
-    name = name if name in by_word else name.removeprefix("preset.")
     if name not in by_word:
-        if (constant := ALIASES.get(name, name)) in FACTORS:
-            owners = [
-                n for n, make in PRESETS.items() if constant in inspect.signature(make).parameters
-            ]
-            raise ConfigError(
-                f"--over {word}: {config.preset.name} has no constant {constant}; {', '.join(owners)} have it"
-            )
-        raise ConfigError(
-            f"--over {word}: no number of this run has that name; did you mean {_nearest(name, by_word)!r}?"
-        )
+        name = name.removeprefix("preset.")
+    if name not in by_word:
+        raise ConfigError(f"--over {word}: {_no_such_constant(name, by_word, config)}")
+
     flag = by_word[name]
     start = _start(flag, config)
+    example = f"{word}=0.9:0.999" if name in _NEAR_ONE else f"{word}=0.01:1"
     if equals:
         low, high = grids.span(span)
+    elif start == 0:
+        raise ConfigError(f"--over {word}: it is 0 in this run; write one, as {example}")
     else:
-        octaves = next((reach for part, reach in OCTAVES.items() if part in flag.split(".")), None)
-        if octaves is None or start == 0:
-            why = "is 0 in this run" if start == 0 else "has no range of its own"
-            raise ConfigError(
-                f"--over {word}: it {why}; write one, as {word}={'0.9:0.999' if name in _NEAR_ONE else '0.01:1'}"
-            )
-        low, high = start * 2.0**-octaves, start * 2.0**octaves
-    if not 0 < low < high or (name in _NEAR_ONE and high >= 1):
+        octaves = _default_octaves(flag)
+        if octaves is None:
+            raise ConfigError(f"--over {word}: it has no range of its own; write one, as {example}")
+        low = start * 2.0**-octaves
+        high = start * 2.0**octaves
+
+    too_high = name in _NEAR_ONE and high >= 1
+    if not 0 < low < high or too_high:
         below = " and below 1" if name in _NEAR_ONE else ""
         raise ConfigError(f"--over {text}: write LOW:HIGH with LOW below HIGH, both above 0{below}")
     constant = Constant(word, flag, start, low, high)
@@ -234,22 +280,42 @@ def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant
     return constant
 
 
+def _no_such_constant(name: str, words: Iterable[str], config: Config) -> str:
+    """Return a message about a name that is no constant of the run."""
+    factor = ALIASES.get(name, name)
+    if factor in FACTORS:
+        owners = []
+        for preset, make in PRESETS.items():
+            if factor in inspect.signature(make).parameters:
+                owners.append(preset)
+        return f"{config.preset.name} has no constant {factor}; {', '.join(owners)} have it"
+    nearest = difflib.get_close_matches(name, list(words), n=1, cutoff=0)[0]
+    return f"no number of this run has that name; did you mean {nearest!r}?"
+
+
+def _default_octaves(flag: str) -> float | None:
+    """Return the octaves of a default range on either side; `None` if it must be written."""
+    parts = flag.split(".")
+    for part, octaves in OCTAVES.items():
+        if part in parts:
+            return octaves
+    return None
+
+
 def _start(flag: str, config: Config) -> float:
-    """The run's own value of a flag."""
+    """Return the run's own value of a flag."""
     owner, _, name = flag.partition(".")
     if owner == "optimizer":
         return float(getattr(config.optimizer, name) or 0.0)
+
     preset: PresetConfig = config.preset
     written = read_constants(preset.constants, {})
     if name in written:
         return float(written[name])
-    if name.partition(".")[0] in COLUMNS and "." in name:
+    column, dot, _ = name.partition(".")
+    if dot and column in COLUMNS:
         return 1.0
     value = getattr(preset, name, None)
-    return float(
-        inspect.signature(PRESETS[preset.name]).parameters[name].default if value is None else value
-    )
-
-
-def _nearest(name: str, words: Iterable[str]) -> str:
-    return difflib.get_close_matches(name, [*words], n=1, cutoff=0)[0]
+    if value is None:
+        value = inspect.signature(PRESETS[preset.name]).parameters[name].default
+    return float(value)

@@ -1,20 +1,26 @@
-"""Which points of a search are worse than another by more than what seeds do, so that they need no more seeds.
+"""Elimination of a search's points: a point is dropped if another is better by more than noise.
 
-Seed s starts every point alike and all points see the same batches, so what a seed does to all of them is no noise of a
-difference. A loss is taken as point + seed + e, and sigma, the spread of e, is estimated from all points with two seeds or more:
-the residual mean square of the additive fit, over the better half of them (eight at least), since bad points are
-noisier. A point is dropped where some other is better on the n seeds that both have by more
-than t(1 - ERROR / looks, freedom) * sigma * sqrt(2 / n) in the mean, looks being how many such comparisons one point can meet in
-the whole search. By Bonferroni's inequality the best point is dropped in at most ERROR of all searches where e is normal and of one
-spread. Without an estimate of sigma nothing is dropped but what diverges.
+Seed s starts every point alike, and all points see the same batches. What a seed does to all points
+is therefore no noise of a difference between two points. A loss is modelled as point + seed + e,
+with independent e of one spread sigma.
 
-A noisier point than most is dropped more easily than that, one near an edge of stability, say.
+* **sigma** is the root of the residual mean square of the additive fit, over the better half of the
+  points with two seeds or more (at least `LEAST` points), because bad points are noisier.
+* **Rule.** A point is dropped if another point is better, on the n seeds that both have, by more
+  than t(1 - ERROR / looks, freedom) * sigma * sqrt(2 / n) in the mean. `looks` is the number of
+  such comparisons that one point can meet in the whole search.
+* **Error.** By Bonferroni's inequality the best point is dropped in at most a share `ERROR` of all
+  searches if e is normal and of one spread. A point that is noisier than most, such as one near
+  an edge of stability, is dropped more easily.
+
+Without an estimate of sigma only diverged points are dropped.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
@@ -22,7 +28,7 @@ from scipy.special import stdtrit
 ERROR = 0.05
 """Share of searches in which the best point may be dropped."""
 LEAST = 8
-"""Points that the spread of the noise is estimated from, where there are so many."""
+"""Least number of points from which sigma is estimated, if so many have two seeds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +36,14 @@ class Elimination:
     """Elimination of points by their losses so far.
 
     Attributes:
-        means: of each point without what its seeds do, float [P]; inf where a seed diverged, nan where none was trained.
-        dropped: index of the point that each is worse than, int [P]; its own where a seed diverged, -1 where it stays.
-        sigma: spread of a loss that neither point nor seed explains; nan where it is not known.
-        freedom: degrees of freedom of the estimate.
-        critical: what a mean difference over n seeds must exceed, times sqrt(n); inf where sigma is not known.
+        means: Means of the points without the effects of their seeds, float [P]. inf where a seed
+            diverged, NaN where no seed was trained.
+        dropped: Index of a better point for each dropped point, int [P]. A diverged point has its
+            own index. -1 where the point stays.
+        sigma: Spread of a loss that neither point nor seed explains. NaN if unknown.
+        freedom: Degrees of freedom of sigma.
+        critical: sqrt(n) times the least mean difference over n seeds by which a point is dropped.
+            inf if sigma is unknown.
     """
 
     means: np.ndarray
@@ -45,7 +54,7 @@ class Elimination:
 
     @property
     def stays(self) -> np.ndarray:
-        """Points not dropped, bool [P]."""
+        """Mask of the points that are not dropped, bool [P]."""
         return self.dropped < 0
 
     @property
@@ -55,59 +64,89 @@ class Elimination:
 
 
 def race(losses: np.ndarray, looks: int) -> Elimination:
-    """How points stand after the seeds that they have.
+    """Return which points stay after the seeds that they have.
 
     Args:
-        losses: float [P, S], inf where it diverged, nan where it was not trained; a point's seeds are the first ones.
-        looks: comparisons that one point can meet in the whole search: most points times most seeds.
+        losses: Losses, float [P, S]. inf where a seed diverged, NaN where it was not trained. The
+            seeds of a point are the first ones.
+        looks: Number of comparisons that one point can meet in the whole search: number of points
+            times number of seeds.
     """
-    trained, finite = ~np.isnan(losses), np.isfinite(losses)
+    trained = ~np.isnan(losses)
+    finite = np.isfinite(losses)
     diverged = np.any(trained & ~finite, axis=1)
     used = finite & ~diverged[:, None]
-    means, sigma, freedom = _additive(losses, used)
+    effects = _fit_effects(losses, used)
+    sigma = effects.sigma
+    freedom = effects.freedom
+
     several = np.nonzero(used.sum(axis=1) > 1)[0]
-    if (
-        len(several) > LEAST
-    ):  # residuals do not know which means are low: choosing by the mean does not make sigma smaller
-        better = several[
-            np.argsort(means[several], kind="stable")[: max(LEAST, math.ceil(len(several) / 2))]
-        ]
-        _, sigma, freedom = _additive(losses[better], used[better])
-    means = np.where(diverged, np.inf, means)
-    critical = (
-        math.sqrt(2) * sigma * float(stdtrit(freedom, 1 - ERROR / looks)) if freedom else math.inf
-    )
+    if len(several) > LEAST:
+        # Residuals are independent of the means, so choosing by the mean does not shrink sigma.
+        order = np.argsort(effects.means[several], kind="stable")
+        better = several[order[: max(LEAST, math.ceil(len(several) / 2))]]
+        better_effects = _fit_effects(losses[better], used[better])
+        sigma = better_effects.sigma
+        freedom = better_effects.freedom
+
+    means = np.where(diverged, np.inf, effects.means)
     dropped = np.where(diverged, np.arange(len(losses)), -1)
-    if freedom:
-        pairs = used[:, None] & used[None]  # [P, P, S]
-        count = pairs.sum(axis=2)
-        values = np.where(used, losses, 0.0)
-        worse = ((values[:, None] - values[None]) * pairs).sum(axis=2) / np.sqrt(
-            np.maximum(count, 1)
-        )  # mean * sqrt(n)
-        beaten = (worse > critical).any(axis=1)
-        dropped = np.where(beaten, worse.argmax(axis=1), dropped)
+    if not freedom:
+        return Elimination(means, dropped, sigma, freedom, critical=math.inf)
+
+    critical = math.sqrt(2) * sigma * float(stdtrit(freedom, 1 - ERROR / looks))
+    pairs_PPS = used[:, None] & used[None]
+    count_PP = pairs_PPS.sum(axis=2)
+    values = np.where(used, losses, 0.0)
+    differences_PPS = (values[:, None] - values[None]) * pairs_PPS
+    # The sum over n seeds divided by sqrt(n) is the mean times sqrt(n).
+    worse_PP = differences_PPS.sum(axis=2) / np.sqrt(np.maximum(count_PP, 1))
+    beaten = (worse_PP > critical).any(axis=1)
+    dropped = np.where(beaten, worse_PP.argmax(axis=1), dropped)
     return Elimination(means, dropped, sigma, freedom, critical)
 
 
-def _additive(losses: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, float, int]:
-    """Means of the points [P] without the effects of seeds, spread of the residuals and their degrees of freedom."""
+class _Effects(NamedTuple):
+    """Additive fit of losses: point + seed + residual.
+
+    Attributes:
+        means: Means of the points without the effects of seeds, [P]. NaN for a point without seeds.
+        sigma: Spread of the residuals. NaN without degrees of freedom.
+        freedom: Degrees of freedom of sigma.
+    """
+
+    means: np.ndarray
+    sigma: float
+    freedom: int
+
+
+def _fit_effects(losses: np.ndarray, used: np.ndarray) -> _Effects:
+    """Fit losses [P, S] as point + seed by least squares.
+
+    Args:
+        used: Mask of the losses that are fitted, bool [P, S].
+    """
     point, seed = np.nonzero(used)
     means = np.full(len(losses), np.nan)
     if not len(point):
-        return means, math.nan, 0
-    own = np.unique(point)
-    seeds = int(seed.max()) + 1
-    design = np.zeros((len(point), len(own) + seeds - 1))
-    design[np.arange(len(point)), np.searchsorted(own, point)] = 1.0
+        return _Effects(means, math.nan, 0)
+
+    # One column per point, then one per seed but the first, whose effect is 0.
+    fitted_points = np.unique(point)
+    num_points = len(fitted_points)
+    num_seeds = int(seed.max()) + 1
+    design = np.zeros((len(point), num_points + num_seeds - 1))
+    design[np.arange(len(point)), np.searchsorted(fitted_points, point)] = 1.0
     later = seed > 0
-    design[np.nonzero(later)[0], len(own) + seed[later] - 1] = 1.0
+    design[np.nonzero(later)[0], num_points + seed[later] - 1] = 1.0
+
     values = losses[point, seed]
     solution, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
-    effects = np.concatenate([[0.0], solution[len(own) :]])
-    means[own] = np.round(
-        solution[: len(own)] + effects.mean(), 10
-    )  # equal losses have equal means
+    seed_effects = np.concatenate([[0.0], solution[num_points:]])
+    # Rounded, so that points of equal losses have equal means.
+    means[fitted_points] = np.round(solution[:num_points] + seed_effects.mean(), 10)
+
     freedom = len(point) - int(rank)
     residual = float(((values - design @ solution) ** 2).sum())
-    return means, math.sqrt(residual / freedom) if freedom > 0 else math.nan, max(freedom, 0)
+    sigma = math.sqrt(residual / freedom) if freedom > 0 else math.nan
+    return _Effects(means, sigma, max(freedom, 0))

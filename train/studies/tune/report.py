@@ -1,4 +1,4 @@
-"""A search on the terminal and its result: ranges of the constants and what is best so far, then a record as JSON, a picture and a preset."""
+"""Output of a search: live table, report, record as JSON, picture and tuned preset."""
 
 from __future__ import annotations
 
@@ -22,46 +22,51 @@ from mupax.train.studies.transfer import tuned
 from mupax.train.studies.transfer.drift import CONFIDENCE
 from mupax.train.studies.transfer.report import provenance
 from mupax.train.studies.tune import surrogate
-from mupax.train.studies.tune.over import STEPS
-from mupax.train.studies.tune.race import ERROR
+from mupax.train.studies.tune.over import STEPS_PER_OCTAVE, Constant
+from mupax.train.studies.tune.race import ERROR, Elimination
 from mupax.train.studies.tune.search import Run, Search
 
 TOP = 0.9
-"""Share of the points, the best ones, that a picture's axis of losses shows; the others lie on its upper edge."""
+"""Share of the points, from the best, within a picture's axis of losses.
+
+The other points are drawn on the upper edge.
+"""
 ACROSS = 4
-"""Panels side by side."""
+"""Number of panels side by side."""
+MAX_CONFIRM = 100
+"""Most fresh seeds that are proposed."""
+END_STEPS = 2
+"""Grid steps from the end of a range within which a range counts as too narrow."""
 
 
 class SearchTable(LiveTable):
-    """Live table of a search while entered; a line per finished run where the terminal cannot draw.
+    """Live table of a search while entered.
+
+    Where the terminal cannot draw, the table prints a line for every finished run.
 
     Args:
-        console: where.
-        search: what it shows.
-        evaluated: whether losses are those of an evaluation.
+        search: Search that is shown. It changes meanwhile.
+        evaluated: Whether the losses are those of an evaluation.
     """
 
     def __init__(self, console: Console, search: Search, *, evaluated: bool) -> None:
-        self._search = search  # which `table` shows from the first
+        # Before `super()`, because `table` may be called from the first line on.
+        self._search = search
         super().__init__(console, [], evaluated=evaluated)
 
     def __exit__(self, *error: object) -> None:
-        """Leave the table out where the search ended: the report has the constants below its answer."""
+        """Print the table only after an error: a report has the constants below its answer."""
         super().__exit__(*error)
         if error[0] is not None and self._search.rows:
             self.note(self.heading())
             self._console.print(self.table())
 
-    def round(self, search: Search, runs: Sequence[Run]) -> None:
-        """What is trained next.
-
-        Args:
-            search: whose.
-            runs: of a round.
-        """
+    def begin_round(self, search: Search, runs: Sequence[Run]) -> None:
+        """Name the runs that are trained next, for the lines of finished runs."""
         self._columns = [f"point {search.points.index(point)}" for point, _ in runs]
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
+        # Every round is a sweep of its own, whose bar begins at zero.
         self._shares.clear()
         self._bar.reset(self._task, description=self.heading())
         if len(done) < len(configs):
@@ -72,18 +77,21 @@ class SearchTable(LiveTable):
         self._bar.update(self._task, description=self.heading())
 
     def heading(self) -> str:
-        """How far the search is, in a line."""
+        """Return the number of points so far, the best mean loss and that of the start."""
         search = self._search
-        losses, standing = search.losses, search.race()
+        standing = search.race()
         tried = int(np.isfinite(standing.means).sum())
         if not tried:
             return f"{len(search.points)} points"
-        start, best = standing.means[0], standing.means[standing.best]
-        return f"{(~np.isnan(losses[:, 0])).sum()}/{search.limits.points} points, best {best:.4f}, start {start:.4f}"
+        trained = (~np.isnan(search.losses[:, 0])).sum()
+        best = standing.means[standing.best]
+        start = standing.means[0]
+        return f"{trained}/{search.limits.points} points, best {best:.4f}, start {start:.4f}"
 
     def table(self) -> RichTable:
-        """The constants down; range, start and the best so far across."""
-        table, search = RichTable(box=None, pad_edge=False), self._search
+        """Return a table with a row for every constant: its range, its start and the best value."""
+        search = self._search
+        table = RichTable(box=None, pad_edge=False)
         table.add_column("constant", overflow="ellipsis", no_wrap=True, max_width=34)
         for column in ("from", "to", "start", "best"):
             table.add_column(column, justify="right")
@@ -93,163 +101,206 @@ class SearchTable(LiveTable):
 
 
 def summary(search: Search, command: str) -> dict[str, Any]:
-    """Everything about a search, as plain values.
-
-    Args:
-        search: that is over.
-        command: that was written.
-    """
-    standing, losses, points = search.race(), search.losses, search.points
-    shares = surrogate.importance(search.constants, points, standing.means)
-    winner, difference = search.winner, search.difference()
-    fresh = {
-        name: [finite(loss) for loss in search.losses_of(point, search.fresh_seeds)]
-        for name, point in (("winner", winner), ("start", search.start))
-    }
-    runs = int((~np.isnan(losses)).sum())
-    octaves = [
-        max(1, round((high - low) / STEPS)) + 1 for low, high in (c.steps for c in search.constants)
+    """Return the record of a finished search as plain values."""
+    standing = search.race()
+    winner = search.winner
+    difference = search.difference()
+    shares = surrogate.importance(search.constants, search.points, standing.means)
+    constants = [
+        _constant_json(constant, step, share)
+        for constant, step, share in zip(search.constants, winner, shares, strict=True)
     ]
+    winner_losses = search.losses_of(winner, search.fresh_seeds)
+    start_losses = search.losses_of(search.start, search.fresh_seeds)
     return {
         "command": command,
         "stopped": search.stopped,
-        "constants": [
-            {
-                "word": c.word, "flag": c.flag, "low": c.low, "high": c.high, "start": c.own, "winner": c.value(step),
-                "importance": round(share, 4),
-            }
-            for c, step, share in zip(search.constants, winner, shares, strict=True)
-        ],
+        "constants": constants,
         "noise": {"sigma": finite(standing.sigma, 6), "freedom": standing.freedom, "error": ERROR},
-        "runs": runs,
-        "runs_without_dropping": len(points) * search.limits.seeds,
-        "runs_of_an_octave_grid": math.prod(octaves) * search.limits.seeds,
+        "runs": int((~np.isnan(search.losses)).sum()),
+        "runs_without_dropping": len(search.points) * search.limits.seeds,
+        "runs_of_an_octave_grid": _octave_grid_points(search.constants) * search.limits.seeds,
         "train_seconds": round(search.seconds, 1),
         "winner": record.command_of(search.config_of((winner, 0))),
-        "fresh_seeds": fresh,
+        "fresh_seeds": {
+            "winner": [finite(loss) for loss in winner_losses],
+            "start": [finite(loss) for loss in start_losses],
+        },
         "winner_less_start": None if difference is None else difference.to_json(),
-        "points": [
-            {
-                "values": [c.value(step) for c, step in zip(search.constants, point, strict=True)],
-                "losses": [finite(x) for x in each.tolist() if not math.isnan(x)],
-                "mean": finite(mean, 6),
-                "worse_than": int(other) if other >= 0 else None,
-            }
-            for point, each, mean, other in zip(points, losses, standing.means, standing.dropped, strict=True)
-        ],
+        "points": _points_json(search, standing),
         "versions": provenance(),
-    }  # fmt: skip
+    }
+
+
+def _constant_json(constant: Constant, step: int, share: float) -> dict[str, Any]:
+    """Return a constant with its range, the winner's value and its importance."""
+    return {
+        "word": constant.word,
+        "flag": constant.flag,
+        "low": constant.low,
+        "high": constant.high,
+        "start": constant.start,
+        "winner": constant.value(step),
+        "importance": round(share, 4),
+    }
+
+
+def _points_json(search: Search, standing: Elimination) -> list[dict[str, Any]]:
+    """Return every point of a search with its values, losses and mean."""
+    losses = search.losses
+    points = []
+    for index, point in enumerate(search.points):
+        pairs = zip(search.constants, point, strict=True)
+        trained = losses[index][~np.isnan(losses[index])]
+        better = int(standing.dropped[index])
+        points.append(
+            {
+                "values": [constant.value(step) for constant, step in pairs],
+                "losses": [finite(loss) for loss in trained.tolist()],
+                "mean": finite(standing.means[index], 6),
+                "worse_than": better if better >= 0 else None,
+            }
+        )
+    return points
+
+
+def _octave_grid_points(constants: Sequence[Constant]) -> int:
+    """Return the number of points of a full grid over the ranges with octaves between them."""
+    counts = []
+    for constant in constants:
+        low, high = constant.steps
+        counts.append(max(1, round((high - low) / STEPS_PER_OCTAVE)) + 1)
+    return math.prod(counts)
 
 
 def report_of(content: dict[str, Any], metric: str) -> Report:
-    """Return the answer, what to type next, the constants with the most important first, and how they were found.
+    """Return the report of a search: answer, next command, and constants by importance.
 
     Args:
-        content: of `summary`.
-        metric: what a loss is.
+        content: Record of the search, from `summary`.
+        metric: Name of the loss, such as "evaluation loss".
     """
-    steps = (
-        [] if _start_is_best(content) else [Step("Next: train the best point", content["winner"])]
-    )
+    steps = []
+    if not _start_is_best(content):
+        steps.append(Step("Next: train the best point", content["winner"]))
+
     rows = [["constant", "from", "to", "start", "best", "importance"]]
     for constant in sorted(content["constants"], key=lambda constant: -constant["importance"]):
         numbers = [f"{constant[name]:.4g}" for name in ("low", "high", "start", "winner")]
         rows.append([constant["word"], *numbers, f"{constant['importance']:.0%}"])
+
+    share = content["runs"] / content["runs_without_dropping"]
     noise = content["noise"]["sigma"]
+    noise_text = "unknown" if noise is None else f"{noise:.4f}"
     lines = [
-        f"{len(content['points'])} points in {content['runs']} runs, {content['runs'] / content['runs_without_dropping']:.2f} "
+        *_end_notes(content),
+        f"{len(content['points'])} points in {content['runs']} runs, {share:.2f} "
         f"of all seeds; ended: {content['stopped']}",
-        f"noise of a run beside its seed's: {'unknown' if noise is None else f'{noise:.4f}'}",
+        f"noise of a run beside its seed's: {noise_text}",
     ]
-    table = Section(rows, lines=[*_ends(content), *lines], left=("constant",))
+    table = Section(rows, lines=lines, left=("constant",))
     return Report([answer(content, metric)], steps, [table])
 
 
 def answer(content: dict[str, Any], metric: str) -> str:
-    """Return whether to take the best point or to keep the start, in plain words.
+    """Return a sentence on whether to take the best point or to keep the start.
 
     Args:
-        content: of `summary`.
-        metric: what a loss is.
+        content: Record of the search, from `summary`.
+        metric: Name of the loss, such as "evaluation loss".
     """
     if _start_is_best(content):
-        return f"Keep the start: nothing better than the start was found in {len(content['points'])} points."
+        return (
+            f"Keep the start: nothing better than the start was found "
+            f"in {len(content['points'])} points."
+        )
     winner = content["fresh_seeds"]["winner"]
     start = content["fresh_seeds"]["start"]
-    apart = content["winner_less_start"]
+    difference = content["winner_less_start"]
     if not winner:
-        return "Not decided: the best point has met the start on no fresh seeds; --confirm 5 trains them."
-    if apart is None:
         return (
-            f"Not decided by a difference: on {len(winner)} fresh seeds the best point diverged {winner.count(None)} times, "
-            f"the start {start.count(None)}."
+            "Not decided: the best point has met the start on no fresh seeds; "
+            "--confirm 5 trains them."
         )
-    value = apart["value"]
+    if difference is None:
+        return (
+            f"Not decided by a difference: on {len(winner)} fresh seeds the best point "
+            f"diverged {winner.count(None)} times, the start {start.count(None)}."
+        )
+
+    value = difference["value"]
+    low = difference["low"]
+    high = difference["high"]
     place = "below" if value < 0 else "above"
-    ends = f"ends {abs(value):.4f} nats {place} the start, difference [{apart['low']:+.4f}, {apart['high']:+.4f}]"
-    seeds = f"on {len(winner)} fresh seeds its {metric} {ends}"
-    if apart["high"] < 0:
-        return f"Take the best point: {seeds}."
-    if apart["low"] > 0:
-        return f"Keep the start: the best point is worse, {seeds}."
-    more = _fresh_seeds_to_decide(value, apart["high"] - value, len(winner))
-    advice = (
-        f"--confirm {more} would probably decide it"
-        if more
-        else "more fresh seeds would hardly decide it"
+    seeds = (
+        f"on {len(winner)} fresh seeds its {metric} ends {abs(value):.4f} nats {place} the start, "
+        f"difference [{low:+.4f}, {high:+.4f}]"
     )
-    return f"Not decided: {seeds}; {advice}."
+    # Only an interval without zero decides.
+    if high < 0:
+        return f"Take the best point: {seeds}."
+    if low > 0:
+        return f"Keep the start: the best point is worse, {seeds}."
+    more_seeds = _fresh_seeds_to_decide(value, high - value, len(winner))
+    if more_seeds:
+        return f"Not decided: {seeds}; --confirm {more_seeds} would probably decide it."
+    return f"Not decided: {seeds}; more fresh seeds would hardly decide it."
 
 
 def _start_is_best(content: dict[str, Any]) -> bool:
+    """Return whether the winner is the start."""
     return all(constant["winner"] == constant["start"] for constant in content["constants"])
 
 
-def _fresh_seeds_to_decide(value: float, half: float, seeds: int) -> int:
-    """Return the fresh seeds after which a difference would leave zero out if it stayed as it is; 0 for more than 100."""
-    deviation = half * math.sqrt(seeds) / float(stdtrit(seeds - 1, CONFIDENCE))
-    for count in range(seeds + 1, 101):
+def _fresh_seeds_to_decide(value: float, half_width: float, seeds: int) -> int:
+    """Return how many fresh seeds would decide if the difference and its scatter do not change.
+
+    Return 0 if more than `MAX_CONFIRM` would be needed.
+
+    Args:
+        half_width: Half of the 95 % interval from `seeds` seeds.
+    """
+    deviation = half_width * math.sqrt(seeds) / float(stdtrit(seeds - 1, CONFIDENCE))
+    # More seeds narrow the mean, and also lower Student's quantile.
+    for count in range(seeds + 1, MAX_CONFIRM + 1):
         if float(stdtrit(count - 1, CONFIDENCE)) * deviation / math.sqrt(count) < abs(value):
             return count
     return 0
 
 
 def draw(path: Path, search: Search, shares: list[float]) -> None:
-    """Write a PNG of loss against every constant: faint points were dropped, the ringed one won, the line is the start.
+    """Write a PNG with a panel of loss against value for every constant.
 
     Args:
-        path: of the picture.
-        search: that is over.
-        shares: importance of each constant.
+        shares: Importance of every constant, from 0 to 1.
     """
     from matplotlib.figure import Figure
 
-    standing, count = search.race(), len(search.constants)
-    means = standing.means[np.isfinite(standing.means)]
+    standing = search.race()
+    is_finite = np.isfinite(standing.means)
+    means = standing.means[is_finite]
     top = float(np.quantile(means, TOP)) if means.size else 1.0
-    pad = 0.05 * (top - float(means.min() if means.size else 0.0)) or 0.01
-    shown = np.where(np.isfinite(standing.means), np.minimum(standing.means, top + pad), top + pad)
-    rows, columns = -(-count // ACROSS), min(count, ACROSS)
+    least = float(means.min()) if means.size else 0.0
+    # Points far above the others, and diverged ones, are drawn at the edge.
+    edge = top + (0.05 * (top - least) or 0.01)
+    heights = np.where(is_finite, np.minimum(standing.means, edge), edge)
+
+    count = len(search.constants)
+    rows = -(-count // ACROSS)
+    columns = min(count, ACROSS)
     figure = Figure(figsize=(max(4.0, 2.9 * columns), 2.7 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    for at, panel in enumerate(panels.flat):
-        if at >= count:
+    best = search.points.index(search.winner)
+    for index, panel in enumerate(panels.flat):
+        if index >= count:
             panel.set_visible(False)
             continue
-        constant = search.constants[at]
-        values = np.array([constant.value(point[at]) for point in search.points])
-        x = np.log2(1 - values if constant.near_one else np.maximum(values, 1e-30))
-        panel.plot(x[~standing.stays], shown[~standing.stays], "o", ms=3, color=GREY, alpha=0.45)
-        panel.plot(x[standing.stays], shown[standing.stays], "o", ms=4, color=BLUE)
-        best = search.points.index(search.winner)
-        panel.plot(x[best], shown[best], "o", ms=8, mfc="none", mec=ORANGE, mew=1.6)
-        panel.axvline(x[0], color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        constant = search.constants[index]
+        values = np.array([constant.value(point[index]) for point in search.points])
+        _draw_panel(panel, constant, values, heights, standing.stays, best)
         panel.set_title(
-            f"{constant.word}, importance {shares[at]:.0%}", fontsize=9, loc="left", color=INK
+            f"{constant.word}, importance {shares[index]:.0%}", fontsize=9, loc="left", color=INK
         )
-        panel.set_xlabel("log2(1 - value)" if constant.near_one else "log2(value)", fontsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.tick_params(colors="#444444", labelsize=8)
     panels[0][0].set_ylabel("loss (nats), mean over seeds", fontsize=9)
     figure.supxlabel(
         "ring: the best; dashed: the start; grey: dropped before its last seed",
@@ -260,24 +311,61 @@ def draw(path: Path, search: Search, shares: list[float]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def save(name: str, search: Search, content: dict[str, Any], command: str) -> tuple[Path, str]:
-    """Write the winner as a tuned preset, and give its path and what `--preset` takes.
+def _draw_panel(
+    panel: Any,
+    constant: Constant,
+    values: np.ndarray,
+    heights: np.ndarray,
+    stays: np.ndarray,
+    best: int,
+) -> None:
+    """Draw the points over one constant.
+
+    Dropped points are faint, the winner has a ring, and a dashed line is at the start.
 
     Args:
-        name: of it, or the path of a file PRESET.NAME.json.
-        search: that is over.
-        content: its `summary`.
-        command: that was written.
+        panel: `Axes` of matplotlib.
+        values: Values of the constant, [P]. The start is the first point.
+        heights: Losses of the points, [P].
+        stays: Mask of the points that were not dropped, bool [P].
+        best: Index of the winner in `values`.
     """
-    standing, config = search.race(), search.config_of((search.winner, 0))
+    if constant.near_one:
+        x = np.log2(1 - values)
+        label = "log2(1 - value)"
+    else:
+        x = np.log2(np.maximum(values, 1e-30))
+        label = "log2(value)"
+    panel.plot(x[~stays], heights[~stays], "o", ms=3, color=GREY, alpha=0.45)
+    panel.plot(x[stays], heights[stays], "o", ms=4, color=BLUE)
+    panel.plot(x[best], heights[best], "o", ms=8, mfc="none", mec=ORANGE, mew=1.6)
+    panel.axvline(x[0], color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    panel.set_xlabel(label, fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(colors="#444444", labelsize=8)
+
+
+def save(name: str, search: Search, content: dict[str, Any], command: str) -> tuple[Path, str]:
+    """Write the winner as a tuned preset. Return its path and the word for `--preset`.
+
+    Args:
+        name: Name of the preset, or the path of a file PRESET.NAME.json.
+        content: Record of the search, from `summary`.
+    """
+    standing = search.race()
+    config = search.config_of((search.winner, 0))
     rates = [search.config_of((point, 0)).optimizer.peak_lr for point in search.points]
-    order = np.argsort(rates, kind="stable")
-    trained = (~np.isnan(search.losses)).sum(axis=1)
+    # A tuned preset lists its evidence by learning rate, whatever was searched.
+    by_rate = np.argsort(rates, kind="stable")
+    num_seeds = (~np.isnan(search.losses)).sum(axis=1)
+    no_interval = {"value": None, "low": None, "high": None}
+    names = ("word", "flag", "low", "high", "start", "winner", "importance")
+    constants = [{key: constant[key] for key in names} for constant in content["constants"]]
     evidence = {
         "sizes": [dict(config.model.base_sizes())],
-        "seeds": int(trained.max()),
-        "log2_lr": [round(math.log2(rates[i]), 5) for i in order],
-        "loss": [finite(float(standing.means[i]), 5) for i in order],
+        "seeds": int(num_seeds.max()),
+        "log2_lr": [round(math.log2(rates[index]), 5) for index in by_rate],
+        "loss": [finite(float(standing.means[index]), 5) for index in by_rate],
         "log2_optimum": {
             "value": round(math.log2(config.optimizer.peak_lr), 5),
             "low": None,
@@ -285,37 +373,31 @@ def save(name: str, search: Search, content: dict[str, Any], command: str) -> tu
         },
         "transfer": [],
         "search": {
-            "constants": [
-                {
-                    key: c[key]
-                    for key in ("word", "flag", "low", "high", "start", "winner", "importance")
-                }
-                for c in content["constants"]
-            ],
+            "constants": constants,
             "runs": content["runs"],
             "minutes": search.limits.minutes,
             "train_seconds": content["train_seconds"],
             "fresh_seeds": search.limits.confirm,
-            "winner_less_start": content["winner_less_start"]
-            or {"value": None, "low": None, "high": None},
+            "winner_less_start": content["winner_less_start"] or no_interval,
         },
     }
     return tuned.write(name, config, config.optimizer.peak_lr, evidence, command)
 
 
-def _ends(content: dict[str, Any]) -> list[str]:
-    """A line where the winner has a number from the end of a range: the best may lie beyond."""
-    ends = [
-        f"{c['word']} {c['winner']:.4g}"
-        for c in content["constants"]
-        if min(
-            abs(math.log2(c["winner"] / c[end])) if c["winner"] > 0 else 1.0
-            for end in ("low", "high")
-        )
-        <= 2 / STEPS
-    ]
-    return (
-        [f"note: the best point is at the end of a range: {', '.join(ends)}; search a wider one"]
-        if ends
-        else []
-    )
+def _end_notes(content: dict[str, Any]) -> list[str]:
+    """Return a note if the winner lies at the end of a range: a better value may lie beyond."""
+    ends = []
+    for constant in content["constants"]:
+        if _is_at_end(constant["winner"], constant["low"], constant["high"]):
+            ends.append(f"{constant['word']} {constant['winner']:.4g}")
+    if not ends:
+        return []
+    return [f"note: the best point is at the end of a range: {', '.join(ends)}; search a wider one"]
+
+
+def _is_at_end(value: float, low: float, high: float) -> bool:
+    """Return whether a value is within `END_STEPS` grid steps of an end of its range."""
+    if value <= 0:
+        return False
+    octaves = min(abs(math.log2(value / low)), abs(math.log2(value / high)))
+    return octaves <= END_STEPS / STEPS_PER_OCTAVE

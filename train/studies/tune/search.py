@@ -1,9 +1,14 @@
-"""A search over constants: points in rounds, seeds for those that may be the best, and the winner against the start.
+"""Search over constants: points in rounds, seeds for the best of them, and the winner's comparison.
 
-The first point is the run itself. A round of points spread over the ranges begins, later rounds are asked of the surrogate. Every
-point is trained to its end from the first seed; then seed after seed those that the race has not dropped. What comes next is a
-function of the rows so far alone, so a search that was stopped asks for the same points again and trains none twice.
-The winner, lowest in the mean among those that have all seeds, meets the start on seeds that the search has not seen.
+* **First point**: the run itself. All later losses are compared with it.
+* **New points** are spread over the ranges at first. Later rounds ask the surrogate.
+* **Seeds.** Every point trains to its end from the first seed. Points that the elimination
+  (`race.py`) has not dropped get one seed after another.
+* **Winner**: the lowest mean among the points with all seeds. It meets the start on seeds that the
+  search has not used.
+
+What comes next depends on the rows so far alone. A search that was stopped therefore asks for the
+same points again, and trains none twice.
 """
 
 from __future__ import annotations
@@ -20,13 +25,13 @@ from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.drift import Interval
 from mupax.train.studies.transfer.study import Runner
 from mupax.train.studies.tune import surrogate
-from mupax.train.studies.tune.over import Constant, Point, applied
+from mupax.train.studies.tune.over import Constant, Point, with_point
 from mupax.train.studies.tune.race import Elimination, race
 
 FRESH = 100
-"""First of the seeds on which the winner meets the start; the search has those below."""
+"""First seed on which the winner meets the start. The search itself uses lower seeds."""
 SPREAD = 2
-"""Points per constant that are spread over the ranges before the surrogate is asked."""
+"""Number of points per constant that are spread over the ranges before the surrogate chooses."""
 
 Run = tuple[Point, int]
 """A point and a seed, from 0."""
@@ -34,15 +39,15 @@ Run = tuple[Point, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a search may use.
+    """Limits of a search.
 
     Attributes:
-        points: that are tried, the start included.
-        batch: of them asked at once.
-        seeds: of a point that is never dropped.
-        confirm: fresh seeds for the winner and the start.
-        minutes: of training in all.
-        seed: of the points asked.
+        points: Number of points, the start included.
+        batch: Number of new points in a round.
+        seeds: Number of seeds of a point that is never dropped.
+        confirm: Number of fresh seeds for the winner and the start.
+        minutes: Most minutes of training.
+        seed: Seed of the choice of points.
     """
 
     points: int = 64
@@ -55,15 +60,15 @@ class Limits:
 
 @dataclasses.dataclass
 class Search:
-    """A search and the rows that it has so far.
+    """State of a search: the points so far and the rows of their runs.
 
     Attributes:
-        config: the run that it starts from.
-        constants: what is searched.
-        limits: what it may use.
-        points: asked so far, the start first.
-        rows: of the runs that are trained.
-        stopped: why it asks for no more; empty while it does.
+        config: Run from which the search starts.
+        constants: Constants that are searched.
+        limits: Limits of the search.
+        points: Points so far, the start first.
+        rows: Row of every finished run.
+        stopped: Why the search asks for no more points. Empty while it does.
     """
 
     config: Config
@@ -74,14 +79,14 @@ class Search:
     stopped: str = ""
 
     def config_of(self, run: Run) -> Config:
-        """The config of a run."""
+        """Return the config of a point and seed."""
         point, seed = run
-        config = applied(self.config, self.constants, point)
+        config = with_point(self.config, self.constants, point)
         return grids.point(config, config.optimizer.peak_lr, config.seed + seed)
 
     @property
     def start(self) -> Point:
-        """The run itself."""
+        """Point of the run itself."""
         return (0,) * len(self.constants)
 
     @property
@@ -91,17 +96,23 @@ class Search:
 
     @property
     def losses(self) -> np.ndarray:
-        """Float [points, seeds]; inf where one diverged, nan where it was not trained."""
-        each = [self.losses_of(point, range(self.limits.seeds)) for point in self.points]
-        return np.array(each, float).reshape(len(self.points), self.limits.seeds)
+        """Losses, float [points, seeds]. inf where a run diverged, NaN where it was not trained."""
+        seeds = range(self.limits.seeds)
+        losses = [self.losses_of(point, seeds) for point in self.points]
+        return np.array(losses, float).reshape(len(self.points), self.limits.seeds)
 
     def losses_of(self, point: Point, seeds: Iterable[int]) -> list[float]:
-        """Return a point's losses; inf where it diverged, nan where it was not trained."""
-        rows = [self.rows.get((point, seed)) for seed in seeds]
-        return [
-            math.nan if row is None else math.inf if row.diverged else row.final_loss
-            for row in rows
-        ]
+        """Return a point's losses. inf where a run diverged, NaN where it was not trained."""
+        losses = []
+        for seed in seeds:
+            row = self.rows.get((point, seed))
+            if row is None:
+                losses.append(math.nan)
+            elif row.diverged:
+                losses.append(math.inf)
+            else:
+                losses.append(row.final_loss)
+        return losses
 
     @property
     def fresh_seeds(self) -> range:
@@ -109,85 +120,127 @@ class Search:
         return range(FRESH, FRESH + self.limits.confirm)
 
     def race(self) -> Elimination:
-        """How the points stand."""
+        """Return which points stay after the seeds that they have."""
         return race(self.losses, self.limits.points * self.limits.seeds)
 
     @property
     def winner(self) -> Point:
-        """The point with the lowest mean among those that stay with the most seeds."""
-        standing, trained = self.race(), (~np.isnan(self.losses)).sum(axis=1)
-        most = max(
-            (n for n, stays in zip(trained, standing.stays, strict=True) if stays), default=0
-        )
-        means = np.where(standing.stays & (trained == most), standing.means, np.inf)
-        return self.points[int(np.argmin(means))] if np.isfinite(means).any() else self.start
+        """Point with the lowest mean among those that stay and have the most seeds.
+
+        It is the start if no such point has a finite mean.
+        """
+        standing = self.race()
+        num_seeds = self._num_seeds()
+        max_seeds = max(num_seeds[standing.stays], default=0)
+        complete = standing.stays & (num_seeds == max_seeds)
+        means = np.where(complete, standing.means, np.inf)
+        if not np.isfinite(means).any():
+            return self.start
+        return self.points[int(np.argmin(means))]
+
+    def _num_seeds(self) -> np.ndarray:
+        """Return the number of trained seeds of every point, [points]."""
+        return (~np.isnan(self.losses)).sum(axis=1)
 
     def difference(self) -> Interval | None:
-        """Loss of the winner less that of the start on fresh seeds, with its 95 % interval; None before there are two."""
-        winner, start = (
-            np.array(self.losses_of(point, self.fresh_seeds)) for point in (self.winner, self.start)
-        )
-        with np.errstate(invalid="ignore"):  # two seeds that diverged
-            apart = winner - start
-        return Interval.of_mean(apart) if len(apart) > 1 and np.isfinite(apart).all() else None
+        """Return the winner's loss less the start's on fresh seeds, with its 95 % interval.
+
+        It is `None` with fewer than two fresh seeds, or if one is not trained or diverged.
+        """
+        winner = np.array(self.losses_of(self.winner, self.fresh_seeds))
+        start = np.array(self.losses_of(self.start, self.fresh_seeds))
+        # inf - inf: a seed diverged at both points.
+        with np.errstate(invalid="ignore"):
+            differences = winner - start
+        if len(differences) < 2 or not np.isfinite(differences).all():
+            return None
+        return Interval.of_mean(differences)
 
     def next_runs(self) -> list[Run]:
-        """Runs to train next; none when the search is over, and then `stopped` says why."""
-        if not self.stopped and (runs := self._next()):
-            mean = self.seconds / max(len(self.rows), 1)
-            if (
-                self.seconds + mean * (len(runs) + 2 * self.limits.confirm)
-                <= 60 * self.limits.minutes
-            ):
-                return runs
-            self.stopped = f"the {self.limits.minutes:g} minutes would not hold another round"
-            self.points = [point for point in self.points if (point, 0) in self.rows]
-        pair = dict.fromkeys([self.winner, self.start])
-        fresh = self.fresh_seeds if len(pair) == 2 else ()
-        return [run for point in pair for seed in fresh if (run := (point, seed)) not in self.rows]
+        """Return the runs to train next.
 
-    def _next(self) -> list[Run]:
-        """What the search itself wants: seeds of points that stay, then new points."""
+        The last runs are those of winner and start on fresh seeds. After them the list is empty.
+        """
+        if not self.stopped:
+            runs = self._next_search_runs()
+            if runs and self._has_time(runs):
+                return runs
+            if runs:
+                self.stopped = f"the {self.limits.minutes:g} minutes would not hold another round"
+                # Points of a round that is not trained are none of the search.
+                self.points = [point for point in self.points if (point, 0) in self.rows]
+
+        winner = self.winner
+        if winner == self.start:
+            # The start needs no comparison with itself.
+            return []
+        fresh_runs = []
+        for point in (winner, self.start):
+            for seed in self.fresh_seeds:
+                if (point, seed) not in self.rows:
+                    fresh_runs.append((point, seed))
+        return fresh_runs
+
+    def _has_time(self, runs: Sequence[Run]) -> bool:
+        """Return whether the minutes hold these runs and the comparison at the end."""
+        # Without a row the mean is 0, so that the first round always has time.
+        mean_seconds = self.seconds / max(len(self.rows), 1)
+        remaining_runs = len(runs) + 2 * self.limits.confirm
+        return self.seconds + mean_seconds * remaining_runs <= 60 * self.limits.minutes
+
+    def _next_search_runs(self) -> list[Run]:
+        """Return a further seed of points that stay, otherwise the first seed of new points.
+
+        The list is empty at the end of the search, and `stopped` then says why.
+        """
         if self.points:
-            trained, stays = (~np.isnan(self.losses)).sum(axis=1), self.race().stays
-            open_to_seeds = stays & (trained < self.limits.seeds)
-            if open_to_seeds.any():
-                seed = int(trained[open_to_seeds].min())
-                return [
-                    (self.points[i], seed) for i in np.nonzero(open_to_seeds & (trained == seed))[0]
-                ]
-        if (left := self.limits.points - len(self.points)) <= 0:
+            num_seeds = self._num_seeds()
+            needs_seeds = self.race().stays & (num_seeds < self.limits.seeds)
+            if needs_seeds.any():
+                # One seed at a time, so that points are dropped early.
+                seed = int(num_seeds[needs_seeds].min())
+                indices = np.nonzero(needs_seeds & (num_seeds == seed))[0]
+                return [(self.points[index], seed) for index in indices]
+
+        remaining = self.limits.points - len(self.points)
+        if remaining <= 0:
             self.stopped = f"all {self.limits.points} points are tried"
             return []
-        points = self._new_points(min(left, self.limits.batch))
+        points = self._new_points(min(remaining, self.limits.batch))
         if not points:
             self.stopped = "every point of the ranges is tried"
         self.points += points
         return [(point, 0) for point in points]
 
     def _new_points(self, count: int) -> list[Point]:
-        """New points: the start, then spread ones, then those of the surrogate."""
+        """Return up to `count` new points: the start, then spread ones, then the surrogate's."""
         first = [] if self.points else [self.start]
         tried = len(self.points) + len(first)
-        if tried <= SPREAD * len(self.constants):
-            each = surrogate.spread(self.constants, tried - 1, count - len(first), self.limits.seed)
-            return [point for point in dict.fromkeys(first + each) if point not in self.points]
-        return surrogate.ask(
-            self.constants, self.points, self.race().means, count, self.limits.seed
-        )
+        if tried > SPREAD * len(self.constants):
+            means = self.race().means
+            return surrogate.ask(self.constants, self.points, means, count, self.limits.seed)
+        spread = surrogate.spread(self.constants, tried - 1, count - len(first), self.limits.seed)
+        # Two coordinates of the sequence may round to the same grid point.
+        distinct = dict.fromkeys(first + spread)
+        return [point for point in distinct if point not in self.points]
 
 
 def measure(
-    search: Search, run: Runner, watch: Callable[[Search, Sequence[Run]], None] = lambda *_: None
+    search: Search,
+    run: Runner,
+    watch: Callable[[Search, Sequence[Run]], None] = lambda search, runs: None,
 ) -> None:
-    """Train what a search asks for until it asks for no more.
+    """Train the runs of a search, round by round, until it asks for no more.
 
     Args:
-        search: to complete.
-        run: trains runs, or has their rows from before.
-        watch: called before each round with the search and what it will train.
+        search: Search whose points and rows are completed in place.
+        run: Trains runs, or returns their rows from before.
+        watch: Called before each round with the search and the runs of the round.
     """
-    while runs := search.next_runs():
+    runs = search.next_runs()
+    while runs:
         watch(search, runs)
-        for each, row in zip(runs, run([search.config_of(each) for each in runs]), strict=True):
-            search.rows[each] = row
+        rows = run([search.config_of(item) for item in runs])
+        for item, row in zip(runs, rows, strict=True):
+            search.rows[item] = row
+        runs = search.next_runs()

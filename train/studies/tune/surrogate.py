@@ -1,9 +1,14 @@
-"""Where a search looks next: a Gaussian process over the points so far, and what it says of each constant.
+"""Surrogate of a search: a Gaussian process over the points so far, which chooses new points.
 
-Losses are squashed, excess / (excess + its median), so that cliffs and divergence do not outshout the valley; Matern 5/2 with a
-length per constant, noise fitted. New points maximize the expected improvement, several at a time by taking the process' own mean
-for those just asked (Ginsbourger et al. 2010, "kriging believer"). Importance is each constant's total Sobol index of the mean
-over the ranges (Saltelli et al. 2010, estimator f of table 2): the share of the variance that goes when all others are known.
+* **Losses** are squashed, excess / (excess + median excess), so that cliffs and diverged points do
+  not outweigh the valley.
+* **Process.** Matern 5/2 kernel with one length scale per constant. The noise is fitted.
+* **New points** maximize the expected improvement. Several at a time are chosen one after another,
+  with the process's own mean as the loss of those just chosen (Ginsbourger et al. 2010, "kriging
+  believer").
+* **Importance** of a constant is its total Sobol index of the process's mean over the ranges
+  (Saltelli et al. 2010, estimator f of table 2): the share of the variance that is left when all
+  other constants are known.
 """
 
 from __future__ import annotations
@@ -18,30 +23,31 @@ from scipy.special import ndtr
 from mupax.train.studies.tune.over import Constant, Point
 
 CANDIDATES = 1024
-"""Of each kind, anywhere and near the best, that the next point is chosen from."""
+"""Candidates for the next point, of each kind: anywhere, and near the best points."""
 NEAREST = 5
-"""Best points that candidates lie near."""
+"""Number of best points near which candidates lie."""
 SAMPLES = 2048
-"""For the importance."""
+"""Samples for the importance."""
 
 
 def spread(constants: Sequence[Constant], first: int, count: int, seed: int) -> list[Point]:
-    """Points evenly over the ranges: a Kronecker sequence on the generalized golden ratio (Roberts 2018).
+    """Return points that are spread evenly over the ranges.
+
+    They are terms of a Kronecker sequence on the generalized golden ratio (Roberts 2018).
 
     Args:
-        constants: with their ranges.
-        first: index in the sequence of the first one.
-        count: how many.
-        seed: where the sequence starts.
+        constants: Constants with their ranges, D of them.
+        first: Index of the first term, from 0.
+        seed: Seed of the sequence's shift, which is uniform in [0, 1).
     """
     size = len(constants)
+    # The root of x^(D + 1) = x + 1, by fixed-point iteration.
     ratio = 2.0
     for _ in range(50):
         ratio = (1 + ratio) ** (1 / (size + 1))
     shift = np.random.default_rng(seed).random(size)
-    unit = (
-        shift + np.outer(np.arange(first + 1, first + count + 1), ratio ** -np.arange(1, size + 1))
-    ) % 1
+    terms = np.arange(first + 1, first + count + 1)
+    unit = (shift + np.outer(terms, ratio ** -np.arange(1, size + 1))) % 1
     return _points(constants, unit)
 
 
@@ -52,88 +58,113 @@ def ask(
     count: int,
     seed: int,
 ) -> list[Point]:
-    """Points to try next, none of which was tried before.
+    """Return points to try next. None of them was tried before.
 
     Args:
-        constants: with their ranges.
-        points: tried.
-        losses: of those [n], inf where one diverged.
-        count: how many to ask for.
-        seed: of the candidates; the same seed and losses ask for the same points.
+        points: Points that were tried, n of them.
+        losses: Losses at these points [n], inf where one diverged.
+        count: Number of new points. Fewer are returned if the grid has no more.
+        seed: Seed of the candidates. The same seed and losses give the same points.
     """
     rng = np.random.default_rng([seed, len(points)])
-    unit, values = _unit(constants, points), squashed(losses)
+    unit = _unit(constants, points)
+    values = squashed(losses)
     process = fitted(unit, values)
-    tried, proposals = set(points), list[Point]()
+    tried = set(points)
+    proposals = list[Point]()
     for _ in range(count):
-        best = unit[np.argsort(values, kind="stable")[:NEAREST]]
-        near = best[rng.integers(0, len(best), CANDIDATES)]
-        moved = rng.random(near.shape) < np.maximum(0.3, 1.5 / near.shape[1])
-        near = near + moved * rng.normal(
-            0, 10.0 ** rng.uniform(-2, -0.5, (CANDIDATES, 1)), near.shape
-        )
-        candidates = np.concatenate([rng.random((CANDIDATES, len(constants))), np.clip(near, 0, 1)])
+        candidates = _candidates(unit, values, rng)
         gains = _improvement(process, candidates, float(values.min()))
-        chosen = (
-            p
-            for p in _points(constants, candidates[np.argsort(-gains, kind="stable")])
-            if p not in tried
-        )
-        if (point := next(chosen, None)) is None:
-            break  # every point of the grid is tried
+        best_first = _points(constants, candidates[np.argsort(-gains, kind="stable")])
+        point = next((point for point in best_first if point not in tried), None)
+        if point is None:
+            # Every point of the grid is tried.
+            break
         tried.add(point)
         proposals.append(point)
-        at = _unit(constants, [point])
-        unit, values = np.concatenate([unit, at]), np.concatenate([values, process.predict(at)])
+        # Kriging believer: the next point is chosen as if this one had the loss of the mean.
+        new = _unit(constants, [point])
+        believed = process.predict(new)
+        unit = np.concatenate([unit, new])
+        values = np.concatenate([values, believed])
         process = fitted(unit, values, process)
     return proposals
+
+
+def _candidates(unit: np.ndarray, values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return candidates for the next point in the unit cube, [2 * CANDIDATES, D].
+
+    The first half lies anywhere, the second half near the best points.
+
+    Args:
+        unit: Points so far, [n, D].
+        values: Values at these points, [n].
+    """
+    best = unit[np.argsort(values, kind="stable")[:NEAREST]]
+    near = best[rng.integers(0, len(best), CANDIDATES)]
+    # On average 1.5 constants of a candidate move, or 30 % of them if that is more.
+    moved = rng.random(near.shape) < np.maximum(0.3, 1.5 / near.shape[1])
+    distance = 10.0 ** rng.uniform(-2, -0.5, (CANDIDATES, 1))
+    near = near + moved * rng.normal(0, distance, near.shape)
+    anywhere = rng.random((CANDIDATES, unit.shape[1]))
+    return np.concatenate([anywhere, np.clip(near, 0, 1)])
 
 
 def importance(
     constants: Sequence[Constant], points: Sequence[Point], losses: np.ndarray
 ) -> list[float]:
-    """Total Sobol index of every constant, between 0 and 1; together more than 1 where they act jointly.
+    """Return the total Sobol index of every constant, between 0 and 1.
+
+    The sum is above 1 if constants act jointly.
 
     Args:
-        constants: with their ranges.
-        points: tried.
-        losses: of those [n], inf where one diverged.
+        points: Points that were tried, n of them.
+        losses: Losses at these points [n], inf where one diverged.
     """
-    values, size = squashed(losses), len(constants)
-    if np.ptp(values) < 1e-9:  # nothing does anything
+    values = squashed(losses)
+    size = len(constants)
+    if np.ptp(values) < 1e-9:
+        # All losses are equal, so that no constant matters.
         return [0.0] * size
+
     process = fitted(_unit(constants, points), values)
-    a, b = np.random.default_rng(0).random((2, SAMPLES, size))
-    whole = process.predict(a)
-    variance = float(process.predict(np.concatenate([a, b])).var())
+    first, second = np.random.default_rng(0).random((2, SAMPLES, size))
+    means = process.predict(first)
+    variance = float(process.predict(np.concatenate([first, second])).var())
     shares = []
-    for i in range(size):
-        mixed = a.copy()
-        mixed[:, i] = b[:, i]
-        shares.append(
-            float(((whole - process.predict(mixed)) ** 2).mean() / 2 / max(variance, 1e-12))
-        )
-    return [min(share, 1.0) for share in shares]
+    for index in range(size):
+        mixed = first.copy()
+        mixed[:, index] = second[:, index]
+        squares = (means - process.predict(mixed)) ** 2
+        share = float(squares.mean() / 2 / max(variance, 1e-12))
+        shares.append(min(share, 1.0))
+    return shares
 
 
 def squashed(losses: np.ndarray) -> np.ndarray:
-    """Losses between 0 (the least) and 1 (diverged), in their order."""
-    finite = losses[np.isfinite(losses)]
+    """Return losses as values between 0 (the least) and 1 (diverged), in the same order.
+
+    Args:
+        losses: Losses [n]. A loss that is not finite counts as diverged.
+    """
+    is_finite = np.isfinite(losses)
+    finite = losses[is_finite]
     if not finite.size:
         return np.ones(len(losses))
-    excess = np.where(np.isfinite(losses), losses, finite.max()) - finite.min()
+    excess = np.where(is_finite, losses, finite.max()) - finite.min()
+    # The median is 0 if half of the points share the least loss.
     half = float(np.median(finite - finite.min())) or float(excess.max()) or 1.0
-    return np.where(np.isfinite(losses), excess / (excess + half), 1.0)
+    return np.where(is_finite, excess / (excess + half), 1.0)
 
 
-def fitted(unit: np.ndarray, values: np.ndarray, like: Any = None) -> Any:
+def fitted(unit: np.ndarray, values: np.ndarray, previous: Any = None) -> Any:
     """Fit a Gaussian process to values at points of the unit cube.
 
     Args:
         unit: Points, [n, D].
         values: Values at these points, [n].
-        like: Fitted process whose kernel is kept: its length scales, amplitude and noise. By
-            default they are those of maximum likelihood.
+        previous: Fitted process whose kernel is used again: its length scales, amplitude and noise.
+            By default they are those of maximum likelihood.
 
     Returns:
         A `GaussianProcessRegressor` of scikit-learn.
@@ -141,35 +172,46 @@ def fitted(unit: np.ndarray, values: np.ndarray, like: Any = None) -> Any:
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
 
-    lengths: Any = np.ones(unit.shape[1])
-    valley = ConstantKernel(1.0, (0.05, 50.0)) * Matern(lengths, (0.1, 20.0), nu=2.5)
-    how: Any = (
-        {"optimizer": None, "kernel": like.kernel_}
-        if like
-        else {"kernel": valley + WhiteKernel(0.01, (1e-5, 0.5))}
-    )
-    process = GaussianProcessRegressor(normalize_y=True, **how)
+    if previous is not None:
+        # `Any`, because the annotation of scikit-learn leaves `None` out.
+        no_optimizer: Any = None
+        process = GaussianProcessRegressor(
+            kernel=previous.kernel_, optimizer=no_optimizer, normalize_y=True
+        )
+    else:
+        lengths: Any = np.ones(unit.shape[1])
+        valley = ConstantKernel(1.0, (0.05, 50.0)) * Matern(lengths, (0.1, 20.0), nu=2.5)
+        kernel = valley + WhiteKernel(0.01, (1e-5, 0.5))
+        process = GaussianProcessRegressor(kernel=kernel, normalize_y=True)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # a length at the end of its bounds: the constant does little
+        # A length scale at the end of its bounds means that the constant does little.
+        warnings.simplefilter("ignore")
         return process.fit(unit, values)
 
 
 def _improvement(process: Any, candidates: np.ndarray, least: float) -> np.ndarray:
+    """Return the expected improvement on the value `least` at every candidate, [n]."""
     mean, deviation = process.predict(candidates, return_std=True)
     deviation = np.maximum(deviation, 1e-9)
     z = (least - mean) / deviation
     return deviation * (z * ndtr(z) + np.exp(-z * z / 2) / np.sqrt(2 * np.pi))
 
 
-def _unit(constants: Sequence[Constant], points: Sequence[Point]) -> np.ndarray:
+def _bounds(constants: Sequence[Constant]) -> tuple[np.ndarray, np.ndarray]:
+    """Return least and greatest grid step of every constant, [D] each."""
     low, high = np.array([constant.steps for constant in constants], float).T
-    return (np.array(points, float).reshape(len(points), len(constants)) - low) / np.maximum(
-        high - low, 1
-    )
+    return low, high
+
+
+def _unit(constants: Sequence[Constant], points: Sequence[Point]) -> np.ndarray:
+    """Return points as coordinates in the unit cube, [n, D]. The ranges are its sides."""
+    low, high = _bounds(constants)
+    steps = np.array(points, float).reshape(len(points), len(constants))
+    return (steps - low) / np.maximum(high - low, 1)
 
 
 def _points(constants: Sequence[Constant], unit: np.ndarray) -> list[Point]:
-    low, high = np.array([constant.steps for constant in constants], float).T
-    return [tuple(int(step) for step in row) for row in np.rint(low + unit * (high - low))]
+    """Return the grid points nearest to coordinates in the unit cube [n, D]."""
+    low, high = _bounds(constants)
+    steps = np.rint(low + unit * (high - low))
+    return [tuple(int(step) for step in row) for row in steps]

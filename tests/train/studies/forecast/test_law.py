@@ -162,7 +162,9 @@ def test_a_law_over_sizes_and_lengths_has_their_exponents():
         assert constants[name]["of_rows"]
     assert constants["p"]["value"] == pytest.approx(-0.5, abs=0.05)
     assert constants["q"]["value"] == pytest.approx(-0.2, abs=0.05)
-    assert law.beyond[0] < fits.BEYOND  # leaving the largest out has shown that little is missed
+    assert (
+        law.loss_growth.deviation < fits.BEYOND
+    )  # leaving the largest out has shown that little is missed
     assert law.notes == ("the batch does not vary: no term in it",)
 
 
@@ -208,7 +210,7 @@ def test_farther_is_less_certain_and_is_said():
         prediction = predict(law, run(head_dim))
         widths.append(prediction.loss.high90 / prediction.loss.low90)
         ratio = prediction.scale["parameters"] / predict(law, run(64)).scale["parameters"]
-        assert prediction.beyond["parameters"] == pytest.approx(ratio)
+        assert prediction.size_ratios["parameters"] == pytest.approx(ratio)
         words = f"extrapolates: {ratio:.3g} times the parameters of the largest model measured"
         assert prediction.warnings[:1] == ((words,) if ratio > 1 else ())
     assert widths == sorted(widths)

@@ -110,7 +110,7 @@ def test_rows_are_scored_by_their_own_config(
     assert main(["plan", "score", str(plan_path), str(folder)]) == 2
     assert "has no row of the run that is forecast" in capsys.readouterr().err
     other = parse("lm-tiny", recipe("lm-tiny"), ["--optimizer.b2", "0.9"]).config
-    fields = [name for name, *_ in score.other(content["forecast"], other)]
+    fields = [name for name, *_ in score.other_fields(content["forecast"], other)]
     assert {"optimizer.b2", "steps", "model.width"} <= set(fields)
     content["forecast"]["prediction"]["loss"]["high90"] = 9.0
     plan_path.write_text(json.dumps(content))

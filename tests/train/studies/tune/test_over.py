@@ -101,8 +101,8 @@ def test_a_point_is_the_run_with_these_numbers_and_the_start_is_the_run_itself()
     constants = over.parse(
         ["lr", "readout.lr", "branch.multiplier", "b1=0.8:0.99", "warmup_steps=10:200"], LM
     )
-    assert over.applied(LM, constants, (0, 0, 0, 0, 0)) is LM
-    config = over.applied(LM, constants, (16, -32, 8, 16, 3))
+    assert over.with_point(LM, constants, (0, 0, 0, 0, 0)) is LM
+    config = over.with_point(LM, constants, (16, -32, 8, 16, 3))
     assert config.optimizer.peak_lr == 0.016
     assert config.optimizer.b1 == 0.8
     assert config.optimizer.warmup_steps == 57
@@ -116,8 +116,8 @@ def test_a_constant_that_the_run_has_already_is_where_the_search_starts() -> Non
     )
     config = dataclasses.replace(LM, preset=preset)
     constants = over.parse(["readout.lr", "branch.multiplier"], config)
-    assert [constant.own for constant in constants] == [4, 0.5]
-    assert over.applied(config, constants, (16, 0)).preset.constants == (
+    assert [constant.start for constant in constants] == [4, 0.5]
+    assert over.with_point(config, constants, (16, 0)).preset.constants == (
         "rates.readout=8",
         "stds.readout=2",
     )
