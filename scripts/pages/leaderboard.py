@@ -3,9 +3,9 @@
     python -m scripts.pages.leaderboard [--render]
     python -m scripts.pages.leaderboard NAME RECIPE --preset PRESET --grow AXIS=SIZES ...
 
-`--render` first judges the rows of docs/evidence/leaderboard again. The second makes the study that follows NAME, as
-`mupax transfer` does, in docs/evidence/leaderboard/NAME, and adds its rows. A study that was stopped goes on when the command is
-typed again.
+`--render` first judges the rows of docs/evidence/leaderboard again. The second makes the study
+that follows NAME, as `mupax transfer` does, in docs/evidence/leaderboard/NAME, and adds its rows.
+A study that was stopped goes on when the command is typed again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PART = "leaderboard"
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 HEADING = """## More presets
 
-Studies of more presets, each of one model under one optimizer. Rows are ordered by price. Add a study by its name and the words
-that follow `mupax transfer`:
+Each table is one model under one optimizer, ordered by price. Presets that give the same numbers
+share a row. To add a study, give its name and the words that follow `mupax transfer`:
 
 ```text
 python -m scripts.pages.leaderboard completep-depth lm-tiny --model lm-proxy --preset completep --control sp --grow depth=2,4,8,16 --steps 100
@@ -101,12 +101,17 @@ def section(entries: Sequence[Row]) -> str:
     for task in dict.fromkeys(row.task for row in selected):
         lines += [f"### {task[0].upper()}{task[1:]}", ""]
         lines += [
-            "| preset | verdict | price of not retuning | drift, octaves per doubling | least loss at the largest | seeds |",
+            "| preset | verdict | price | drift | loss | seeds |",
             "|---|---|---|---|---|---|",
         ]
+
+        # Presets that are one rule on this axis have the same numbers: they share a line.
+        names: dict[tuple[str, ...], list[str]] = {}
         for row in selected:
             if row.task == task:
-                lines.append(f"| {' | '.join(_cells(row))} |")
+                names.setdefault(tuple(_cells(row)), []).append(f"`{row.preset}`")
+        for cells, presets_of_line in names.items():
+            lines.append(f"| {' | '.join([', '.join(presets_of_line), *cells])} |")
         lines.append("")
     ranked = {row.preset.split()[0] for row in entries}
     missing = ", ".join(f"`{name}`" for name in presets.PRESETS if name not in ranked)
@@ -119,7 +124,7 @@ def _cells(row: Row) -> list[str]:
     loss = "unknown" if row.loss is None else f"{row.loss:.3f}"
     price = _interval(row.price, ".3f")
     drift = _interval(row.drift, "+.2f")
-    return [f"`{row.preset}`", row.verdict, price, drift, loss, str(row.seeds)]
+    return [row.verdict, price, drift, loss, str(row.seeds)]
 
 
 def _interval(of: Mapping[str, float | None], form: str) -> str:
