@@ -1,4 +1,4 @@
-"""Table of the tuned presets that come with the project: writes docs/reference/tuned.md.
+"""Page of the tuned presets: writes docs/reference/tuned.md from the presets' files.
 
 python -m scripts.pages.cards
 """
@@ -29,8 +29,8 @@ made it. `--save-tuned` of `sweep`, `transfer` and `tune` saves your own.
 
 | verdict | the best learning rate as a size grows |
 |---|---|
-| transfers | drifts by at most ± {TOLERANCE:.2f} octaves a doubling, and the 95 % interval lies inside ± {BOUND:.2f} |
-| drifts | drifts, and the 95 % interval lies outside ± {TOLERANCE:.2f} |
+| transfers | at most ± {TOLERANCE:.2f} octaves a doubling, 95 % interval inside ± {BOUND:.2f} |
+| drifts | 95 % interval outside ± {TOLERANCE:.2f} |
 | undecided | neither: sweep at one larger size before you rely on it |
 | one size | was never tried at another size |
 
@@ -47,20 +47,18 @@ EVIDENCE_FOLDER = ROOT / "docs" / "evidence" / "tuned"
 MOVED_HEAD = """## No longer shipped
 
 A new run refuses these names; a run that began with one goes on with its own command, or with
-`mupax train --resume --workdir FOLDER`. `mupax presets tuned
-mup:docs/evidence/tuned/mup.vit-endless-v1.json` prints one. A copy of its file in a folder
-`tuned` makes its name work again.
+`mupax train --resume --workdir FOLDER`. A copy of the file in a folder `tuned` makes its name work
+again. This prints one: `mupax presets tuned mup:docs/evidence/tuned/mup.vit-endless-v1.json`
 
 | preset | why | optimizer | rate | data |
 |---|---|---|---|---|"""
 
 
 def row(preset: find.Tuned) -> str:
-    """Return the line of the table about one tuned preset."""
+    """Return the table row of one tuned preset."""
     study = preset.provenance
     optimizer = preset.optimizer
     optimum = study["log2_optimum"]
-
     rate = f"{optimizer['name']} {optimizer['peak_lr']:.4g}"
     interval = f"{optimum['value']:.2f} {_interval(optimum)}"
     runs = f"{study['steps']:,} steps of {study['batch']}, {study['seeds']} seeds"
@@ -86,12 +84,12 @@ def _drift(grown: Mapping[str, Any]) -> str:
     return f"{drift['value']:+.2f} {_interval(drift)}"
 
 
-def _interval(of: Mapping[str, float | None]) -> str:
-    return (
-        "(no interval)"
-        if None in (of["low"], of["high"])
-        else f"[{of['low']:.2f}, {of['high']:.2f}]"
-    )
+def _interval(interval: Mapping[str, float | None]) -> str:
+    low = interval["low"]
+    high = interval["high"]
+    if low is None or high is None:
+        return "(no interval)"
+    return f"[{low:.2f}, {high:.2f}]"
 
 
 def page() -> str:
@@ -102,17 +100,22 @@ def page() -> str:
 
 
 def _moved(presets: Sequence[find.Tuned]) -> list[str]:
-    """Return the lines about tuned presets whose files are kept as data alone."""
-    rows = [
-        f"| {tuned.use} | {find.MOVED[tuned.use]} | {tuned.optimizer['name']} | {tuned.optimizer['peak_lr']:.4g} | "
-        f"`docs/evidence/tuned/{tuned.preset}.{tuned.name}.json` |"
-        for tuned in presets
-    ]
-    return [MOVED_HEAD, *rows, ""]
+    """Return the section about tuned presets that no longer come with mupax, as lines."""
+    lines = [MOVED_HEAD]
+    for tuned in presets:
+        cells = [
+            tuned.use,
+            find.MOVED[tuned.use],
+            tuned.optimizer["name"],
+            f"{tuned.optimizer['peak_lr']:.4g}",
+            f"`docs/evidence/tuned/{tuned.preset}.{tuned.name}.json`",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def main() -> int:
-    """Write the page, and return 0."""
+    """Write the page and return 0."""
     PAGE.write_text(page())
     print(f"wrote {PAGE.relative_to(ROOT)}")
     return 0

@@ -1,4 +1,4 @@
-"""The section of docs/reference/tuned.md about tuned presets whose numbers others have published, and about sources that were left out."""
+"""Section of docs/reference/tuned.md about published presets and sources that were left out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ HEAD = """## Published
 
 Each of these presets has the numbers of a public config or program, read in the source at the
 linked commit. Every parameter gets what the source's own rule gives it
-(`tests/presets/tuned/test_published.py`). mupax measured none of them. `mupax presets tuned
-PRESET:NAME` lists the source's files, what differs and what is not known.
+(`tests/presets/tuned/test_published.py`). mupax measured none of them.
+`mupax presets tuned PRESET:NAME` lists the source's files, what differs and what is not known.
 
 ```text
 mupax train lm-1b --preset mup:cerebras-gpt --dry-run
@@ -25,12 +25,13 @@ your model does not have are left out.
 
 
 class LeftOut(NamedTuple):
-    """A source that was looked at and that no preset is made of."""
+    """Source that was read, but that no preset is made of."""
 
     source: str
     looked_at: str
-    """Repository and commit, or the search that found nothing."""
+    """Repository, commit and file."""
     reason: str
+    """Reason why no preset is made of the source."""
 
 
 LEFT_OUT = (
@@ -105,11 +106,10 @@ LEFT_OUT = (
         "NorMuon, Adam's decay by the squared rate, and parameters that models here do not have",
     ),
 )
-"""Sources that no preset is made of."""
 
 
 def section() -> list[str]:
-    """Return the lines of the section: a table of the presets, and one of the sources that were left out."""
+    """Return the section's lines: a table of the presets and a table of the sources left out."""
     rows = [_row(find.load(path)) for path in sorted(find.PUBLISHED.glob("*.json"))]
     lines = [
         HEAD,
@@ -125,6 +125,7 @@ def section() -> list[str]:
 
 
 def _row(preset: find.Tuned) -> str:
+    """Return the table row of one published preset, with a link to the source's commit."""
     study = preset.provenance
     source = study["source"]
     address = f"{source['repository']}/tree/{source['commit']}"

@@ -1,4 +1,4 @@
-"""Which settings to train a model with, by the best evidence that comes with mupax: writes docs/start/which-settings.md.
+"""Page of the best known settings of every model: writes docs/start/which-settings.md.
 
 python -m scripts.pages.which_settings
 """
@@ -15,10 +15,11 @@ from scripts.pages.markdown import table
 
 PAGE = ROOT / "docs" / "start" / "which-settings.md"
 TOKENS_PER_PARAMETER = 20
-"""Tokens of the page's runs for each parameter outside of embeddings (Hoffmann et al. 2022, 2203.15556)."""
+"""Length of a language model's run, in tokens for each parameter outside of embeddings (Hoffmann et
+al. 2022, 2203.15556)."""
 IMAGE_EPOCHS = 90
 IMAGES = IMAGE_EPOCHS * 1_281_167
-"""Images of the page's runs: 90 epochs of ImageNet-1k."""
+"""Length of a vision model's run, in images: 90 epochs of ImageNet-1k."""
 HEAD = f"""# Which settings should I use?
 
 ```sh
@@ -53,7 +54,7 @@ Made by `python -m scripts.pages.which_settings`.
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the page: a row for each model with evidence, and the names of the others."""
     rows = []
     unknown = []
     for name, model in CONFIGS.items():
@@ -68,14 +69,14 @@ def page() -> str:
 
 
 def length(model: ModelConfig) -> float:
-    """Return the tokens or images of a model's run."""
+    """Return the length of a model's run, in tokens or images."""
     if model.unit == "image":
         return IMAGES
     return float(TOKENS_PER_PARAMETER * evidence.body_parameters(model))
 
 
 def _row(name: str, model: ModelConfig, best: evidence.Evidence) -> tuple[str, ...]:
-    """Return a model's line."""
+    """Return the table row of a model with its best evidence."""
     ends = best.rate_interval
     # A tuned preset is named in its own column.
     source = best.source.removeprefix(f"{best.preset}, ").removeprefix(best.preset)
@@ -93,7 +94,7 @@ def _row(name: str, model: ModelConfig, best: evidence.Evidence) -> tuple[str, .
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page to docs/start/which-settings.md."""
     disk.write_whole(PAGE, page())
 
 

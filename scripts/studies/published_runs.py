@@ -234,7 +234,7 @@ def regret(test: RunTable, peak_lr: float, batch_sequences: float) -> float:
     The measured run that is nearest to the recommendation, in octaves, stands for it.
 
     Args:
-        test: Runs of one setting.
+        test: Runs that share model size and tokens.
     """
     rate = np.log2(test.values["peak_lr"] / peak_lr)
     batch = np.log2(test.values["batch_sequences"] / batch_sequences)
@@ -267,8 +267,8 @@ def best_rate(log2_rate: np.ndarray, log_loss: np.ndarray) -> float | None:
     within an octave of the lowest loss.
 
     Args:
-        log2_rate: shape (runs,), in any order.
-        log_loss: shape (runs,).
+        log2_rate: shape [R], in any order.
+        log_loss: shape [R], in the same order.
     """
     order = np.argsort(log2_rate)
     rate = log2_rate[order]
@@ -377,17 +377,16 @@ class RateCurve(NamedTuple):
     """Measured losses of one setting and batch, in the order of the rates."""
 
     log2_rates: np.ndarray
-    """shape (runs,)."""
+    """Shape [R]."""
     log_losses: np.ndarray
-    """shape (runs,)."""
+    """Shape [R]."""
 
 
 def rate_curve(test: RunTable, batch: float) -> RateCurve | None:
     """Return the losses of a setting at one batch, or `None` with fewer than five finite runs.
 
     Args:
-        test: Runs of one setting.
-        batch: Batch in sequences.
+        test: Runs that share model size and tokens.
     """
     chosen = (test.values["batch_sequences"] == batch) & np.isfinite(test.log_loss)
     if chosen.sum() < 5:
