@@ -99,11 +99,9 @@ def golden(
     """Return the table of a preset and model: forward multipliers, then rules and values by group.
 
     Args:
-        preset: Preset with or without a base.
         specs: name of a parameter to its declaration.
         sizes: Sizes of grown models. Each is one `|` column of shape, multiplier, init_std, lr, eps
             and weight_decay.
-        optimizer: Optimizer whose rules are shown.
         stacks: Stacks of residual blocks; an encoder-decoder has two.
     """
     sizes = list(sizes)

@@ -91,8 +91,6 @@ def read_rows(path: Path, name: str, again: bool = False) -> Any:
     """Return the rows under a key of a record.
 
     Args:
-        path: JSON file of the record.
-        name: key of the rows.
         again: Return no rows, because all are measured again.
 
     Returns:
@@ -108,7 +106,7 @@ def with_rows(facts: Mapping[str, Any], name: str, rows: Any) -> str:
 
     Args:
         facts: Fields at the beginning of the record, at least one.
-        name: key of the rows, after the facts.
+        name: key of the rows, which stand after the facts.
         rows: List of rows, or mapping of names to rows.
     """
     if isinstance(rows, Mapping):

@@ -69,11 +69,7 @@ def citation(root: Path = ROOT) -> dict[str, Any]:
 
 
 def _problems_of_changelog(name: str, root: Path, today: datetime.date) -> Iterator[str]:
-    """Yield the problems of CHANGELOG.md, each with the line to write.
-
-    Args:
-        name: Version to release.
-    """
+    """Yield the problems of CHANGELOG.md for version `name`, each with the line to write."""
     days = released(root)
     heading = f"## {name} - {today}"
     if name not in days:

@@ -57,8 +57,8 @@ def document() -> str:
         code = code.replace("|", "\\|")
         parts.append(f"| {shell} | `{code}` in {place} |\n")
     parts += ["\n", EXIT_CODES, OLD]
-    for typed, now in spellings.OLD.items():
-        parts.append(f"| `mupax {typed}` | `mupax {now}` |\n")
+    for typed, spelling in spellings.OLD.items():
+        parts.append(f"| `mupax {typed}` | `mupax {spelling}` |\n")
     return "".join(parts)
 
 

@@ -124,9 +124,9 @@ def _output(command: str, folder: Path) -> Iterator[tuple[bytes, float]]:
     with suppress(OSError):  # the terminal's other end is closed
         while running.poll() is None or select.select([master], [], [], 0)[0]:
             if select.select([master], [], [], FRAME_S)[0]:
-                now = time.monotonic()
-                yield os.read(master, 1 << 16), now - last
-                last = now
+                read_at = time.monotonic()
+                yield os.read(master, 1 << 16), read_at - last
+                last = read_at
     os.close(master)
     code = running.wait()
     if code:

@@ -122,6 +122,7 @@ def _problem(page: Path, target: str, root: Path) -> str | None:
         return None
     if parts.scheme or parts.netloc:
         return None if OUTSIDE.fullmatch(target) else "is no address of the form https://host/path"
+    # A target with an anchor alone leads to its own page.
     path = (page.parent / unquote(parts.path)).resolve() if parts.path else page
     if not path.is_relative_to(root):
         return f"leads out of {root.name}"

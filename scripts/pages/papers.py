@@ -173,8 +173,8 @@ def _wrong(path: str, text: str, papers: Mapping[str, Paper]) -> Iterator[str]:
         paper = papers[number]
         name = _name_at_end(before, longest_first)
         if name is not None and name not in paper.names:
-            by = paper.authors or paper.title or "authors not known here"
-            yield f"{path}: {name} beside {number}, which is by {by}"
+            authors = paper.authors or paper.title or "authors not known here"
+            yield f"{path}: {name} beside {number}, which is by {authors}"
 
 
 def _name_at_end(before: re.Match[str], names: Sequence[str]) -> str | None:

@@ -95,8 +95,8 @@ def problems(measured: Mapping[str, Any], width: int) -> Iterator[str]:
         width: Width of the window, in pixels.
     """
     if measured["width"] > width:
-        by = f", by {measured['widest']}" if measured["widest"] else ""
-        yield f"is {measured['width']} pixels wide{by}"
+        cause = f", by {measured['widest']}" if measured["widest"] else ""
+        yield f"is {measured['width']} pixels wide{cause}"
     for source in measured["missing"]:
         yield f"does not load {source}"
 

@@ -133,7 +133,7 @@ def grid(setting: Mapping[str, float]) -> dict[str, np.ndarray]:
 
 
 def forecast(table: RunTable) -> list[dict[str, Any]]:
-    """Return the forecast of each of `SETTINGS`: lowest loss, best rate and batch, grid of losses."""
+    """Return the forecast of each of `SETTINGS`: lowest loss, best rate and batch, all losses."""
     forecaster = Forecaster.of_table(table)
     rows = []
     for parameters, tokens in SETTINGS:

@@ -249,10 +249,10 @@ def judge_again(folder: Path) -> None:
     record = json.loads((folder / "transfer.json").read_text())
     rows = Rows(folder, lambda line: None)
     _, *arguments = words_of(record["command"])
-    args, rest = command_line.parse_known(
+    args, recipe_words = command_line.parse_known(
         planned.Transfer, planned.PROG, cli.with_file_first(arguments)
     )
-    recipe, is_relative = planned.parsed(args, rest)
+    recipe, is_relative = planned.parsed(args, recipe_words)
     base = recipe.config.preset.base if is_relative else None
     studies, control = planned.planned(args, recipe.config, base)
 
