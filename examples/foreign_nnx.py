@@ -1,12 +1,13 @@
-"""A vision transformer of Flax NNX on the digits: `python -m examples.foreign_nnx --width 128`.
+"""Vision transformer of Flax NNX on the digits: `python -m examples.foreign_nnx --width 128`.
 
-The model is NNX as people write it, with nothing of mupax in it; `SPECS` declares its `nnx.Param`s by their path. A convolution reads
-patches, and its four dimensions are two axes: `patch` and `embed`.
+The model is NNX without anything of mupax. `SPECS` declares its `nnx.Param`s by their path. A
+convolution reads patches, and its four dimensions are two axes: `patch` and `embed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import tyro
@@ -16,39 +17,37 @@ from examples import loop
 from mupax import presets, train, zoo
 from mupax.presets import ParamSpec, Role
 
-CLASSES, PATCHES, DEPTH, HEADS = 10, 16, 2, 4
+CLASSES = 10
+PATCHES = 16
+DEPTH = 2
+HEADS = 4
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each after a norm, [B, P, D] to [B, P, D]."""
+    """Block of attention and an MLP, each after a norm: [B, P, D] to [B, P, D]."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
-        self.attention_norm, self.mlp_norm = (
-            nnx.LayerNorm(width, rngs=rngs),
-            nnx.LayerNorm(width, rngs=rngs),
-        )
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(HEADS, width, decode=False, rngs=rngs)
-        self.up, self.down = (
-            nnx.Linear(width, 4 * width, rngs=rngs),
-            nnx.Linear(4 * width, width, rngs=rngs),
-        )
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, h_BPD: jax.Array) -> jax.Array:
         h_BPD = h_BPD + self.attention(self.attention_norm(h_BPD))
-        return h_BPD + self.down(nnx.gelu(self.up(self.mlp_norm(h_BPD))))
+        hidden_BPF = nnx.gelu(self.up(self.mlp_norm(h_BPD)))
+        return h_BPD + self.down(hidden_BPF)
 
 
 class ViT(nnx.Module):
-    """Images [B, 8, 8, 1] to logits [B, 10]."""
+    """Vision transformer from images [B, 8, 8, 1] to logits [B, 10]."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.patch = nnx.Conv(1, width, (2, 2), (2, 2), rngs=rngs)
         self.position = nnx.Param(0.02 * jax.random.normal(rngs.params(), (PATCHES, width)))
         self.blocks = nnx.List([Block(width, rngs) for _ in range(DEPTH)])
-        self.norm, self.readout = (
-            nnx.LayerNorm(width, rngs=rngs),
-            nnx.Linear(width, CLASSES, rngs=rngs),
-        )
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.readout = nnx.Linear(width, CLASSES, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         patches = self.patch(images_BHWC)
@@ -59,11 +58,12 @@ class ViT(nnx.Module):
 
 
 def of_block(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> ParamSpec:
-    """The declaration of one block's matrix."""
+    """Return the declaration of a matrix that every block has."""
     return ParamSpec(role=role, axes=axes, fan_in=fan_in, in_block=True)
 
 
-HEAD, GROUP = ("heads", "head_dim"), ("kv_heads", "head_dim")
+HEAD = ("heads", "head_dim")
+GROUP = ("kv_heads", "head_dim")
 MATRICES = {
     "patch": ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)),
     "blocks.*.query": of_block(Role.QUERY, ("embed", *HEAD), ("embed",)),
@@ -87,7 +87,7 @@ for norm, in_block in {"blocks.*_norm": True, "norm": False}.items():
 
 
 def base(width: int) -> dict[str, int]:
-    """The sizes that grow, at this width: what a preset is relative to."""
+    """Return the sizes of the base model, to which a preset is relative."""
     return {
         "embed": width,
         "mlp": 4 * width,
@@ -99,35 +99,31 @@ def base(width: int) -> dict[str, int]:
 
 
 def definition(width: int) -> zoo.FunctionDefinition:
-    """The model of this width, without its numbers."""
-    graph, params, other = nnx.split(
-        nnx.eval_shape(lambda: ViT(width, nnx.Rngs(0))), nnx.Param, ...
-    )
-    return zoo.define_function(
-        lambda params, images_BHWC: nnx.merge(graph, params, other)(images_BHWC),
-        params,
-        SPECS,
-        sizes={"layers": DEPTH},
-    )
+    """Return the declared model of a width, with shapes instead of arrays."""
+    model = nnx.eval_shape(lambda: ViT(width, nnx.Rngs(0)))
+    graph, params, state = nnx.split(model, nnx.Param, ...)
+
+    def logits(params: Any, images_BHWC: jax.Array) -> jax.Array:
+        return nnx.merge(graph, params, state)(images_BHWC)
+
+    return zoo.define_function(logits, params, SPECS, sizes={"layers": DEPTH})
 
 
 def run(width: int, preset: presets.Preset, steps: int) -> Callable[..., jax.Array]:
-    """A training as a function of its learning rate and seed, to the loss of every step."""
+    """Return a function of learning rate and seed that trains and returns each step's loss."""
     config = train.OptimizerConfig(name="adamw", weight_decay=0.1, warmup_steps=steps // 10)
-    model, data = train.parameterize(definition(width), preset, config), loop.digits(steps)
+    model = train.parameterize(definition(width), preset, config)
+    data = loop.digits(steps)
     return lambda lr, seed: loop.losses(model, model.optimizer(steps, lr), data, seed)
 
 
 def main(
     width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0
 ) -> None:
-    """Trains a model of `width` under `preset`: the best learning rate stays as the width grows."""
-    loop.report(
-        run(width, presets.get(preset, base=base(32)), steps),
-        f"width {width} under {preset}",
-        lr,
-        seed,
-    )
+    """Train a model of `width` under `preset`: the best learning rate stays as the width grows."""
+    relative = presets.get(preset, base=base(32))
+    training = run(width, relative, steps)
+    loop.report(training, f"width {width} under {preset}", lr, seed)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Three transformers that know nothing of mupax, each as a function `build(sizes)` of which `mupax models roles` finds all roles.
+"""Three transformers without anything of mupax, of which `mupax models roles` finds all roles.
 
-A pytree by hand, flax.linen, and NNX. B batch, T positions, D embed, H heads, N head_dim, F mlp, V vocab. Nothing is computed here.
+Each is a function `build(sizes)` that returns parameters, loss and batch: a pytree by hand,
+flax.linen, and NNX. Nothing is computed here. Shapes: B batch, T positions, D embed, H heads,
+N head_dim, F mlp, V vocab.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import optax
 from flax import nnx
 
 SIZES = {"embed": 20, "heads": 4, "head_dim": 6, "mlp": 28, "vocab": 50, "position": 12}
+"""Base sizes of the two language models."""
 PATCHES = {
     "embed": 20,
     "heads": 4,
@@ -24,23 +27,36 @@ PATCHES = {
     "classes": 10,
     "position": 12,
 }
-"""Sizes of the base: of the two language models, and of the classifier."""
+"""Base sizes of the classifier."""
 DEPTH = 2
 
 
-def _normed(x: jax.Array, gain: jax.Array) -> jax.Array:
+def _rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
     return gain * x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
 
 
 def by_hand(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
-    """A decoder as dicts of arrays: no biases, a gated MLP, learned positions, read out through the embedding."""
-    V, T, D, H, N, F = (
-        sizes[axis] for axis in ("vocab", "position", "embed", "heads", "head_dim", "mlp")
-    )
+    """Return parameters, loss and batch of a decoder whose parameters are dicts of arrays.
+
+    It has no biases, a gated MLP, learned positions, and a readout tied to the embedding.
+    """
+    V = sizes["vocab"]
+    T = sizes["position"]
+    D = sizes["embed"]
+    H = sizes["heads"]
+    N = sizes["head_dim"]
+    F = sizes["mlp"]
     block = {
-        "norm1": (D,), "wq": (D, H, N), "wk": (D, H, N), "wv": (D, H, N), "wo": (H, N, D),
-        "norm2": (D,), "w1": (D, F), "w3": (D, F), "w2": (F, D),
-    }  # fmt: skip
+        "norm1": (D,),
+        "wq": (D, H, N),
+        "wk": (D, H, N),
+        "wv": (D, H, N),
+        "wo": (H, N, D),
+        "norm2": (D,),
+        "w1": (D, F),
+        "w3": (D, F),
+        "w2": (F, D),
+    }
     shapes = {"wte": (V, D), "wpe": (T, D), "norm": (D,), "h": [block] * DEPTH}
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=_is_shape
@@ -49,23 +65,28 @@ def by_hand(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["wte"][tokens] + params["wpe"]
         for p in params["h"]:
-            y = _normed(x, p["norm1"])
-            q, k, v = (jnp.einsum("btd,dhn->bhtn", y, p[name]) for name in ("wq", "wk", "wv"))
+            y = _rms_norm(x, p["norm1"])
+            q = jnp.einsum("btd,dhn->bhtn", y, p["wq"])
+            k = jnp.einsum("btd,dhn->bhtn", y, p["wk"])
+            v = jnp.einsum("btd,dhn->bhtn", y, p["wv"])
             logits = jnp.where(jnp.tri(T, dtype=bool), q @ k.swapaxes(2, 3) / N**0.5, -1e30)
             x = x + jnp.einsum("bhtn,hnd->btd", jax.nn.softmax(logits) @ v, p["wo"])
-            y = _normed(x, p["norm2"])
+            y = _rms_norm(x, p["norm2"])
             x = x + (jax.nn.silu(y @ p["w1"]) * (y @ p["w3"])) @ p["w2"]
-        scores = jax.nn.log_softmax(_normed(x, params["norm"]) @ params["wte"].T)
+        scores = jax.nn.log_softmax(_rms_norm(x, params["norm"]) @ params["wte"].T)
         return -jnp.mean(jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], axis=-1))
 
     return params, loss, jax.ShapeDtypeStruct((2, T), jnp.int32)
 
 
 def _is_shape(x: Any) -> bool:
+    """Return whether a node is a shape, which is a leaf of the tree of shapes."""
     return isinstance(x, tuple)
 
 
 class _Linen(nn.Module):
+    """Decoder from tokens [B, T] to logits [B, T, V]."""
+
     sizes: Mapping[str, int]
 
     @nn.compact
@@ -85,8 +106,12 @@ class _Linen(nn.Module):
 
 
 def linen(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
-    """A decoder of flax.linen's own layers: LayerNorm, biases, normalized queries and keys, a readout of its own."""
-    model, tokens = _Linen(dict(sizes)), jax.ShapeDtypeStruct((2, sizes["position"]), jnp.int32)
+    """Return parameters, loss and batch of a decoder of flax.linen's layers.
+
+    It has LayerNorm, biases, normalized queries and keys, and a readout of its own.
+    """
+    model = _Linen(dict(sizes))
+    tokens = jax.ShapeDtypeStruct((2, sizes["position"]), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -97,20 +122,25 @@ def linen(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
 
 
 class _NNX(nnx.Module):
-    def __init__(self, s: Mapping[str, int], rngs: nnx.Rngs) -> None:
-        inner = s["heads"] * s["head_dim"]
-        self.patch = nnx.Linear(s["patch"], s["embed"], rngs=rngs)
-        self.position = nnx.Param(jnp.zeros((s["position"], s["embed"])))
-        self.norms = nnx.List([nnx.RMSNorm(s["embed"], rngs=rngs) for _ in range(2 * DEPTH)])
+    """Classifier from patches [B, T, patch] to logits [B, classes]."""
+
+    def __init__(self, sizes: Mapping[str, int], rngs: nnx.Rngs) -> None:
+        D = sizes["embed"]
+        F = sizes["mlp"]
+        num_heads = sizes["heads"]
+        inner = num_heads * sizes["head_dim"]
+        self.patch = nnx.Linear(sizes["patch"], D, rngs=rngs)
+        self.position = nnx.Param(jnp.zeros((sizes["position"], D)))
+        self.norms = nnx.List([nnx.RMSNorm(D, rngs=rngs) for _ in range(2 * DEPTH)])
         self.attention = nnx.List(
             [
-                nnx.MultiHeadAttention(s["heads"], s["embed"], inner, decode=False, rngs=rngs)
+                nnx.MultiHeadAttention(num_heads, D, inner, decode=False, rngs=rngs)
                 for _ in range(DEPTH)
             ]
         )
-        self.up = nnx.List([nnx.Linear(s["embed"], s["mlp"], rngs=rngs) for _ in range(DEPTH)])
-        self.down = nnx.List([nnx.Linear(s["mlp"], s["embed"], rngs=rngs) for _ in range(DEPTH)])
-        self.readout = nnx.Linear(s["embed"], s["classes"], rngs=rngs)
+        self.up = nnx.List([nnx.Linear(D, F, rngs=rngs) for _ in range(DEPTH)])
+        self.down = nnx.List([nnx.Linear(F, D, rngs=rngs) for _ in range(DEPTH)])
+        self.readout = nnx.Linear(D, sizes["classes"], rngs=rngs)
 
     def __call__(self, patches: jax.Array) -> jax.Array:
         x = self.patch(patches) + self.position[...]
@@ -121,14 +151,15 @@ class _NNX(nnx.Module):
 
 
 def classifier(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
-    """A classifier of patches of NNX's own layers, nnx.Linear and nnx.MultiHeadAttention, trained on squared errors."""
-    graph, params = nnx.split(nnx.eval_shape(lambda: _NNX(sizes, nnx.Rngs(0))), nnx.Param)[:2]
+    """Return parameters, loss and batch of a classifier of NNX's layers, with squared errors."""
+    model = nnx.eval_shape(lambda: _NNX(sizes, nnx.Rngs(0)))
+    graph, params = nnx.split(model, nnx.Param)[:2]
 
     def loss(params: Any, batch: Any) -> jax.Array:
         patches, labels = batch
-        return jnp.mean(
-            (nnx.merge(graph, params)(patches) - jax.nn.one_hot(labels, sizes["classes"])) ** 2
-        )
+        logits = nnx.merge(graph, params)(patches)
+        return jnp.mean((logits - jax.nn.one_hot(labels, sizes["classes"])) ** 2)
 
     patches = jax.ShapeDtypeStruct((2, sizes["position"], sizes["patch"]), jnp.float32)
-    return nnx.to_pure_dict(params), loss, (patches, jax.ShapeDtypeStruct((2,), jnp.int32))
+    labels = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return nnx.to_pure_dict(params), loss, (patches, labels)

@@ -1,11 +1,13 @@
-"""A decoder of flax.linen on Python's own sources: `python -m examples.linen_transformer --width 128`.
+"""Decoder of flax.linen on Python's sources: `python -m examples.linen_transformer --width 128`.
 
-The model is linen as people write it, with heads, biases and norm gains. What a preset must know stands in `SPECS`.
+The model is linen without anything of mupax, with heads, biases and norm gains. `SPECS` declares
+its parameters by their path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,11 +19,12 @@ from examples.loop import LENGTH, VOCAB
 from mupax import presets, train, zoo
 from mupax.presets import ParamSpec, Role
 
-DEPTH, HEADS = 2, 4
+DEPTH = 2
+HEADS = 4
 
 
 class Decoder(nn.Module):
-    """Bytes [B, T] to logits [B, T, 128]."""
+    """Decoder from bytes [B, T] to logits [B, T, 128]."""
 
     width: int
 
@@ -33,28 +36,24 @@ class Decoder(nn.Module):
         for layer in range(DEPTH):
             attention = nn.MultiHeadDotProductAttention(HEADS, name=f"attention_{layer}")
             h_BTD += attention(nn.LayerNorm(name=f"norm_{layer}_0")(h_BTD), mask=mask)
-            hidden_BTF = nn.Dense(4 * self.width, name=f"up_{layer}")(
-                nn.LayerNorm(name=f"norm_{layer}_1")(h_BTD)
-            )
+            x_BTD = nn.LayerNorm(name=f"norm_{layer}_1")(h_BTD)
+            hidden_BTF = nn.Dense(4 * self.width, name=f"up_{layer}")(x_BTD)
             h_BTD += nn.Dense(self.width, name=f"down_{layer}")(nn.gelu(hidden_BTF))
         return nn.Dense(VOCAB, name="readout")(nn.LayerNorm(name="norm")(h_BTD))
 
 
 def of_block(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> ParamSpec:
-    """The declaration of one block's matrix."""
+    """Return the declaration of a matrix that every block has."""
     return ParamSpec(role=role, axes=axes, fan_in=fan_in, in_block=True)
 
 
 HEAD = ("heads", "head_dim")
 QUERY = of_block(Role.QUERY, ("embed", *HEAD), ("embed",))
-KEY, VALUE = (
-    of_block(role, ("embed", "kv_heads", "head_dim"), ("embed",)) for role in (Role.KEY, Role.VALUE)
-)
+KEY = of_block(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",))
+VALUE = of_block(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",))
 OUT = of_block(Role.ATTENTION_OUT, (*HEAD, "embed"), HEAD)
-UP, DOWN = (
-    of_block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
-    of_block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
-)
+UP = of_block(Role.MLP_IN, ("embed", "mlp"), ("embed",))
+DOWN = of_block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",))
 READOUT = ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",))
 SPECS = {
     "token.embedding": ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed")),
@@ -65,28 +64,32 @@ SPECS = {
     "norm.bias": ParamSpec(role=Role.BIAS, axes=("embed",), of=Role.NORM_GAIN),
 }
 MATRICES = {
-    "attention_*.query": QUERY, "attention_*.key": KEY, "attention_*.value": VALUE, "attention_*.out": OUT,
-    "up_*": UP, "down_*": DOWN, "readout": READOUT,
-}  # fmt: skip
+    "attention_*.query": QUERY,
+    "attention_*.key": KEY,
+    "attention_*.value": VALUE,
+    "attention_*.out": OUT,
+    "up_*": UP,
+    "down_*": DOWN,
+    "readout": READOUT,
+}
 SPECS |= {f"{name}.kernel": spec for name, spec in MATRICES.items()}
 SPECS |= {f"{name}.bias": spec.bias for name, spec in MATRICES.items()}
 
 
 def definition(width: int) -> zoo.FunctionDefinition:
-    """The model of this width, without its numbers."""
+    """Return the declared model of a width, with shapes instead of arrays."""
     model = Decoder(width)
     tokens = jnp.zeros((1, LENGTH), jnp.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
-    return zoo.define_function(
-        lambda params, tokens_BT: model.apply({"params": params}, tokens_BT),
-        shapes,
-        SPECS,
-        sizes={"layers": DEPTH},
-    )
+
+    def logits(params: Any, tokens_BT: jax.Array) -> Any:
+        return model.apply({"params": params}, tokens_BT)
+
+    return zoo.define_function(logits, shapes, SPECS, sizes={"layers": DEPTH})
 
 
 def base(width: int) -> dict[str, int]:
-    """The sizes that grow, at this width: what a preset is relative to."""
+    """Return the sizes of the base model, to which a preset is relative."""
     return {
         "embed": width,
         "mlp": 4 * width,
@@ -98,22 +101,20 @@ def base(width: int) -> dict[str, int]:
 
 
 def run(width: int, preset: presets.Preset, steps: int) -> Callable[..., jax.Array]:
-    """A training as a function of its learning rate and seed, to the loss of every step."""
+    """Return a function of learning rate and seed that trains and returns each step's loss."""
     config = train.OptimizerConfig(name="adamw", weight_decay=0.1, warmup_steps=steps // 10)
-    model, data = train.parameterize(definition(width), preset, config), loop.text(steps)
+    model = train.parameterize(definition(width), preset, config)
+    data = loop.text(steps)
     return lambda lr, seed: loop.losses(model, model.optimizer(steps, lr), data, seed)
 
 
 def main(
     width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0
 ) -> None:
-    """Trains a model of `width` under `preset`: the best learning rate stays as the width grows."""
-    loop.report(
-        run(width, presets.get(preset, base=base(32)), steps),
-        f"width {width} under {preset}",
-        lr,
-        seed,
-    )
+    """Train a model of `width` under `preset`: the best learning rate stays as the width grows."""
+    relative = presets.get(preset, base=base(32))
+    training = run(width, relative, steps)
+    loop.report(training, f"width {width} under {preset}", lr, seed)
 
 
 if __name__ == "__main__":

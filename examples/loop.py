@@ -1,4 +1,4 @@
-"""The training loop of the examples whose models are other people's: data, loss and steps, for any optax transformation."""
+"""Training loop of the examples with models of other libraries: data, loss and steps with optax."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import optax
 from mupax import train
 from mupax.train.data.images import read_digits
 
-VOCAB, LENGTH = 128, 32
+VOCAB = 128
+"""Number of tokens: ASCII."""
+LENGTH = 32
+"""Number of positions."""
 
 
 def text(steps: int, batch: int = 16) -> dict[str, np.ndarray]:
-    """ASCII of the standard library's own sources, inputs and targets [steps, B, 32]."""
+    """Return batches of the standard library's sources: inputs and targets [steps, B, 32]."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
     data = np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)
     starts = np.random.default_rng(0).integers(0, len(data) - LENGTH - 1, (steps, batch, 1))
@@ -26,7 +29,7 @@ def text(steps: int, batch: int = 16) -> dict[str, np.ndarray]:
 
 
 def digits(steps: int, batch: int = 32) -> dict[str, np.ndarray]:
-    """Images [steps, B, 8, 8, 1] from -1 to 1 and their labels [steps, B]."""
+    """Return batches of digits: images [steps, B, 8, 8, 1] from -1 to 1, labels [steps, B]."""
     data = read_digits()
     rows = np.random.default_rng(0).integers(0, len(data.labels), (steps, batch))
     images = (data.pixels / 8 - 1).astype(np.float32)[..., None]
@@ -39,7 +42,12 @@ def losses(
     data: dict[str, np.ndarray],
     seed: int | jax.Array,
 ) -> jax.Array:
-    """Cross-entropy of every step's batch in nats, before the step."""
+    """Train on all batches, and return the loss of each before its step, [steps] in nats.
+
+    Args:
+        tx: optax transformation, which has the learning rate in it.
+        data: Inputs and targets with a leading axis of steps.
+    """
 
     def step(carry: tuple, batch: dict[str, jax.Array]) -> tuple[tuple, jax.Array]:
         def loss_of(params: optax.Params) -> jax.Array:
@@ -52,11 +60,16 @@ def losses(
         return (optax.apply_updates(params, updates), state), loss
 
     params = model.init(seed)
-    return jax.lax.scan(step, (params, tx.init(params)), data)[1]
+    _, step_losses = jax.lax.scan(step, (params, tx.init(params)), data)
+    return step_losses
 
 
 def report(run: Callable[..., jax.Array], title: str, lr: float, seed: int) -> None:
-    """Trains and prints the first loss and the mean of the last fifth."""
+    """Train, and print the first loss and the mean loss of the last fifth of the steps.
+
+    Args:
+        run: function of learning rate and seed that returns losses [steps].
+    """
     measured = jax.jit(run)(lr, seed)
     last = measured[-max(1, len(measured) // 5) :].mean()
     print(f"{title} at {lr:g}: {measured[0]:.3f} to {last:.3f} nats")

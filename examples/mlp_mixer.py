@@ -1,6 +1,8 @@
-"""A model family in one file, an MLP-Mixer (Tolstikhin et al. 2021): `python -m examples.mlp_mixer` trains one on the digits.
+"""MLP-Mixer (Tolstikhin et al. 2021), a model family in one file: `python -m examples.mlp_mixer`.
 
-B batch, P patches, D width, S hidden units of the mix over patches, F those of the MLP. Nothing else in the project knows of it.
+The command trains a mixer on the digits. No other file of the project knows of it. Shapes: B batch,
+P patches, D width, S hidden units of the MLP over patches, F hidden units of the MLP over channels,
+I values of a patch.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from mupax.zoo.layers.stack import residual_stack
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerConfig(ImageModel):
-    """An MLP over patches and one over channels in every block, each after an RMS norm without gain."""
+    """Mixer whose blocks have an MLP over patches and one over channels, each after an RMS norm."""
 
     width: int
-    """Channels D."""
+    """Number of channels D."""
     depth: int
-    """Blocks L."""
+    """Number of blocks."""
     mixing: int = 32
-    """Hidden units S of the MLP over patches; it stays as it is when the model grows."""
+    """Hidden units S of the MLP over patches, which do not grow with the model."""
     mlp_ratio: int = 4
     """Hidden units F of the MLP over channels, in widths."""
 
@@ -42,7 +44,7 @@ class MixerConfig(ImageModel):
             "patch": ParamSpec(
                 role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)
             ),
-            # Every channel has the same MLP over patches, so that its gradients are sums over the width.
+            # All channels share one MLP over patches, so that its gradients sum over the width.
             "block.mix": block_matrix(
                 Role.HIDDEN, ("position", "output"), ("position",), shared=("embed",)
             ),
@@ -59,23 +61,30 @@ class MixerConfig(ImageModel):
         return {f"block.{kind}": FactorSpec(kind=kind, shape=(self.depth, 2)) for kind in kinds}
 
     def applications(self, spec: ParamSpec) -> float:
-        return self.width if spec.role is Role.HIDDEN else super().applications(spec)
+        # The MLP over patches is applied to every channel.
+        if spec.role is Role.HIDDEN:
+            return self.width
+        return super().applications(spec)
 
     def module(self, rngs: nnx.Rngs) -> Mixer:
         return Mixer(self, rngs)
 
 
 class Block(nnx.Module):
-    """h <- skip*h + branch*mlp(norm(h)), over patches and then over channels."""
+    """Block of h <- skip*h + branch*mlp(norm(h)), first over patches and then over channels."""
 
     def __init__(self, init: Init) -> None:
         self.norm = Norm("rmsnorm", init.scope("norm"), 1e-5)
-        self.mix, self.unmix = init.param("mix"), init.param("unmix")
-        self.up, self.down = init.param("up"), init.param("down")
-        self.skip, self.branch = init.factor("skip"), init.factor("branch")
+        self.mix = init.param("mix")
+        self.unmix = init.param("unmix")
+        self.up = init.param("up")
+        self.down = init.param("down")
+        self.skip = init.factor("skip")
+        self.branch = init.factor("branch")
 
     def __call__(self, h_BPD: jax.Array) -> jax.Array:
-        skip, branch = self.skip[...].astype(h_BPD.dtype), self.branch[...].astype(h_BPD.dtype)
+        skip = self.skip[...].astype(h_BPD.dtype)
+        branch = self.branch[...].astype(h_BPD.dtype)
         mixed_BDS = jax.nn.gelu(project(self.norm(h_BPD).swapaxes(1, 2), self.mix[...]))
         h_BPD = skip[0] * h_BPD + branch[0] * project(mixed_BDS, self.unmix[...]).swapaxes(1, 2)
         hidden_BPF = jax.nn.gelu(project(self.norm(h_BPD), self.up[...]))
@@ -83,32 +92,34 @@ class Block(nnx.Module):
 
 
 class Mixer(nnx.Module):
-    """Images [B, size, size, channels] to float32 logits [B, classes]."""
+    """Mixer from images [B, size, size, channels] to float32 logits [B, classes]."""
 
     def __init__(self, config: MixerConfig, rngs: nnx.Rngs) -> None:
         self.config = config
         init = Init(config, rngs)
-        self.patch, self.readout = init.param("patch"), init.param("readout")
-        self.block, self.norm = (
-            Block(init.scope("block")),
-            Norm("rmsnorm", init.scope("norm"), 1e-5),
-        )
+        self.patch = init.param("patch")
+        self.readout = init.param("readout")
+        self.block = Block(init.scope("block"))
+        self.norm = Norm("rmsnorm", init.scope("norm"), 1e-5)
 
     def embed(self, images_BHWC: jax.Array) -> jax.Array:
-        """Images to the residual stream's first layer, [B, P, D]."""
+        """Return the input of the first block, [B, P, D]: every patch through one matrix."""
         batch, size, _, channels = images_BHWC.shape
-        side, grid = self.config.patch_size, size // self.config.patch_size
+        side = self.config.patch_size
+        grid = size // side
         patches = images_BHWC.reshape(batch, grid, side, grid, side, channels).swapaxes(2, 3)
         patches_BPI = patches.reshape(batch, grid * grid, -1).astype(self.config.compute.dtype)
         return project(patches_BPI, self.patch[...])
 
     def read(self, h_BPD: jax.Array) -> jax.Array:
-        """The residual stream's last layer to float32 logits [B, classes]."""
-        return project(jnp.mean(self.norm(h_BPD), axis=1), self.readout[...], out_dtype=jnp.float32)
+        """Return float32 logits [B, classes] of the last block's output."""
+        mean_BD = jnp.mean(self.norm(h_BPD), axis=1)
+        return project(mean_BD, self.readout[...], out_dtype=jnp.float32)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        depth, compute = self.config.depth, self.config.compute
-        return self.read(residual_stack(self.block, self.embed(images_BHWC), depth, compute))
+        h_BPD = self.embed(images_BHWC)
+        h_BPD = residual_stack(self.block, h_BPD, self.config.depth, self.config.compute)
+        return self.read(h_BPD)
 
 
 MIXER = MixerConfig(width=64, depth=4, image_size=8, patch_size=2, channels=1, num_classes=10)

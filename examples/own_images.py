@@ -1,10 +1,11 @@
-"""From images of one's own to answers elsewhere: a model, fine-tuned on a folder of classes, answers for files here and in `transformers`.
+"""Own images, from files to answers in `transformers`: a model is trained, fine-tuned and exported.
 
     python examples/own_images.py
 
-in a new folder: digits 0 to 4, which come with mupax, train a source; 5 to 9 are the images of one's own. Each line
-that it prints can be typed with another folder, and `--from` takes a folder of Hugging Face, too. Flags go to both trainings, such as
-`--steps 150`. The last part needs `transformers` and is left out where that is not installed.
+Run it in a new folder. Digits 0 to 4, which come with mupax, train a source model; digits 5 to 9
+stand for your own images. Each line that it prints can be typed with another folder, and `--from`
+takes a Hugging Face folder, too. Flags go to both trainings, such as `--steps 150`. The last part
+needs `transformers` and is left out without it.
 """
 
 from __future__ import annotations
@@ -23,52 +24,57 @@ from PIL import Image
 from mupax.__main__ import main as mupax
 from mupax.train.data.images import read_digits
 
-# --model, because the model that is chosen for a small folder makes patches by convolutions, which an export cannot write.
 SOURCE = (
-    "vit-digits --model vit-tiny --data.name images:theirs --data.pixels.fit squash --data.no-augment "
+    # The model for a small folder makes patches by convolutions, which an export cannot write.
+    "vit-digits --model vit-tiny "
+    "--data.name images:theirs --data.pixels.fit squash --data.no-augment "
     "--model.num-classes 5 --workdir runs/source"
 )
+"""Words of the source's training."""
 TUNE = "finetune vit mine --from runs/source --data.no-augment --workdir runs/mine"
+"""Words of the fine-tuning."""
 ABSENT = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+"""Packages of the last part that are not installed."""
 
 
-def digits(folder: Path, labels: range, most: int) -> None:
-    """Handwritten digits as image files, a folder per class.
+def digits(folder: Path, labels: range, count: int) -> None:
+    """Write handwritten digits as PNG files, in one folder for each class.
 
     Args:
-        folder: made here.
-        labels: which digits.
-        most: how many of each.
+        count: Largest number of images for each digit.
     """
     data = read_digits()
     for label in labels:
         (folder / str(label)).mkdir(parents=True)
-        for number, pixels in enumerate(data.pixels[data.labels == label][:most]):
+        for number, pixels in enumerate(data.pixels[data.labels == label][:count]):
             image = Image.fromarray(np.round(pixels * 255.0 / 16).astype(np.uint8))
             image.save(folder / str(label) / f"{number}.png")
 
 
 def run(words: str) -> str:
-    """What a command prints; its line is shown first.
+    """Print a command line, run it, and return its output.
+
+    Args:
+        words: Words of the command after `mupax`.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: The command failed.
     """
     print(f"$ mupax {words}", flush=True)
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         code = mupax(shlex.split(words))
     if code:
         raise SystemExit(code)
-    return out.getvalue()
+    return output.getvalue()
 
 
-def elsewhere(folder: Path, files: list[str]) -> list[dict[str, float]]:
-    """Probabilities by class name of image files, as `transformers` computes them with an exported folder.
+def transformers_probabilities(folder: Path, files: list[str]) -> list[dict[str, float]]:
+    """Return class name to probability for each image, computed by `transformers`.
 
     Args:
-        folder: of `mupax export`.
-        files: images.
+        folder: Folder that `mupax export` wrote.
+        files: Paths of image files, in the order of the result.
     """
     import torch
     import transformers
@@ -79,38 +85,49 @@ def elsewhere(folder: Path, files: list[str]) -> list[dict[str, float]]:
     with torch.no_grad():
         logits = model(**processor(images, return_tensors="pt")).logits
     names = model.config.id2label
-    return [{names[i]: float(p) for i, p in enumerate(row)} for row in logits.softmax(-1)]
+    rows = []
+    for probabilities in logits.softmax(-1):
+        rows.append({names[index]: float(value) for index, value in enumerate(probabilities)})
+    return rows
 
 
-def main(more: str = "") -> float | None:
-    """All of it, in the present folder; the largest difference of a probability, None without `transformers`.
+def main(flags: str = "") -> float | None:
+    """Run all parts in the present folder.
 
     Args:
-        more: further flags of both trainings.
+        flags: Additional flags of both trainings, such as `--steps 150`.
+
+    Returns:
+        Largest difference between a probability here and in `transformers`, or `None` without it.
     """
     if ABSENT:
         print(
-            f"not installed: {' and '.join(ABSENT)}; the last part is left out, until pip install 'mupax[torch]'"
+            f"not installed: {' and '.join(ABSENT)}; the last part is left out, until "
+            "pip install 'mupax[torch]'"
         )
     digits(Path("theirs"), range(5), 60)
     digits(Path("mine"), range(5, 10), 40)
-    run(f"train {SOURCE} {more}")
-    run(f"{TUNE} {more}")
+    run(f"train {SOURCE} {flags}")
+    run(f"{TUNE} {flags}")
     print(run("eval runs/mine"))
-    rows = [json.loads(line) for line in run("predict runs/mine mine --top 5 --json").splitlines()]
+
+    lines = run("predict runs/mine mine --top 5 --json").splitlines()
+    rows = [json.loads(line) for line in lines]
     right = [row["classes"][0]["class"] == Path(row["image"]).parent.name for row in rows]
     print(f"{sum(right)} of {len(rows)} images are called what their folder is")
+
     run("export runs/mine --out exported")
     if ABSENT:
         return None
-    theirs = elsewhere(Path("exported"), [row["image"] for row in rows])
-    difference = max(
-        abs(one["probability"] - there[one["class"]])
-        for row, there in zip(rows, theirs, strict=True)
-        for one in row["classes"]
-    )
+    expected = transformers_probabilities(Path("exported"), [row["image"] for row in rows])
+    differences = []
+    for row, probabilities in zip(rows, expected, strict=True):
+        for answer in row["classes"]:
+            differences.append(abs(answer["probability"] - probabilities[answer["class"]]))
+    difference = max(differences)
     print(
-        f"transformers says the same: no probability of {5 * len(rows)} differs by more than {difference:.1e}"
+        f"transformers says the same: no probability of {5 * len(rows)} differs by more than "
+        f"{difference:.1e}"
     )
     return difference
 

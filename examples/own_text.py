@@ -1,10 +1,12 @@
-"""From text of one's own to a model that writes it, here and elsewhere: records, a tokenizer, the best rate of a small model, a larger one.
+"""Own text, from records to a model that writes: tokenizer, sweep, training, server and export.
 
     python examples/own_text.py
 
-in a new folder: the texts are what Python's standard library says of itself, a docstring a line of JSON. Each line that it
-prints can be typed with another folder. About three minutes on two CPU cores. Flags go to the larger run, such as `--steps 60`.
-The last part needs `transformers` and is left out where that is not installed.
+Run it in a new folder. The texts are docstrings of Python's standard library, one in a line of
+JSON. A sweep finds the best rate of a small model, and a larger model is trained with it. Each line
+that it prints can be typed with another folder. It takes about three minutes on two CPU cores.
+Flags go to the larger run, such as `--steps 60`. The last part needs `transformers` and is left out
+without it.
 """
 
 from __future__ import annotations
@@ -28,57 +30,62 @@ from typing import Any
 
 from mupax.__main__ import main as mupax
 
-DATA = "--data.name records:mine --data.document-mask --data.tokenizer bpe:1024 --model.vocab-size 1024"
+DATA = (
+    "--data.name records:mine --data.document-mask --data.tokenizer bpe:1024 "
+    "--model.vocab-size 1024"
+)
 SMALL = "--model lm-proxy --model.depth 2 --model.seq-len 64"
 LARGE = f"{SMALL} --model.width 128 --model.num-heads 4 --model.depth 4"
-PROMPT, TOKENS = "Return the ", 40
+PROMPT = "Return the "
+TOKENS = 40
+"""Number of tokens to generate."""
 ABSENT = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+"""Packages of the last part that are not installed."""
 
 
-def docstrings(most: int) -> Iterator[str]:
-    """What modules, classes and functions of the standard library say of themselves.
-
-    Args:
-        most: how many.
-    """
-    count = 0
+def docstrings(count: int) -> Iterator[str]:
+    """Yield the first `count` docstrings of the standard library."""
+    num_texts = 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
-                text := ast.get_docstring(node)
-            ):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            text = ast.get_docstring(node)
+            if text:
                 yield inspect.cleandoc(text)
-                count += 1
-                if count == most:
+                num_texts += 1
+                if num_texts == count:
                     return
 
 
 def run(words: str) -> str:
-    """What a command prints; its line is shown first.
+    """Print a command line, run it, and return its output.
+
+    Args:
+        words: Words of the command after `mupax`.
 
     Raises:
-        SystemExit: it failed.
+        SystemExit: The command failed.
     """
     argv = shlex.split(words)
     print(f"$ mupax {shlex.join(argv)}", flush=True)
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         code = mupax(argv)
     if code:
-        print(out.getvalue())
+        print(output.getvalue())
         raise SystemExit(code)
-    return out.getvalue()
+    return output.getvalue()
 
 
 def served(workdir: str, *flags: str) -> str:
-    """The likeliest text as a server of the model answers it, which is started on a free port and stopped again.
+    """Start a server on a free port, ask it for the likeliest text, stop it, and return the text.
 
     Args:
-        workdir: of the run.
-        *flags: of `mupax serve`.
+        *flags: Additional flags of `mupax serve`.
 
     Raises:
-        SystemExit: the server did not start.
+        SystemExit: The server did not start.
     """
     words = ["serve", workdir, "--port", "0", *flags]
     print(f"$ mupax {shlex.join(words)}", flush=True)
@@ -86,11 +93,14 @@ def served(workdir: str, *flags: str) -> str:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert server.stdout is not None
     try:
+        # The server prints its address as soon as it answers.
         lines: list[str] = []
-        while not (address := re.search(r"http://[^\s;]+", lines[-1] if lines else "")):
+        address: re.Match[str] | None = None
+        while address is None:
             lines.append(server.stdout.readline())
             if not lines[-1]:
                 raise SystemExit("".join(lines))
+            address = re.search(r"http://[^\s;]+", lines[-1])
         body = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}).encode()
         url = f"{address[0].rstrip('/')}/v1/completions"
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
@@ -102,8 +112,12 @@ def served(workdir: str, *flags: str) -> str:
         server.stdout.close()
 
 
-def elsewhere(folder: Path) -> str:
-    """The likeliest text as `transformers` writes it with an exported folder; it ends where a document does."""
+def transformers_text(folder: Path) -> str:
+    """Return the likeliest text that `transformers` generates, up to the end of a document.
+
+    Args:
+        folder: Folder that `mupax export` wrote.
+    """
     import transformers
 
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
@@ -121,35 +135,43 @@ def main(
     large: str = "--steps 400",
     texts: int = 4000,
 ) -> tuple[str, str | None]:
-    """All of it, in the present folder; the likeliest text that the model writes here, and elsewhere: None without `transformers`.
+    """Run all parts in the present folder.
 
     Args:
-        lr: rates of the sweep.
-        small: flags of its runs.
-        large: flags of the run that uses its best rate.
-        texts: how many records are made.
+        lr: Learning rates of the sweep, as `--lr` of `mupax sweep`.
+        small: Additional flags of the sweep's runs, such as `--steps 30`.
+        large: Additional flags of the larger run, which uses the best rate.
+        texts: Number of docstrings that are written as records, by default 4,000.
+
+    Returns:
+        Likeliest text by mupax, and by `transformers` or `None` without it.
     """
     if ABSENT:
         print(
-            f"not installed: {' and '.join(ABSENT)}; the last part is left out, until pip install 'mupax[torch]'"
+            f"not installed: {' and '.join(ABSENT)}; the last part is left out, until "
+            "pip install 'mupax[torch]'"
         )
     Path("mine").mkdir()
     lines = (json.dumps({"text": text}) for text in docstrings(texts))
     Path("mine/docstrings.jsonl").write_text("\n".join(lines) + "\n")
+
     print(run("data prepare records:mine --tokenizer bpe:1024"))
     print(run(f"sweep lm-tiny {SMALL} {DATA} --lr {lr} --preset mup --save-tuned own {small}"))
     print(run("presets tuned mup:own"))
     run(f"train lm-tiny {LARGE} {DATA} --preset mup:own --workdir runs/mine {large}")
     print(run("eval runs/mine"))
     print(run(f"generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --seed 1"))
-    here = run(f"generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --temperature 0")
+    text = run(f"generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --temperature 0")
     print(f"the server answers {served('runs/mine')!r}")
+
     run("export runs/mine --out exported")
     if ABSENT:
-        return here, None
-    there = elsewhere(Path("exported"))
-    print(f"transformers writes {'the same' if here.startswith(there) else f'otherwise: {there}'}")
-    return here, there
+        return text, None
+    # The text of transformers ends with the document; that of mupax goes on.
+    exported_text = transformers_text(Path("exported"))
+    comparison = "the same" if text.startswith(exported_text) else f"otherwise: {exported_text}"
+    print(f"transformers writes {comparison}")
+    return text, exported_text
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A residual MLP of plain arrays on the digits, trained by a plain optax chain: `python -m examples.plain_optax --width 512`.
+"""Residual MLP of plain arrays with plain optax: `python -m examples.plain_optax --width 512`.
 
-No library of models, and no optimizer of mupax: the parameters are a dict of dicts and lists, and the chain is made here, from the
-numbers that the preset gives every parameter.
+It uses no library of models and no optimizer of mupax. The parameters are a dict of dicts and
+lists. The optax chain is made here, from the values that the preset gives every parameter.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from examples import loop
 from mupax import presets, train, zoo
 from mupax.presets import ParamSpec, Role
 
-PIXELS, CLASSES, DEPTH = 64, 10, 2
+PIXELS = 64
+CLASSES = 10
+DEPTH = 2
 
 
 def network(params: Any, images_BHWC: jax.Array) -> jax.Array:
-    """Images [B, 8, 8, 1] to logits [B, 10]."""
+    """Return logits [B, 10] of images [B, 8, 8, 1]."""
     h_BD = images_BHWC.reshape(-1, PIXELS) @ params["read"]["w"] + params["read"]["b"]
     for block in params["blocks"]:
         x_BD = block["gain"] * h_BD / jnp.sqrt(jnp.mean(h_BD**2, axis=-1, keepdims=True) + 1e-5)
-        h_BD = (
-            h_BD
-            + jax.nn.relu(x_BD @ block["up"]["w"] + block["up"]["b"]) @ block["down"]["w"]
-            + block["down"]["b"]
-        )
+        hidden_BF = jax.nn.relu(x_BD @ block["up"]["w"] + block["up"]["b"])
+        h_BD = h_BD + hidden_BF @ block["down"]["w"] + block["down"]["b"]
     h_BD = params["gain"] * h_BD / jnp.sqrt(jnp.mean(h_BD**2, axis=-1, keepdims=True) + 1e-5)
     return h_BD @ params["readout"]["w"] + params["readout"]["b"]
 
 
 def shapes(width: int) -> dict[str, Any]:
-    """The parameters' shapes, in their tree."""
+    """Return the shapes of all parameters, as a tree of dicts and lists."""
 
     def linear(inputs: int, outputs: int) -> dict[str, jax.ShapeDtypeStruct]:
         return {"w": array(inputs, outputs), "b": array(outputs)}
@@ -68,45 +67,49 @@ SPECS = {
 
 
 def base(width: int) -> dict[str, int]:
-    """The sizes that grow, at this width: what a preset is relative to."""
+    """Return the sizes of the base model, to which a preset is relative."""
     return {"embed": width, "mlp": 4 * width, "layers": DEPTH}
 
 
 def definition(width: int) -> zoo.FunctionDefinition:
-    """The model of this width, without its numbers."""
+    """Return the declared model of a width, with shapes instead of arrays."""
     return zoo.define_function(network, shapes(width), SPECS, sizes={"layers": DEPTH})
 
 
 def adamw(
     scales: Any, schedule: optax.Schedule, decay: float = 0.1, eps: float = 1e-8
 ) -> optax.GradientTransformation:
-    """AdamW with a rate, an eps and a decay for every parameter, of optax's own parts.
+    """Return AdamW with its own rate, eps and decay for every parameter, made of optax's parts.
 
-    Gradients over the scale of eps are the same as eps times it: m / (sqrt(v) + eps * e) is (m/e) / (sqrt(v)/e + eps).
+    Args:
+        scales: Tree of the parameters with `lr`, `eps` and `weight_decay` of each.
+        schedule: Learning rate of each step, which `lr` multiplies.
     """
 
-    def each(rule: Callable) -> optax.GradientTransformation:
+    def per_parameter(rule: Callable) -> optax.GradientTransformation:
         return optax.stateless(lambda updates, params: jax.tree.map(rule, updates, params, scales))
 
     return optax.chain(
-        each(lambda g, w, of: g / of.eps),
+        # optax has one eps. With a scale e of eps, m / (sqrt(v) + eps e) is
+        # (m/e) / (sqrt(v)/e + eps): gradients are divided by e.
+        per_parameter(lambda grad, param, scale: grad / scale.eps),
         optax.scale_by_adam(b1=0.9, b2=0.95, eps=eps),
-        each(lambda u, w, of: u + decay * of.weight_decay * w),
-        each(lambda u, w, of: u * of.lr),
+        per_parameter(lambda update, param, scale: update + decay * scale.weight_decay * param),
+        per_parameter(lambda update, param, scale: update * scale.lr),
         optax.scale_by_learning_rate(schedule),
     )
 
 
 def run(width: int, preset: presets.Preset, steps: int) -> Callable[..., jax.Array]:
-    """A training as a function of its learning rate and seed, to the loss of every step."""
-    model, data = (
-        train.parameterize(definition(width), preset, train.OptimizerConfig(name="adamw")),
-        loop.digits(steps),
-    )
+    """Return a function of learning rate and seed that trains and returns each step's loss."""
+    config = train.OptimizerConfig(name="adamw")
+    model = train.parameterize(definition(width), preset, config)
+    data = loop.digits(steps)
 
     def losses(lr: float | jax.Array, seed: int | jax.Array) -> jax.Array:
         shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, steps // 10, steps)
-        return loop.losses(model, adamw(model.scales, lambda step: lr * shape(step)), data, seed)
+        tx = adamw(model.scales, lambda step: lr * shape(step))
+        return loop.losses(model, tx, data, seed)
 
     return losses
 
@@ -114,13 +117,10 @@ def run(width: int, preset: presets.Preset, steps: int) -> Callable[..., jax.Arr
 def main(
     width: int = 64, preset: str = "mup", lr: float = 2**-6, steps: int = 200, seed: int = 0
 ) -> None:
-    """Trains a model of `width` under `preset`: the best learning rate stays as the width grows."""
-    loop.report(
-        run(width, presets.get(preset, base=base(32)), steps),
-        f"width {width} under {preset}",
-        lr,
-        seed,
-    )
+    """Train a model of `width` under `preset`: the best learning rate stays as the width grows."""
+    relative = presets.get(preset, base=base(32))
+    training = run(width, relative, steps)
+    loop.report(training, f"width {width} under {preset}", lr, seed)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Write tests/goldens: every preset's table for every model family and each optimizer, the only way they change.
+"""Golden tables of tests/goldens: every preset for every model family and optimizer.
 
     python -m scripts.goldens
 
-One line per parameter group: its power laws in m = size / base size, then its values at two sizes, so that a changed
-exponent is a changed line. `tests/presets/test_goldens.py` compares.
+It writes the tables anew, which is the only way to change them. A table has one line for each
+parameter group: its power laws in m = size / base size, then its values at two sizes, so that a
+changed exponent is a changed line. `tests/presets/test_goldens.py` compares.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from scripts import ROOT
 
 FOLDER = ROOT / "tests" / "goldens"
 OPTIMIZERS: tuple[Family, ...] = get_args(Family)
-"""One per column of the rules: adamw reads adam's, momentum sgd's."""
+"""Optimizers with a column of rules. adamw reads adam's column, momentum sgd's."""
 EXPONENTS = (0.5, 0.75, 1.0)
+"""Values of `alpha_a` and `alpha_l` that the tables of `depth-mup` have."""
 
 _VIT = {
     "image_size": 6,
@@ -66,7 +68,8 @@ MODELS: dict[str, tuple[ModelConfig, ModelConfig, ModelConfig]] = {
         EncoderDecoderConfig(width=24, num_heads=6, depth=2, encoder_depth=3, **_ED),
     ),
 }  # fmt: skip
-"""Base and two sizes of each family: head_dim and depth grown; heads grown (decoder: the MLP further)."""
+"""Base and two sizes of each family. The first size grows head_dim and depth, the second heads (and
+the decoder's MLP faster)."""
 
 
 _MOE = {
@@ -78,9 +81,12 @@ _MOE = {
 EXPERTS = (
     DecoderConfig(width=8, num_heads=4, depth=2, experts=6, expert_dim=3, **_MOE),
     DecoderConfig(width=32, num_heads=4, depth=8, experts=6, expert_dim=12, **_MOE),
-    DecoderConfig(width=8, num_heads=4, depth=2, experts=18, active_experts=6, expert_dim=15, **_MOE),
-)  # fmt: skip
-"""Base and two sizes of a model of experts: width, with experts' hidden size, and depth; experts at a fixed share, and their size."""
+    DecoderConfig(
+        width=8, num_heads=4, depth=2, experts=18, active_experts=6, expert_dim=15, **_MOE
+    ),
+)
+"""Base and two sizes of a model of experts. The first size grows width, the experts' hidden size
+and depth; the second the experts at a fixed active share, and their hidden size."""
 
 
 def golden(
@@ -90,102 +96,97 @@ def golden(
     optimizer: str,
     stacks: Iterable[Stack] = (OWN,),
 ) -> str:
-    """A compact text that says all a preset does to a model: forward scales, then rules and values per group.
+    """Return the table of a preset and model: forward multipliers, then rules and values by group.
 
     Args:
-        preset: relative to a base, or absolute.
-        specs: name to declaration.
-        sizes: each is one `|` column of shape, multiplier, init_std, lr, eps, weight_decay.
-        optimizer: whose columns.
-        stacks: of residual blocks.
+        specs: name of a parameter to its declaration.
+        sizes: Sizes of grown models. Each is one `|` column of shape, multiplier, init_std, lr, eps
+            and weight_decay.
+        stacks: Stacks of residual blocks; an encoder-decoder has two.
     """
     sizes = list(sizes)
     lines = [f"{preset.describe()}; {optimizer}"]
     for stack in stacks:
-        law, part = (
-            preset.branch.renamed(OWN.axis, stack.axis),
-            "encoder " if stack == ENCODER else "",
-        )
+        law = preset.branch.renamed(OWN.axis, stack.axis)
+        prefix = "encoder " if stack == ENCODER else ""
         for branch in stack.branches:
-            scales = [
-                preset.residual_scale(at, i, branch, stack)
-                for at in sizes
-                for i in (0, at[stack.axis] - 1)
-            ]
-            numbers = " ".join(f"{skip:.5g}/{scale:.5g}" for skip, scale in scales)
-            lines.append(f"{part}{branch} branch {law} | {numbers}")
-    lines.append(
-        f"logits {preset.logits} | " + " ".join(f"{preset.logit_scale(at):.5g}" for at in sizes)
-    )
+            cells = []
+            for size in sizes:
+                for block in (0, size[stack.axis] - 1):
+                    skip, scale = preset.residual_scale(size, block, branch, stack)
+                    cells.append(f"{skip:.5g}/{scale:.5g}")
+            lines.append(f"{prefix}{branch} branch {law} | {' '.join(cells)}")
+    logit_scales = " ".join(f"{preset.logit_scale(size):.5g}" for size in sizes)
+    lines.append(f"logits {preset.logits} | {logit_scales}")
+
     by_group = {spec.group: spec for spec in specs.values()}
-    for group, rule in sorted(
-        (row["group"], row) for row in table.rule_rows(preset, specs, optimizer)
-    ):
+    rules = table.rule_rows(preset, specs, optimizer)
+    for rule in sorted(rules, key=lambda row: row["group"]):
+        spec = by_group[rule["group"]]
         laws = "; ".join(rule[column] for column in ("multiplier", "init_std", "lr", "eps"))
-        values = [
-            [table.cell([at[axis] for axis in by_group[group].axes])]
-            + [
-                f"{x:.5g}"
-                for x in dataclasses.astuple(preset.scales(by_group[group], at, optimizer))
-            ]
-            for at in sizes
-        ]
-        lines.append(f"{group}: {laws} | " + " | ".join(" ".join(column) for column in values))
+        columns = []
+        for size in sizes:
+            shape = table.cell([size[axis] for axis in spec.axes])
+            scales = dataclasses.astuple(preset.scales(spec, size, optimizer))
+            columns.append(" ".join([shape, *(f"{value:.5g}" for value in scales)]))
+        lines.append(f"{rule['group']}: {laws} | {' | '.join(columns)}")
     return "\n".join(lines) + "\n"
 
 
 def goldens() -> Iterator[tuple[str, str]]:
-    """(file name, text) of every golden file."""
-    for family, (base, *grown) in MODELS.items():
-        specs = dict(sorted(base.parameters().items()))
-        stacks = dict.fromkeys(of.stack for of in base.factors().values() if of.kind == "branch")
-        sizes = [model.sizes() for model in grown]
-        for optimizer in OPTIMIZERS:
-            for name in presets.PRESETS:
-                preset = _relative(name, base)
-                if optimizer in preset.optimizers:
-                    yield (
-                        f"{name}-{family}-{optimizer}.txt",
-                        golden(preset, specs, sizes, optimizer, stacks),
-                    )
-        for optimizer in ("adam", "sgd"):
-            pairs = [
-                golden(
-                    _relative("depth-mup", base, alpha_a=alpha_a, alpha_l=alpha_l),
-                    specs,
-                    sizes,
-                    optimizer,
-                    stacks,
-                )
-                for alpha_a, alpha_l in itertools.product(EXPONENTS, EXPONENTS)
-            ]
-            yield f"pairs-depth-mup-{family}-{optimizer}.txt", "\n".join(pairs)
-        for optimizer in OPTIMIZERS:
-            dense = [choice for choice in choices.CHOICES if choice.constant != "experts"]
-            named = [_relative(c.presets[0], base, **{c.constant: c.value}) for c in dense]
-            other = [
-                preset
-                for preset, c in zip(named, dense, strict=True)
-                if c.constant in preset.choices
-            ]
-            texts = [
-                golden(preset, specs, sizes, optimizer, stacks)
-                for preset in other
-                if optimizer in preset.optimizers
-            ]
-            yield f"choices-{family}-{optimizer}.txt", "\n".join(texts)
+    """Yield file name and text of every golden table."""
+    for family in MODELS:
+        yield from _family(family)
     for optimizer in OPTIMIZERS:
         yield f"tied-{optimizer}.txt", "\n".join(_tied("decoder", optimizer))
-        yield (
-            f"tied-encoder-decoder-{optimizer}.txt",
-            "\n".join(_tied("encoder-decoder", optimizer)),
-        )
+        texts = _tied("encoder-decoder", optimizer)
+        yield f"tied-encoder-decoder-{optimizer}.txt", "\n".join(texts)
         yield f"experts-{optimizer}.txt", "\n".join(_experts(optimizer))
 
 
+def _family(family: str) -> Iterator[tuple[str, str]]:
+    """Yield file name and text of each golden table of one family.
+
+    Args:
+        family: key of `MODELS`.
+    """
+    base, *grown = MODELS[family]
+    specs = dict(sorted(base.parameters().items()))
+    factors = base.factors().values()
+    stacks = dict.fromkeys(factor.stack for factor in factors if factor.kind == "branch")
+    sizes = [model.sizes() for model in grown]
+
+    for optimizer in OPTIMIZERS:
+        for name in presets.PRESETS:
+            preset = _relative(name, base)
+            if optimizer in preset.optimizers:
+                text = golden(preset, specs, sizes, optimizer, stacks)
+                yield f"{name}-{family}-{optimizer}.txt", text
+
+    for optimizer in ("adam", "sgd"):
+        pairs = []
+        for alpha_a, alpha_l in itertools.product(EXPONENTS, EXPONENTS):
+            preset = _relative("depth-mup", base, alpha_a=alpha_a, alpha_l=alpha_l)
+            pairs.append(golden(preset, specs, sizes, optimizer, stacks))
+        yield f"pairs-depth-mup-{family}-{optimizer}.txt", "\n".join(pairs)
+
+    for optimizer in OPTIMIZERS:
+        texts = []
+        for choice in choices.CHOICES:
+            # Rules of experts do not show in a dense model.
+            if choice.constant == "experts":
+                continue
+            preset = _relative(choice.presets[0], base, **{choice.constant: choice.value})
+            is_different = choice.constant in preset.choices
+            if is_different and optimizer in preset.optimizers:
+                texts.append(golden(preset, specs, sizes, optimizer, stacks))
+        yield f"choices-{family}-{optimizer}.txt", "\n".join(texts)
+
+
 def _tied(family: str, optimizer: str) -> Iterator[str]:
-    """Every preset's table of a shared embedding and readout, or its reason to refuse them."""
-    base, *grown = (replace(model, tied=True) for model in MODELS[family])  # pyright: ignore[reportCallIssue]
+    """Yield each preset's table of a shared embedding and readout, or its message of refusal."""
+    models = MODELS[family]
+    base, *grown = (replace(model, tied=True) for model in models)  # pyright: ignore[reportCallIssue]
     assert base.tied_readout is not None
     specs = {"token": base.parameters()["token"], "tied_readout": base.tied_readout}
     for name in presets.PRESETS:
@@ -199,25 +200,29 @@ def _tied(family: str, optimizer: str) -> Iterator[str]:
 
 
 def _experts(optimizer: str) -> Iterator[str]:
-    """Every preset's table of a router and experts, with biases, and those of the other rules that `mup` has for them."""
+    """Yield tables of a router and experts with biases: each preset, then other rules of `mup`."""
     base, *grown = EXPERTS
     specs = {name: spec for name, spec in base.parameters().items() if ".experts." in name}
-    rules = [choice.value for choice in choices.CHOICES if choice.constant == "experts"]
-    named = [_relative(name, base) for name in presets.PRESETS] + [
-        _relative("mup", base, experts=x) for x in rules
-    ]
-    for preset in {each.label: each for each in named}.values():
+    selected = [_relative(name, base) for name in presets.PRESETS]
+    for choice in choices.CHOICES:
+        if choice.constant == "experts":
+            selected.append(_relative("mup", base, experts=choice.value))
+
+    # A rule that is a preset's default gives the same label, and is shown once.
+    by_label = {preset.label: preset for preset in selected}
+    for preset in by_label.values():
         if optimizer in preset.optimizers:
             yield golden(preset, specs, [size.sizes() for size in grown], optimizer)
 
 
 def _relative(name: str, base: ModelConfig, **constants: Any) -> Preset:
-    baseless = presets.get(name).baseless
-    return presets.get(name, base=None if baseless else base.base_sizes(), **constants)
+    """Return a preset relative to a base, or without one if it takes none."""
+    sizes = None if presets.get(name).baseless else base.base_sizes()
+    return presets.get(name, base=sizes, **constants)
 
 
 def main() -> int:
-    """Write every file and remove those no longer made; returns the exit code."""
+    """Write every golden table, remove files that are no longer made, and return 0."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     texts = dict(goldens())
     for path in FOLDER.glob("*.txt"):
@@ -225,9 +230,10 @@ def main() -> int:
             path.unlink()
     for name, text in texts.items():
         (FOLDER / name).write_text(text)
-    print(
-        f"{len(texts)} files in {FOLDER.relative_to(Path.cwd()) if FOLDER.is_relative_to(Path.cwd()) else FOLDER.name}"
-    )
+    # The command may run outside of the checkout.
+    is_below = FOLDER.is_relative_to(Path.cwd())
+    folder = FOLDER.relative_to(Path.cwd()) if is_below else FOLDER.name
+    print(f"{len(texts)} files in {folder}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What commands of scripts/ share: options by tyro, names that must be known, and records with one row a line."""
+"""Shared parts of the commands in scripts/: options by tyro, checked names, records of rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
-    """Return the options of a command as its command line has them.
+    """Parse a command line into a dataclass of options.
 
-    The docstring of the module that defines the options is the text above them in `--help`. Wrong words end
-    the process with 2.
+    In `--help`, the docstring of the module that defines the dataclass stands above the flags.
+    Wrong words end the process with code 2.
 
     Args:
-        options: dataclass of the flags; a field's docstring is its help.
-        argv: words after the command's name; those of this process unless given.
+        options: Dataclass of the flags. The docstring of a field is its help.
+        argv: Words after the command's name; by default those of this process.
     """
     module = sys.modules[options.__module__]
     name = module.__spec__.name if module.__spec__ else module.__name__
@@ -36,27 +36,31 @@ def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
     shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown):
-            parsed, rest = command_line.parse_known(
+            parsed, unknown = command_line.parse_known(
                 options, program, words, description=module.__doc__
             )
-        command_line.refuse(rest, command_line.flags(options), program)
+        command_line.refuse(unknown, command_line.flags(options), program)
     except MupaxError as error:
         refuse(str(error))
     finally:
-        # These commands have no --plugin, which the help of every `mupax` command ends with.
+        # The help of every `mupax` command ends with --plugin, which these commands do not have.
         plugin_help = terminal.wrapped(command_line.PLUGIN_HELP)
         print(shown.getvalue().replace(f"{plugin_help}\n\n", ""), end="")
     return parsed
 
 
 def refuse(message: str) -> NoReturn:
-    """End the process with 2, and say what is wrong with its command line."""
+    """Print an error of the command line, and end the process with code 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def check_names(names: Iterable[str], choices: Collection[str], kind: str = "choice") -> None:
-    """End the process with 2 if a name of the command line is none of the choices."""
+    """End the process with code 2 if a name is not one of the choices.
+
+    Args:
+        kind: Noun for the choices in the message, such as "study".
+    """
     for name in names:
         if name not in choices:
             near = difflib.get_close_matches(name, choices, n=1)
@@ -65,7 +69,7 @@ def check_names(names: Iterable[str], choices: Collection[str], kind: str = "cho
 
 
 def made_by(command: str) -> dict[str, Any]:
-    """Return the facts that a record begins with: its command, and what that ran on."""
+    """Return the facts at the beginning of a record: command, Python, JAX and number of cores."""
     from importlib.metadata import version
 
     return {
@@ -84,16 +88,26 @@ def versions() -> dict[str, str]:
 
 
 def read_rows(path: Path, name: str, again: bool = False) -> Any:
-    """Return the rows that a record has under a name; none if there is no record, or all are wanted again."""
-    return json.loads(path.read_text())[name] if path.exists() and not again else []
+    """Return the rows under a key of a record.
+
+    Args:
+        again: Return no rows, because all are measured again.
+
+    Returns:
+        The rows, or an empty list without a record.
+    """
+    if again or not path.exists():
+        return []
+    return json.loads(path.read_text())[name]
 
 
 def with_rows(facts: Mapping[str, Any], name: str, rows: Any) -> str:
-    """Return a record as JSON: facts on its first line, and then a row a line.
+    """Return a record as JSON text, with the facts on the first line and one line for each row.
 
     Args:
-        name: key of the rows.
-        rows: a list, or a mapping whose values are rows.
+        facts: Fields at the beginning of the record, at least one.
+        name: key of the rows, which stand after the facts.
+        rows: List of rows, or mapping of names to rows.
     """
     if isinstance(rows, Mapping):
         brackets = "{}"

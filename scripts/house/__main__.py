@@ -3,11 +3,12 @@
     python -m scripts.house record OUT [--only SECTION ...]
     python -m scripts.house compare OUT [--only SECTION ...]
 
-`record` writes OUT/SECTION.json. `compare` measures this checkout and prints every difference; it exits with 1 if there is one.
-Sections, with minutes on two cores: inventory (4), tables (1), losses (10), losses-8 (4), programs (15), compiled (6),
-tpu (8; needs `make tpu` once), outputs (5), sizes (1), traces (2). A record holds for the machine and the versions that made
-it: XLA chooses kernels by the processor, so losses and compiled programs of two machines may differ.
-`python -m scripts.house.mutants` is a command of its own, because it takes hours.
+`record` writes OUT/SECTION.json. `compare` measures this checkout, prints every difference, and
+exits with 1 if there is one. Sections, with minutes on two cores: inventory (4), tables (1), losses
+(10), losses-8 (4), programs (15), compiled (6), tpu (8; needs `make tpu` once), outputs (5), sizes
+(1), traces (2). A record is valid for the machine and the versions that made it: XLA chooses
+kernels by the processor, so losses and compiled programs of two machines may differ. `python -m
+scripts.house.mutants` is a separate command, because it takes hours.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from scripts import ROOT, harness
 
 
 class Section(NamedTuple):
-    """A part of the record, measured in a process of its own.
+    """Part of the record, measured in its own process.
 
     Attributes:
-        module: Module of this folder, with `record() -> dict`.
-        devices: CPU devices that the process sees, virtual where they are more than one.
+        module: Module of this folder, with a function `record() -> dict`.
+        devices: Number of CPU devices that the process sees; more than one are virtual.
     """
 
     module: str
@@ -53,10 +54,11 @@ SECTIONS = {
     "sizes": Section("sizes"),
     "traces": Section("traces"),
 }
+"""Name of a section, in the order of measuring, to its module."""
 LIBTPU = ROOT / ".cache" / "libtpu"
-"""Where `make tpu` puts the TPU compiler, in a folder named as the environment that it is for."""
+"""Folder in which `make tpu` puts the TPU compiler, in a subfolder with the environment's name."""
 SHOWN = 20
-"""Differences of a section that are printed."""
+"""Largest number of differences that are printed for a section."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,15 @@ class Options:
     """Flags of the command."""
 
     command: Positional[Literal["record", "compare", "section"]]
+    """record, compare, or section: measure one section in this process."""
     out: Positional[Path]
     """Folder of the record; for `section`: file to write."""
     only: tuple[str, ...] = tuple(SECTIONS)
+    """Sections to measure; all by default."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, and return its exit code."""
+    """Run `record`, `compare` or `section`, and return the exit code."""
     args = harness.parse(Options, argv)
     harness.check_names(args.only, SECTIONS)
     if args.command == "section":
@@ -84,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def record(out: Path, sections: Sequence[str]) -> int:
-    """Write one file per section."""
+    """Measure sections, write OUT/SECTION.json for each, and return 0."""
     out.mkdir(parents=True, exist_ok=True)
     for name in sections:
         values = measured(name)
@@ -94,13 +98,14 @@ def record(out: Path, sections: Sequence[str]) -> int:
 
 
 def compare(out: Path, sections: Sequence[str]) -> int:
-    """Print what differs from the record, and return 1 if anything does."""
+    """Measure sections, print their differences from the record, and return 1 if there are any."""
     changed = 0
     for name in sections:
         path = out / f"{name}.json"
         if not path.is_file():
             print(
-                f"{name}: not recorded in {out}; write `python -m scripts.house record {out} --only {name}` in the older checkout"
+                f"{name}: not recorded in {out}; write "
+                f"`python -m scripts.house record {out} --only {name}` in the older checkout"
             )
             changed += 1
             continue
@@ -117,10 +122,10 @@ def compare(out: Path, sections: Sequence[str]) -> int:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """Return what a section records of this checkout, measured in a process of its own.
+    """Measure one section of this checkout in a new process, and return its values.
 
     Raises:
-        SystemExit: The section failed; the reason stands on stderr.
+        SystemExit: The section failed; its reason is on standard error.
     """
     paths = [str(ROOT), *(str(folder) for folder in LIBTPU.glob(Path(sys.prefix).name))]
     environment = {
@@ -143,7 +148,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value that is no mapping, with the path of keys that leads to it."""
+    """Yield the path of keys and the value of each leaf of nested dicts."""
     if not isinstance(values, dict):
         yield prefix, values
         return
@@ -152,9 +157,9 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield one line per value that was removed, added or changed.
+    """Yield one line for each leaf that was removed, added or changed.
 
-    Lists are compared item by item where both are lists of names.
+    Two lists of strings are compared item by item.
     """
     old = dict(leaves(before))
     new = dict(leaves(now))
@@ -177,10 +182,12 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _names(value: Any) -> bool:
+    """Return whether a value is a list of strings."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _short(value: Any) -> str:
+    """Return a value as JSON, cut to 80 characters."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -1,4 +1,4 @@
-"""The words of every command, and a way to run one in this process."""
+"""Words of all `mupax` commands, and a way to run a command in this process."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "data show": ("data", "show"),
     "data tokenizer": ("data", "tokenizer"),
 }
-"""What a command is called in a record, and the words that are typed for it. A record keeps the name when the words change."""
+"""Name of a command in records to the words that are typed for it. Names stay when words change."""
 
 
 def run(words: Sequence[str]) -> tuple[int, str, str]:
-    """Return the exit code, standard output and standard error of a command line."""
+    """Run a command line, and return its exit code, standard output and standard error."""
     out = io.StringIO()
     err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -64,10 +64,10 @@ def run(words: Sequence[str]) -> tuple[int, str, str]:
 
 
 def done(words: Sequence[str]) -> str:
-    """Return the standard output of a command line that has to succeed.
+    """Run a command line that must succeed, and return its standard output.
 
     Raises:
-        RuntimeError: It did not exit with 0; the text is its standard error.
+        RuntimeError: The command did not exit with 0; the message has its standard error.
     """
     code, out, err = run(words)
     if code:

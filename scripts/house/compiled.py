@@ -1,4 +1,4 @@
-"""Digests of what XLA compiles for CPUs, without the metadata that names lines of source."""
+"""Digests of training steps that XLA compiles for CPUs, without the lines of source in them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = (
     "experts, fsdp 8",
     "scanned, fsdp 8",
 )
-"""Cases of `programs` that are compiled too."""
+"""Cases of `programs` that are compiled."""
 _METADATA = re.compile(r", metadata=\{[^{}]*\}")
 _TABLES = re.compile(
     r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", re.MULTILINE
@@ -45,13 +45,12 @@ def record() -> dict[str, Any]:
     configs = programs.cases()
     digests: dict[str, Any] = {}
     for name in NAMES:
-        digests[name] = digest(
-            without_metadata(programs.program_of(configs[name]).compile_train().as_text() or "")
-        )
+        compiled = programs.program_of(configs[name]).compile_train()
+        digests[name] = digest(without_metadata(compiled.as_text() or ""))
         jax.clear_caches()
     return digests
 
 
 def without_metadata(text: str) -> str:
-    """Return HLO text without the files, lines and functions that its instructions come from."""
+    """Return HLO text without the files, lines and functions of its instructions."""
     return _TABLES.sub("", _METADATA.sub("", text))

@@ -1,4 +1,4 @@
-"""Short digests of values, and which of the values differ by their names."""
+"""Short digests of values, for the records of `scripts.house`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 
 
 def digest(value: Any) -> str:
-    """Return sixteen hexadecimal digits of the SHA-256 of a text, of bytes, or of a value's JSON with sorted keys."""
+    """Return the first sixteen hexadecimal digits of a value's SHA-256.
+
+    Args:
+        value: Text, bytes, or a value that is written as JSON with sorted keys.
+    """
     if isinstance(value, bytes):
         content = value
     elif isinstance(value, str):

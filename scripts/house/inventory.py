@@ -1,4 +1,4 @@
-"""Names that users write and read: commands, flags, config fields, exports, recipes, models, data sources, exit codes."""
+"""Inventory of the names that users write and read, from flags and config fields to exit codes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _DOCUMENTED = re.compile(
 
 
 def record() -> dict[str, Any]:
-    """Return every name, by kind."""
-    os.environ["COLUMNS"] = "400"  # help does not break a flag between lines
+    """Return all names by kind, with digests of the recipes and models behind them."""
+    os.environ["COLUMNS"] = "400"  # wide help does not break a flag between lines
     return {
         "flags": {name: flags(words) for name, words in commands.COMMANDS.items()},
         "fields": dict(fields(Config)),
@@ -47,12 +47,15 @@ def record() -> dict[str, Any]:
 
 
 def flags(words: tuple[str, ...]) -> list[str]:
-    """Return the flags that the help of a command names.
+    """Return the flags in a command's help.
+
+    Args:
+        words: Words of the command after `mupax`.
 
     Raises:
-        RuntimeError: The command has no help.
+        RuntimeError: The help failed.
     """
-    # A recipe's plain help lists the flags in use alone.
+    # A recipe's plain help lists only the common flags.
     complete = ["--help", "all"] if words[0] == "train" and is_recipe(words[1]) else ["--help"]
     return sorted(set(_FLAG.findall(commands.done([*words, *complete]))))
 
@@ -72,7 +75,7 @@ def fields(owner: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def exports() -> dict[str, Any]:
-    """Return the names that docs/reference/api.md documents, each with its signature or with its public members."""
+    """Return the names in docs/reference/api.md with their signatures or public members."""
     names: dict[str, Any] = {}
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
     for sort, name in _DOCUMENTED.findall(page):
@@ -89,6 +92,7 @@ def exports() -> dict[str, Any]:
 
 
 def _members(owner: type[Any]) -> list[str]:
+    """Return the public members that mupax's own classes declare, without inherited builtins."""
     declared: set[str] = set()
     for base in owner.__mro__:
         if base.__module__.startswith("mupax."):
@@ -97,23 +101,20 @@ def _members(owner: type[Any]) -> list[str]:
 
 
 def _signature(owner: type[Any], name: str) -> str:
+    """Return a method's signature, or "attribute" for another member."""
     member = getattr(owner, name, None)
-    return (
-        str(inspect.signature(member))
-        if inspect.isroutine(member) and callable(member)
-        else "attribute"
-    )
+    if inspect.isroutine(member) and callable(member):
+        return str(inspect.signature(member))
+    return "attribute"
 
 
 def defaults(make: Any) -> dict[str, str]:
-    """Return the constants of a preset and their defaults."""
-    return {
-        name: repr(parameter.default)
-        for name, parameter in inspect.signature(make).parameters.items()
-    }
+    """Return the parameters of a preset's constructor with their defaults."""
+    parameters = inspect.signature(make).parameters
+    return {name: repr(parameter.default) for name, parameter in parameters.items()}
 
 
 def exit_codes() -> dict[str, int]:
-    """Return the exit code of every command line of tests/train/inputs.md. `make test` types each."""
+    """Return the exit code of each command line in tests/train/inputs.md, as tests check it."""
     rows = _INPUT_ROW.findall((ROOT / "tests" / "train" / "inputs.md").read_text())
     return {words: int(code) for words, code in rows}

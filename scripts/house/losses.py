@@ -1,4 +1,4 @@
-"""Losses of fifty steps, fresh and resumed, of recipes and of models with parts that few runs have."""
+"""Losses of fifty training steps, fresh and resumed, for recipes and for models with rare parts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STEPS = 50
 _ODD_TEXT = (
     "--data.batch-size 5 --model.seq-len 56 --data.eval-batch-size 8 --data.eval-examples 16"
 )
-"""280 targets a step, which no power of two is: a mean over targets rounds."""
+"""Flags for 280 targets in a step. This is no power of two, so that a mean over targets rounds."""
 _ODD_IMAGES = "--data.batch-size 27 --data.eval-batch-size 30"
 _ON_EIGHT = (
     "--data.batch-size 24 --model.seq-len 60 --model.width 48 --model.num-heads 6 --model.depth 2 "
     "--data.eval-batch-size 24 --data.eval-examples 24"
 )
-"""Sizes that divide by the axes of every mesh below, with 1,440 targets."""
+"""Flags for sizes that all meshes of `ON_EIGHT_DEVICES` divide, with 1,440 targets in a step."""
 ON_ONE_DEVICE = {
     "lm-laptop": f"lm-laptop {_ODD_TEXT}",
     "lm-tiny": f"lm-tiny {_ODD_TEXT}",
@@ -32,9 +32,11 @@ ON_ONE_DEVICE = {
     "experts": f"lm-tiny {_ODD_TEXT} --model.depth 2 --model.experts 4",
     "centred output": f"lm-tiny {_ODD_TEXT} --model.depth 2 --model.centered",
     "muon": f"lm-tiny {_ODD_TEXT} --model.depth 2 --optimizer.name muon --optimizer.peak-lr 0.02",
-    "accumulated, averaged": f"lm-tiny {_ODD_TEXT} --model.depth 2 --accumulation-steps 5 --ema.decay 0.9",
+    "accumulated, averaged": (
+        f"lm-tiny {_ODD_TEXT} --model.depth 2 --accumulation-steps 5 --ema.decay 0.9"
+    ),
 }
-"""Name of a run to the words of its command."""
+"""Name of a run to the words of its command, for one device."""
 ON_EIGHT_DEVICES = {
     "fsdp 8": f"lm-tiny {_ON_EIGHT} --mesh.data 1 --mesh.fsdp 8",
     "data 2 fsdp 4": f"lm-tiny {_ON_EIGHT} --mesh.data 2 --mesh.fsdp 4",
@@ -44,7 +46,10 @@ ON_EIGHT_DEVICES = {
 
 
 def record() -> dict[str, Any]:
-    """Return the losses of each run on this process's devices: of the fresh run, and of one that goes on at half of its steps."""
+    """Train the runs for this process's number of devices, and return their losses.
+
+    Each run is trained afresh and resumed from half of its steps.
+    """
     on_one = jax.device_count() == 1
     cases = ON_ONE_DEVICE if on_one else ON_EIGHT_DEVICES
     with tempfile.TemporaryDirectory() as folder:
@@ -57,20 +62,20 @@ def record() -> dict[str, Any]:
 
 
 def trained(words: Sequence[str], workdir: Path) -> dict[str, list[float]]:
-    """Return the losses of a run and of its second half trained again, and remove its folder."""
+    """Train a run, resume it from half of its steps, and return both lists of losses.
+
+    Args:
+        words: Words of the command after `mupax train`, or of another command that trains.
+        workdir: Folder of the run, which is removed before and after.
+    """
     shutil.rmtree(workdir, ignore_errors=True)
-    flags = [
-        "--workdir",
-        str(workdir),
-        "--steps",
-        str(STEPS),
-        "--log.eval-every-steps",
-        "None",
-        "--log.no-samples",
-    ]
+    flags = ["--workdir", str(workdir), "--steps", str(STEPS)]
+    flags += ["--log.eval-every-steps", "None", "--log.no-samples"]
     flags += ["--checkpoint.every-steps", str(STEPS // 2), "--checkpoint.keep", "2"]
     commands.done(["train", *words, *flags])
     fresh = rows(workdir)
+
+    # Without its last checkpoint, the run resumes from the one before.
     shutil.rmtree(workdir / "checkpoints" / str(STEPS))
     commands.done(["train", "--resume", "--workdir", str(workdir)])
     resumed = rows(workdir)
@@ -79,7 +84,10 @@ def trained(words: Sequence[str], workdir: Path) -> dict[str, list[float]]:
 
 
 def adapters(folder: Path) -> dict[str, list[float]]:
-    """Return the losses of low-rank adapters beside a decoder of two blocks, on the sources of Python's `json`."""
+    """Train a small decoder, then low-rank adapters on it, and return the adapters' losses.
+
+    The text is the source of Python's `json` package.
+    """
     text = folder / "text"
     text.mkdir()
     for source in sorted(Path(json.__file__).parent.glob("*.py")):
@@ -92,7 +100,11 @@ def adapters(folder: Path) -> dict[str, list[float]]:
 
 
 def rows(workdir: Path) -> list[float]:
-    """Return the training loss of every step, the last row of a step where it was trained twice."""
+    """Return the training loss of every step; a step that was trained twice has its last loss.
+
+    Raises:
+        RuntimeError: A step has no loss.
+    """
     losses: dict[int, float] = {}
     for line in (workdir / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""Seeded mutants of product code, one in a module, and which of them the tests of that module kill.
+"""Seeded mutants of product code, one in a module, judged by the tests of the module.
 
     python -m scripts.house.mutants OUT [--first N]         # goes on where OUT ends
     python -m scripts.house.mutants OUT --like BEFORE       # the mutants of an older record
@@ -57,9 +57,9 @@ from scripts.house.sizes import MODULES, ROOT, imported_modules, python_files
 SEED = 38
 COUNT = 60
 MOST_FILES = 3
-"""Most test files of one module: some modules are imported by a dozen."""
+"""Largest number of test files for one module. Some modules are imported by a dozen."""
 MARKS = "not parity and not tpu and not schedulers and not release"
-"""Tests that `make test` runs in its first command."""
+"""Expression that selects the tests of the first command of `make test`."""
 UNJUDGED = "tests fail without it"
 """Outcome of a mutant whose tests did not pass in the unchanged copy."""
 BASELINE_S = 1800
@@ -91,7 +91,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a file. Lines count from 1, columns are bytes from 0."""
+    """Part of a file. Lines count from 1, columns are bytes from 0."""
 
     line: int
     column: int
@@ -101,16 +101,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change at one place of one file.
+    """Change at one place of one file.
 
     Attributes:
         path: File from the root.
-        function: Qualified name of the function or class that the place is in, "" outside of all.
+        function: Qualified name of the function or class around the place, "" at the module's
+            level.
         kind: comparison, arithmetic, constant, not or return.
         before: Text that is changed, as `ast.unparse` writes it.
         after: Text in its place.
         statement: First line of the statement that the place is in.
-        number: Place among those of the same text in the same function, from 0.
+        number: Index among equal changes in the same function, from 0.
         span: Place in the file.
     """
 
@@ -126,28 +127,24 @@ class Mutant:
     @property
     def name(self) -> str:
         """Name that identifies the mutant in two trees."""
-        which = f" #{self.number}" if self.number else ""
-        return f'{self.path}:{self.function} "{self.before}" -> "{self.after}"{which}'
+        suffix = f" #{self.number}" if self.number else ""
+        return f'{self.path}:{self.function} "{self.before}" -> "{self.after}"{suffix}'
 
     @property
     def shapes(self) -> tuple[str, str, str]:
-        """Text before and after, and the statement, with all names alike."""
+        """Text before, text after and statement, with every name replaced by `_`."""
         return _shape(self.before), _shape(self.after), _shape(self.statement)
 
     @property
     def last_name(self) -> str:
-        """Name of the function without the class or function around it."""
+        """Name of the function without the classes and functions around it."""
         return self.function.rpartition(".")[2]
 
     def __str__(self) -> str:
         return f'{self.path}:{self.span.line} "{self.before}" -> "{self.after}"'
 
     def apply(self, source: str) -> str:
-        """Return the source with this change in it.
-
-        Args:
-            source: Text of the file.
-        """
+        """Return a file's text with this change in it."""
         lines = source.encode().splitlines(keepends=True)
         first = self.span.line - 1
         last = self.span.end_line - 1
@@ -164,7 +161,7 @@ class Mutant:
 
 
 class _Places(ast.NodeVisitor):
-    """Collector of all mutants of a file."""
+    """Visitor that collects all mutants of a file."""
 
     def __init__(self, path: str) -> None:
         self.mutants: list[Mutant] = []
@@ -183,6 +180,7 @@ class _Places(ast.NodeVisitor):
         self._statement = outer
 
     def _add(self, kind: str, span: Span, before: str, after: str) -> None:
+        """Add a mutant in the present function and statement."""
         scope = ".".join(self._names)
         statement = self._head(self._statement)
         key = scope, before, after
@@ -191,12 +189,13 @@ class _Places(ast.NodeVisitor):
         self._numbers[key] += 1
 
     def _head(self, statement: ast.stmt | None) -> str:
-        """Return the first line of a statement; the body of a long one is written once."""
+        """Return the first line of a statement, cached, because unparsing a long one takes time."""
         if statement is not None and statement not in self._heads:
             self._heads[statement] = _first_line(statement)
         return self._heads[statement]
 
     def _visit_scope(self, name: str, body: Sequence[ast.stmt], returns: bool) -> None:
+        """Visit a class or function, and add the mutant that returns at once if `returns`."""
         self._names.append(name)
         if _is_docstring(body[0]):
             body = body[1:]
@@ -223,7 +222,7 @@ class _Places(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Leave f-strings alone: Python 3.11 has wrong places for what stands in them."""
+        """Skip f-strings, because Python 3.11 has wrong places for the expressions in them."""
 
     def visit_If(self, node: ast.If) -> None:
         if ast.unparse(node.test) != "TYPE_CHECKING":
@@ -262,12 +261,12 @@ class _Places(ast.NodeVisitor):
 
 
 def _span(node: ast.expr) -> Span:
-    """Return the part of the file that an expression takes up."""
+    """Return the place of an expression in its file."""
     return Span(node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0)
 
 
 def _start(node: ast.stmt) -> Span:
-    """Return the empty part of the file before a statement and its decorators."""
+    """Return the empty place before a statement and its decorators."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     line = min((node.lineno, *(decorator.lineno for decorator in decorators)))
     return Span(line, node.col_offset, line, node.col_offset)
@@ -292,25 +291,20 @@ def _first_line(node: ast.stmt) -> str:
 
 
 def _is_text(node: ast.expr) -> bool:
-    """Return whether an operand is a string, which other operators than + do not join."""
+    """Return whether an operand is a string, for which no other operator makes sense."""
     is_string = isinstance(node, ast.Constant) and isinstance(node.value, str)
     return is_string or isinstance(node, ast.JoinedStr)
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """Return every mutant of a file, in the order of its text.
-
-    Args:
-        path: File from the root.
-        source: Text of the file.
-    """
+    """Return every mutant of a file, in the order of its text."""
     places = _Places(path)
     places.visit(ast.parse(source))
     return places.mutants
 
 
 def drawn(path: str, source: str, seed: int = SEED) -> Mutant | None:
-    """Return the mutant of a module that the seed chooses, or None without anything to change."""
+    """Return the mutant of a module that the seed draws, or `None` if nothing can be changed."""
     by_kind: dict[str, list[Mutant]] = {}
     for mutant in mutants_of(path, source):
         by_kind.setdefault(mutant.kind, []).append(mutant)
@@ -321,16 +315,14 @@ def drawn(path: str, source: str, seed: int = SEED) -> Mutant | None:
 
 
 def tests_of(root: Path, path: str) -> list[str]:
-    """Return the test files of a module, from the root.
-
-    Args:
-        path: Module's file from the root.
-    """
+    """Return the `MOST_FILES` test files that belong to a module, with paths from the root."""
     module = Path(path)
     called = re.compile(rf"test_{re.escape(module.stem)}(_.*)?\.py")
     dotted = ".".join(("mupax", *module.with_suffix("").parts))
     costs_file = root / "tests" / "costs.json"
-    costs = json.loads(costs_file.read_text(encoding="utf-8")) if costs_file.is_file() else {}
+    costs = {}
+    if costs_file.is_file():
+        costs = json.loads(costs_file.read_text(encoding="utf-8"))
     ranked: list[tuple[bool, float, str]] = []
     for file in python_files(root / "tests" / module.parent):
         if not file.name.startswith("test_"):
@@ -359,7 +351,7 @@ def chosen(root: Path, count: int = COUNT, seed: int = SEED) -> list[Mutant]:
 
 
 class Tree:
-    """A checkout in which mutants of another one are looked for."""
+    """Checkout in which mutants of an older checkout are looked for."""
 
     def __init__(self, root: Path) -> None:
         self._by_text: dict[tuple[str, str], list[Mutant]] = {}
@@ -372,15 +364,15 @@ class Tree:
                     self._by_shapes.setdefault(place.shapes, []).append(place)
 
     def find(self, row: dict[str, Any]) -> Mutant | None:
-        """Return the place of a recorded mutant in this tree, or None unless there is just one.
+        """Return the place of a recorded mutant in this tree, or `None` without a unique place.
 
         Args:
-            row: Recorded row of the mutant.
+            row: Row of a record, with the fields of `Mutant`.
         """
         same_text = self._by_text.get((row["before"], row["after"]), [])
         function = row["path"], row["function"]
         unmoved = [place for place in same_text if (place.path, place.function) == function]
-        # Many a function is called __exit__, and many a text is 0: elsewhere the statement counts.
+        # Many functions are called __exit__, and many texts are 0. Elsewhere the statement decides.
         moved = [place for place in same_text if place.statement == row["statement"]]
         shapes = _shape(row["before"]), _shape(row["after"]), _shape(row["statement"])
         renamed = self._by_shapes.get(shapes, [])
@@ -400,15 +392,15 @@ class Tree:
 
 
 def _shape(text: str) -> str:
-    """Return a text with all its names alike: what renaming leaves of it."""
+    """Return a text with every name replaced by `_`, so that renaming does not change it."""
     return re.sub(r"[A-Za-z_]\w*", "_", text)
 
 
 class Bench:
-    """A copy of a checkout, in which tests run without and with a mutant.
+    """Copy of a checkout in which tests run without and with a mutant.
 
     Args:
-        folder: Folder of the copy, made by this.
+        folder: Folder of the copy, which does not exist yet.
     """
 
     def __init__(self, root: Path, folder: Path) -> None:
@@ -419,11 +411,16 @@ class Bench:
         self._data = folder / ".cache" / "data"
         self._good_data = folder / ".cache" / "good-data"
         for name in ("data", "jax"):
-            if (root / ".cache" / name).is_dir():  # prepared data and programs, which cost minutes
+            # Prepared data and compiled programs cost minutes.
+            if (root / ".cache" / name).is_dir():
                 shutil.copytree(root / ".cache" / name, folder / ".cache" / name)
 
     def _check_imports(self) -> None:
-        """Refuse a copy that tests would pass by: an installed mupax must not come before it."""
+        """Refuse a copy whose tests would import an installed mupax instead of the copy's.
+
+        Raises:
+            RuntimeError: Python imports mupax from outside of the copy.
+        """
         if not (self.folder / "mupax").is_dir():
             return
         command = [sys.executable, "-c", "import mupax; print(mupax.__file__)"]
@@ -439,15 +436,11 @@ class Bench:
             raise RuntimeError(f"Python imports {done.stdout.strip()}, which is not in the copy")
 
     def _variables(self) -> dict[str, str]:
+        """Return the environment of commands in the copy."""
         return {**os.environ, "PYTHONPATH": str(self.folder)}
 
     def judge(self, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any]:
-        """Run the tests of a mutant without and with it, and return what came.
-
-        Args:
-            mutant: Mutant of this copy.
-            tests: Test files from the root.
-        """
+        """Run tests without and with a mutant, and return the fields of its row."""
         if not tests:
             return {"outcome": "no tests"}
         baseline = self.baseline(tests)
@@ -482,13 +475,13 @@ class Bench:
 
     @contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
-        """Have the mutant in the copy while entered."""
+        """Context manager that holds a mutant in the copy, and restores the file."""
         file = self.folder / mutant.path
         source = file.read_bytes()
         times = file.stat()
         try:
             file.write_text(mutant.apply(source.decode()), encoding="utf-8")
-            # Python knows compiled files by second and size of the source.
+            # Python finds a compiled file stale by the second and the size of its source.
             os.utime(file, (times.st_atime + 2, times.st_mtime + 2))
             yield
         finally:
@@ -496,11 +489,10 @@ class Bench:
             os.utime(file, (times.st_atime, times.st_mtime))
 
     def run(self, tests: Sequence[str], limit: float) -> Outcome:
-        """Run test files by pytest until the first fails.
+        """Run test files by pytest until the first test fails.
 
         Args:
-            tests: Test files from the root.
-            limit: Seconds after which the run is ended.
+            limit: Time after which the run is ended, in seconds.
         """
         options = ("-q", "-x", "-m", MARKS, "-p", "no:cacheprovider", "-p", "no:xdist")
         command = [sys.executable, "-m", "pytest", *options, *tests]
@@ -521,7 +513,8 @@ class Bench:
             except subprocess.TimeoutExpired:
                 pass
             finally:
-                with suppress(ProcessLookupError):  # also what tests have left running
+                # Tests may have left processes running.
+                with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             text.seek(0)
@@ -534,9 +527,9 @@ class Outcome:
     """Result of one run of tests.
 
     Attributes:
-        code: Exit code of pytest; None where the time was over.
-        seconds: Time that it took.
-        output: Last lines.
+        code: Exit code of pytest, or `None` after the time limit.
+        seconds: Time of the run, in seconds.
+        output: Last 2,000 characters of the output.
     """
 
     code: int | None
@@ -545,16 +538,16 @@ class Outcome:
 
     @property
     def failed(self) -> str:
-        """Name of the test that failed first, "" where pytest names none."""
+        """Name of the first failed test, "" if pytest names none."""
         match = re.search(r"^(?:FAILED|ERROR) (\S+)", self.output, re.MULTILINE)
         return match[1] if match else ""
 
 
 def copy_checkout(root: Path, folder: Path) -> None:
-    """Copy the files of a checkout that git does not ignore, or all where git knows none.
+    """Copy the files of a checkout that git does not ignore; without git, copy all files.
 
     Args:
-        folder: Folder of the copy, made by this.
+        folder: Folder of the copy, which does not exist yet.
     """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -570,7 +563,7 @@ def copy_checkout(root: Path, folder: Path) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the newest row of each mutant in a record, without a last line that was cut off."""
+    """Return the newest row of each mutant in a record, without an incomplete last line."""
     if not path.is_file():
         return []
     rows: dict[str, dict[str, Any]] = {}
@@ -582,7 +575,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_row(path: Path, row: dict[str, Any]) -> None:
-    """Add a row to a record, after what a killed process left of a line is cut off."""
+    """Append a row to a record, and first remove an incomplete line of a killed process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         file.seek(0)
@@ -594,11 +587,11 @@ def write_row(path: Path, row: dict[str, Any]) -> None:
 
 
 def measure(out: Path, mutants: Sequence[tuple[str, Mutant | None]], root: Path = ROOT) -> None:
-    """Judge mutants that a record does not have yet, and add a row for each as it is done.
+    """Judge the mutants that a record does not have, and append a row after each.
 
     Args:
-        out: File of rows, JSON lines.
-        mutants: Name that each has in the record, and its place; None where the tree has none.
+        out: Path of the record, a file of JSON lines that may not exist yet.
+        mutants: Name in the record and place of each mutant; the place is `None` if it is gone.
     """
     # Tests that failed without the mutant may have met a busy machine: they are tried again.
     recorded = {row["mutant"] for row in read_rows(out) if row["outcome"] != UNJUDGED}
@@ -627,20 +620,20 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def record(out: Path, root: Path = ROOT) -> dict[str, Any]:
-    """Judge all mutants that a file of rows does not have yet, and return the summary of all."""
+    """Judge all chosen mutants that a record does not have, and return the record's summary."""
     measure(out, [(mutant.name, mutant) for mutant in chosen(root)], root)
     return summary(read_rows(out))
 
 
 def differences(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each mutant that tests killed before and that they do not kill now."""
+    """Return a line for each mutant that tests killed before and do not kill now."""
     dead = ("killed", "timeout")
     outcomes = {row["mutant"]: row["outcome"] for row in after}
     lines: list[str] = []
     for row in before:
-        now = outcomes.get(row["mutant"], "not measured")
-        if row["outcome"] in dead and now not in dead:
-            lines.append(f"{row['outcome']} before, {now} now: {row['mutant']}")
+        outcome = outcomes.get(row["mutant"], "not measured")
+        if row["outcome"] in dead and outcome not in dead:
+            lines.append(f"{row['outcome']} before, {outcome} now: {row['mutant']}")
     return lines
 
 
@@ -649,19 +642,19 @@ class Options:
     """Flags of the command."""
 
     out: Positional[Path]
-    """File of rows, JSON lines."""
+    """Record, a file of JSON lines."""
     first: int | None = None
-    """Judge so many of them only."""
+    """Number of mutants to judge; all by default."""
     like: Path | None = None
-    """Record whose mutants are looked for here."""
+    """Older record whose mutants are judged in this checkout."""
     against: Path | None = None
     """Older record to compare with; runs nothing."""
 
 
 def main() -> int:
-    """Judge mutants, or compare two records; the exit code is 1 where some are no longer killed."""
+    """Judge mutants and return 0, or compare two records and return 1 if they differ."""
     words = harness.parse(Options)
-    # Ends as Ctrl-C does, with the tests that run and the copy removed.
+    # SIGTERM ends the command as Ctrl-C does: running tests are ended and the copy is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if words.against:
         lines = differences(read_rows(words.against), read_rows(words.out))

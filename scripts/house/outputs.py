@@ -1,4 +1,4 @@
-"""What commands give: text, exported tensors, sweep rows, check findings, goldens, files of a workdir, names of metrics."""
+"""Outputs of commands: text, exported tensors, sweep rows, findings, goldens, files and metrics."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from scripts.house.digests import digest
 
 _MODEL = "--model.width 48 --model.num-heads 6 --model.depth 2 --model.seq-len 56"
 _TINY = f"{_MODEL} --data.batch-size 5"
-_RUN = f"{_TINY} --steps 120 --data.eval-batch-size 8 --data.eval-examples 16 --log.eval-every-steps 20"
+_RUN = (
+    f"{_TINY} --steps 120 --data.eval-batch-size 8 --data.eval-examples 16 "
+    "--log.eval-every-steps 20"
+)
 _IMAGES = "--steps 40 --data.batch-size 27 --data.eval-batch-size 30 --log.eval-every-steps 20"
 _T5 = "--model.positions relative --model.norm rmsnorm --model.no-embedding-norm"
-"""An encoder-decoder that an export can write."""
+"""Flags of an encoder-decoder that can be exported."""
 _SPANS = f"{_TINY} {_T5} --steps 120 --data.eval-batch-size 8 --data.eval-examples 16"
 VOLATILE = ("seconds", "workdir", "time", "digest", "host", "versions", "how")
-"""Keys of rows that differ from run to run."""
+"""Keys of JSON whose values differ from run to run."""
 
 
 def record() -> dict[str, Any]:
-    """Return what each command gives, for runs that are trained here."""
+    """Train three runs, run commands on them, and return all outputs."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         runs = {
@@ -56,7 +59,7 @@ def record() -> dict[str, Any]:
 
 
 def trained(workdir: Path, words: str) -> dict[str, list[str]]:
-    """Train a run, and return its files and the names of its metrics."""
+    """Train a run, and return the names of its files and of its metrics."""
     commands.done(["train", *words.split(), "--workdir", str(workdir)])
     files = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()}
     # Orbax names arrays by random digits, and TensorBoard its files by time and host.
@@ -68,13 +71,13 @@ def trained(workdir: Path, words: str) -> dict[str, list[str]]:
 
 
 def generated(workdir: Path, prompt: str, temperature: float) -> str:
-    """Return the text that a run writes after a prompt; temperature 0 takes the likeliest token."""
+    """Generate 40 tokens with a run, and return the printed text."""
     words = ["generate", str(workdir), "--prompt", prompt, "--tokens", "40"]
     return commands.done([*words, "--temperature", str(temperature)])
 
 
 def exported(workdir: Path, out: Path) -> dict[str, str]:
-    """Export a run to a folder of Hugging Face, and return a digest of each tensor."""
+    """Export a run as a Hugging Face folder, and return dtype, shape and digest of each tensor."""
     commands.done(["export", str(workdir), "--out", str(out)])
     tensors: dict[str, np.ndarray] = {}
     for file in sorted(out.glob("*.safetensors")):
@@ -86,14 +89,14 @@ def exported(workdir: Path, out: Path) -> dict[str, str]:
 
 
 def evaluated(workdir: Path) -> dict[str, Any]:
-    """Return what `eval --json` writes of a run."""
+    """Evaluate a run, and return the JSON of `eval --json`."""
     path = workdir.with_suffix(".json")
     commands.done(["eval", str(workdir), "--json", str(path)])
     return without_volatile(json.loads(path.read_text()))
 
 
 def swept(out: Path) -> dict[str, Any]:
-    """Return the rows of a small sweep by their keys."""
+    """Run a small sweep, and return its rows by their keys."""
     words = f"sweep lm-tiny {_TINY} --steps 20 --lr 2^-8:2^-6:3 --seeds 2 --out {out}"
     commands.done(words.split())
     rows = [json.loads(line) for line in (out / "points.jsonl").read_text().splitlines()]
@@ -101,7 +104,7 @@ def swept(out: Path) -> dict[str, Any]:
 
 
 def checked(path: Path) -> dict[str, Any]:
-    """Return what a small coordinate check writes as JSON."""
+    """Run a small coordinate check, and return its exit code and JSON."""
     words = f"check lm-tiny {_MODEL} --grow heads --sizes 3 --seeds 2 --json {path}"
     code, _, err = commands.run(words.split())
     if not path.is_file():
@@ -110,7 +113,7 @@ def checked(path: Path) -> dict[str, Any]:
 
 
 def without_volatile(value: Any) -> Any:
-    """Return a JSON value without the keys that differ from run to run."""
+    """Return a JSON value without the keys of `VOLATILE`."""
     if isinstance(value, dict):
         return {key: without_volatile(item) for key, item in value.items() if key not in VOLATILE}
     if isinstance(value, list):

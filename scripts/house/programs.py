@@ -1,4 +1,4 @@
-"""Digests of what JAX lowers: train step, evaluation step and logits of 140 configs with odd sizes."""
+"""Digests of lowered programs: train step, evaluation step and logits of 140 odd-sized configs."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ MESHES = {
     "fsdp 2 sequence 2 tensor 2": MeshConfig(data=1, fsdp=2, sequence=2, tensor=2),
 }
 SMALL_CHUNKS = {"LEAST_ROWS": 5, "PART_LOGITS": 100, "LANES": 5}
-"""Sizes at which the cross-entropy is computed in parts, made so small that these models have several parts."""
+"""Sizes of the parts in which the cross-entropy is computed, so small that models have several."""
 NOT_CONTEXT = ("inputs", "targets", "weights", "labels")
-"""Entries of a batch that a model does not read beside its inputs."""
+"""Entries of a batch that are no additional input of a model."""
 
 
 def record() -> dict[str, Any]:
-    """Return a digest of the StableHLO text of each config."""
+    """Lower the program of each config, and return a digest of its StableHLO text."""
     with_small_chunks()
     digests: dict[str, Any] = {}
     for name, config in cases().items():
@@ -97,20 +97,20 @@ def record() -> dict[str, Any]:
 
 
 def with_small_chunks() -> None:
-    """Set the sizes of parts for the rest of this process, which measures nothing else."""
+    """Set the sizes of `SMALL_CHUNKS` for the rest of this process."""
     loss.CHUNK_LOGITS["cpu"] = 1
     for name, value in SMALL_CHUNKS.items():
         setattr(loss, name, value)
 
 
 def program_of(config: Config) -> Program:
-    """Return the program on as many of the eight devices as the mesh of the config names."""
+    """Return the assembled program of a config, on as many devices as its mesh needs."""
     mesh = config.mesh
     return assemble(config, jax.devices()[: mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor])
 
 
 def lowered(program: Program) -> str:
-    """Return the text of the training step, of the evaluation step and of the logits."""
+    """Return the StableHLO text of the training step, the evaluation step and the logits."""
 
     def evaluate(params: Any, inputs: Any, batch: Any) -> Any:
         return step.batch_sums(program.definition, params, inputs, batch, layout=program.layout)
@@ -150,7 +150,7 @@ def cases() -> dict[str, Config]:
 
 
 def on_one_device() -> dict[str, Config]:
-    """Return configs that differ in the model, the step and the data."""
+    """Return configs for one device that differ in model, step, data, remat and optimizer."""
     replace = dataclasses.replace
     experts = with_model(TEXT, experts=4, qk_norm=False, num_kv_heads=None, head_dim=None)
     window = with_model(TEXT, window=3, full_every=3, depth=7)
@@ -220,7 +220,7 @@ def on_one_device() -> dict[str, Config]:
 
 
 def ways_of_the_loss() -> dict[str, Config]:
-    """Return every way to compute the cross-entropy, on every mesh, for a plain and for a centred model."""
+    """Return configs of every cross-entropy implementation, on every mesh, for two models."""
     centered = with_model(TEXT, centered=True, logit_softcap=3.0)
     models = {
         "": TEXT,
@@ -237,7 +237,7 @@ def ways_of_the_loss() -> dict[str, Config]:
 
 
 def on_meshes() -> dict[str, Config]:
-    """Return models other than the plain decoder, on meshes of eight devices."""
+    """Return configs of images, experts and variants of the decoder, on meshes of eight devices."""
     replace = dataclasses.replace
     experts = with_model(TEXT, experts=4, qk_norm=False, num_kv_heads=None, head_dim=None)
     images = with_model(

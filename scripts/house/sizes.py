@@ -113,11 +113,7 @@ def record(root: Path = ROOT) -> dict[str, Any]:
 
 
 def count_tokens(source: str) -> int:
-    """Count the tokens of Python source that are code.
-
-    Args:
-        source: Text of a file that parses.
-    """
+    """Count the code tokens of Python source, by the rules above."""
     statements = list(_string_statements(source))
     count = 0
     depth = 0  # of f-strings, which are many tokens from Python 3.12 on

@@ -1,4 +1,4 @@
-"""Numbers of every preset: a digest of `Preset.scales` over models, forms, bases, constants and optimizers."""
+"""Digests of `Preset.scales` for every preset, over models, forms, bases, constants, optimizers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OPTIMIZERS: tuple[Family, ...] = get_args(Family)
 
 
 def record() -> dict[str, Any]:
-    """Return one digest per preset, form and model."""
+    """Return one digest for each preset, form and model."""
     cases = itertools.product(sorted(PRESETS), (None, *get_args(Form)), MODELS)
     return {
         f"{name}/{form or 'own form'}/{model}": digest(list(lines(name, form, model)))
@@ -61,7 +61,12 @@ def record() -> dict[str, Any]:
 
 
 def lines(name: str, form: Form | None, model_name: str) -> Iterator[str]:
-    """Yield what the preset says of every parameter: its scales, or why it refuses."""
+    """Yield a line for each case and parameter: its scales, or the message of the preset's refusal.
+
+    Args:
+        form: Form of the preset; its own if `None`.
+        model_name: key of `MODELS`.
+    """
     model = MODELS[model_name]
     bases = (None, BASE)
     for base, constants, optimizer in itertools.product(bases, ({}, CONSTANTS), OPTIMIZERS):

@@ -1,4 +1,4 @@
-"""Traces of what runs for one batch, for the learning rates and for a save, on all threads.
+"""Traces of the functions that run for a batch, for the learning rates and for a save.
 
     python -m scripts.house.traces PART OUT      # one part, in this process
 
@@ -49,7 +49,7 @@ ANONYMOUS = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function of mupax's own, by its file from the root and its qualified name."""
+    """Function of mupax, by its file from the root and its qualified name."""
 
     path: str
     name: str
@@ -57,16 +57,16 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a run that is traced.
+    """Part of a run that is traced.
 
     Attributes:
         opens: Functions whose calls are windows.
-        within: Function inside whose call windows open; None: anywhere. It leaves out what is
-            called before, while a command line is checked say.
-        ends: Function whose return closes the last window, and the trace; None: the trace ends
-            when all of `opens` have returned.
-        on_disk: Pattern of the file in the workdir that the end waits for; "" waits for none.
-        steps: Steps of the run; None: as the recipe has them.
+        within: Function inside whose call windows open, so that earlier calls do not count. `None`
+            opens windows anywhere.
+        ends: Function whose return closes the last window and the trace. With `None` the trace
+            ends when all of `opens` have returned.
+        on_disk: Pattern of a file in the workdir for which the end waits; "" waits for none.
+        steps: Steps of the run, by default those of the recipe.
     """
 
     opens: tuple[Function, ...]
@@ -95,16 +95,14 @@ PARTS = {
         steps=1,
     ),
 }
-"""What is traced. Whoever moves or renames one of these functions writes its new place here."""
+"""Parts that are traced. If one of these functions moves, write its new place here."""
 
 
 class Recorder:
-    """A profile function that notes which functions run in the windows of a part.
+    """Profile function that records the functions which run in the windows of a part.
 
     Args:
-        part: Part of a run.
-        root: Checkout whose functions count.
-        workdir: Folder of the run, in which the part's end is looked for.
+        workdir: Folder of the run, in which `part.on_disk` is looked for.
     """
 
     def __init__(self, part: Part, root: Path, workdir: Path) -> None:
@@ -122,7 +120,7 @@ class Recorder:
         self._newest = time.monotonic()
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        """Note a call or a return; the interpreter calls this."""
+        """Record a call or a return, at each of which the interpreter calls this method."""
         if self.ended.is_set() or event not in ("call", "return"):
             return
         if event == "call" and self._threads and frame.f_code is threading.Thread.start.__code__:
@@ -136,6 +134,7 @@ class Recorder:
             self._return(frame, function)
 
     def _call(self, frame: FrameType, function: Function) -> None:
+        """Open a window if the function opens one, and record the function inside of a window."""
         if function == self.part.within and self._outer is None:
             self._outer = frame
         inside = self.part.within is None or self._outer is not None
@@ -148,6 +147,7 @@ class Recorder:
             self._newest = time.monotonic()
 
     def _return(self, frame: FrameType, function: Function) -> None:
+        """Close the windows of the frame, and end the trace if its end was reached."""
         complete = self.opened == set(self.part.opens)
         if function == self.part.ends and complete and self._counts():
             self._hold()
@@ -163,43 +163,50 @@ class Recorder:
             self._outer = None
 
     def _counts(self) -> bool:
-        """Return whether functions of this thread count now."""
+        """Return whether this thread is inside of a window."""
         return bool(self._threads) and threading.current_thread() in self._threads
 
     def _follow(self, started: threading.Thread) -> None:
+        """Let the functions of a started thread count if those of this thread do."""
         if self._counts():
             self._threads.add(started)
 
     def _hold(self) -> None:
-        """Wait until the part's end is on disk and nothing new happens; other threads go on."""
+        """Wait until the part's end is on disk and no new function runs in other threads.
+
+        Raises:
+            RuntimeError: Nothing is on disk after `HELD_S`.
+        """
         if not self.part.on_disk:
             return
-        until = time.monotonic() + HELD_S
-        while time.monotonic() < until:
+        deadline = time.monotonic() + HELD_S
+        while time.monotonic() < deadline:
             written = any(path.stat().st_size for path in self._workdir.glob(self.part.on_disk))
             if written and time.monotonic() - self._newest > QUIET_S:
                 return
-            self._newest = self._newest if written else time.monotonic()
+            if not written:
+                self._newest = time.monotonic()
             time.sleep(0.02)
         raise RuntimeError(f"{self.part.on_disk} did not come in {HELD_S:.0f} s")
 
     def _function(self, code: CodeType) -> Function | None:
-        """Return the function of mupax's own that code belongs to, if it has a name."""
+        """Return the function of mupax to which code belongs, or `None` for other code; cached."""
         if code not in self._by_code:
             self._by_code[code] = self._described(code)
         return self._by_code[code]
 
     def _described(self, code: CodeType) -> Function | None:
-        # Bodies of classes have names as modules have them, those of functions new ones.
+        """Return the function of mupax to which code belongs, or `None` for other code."""
+        # Only code of functions has local variables of its own.
         is_class = not code.co_flags & inspect.CO_NEWLOCALS
         if is_class or code.co_name in ANONYMOUS:
             return None
-        # Installed modules are reached by links: mupax/train is train.
+        # Modules are reached by links: mupax/train is train.
         path = os.path.relpath(os.path.realpath(code.co_filename), self._root)
         return Function(path, code.co_qualname) if path.startswith(self._folders) else None
 
     def result(self) -> dict[str, Any]:
-        """Return the number of files and functions, and how many functions each file has.
+        """Return the numbers of files and functions, and the number of functions by file.
 
         Raises:
             RuntimeError: A window never opened or the end never came.
@@ -218,23 +225,19 @@ class Recorder:
 
 
 def record(root: Path = ROOT) -> dict[str, Any]:
-    """Trace every part of a run, each in a fresh process.
-
-    Args:
-        root: Checkout whose run is traced.
-    """
+    """Trace every part of a checkout's run, each in a new process."""
     return {name: traced(name, root) for name in PARTS}
 
 
 def traced(name: str, root: Path = ROOT) -> dict[str, Any]:
-    """Trace one part in a fresh process.
+    """Trace one part in a new process, and return the recorder's result.
 
     Raises:
-        RuntimeError: The process failed; the text ends with its last lines.
+        RuntimeError: The process failed; the message ends with its last output.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "trace.json"
-        # This file traces other checkouts too, which may not have it. Their mupax is imported.
+        # Another checkout may not have this file: it is imported from here, and mupax from there.
         program = (
             f"import sys; sys.path.insert(0, {str(ROOT)!r}); from scripts.house import traces; "
             "sys.path.pop(0); traces.main()"
@@ -257,12 +260,12 @@ def traced(name: str, root: Path = ROOT) -> dict[str, Any]:
 
 
 def trace(name: str, out: Path, root: Path) -> None:
-    """Trace one part in this process, write the result, and leave the process where the part ends.
+    """Trace one part in this process, write the result, and exit the process at the part's end.
 
     Args:
-        name: Part to trace, one of `PARTS`.
-        out: JSON file to write.
-        root: Checkout of the modules that Python finds here.
+        name: key of `PARTS`.
+        out: Path of the JSON file with the result.
+        root: Checkout from which Python imports mupax in this process.
     """
     part = PARTS[name]
     with tempfile.TemporaryDirectory() as folder:
@@ -282,12 +285,12 @@ def trace(name: str, out: Path, root: Path) -> None:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-        recorder.result()  # says what never ran
+        recorder.result()  # raises if something never ran
         watcher.join()
 
 
 def _train(part: Part, workdir: str) -> None:
-    """Train the recipe as `mupax train` does, whose checks of the command line make presets too."""
+    """Train the recipe as `mupax train` does, with its checks of the command line."""
     from mupax.train.config import cli
     from mupax.train.run import loop
 
@@ -300,7 +303,7 @@ def _train(part: Part, workdir: str) -> None:
 
 def main() -> None:
     """Trace the part that the command line names."""
-    # Not scripts.harness, which imports mupax: here the traced mupax is imported, and later.
+    # scripts.harness would import mupax before the profile function is set.
     parser = argparse.ArgumentParser(description="Trace the functions that run in a part of a run.")
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("out", type=Path, help="JSON file to write")

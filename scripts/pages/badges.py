@@ -1,8 +1,9 @@
-"""Badges of README.md, from what pyproject.toml says: writes docs/images/badges.
+"""Badges of README.md, made from pyproject.toml: writes docs/images/badges.
 
     python -m scripts.pages.badges
 
-They are files of the repository, so that no page waits for another host to draw them, and a test holds each to pyproject.toml.
+The badges are files of the repository, so that no page waits for another host. A test compares them
+with pyproject.toml.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from matplotlib.textpath import TextPath
 from scripts import ROOT
 
 FOLDER = ROOT / "docs" / "images" / "badges"
-FONT, PADDING, HEIGHT = 11, 7, 20
-"""Pixels: size of the text, the space on either side of it, and a badge's height."""
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" aria-label="{label}: {value}">
+FONT = 11
+"""Size of the text, in pixels."""
+PADDING = 7
+"""Space on either side of the text, in pixels."""
+HEIGHT = 20
+"""Height of a badge, in pixels."""
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" \
+aria-label="{label}: {value}">
 <title>{label}: {value}</title>
 <clipPath id="corners"><rect width="{width}" height="{height}" rx="3"/></clipPath>
 <g clip-path="url(#corners)">
@@ -38,20 +44,24 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height
 
 
 def texts(project: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """File name without suffix to label and value, of what the `project` table of a pyproject.toml declares.
+    """Return file name without suffix to label and value of each badge.
+
+    Args:
+        project: `project` table of a pyproject.toml.
 
     Raises:
-        ValueError: it lacks a classifier or a licence that a badge would say.
+        ValueError: A classifier or the licence that a badge shows is not declared.
     """
     classifiers = project.get("classifiers", ())
-    versions = [
-        version
-        for line in classifiers
-        if (version := re.fullmatch(r"Programming .* :: (3\.\d+)", line))
-    ]
+    versions = []
+    for line in classifiers:
+        match = re.fullmatch(r"Programming .* :: (3\.\d+)", line)
+        if match:
+            versions.append(match[1])
     if not versions:
         raise ValueError(
-            "pyproject.toml declares no Python; add classifiers `Programming Language :: Python :: 3.N`"
+            "pyproject.toml declares no Python; add classifiers "
+            "`Programming Language :: Python :: 3.N`"
         )
     if not isinstance(project.get("license"), str):
         raise ValueError(
@@ -60,23 +70,25 @@ def texts(project: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     if "Typing :: Typed" not in classifiers:
         raise ValueError("pyproject.toml declares no types; add the classifier `Typing :: Typed`")
     return {
-        "python": ("python", " | ".join(version[1] for version in versions)),
+        "python": ("python", " | ".join(versions)),
         "licence": ("licence", project["license"]),
         "typed": ("types", "pyright"),
     }
 
 
 def _width(text: str) -> int:
-    """Pixels of a text in the font that matplotlib brings, which is as wide as the one that browsers have."""
-    return round(
-        TextPath((0, 0), text, size=FONT, prop=FontProperties("DejaVu Sans")).get_extents().width
-    )
+    """Return the width of a text, in pixels."""
+    # matplotlib's own font is as wide as the browsers' Verdana.
+    path = TextPath((0, 0), text, size=FONT, prop=FontProperties("DejaVu Sans"))
+    return round(path.get_extents().width)
 
 
 def badge(label: str, value: str) -> str:
-    """SVG of a label on grey and its value on blue."""
-    lengths = [_width(text) for text in (label, value)]
-    left, right = (length + 2 * PADDING for length in lengths)
+    """Return the SVG of a label on grey and a value on blue."""
+    label_length = _width(label)
+    value_length = _width(value)
+    left = label_length + 2 * PADDING
+    right = value_length + 2 * PADDING
     return SVG.format(
         width=left + right,
         height=HEIGHT,
@@ -87,19 +99,19 @@ def badge(label: str, value: str) -> str:
         value=escape(value),
         label_x=left / 2,
         value_x=left + right / 2,
-        label_length=lengths[0],
-        value_length=lengths[1],
+        label_length=label_length,
+        value_length=value_length,
     )
 
 
 def badges(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, str]:
-    """File name to content, of every badge."""
+    """Return file name to content of every badge."""
     project = tomllib.loads(pyproject.read_text())["project"]
     return {f"{name}.svg": badge(*words) for name, words in texts(project).items()}
 
 
 def main() -> None:
-    """Writes them."""
+    """Write all badges to docs/images/badges."""
     FOLDER.mkdir(exist_ok=True)
     for name, content in badges().items():
         (FOLDER / name).write_text(content)

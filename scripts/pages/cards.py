@@ -1,4 +1,4 @@
-"""Table of the tuned presets that come with the project: writes docs/reference/tuned.md.
+"""Page of the tuned presets: writes docs/reference/tuned.md from the presets' files.
 
 python -m scripts.pages.cards
 """
@@ -16,41 +16,49 @@ from scripts.pages import published
 PAGE = ROOT / "docs" / "reference" / "tuned.md"
 HEAD = f"""# Tuned presets
 
-A tuned preset holds the learning rate and the constants that were best at one size. `mupax train RECIPE --preset PRESET:NAME` uses it,
-`mupax presets tuned PRESET:NAME` prints all that is known of it with the command that made it, and `--save-tuned` of `sweep`, `transfer`
-and `tune` makes one of your own. A run far from the sizes that were measured prints a warning.
+A tuned preset holds the learning rate and the constants that were best at one size. A run far
+from the measured sizes prints a warning.
+
+```text
+mupax train lm-tiny --preset mup:lm-python-v1
+mupax presets tuned mup:lm-python-v1
+```
+
+The first line trains with it; the second prints its base sizes, its evidence and the command that
+made it. `--save-tuned` of `sweep`, `transfer` and `tune` saves your own.
 
 | verdict | the best learning rate as a size grows |
 |---|---|
-| transfers | drifts by at most ± {TOLERANCE:.2f} octaves a doubling, and the 95 % interval lies inside ± {BOUND:.2f} |
-| drifts | drifts, and the 95 % interval lies wholly outside ± {TOLERANCE:.2f} |
+| transfers | at most ± {TOLERANCE:.2f} octaves a doubling, 95 % interval inside ± {BOUND:.2f} |
+| drifts | 95 % interval outside ± {TOLERANCE:.2f} |
 | undecided | neither: sweep at one larger size before you rely on it |
 | one size | was never tried at another size |
 
 ## Measured here
 
-The rates are best on data of this project's own machine; they say nothing about other data. This page is made by
-`python -m scripts.pages.cards` from the files in `presets/tuned/`. Other presets have numbers that [others published](#published).
+These rates are best on the data of their studies and say nothing about other data. Other presets
+have numbers that [others published](#published). `python -m scripts.pages.cards` writes this
+page.
 
-| preset | verdict | learning rate, log2 [95 %] | base | measured on | drift, octaves a doubling [95 %] |
-|---|---|---|---|---|---|"""
+| preset | verdict | learning rate, log2 [95 %] | measured on | drift, octaves a doubling [95 %] |
+|---|---|---|---|---|"""
 EVIDENCE_FOLDER = ROOT / "docs" / "evidence" / "tuned"
+"""Folder of tuned presets that no longer come with mupax."""
 MOVED_HEAD = """## No longer shipped
 
-These came with mupax once. Their names are refused for a new run; a run that one began goes on with its own command, or with
-`mupax train --resume --workdir FOLDER`. `mupax presets tuned mup:docs/evidence/tuned/mup.vit-endless-v1.json` says everything about that
-one, and once its file is copied into a folder `tuned` here its name works as before.
+A new run refuses these names; a run that began with one goes on with its own command, or with
+`mupax train --resume --workdir FOLDER`. A copy of the file in a folder `tuned` makes its name work
+again. This prints one: `mupax presets tuned mup:docs/evidence/tuned/mup.vit-endless-v1.json`
 
 | preset | why | optimizer | rate | data |
 |---|---|---|---|---|"""
 
 
 def row(preset: find.Tuned) -> str:
-    """Return the line of the table about one tuned preset."""
+    """Return the table row of one tuned preset."""
     study = preset.provenance
     optimizer = preset.optimizer
     optimum = study["log2_optimum"]
-
     rate = f"{optimizer['name']} {optimizer['peak_lr']:.4g}"
     interval = f"{optimum['value']:.2f} {_interval(optimum)}"
     runs = f"{study['steps']:,} steps of {study['batch']}, {study['seeds']} seeds"
@@ -59,15 +67,10 @@ def row(preset: find.Tuned) -> str:
         f"`{preset.use}`",
         preset.evidence,
         f"{rate}, {interval}",
-        _sizes(preset.base) if preset.base else "none",
         f"`{study['recipe']}`, {study['data']}, {runs}",
         "; ".join(grown),
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def _sizes(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def _span(sizes: list[int]) -> str:
@@ -81,12 +84,12 @@ def _drift(grown: Mapping[str, Any]) -> str:
     return f"{drift['value']:+.2f} {_interval(drift)}"
 
 
-def _interval(of: Mapping[str, float | None]) -> str:
-    return (
-        "(no interval)"
-        if None in (of["low"], of["high"])
-        else f"[{of['low']:.2f}, {of['high']:.2f}]"
-    )
+def _interval(interval: Mapping[str, float | None]) -> str:
+    low = interval["low"]
+    high = interval["high"]
+    if low is None or high is None:
+        return "(no interval)"
+    return f"[{low:.2f}, {high:.2f}]"
 
 
 def page() -> str:
@@ -97,19 +100,24 @@ def page() -> str:
 
 
 def _moved(presets: Sequence[find.Tuned]) -> list[str]:
-    """Return the lines about tuned presets whose files are kept as data alone."""
-    rows = [
-        f"| {tuned.use} | {find.MOVED[tuned.use]} | {tuned.optimizer['name']} | {tuned.optimizer['peak_lr']:.4g} | "
-        f"`docs/evidence/tuned/{tuned.preset}.{tuned.name}.json` |"
-        for tuned in presets
-    ]
-    return [MOVED_HEAD, *rows, ""]
+    """Return the section about tuned presets that no longer come with mupax, as lines."""
+    lines = [MOVED_HEAD]
+    for tuned in presets:
+        cells = [
+            tuned.use,
+            find.MOVED[tuned.use],
+            tuned.optimizer["name"],
+            f"{tuned.optimizer['peak_lr']:.4g}",
+            f"`docs/evidence/tuned/{tuned.preset}.{tuned.name}.json`",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def main() -> int:
-    """Write the page, and return 0."""
+    """Write the page and return 0."""
     PAGE.write_text(page())
-    print(f"wrote docs/{PAGE.name}")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
     return 0
 
 

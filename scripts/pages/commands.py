@@ -16,17 +16,18 @@ from scripts import ROOT
 PAGE = ROOT / "docs" / "reference" / "commands.md"
 HEAD = """# Commands
 
-`mupax COMMAND --help` prints the flags of a command and an example. `mupax train RECIPE --help` prints the flags of a recipe that
-are used most, and `--help all` every one. `--plugin MODULE` first imports a module with presets, models, data or optimizers of your own
-([how](../howto/extend.md)). `python -m scripts.pages.commands` makes this page.
+`mupax COMMAND --help` prints the flags of a command and an example. `mupax train RECIPE --help`
+prints the common flags of a recipe, and `--help all` prints every flag. `--plugin MODULE` first
+imports a module with presets, models, data or optimizers of your own ([how](../howto/extend.md)).
+`python -m scripts.pages.commands` makes this page.
 
 """
-RECIPES = """A file may stand in the place of a recipe, by `--config FILE` (YAML or JSON, such as the `config.json` of a run), after
-{commands}.
+RECIPES = """Instead of a recipe, these commands take `--config FILE`, which is YAML or JSON, such as
+the `config.json` of a run: {commands}.
 
 """
-EXIT_CODES = """[Exit codes](../howto/running.md#exit-codes) are the same for every command. `tests/train/inputs.md` has 300 right and wrong
-command lines with their messages.
+EXIT_CODES = """[Exit codes](../howto/running.md#exit-codes) are the same for every command.
+`tests/train/inputs.md` has right and wrong command lines with their messages.
 
 """
 OLD = """## Old spellings
@@ -39,26 +40,29 @@ These still run, and print a line on standard error that names the new spelling.
 
 
 def document() -> str:
-    """Return the page."""
+    """Return the page: a table for each group, completion and old spellings."""
     takes_recipe = ", ".join(f"`{name}`" for name, row in _rows() if row.takes_recipe)
     parts = [HEAD, RECIPES.format(commands=takes_recipe), EXIT_CODES]
     for group, commands in table.GROUPS.items():
         parts.append(f"## {group}\n\n| command | what it does | example |\n|---|---|---|\n")
         parts += [_row(name, row) for name, row in _rows(commands)]
         parts.append("\n")
-    parts.append(
-        "## Completion\n\nCompletion of commands, subcommands and recipes is turned on by one line:\n\n"
-    )
+    parts.append("## Completion\n\n")
+    parts.append("One line turns on completion of commands, subcommands and recipes:\n\n")
     parts.append("| shell | line |\n|---|---|\n")
     for shell, line in completion.SHELLS.items():
         code, _, place = line.partition(" in ")
-        parts.append(f"| {shell} | `{code.replace('|', chr(92) + '|')}` in {place} |\n")
+        # A bar inside of a table's cell needs a backslash.
+        code = code.replace("|", "\\|")
+        parts.append(f"| {shell} | `{code}` in {place} |\n")
     parts += ["\n", OLD]
-    shortened = [now for typed, now in spellings.OLD.items() if typed == f"train {now}"]
+    shortened = [
+        spelling for typed, spelling in spellings.OLD.items() if typed == f"train {spelling}"
+    ]
     parts.append(f"| `mupax train` and {', '.join(shortened)} | `mupax` and the same word |\n")
-    for typed, now in spellings.OLD.items():
-        if now not in shortened:
-            parts.append(f"| `mupax {typed}` | `mupax {now}` |\n")
+    for typed, spelling in spellings.OLD.items():
+        if spelling not in shortened:
+            parts.append(f"| `mupax {typed}` | `mupax {spelling}` |\n")
     return "".join(parts)
 
 
@@ -78,6 +82,11 @@ def _rows(commands: Iterable[Command] | None = None) -> Iterator[tuple[str, Comm
 
 
 def _row(typed: str, command: Command) -> str:
+    """Return the table row of a command.
+
+    Args:
+        typed: Words of the command after `mupax`.
+    """
     return f"| `{typed}` | {command.summary} | `mupax {command.example}` |\n"
 
 

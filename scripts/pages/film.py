@@ -1,9 +1,10 @@
-"""The README's film: commands recorded in a terminal of 80 columns, as an animated SVG (docs/images/tour/film.svg).
+"""Film of the README: commands recorded in a terminal, as the animated docs/images/tour/film.svg.
 
     python -m scripts.pages.film
 
-Commands run as they are, in a pseudo-terminal; nothing that they print is changed. Waits are cut to half a second, and the run is shown
-faster than it goes, which its line says. Needs `pyte`, a terminal in memory (the extra `site`).
+Commands run as they are, in a pseudo-terminal of 80 columns, and their output is not changed. Waits
+are cut to half a second, and the run is shown faster than it goes, as its line says. Needs `pyte`,
+a terminal in memory (the extra `site`).
 """
 
 from __future__ import annotations
@@ -28,50 +29,62 @@ from typing import Any, NamedTuple
 from scripts import ROOT
 
 OUT = ROOT / "docs" / "images" / "tour" / "film.svg"
-COLUMNS, ROWS = 80, 24
+COLUMNS = 80
+ROWS = 24
 COMMANDS = {
     "mupax presets table mup --model gpt2-large --base gpt2": 1,
     "mupax check lm-proxy --preset mup --grow width": 1,
     "mupax train lm-laptop  # ten times as fast as it runs": 10,
 }
-"""What is typed, in an empty folder, and how many times faster than it runs it is shown."""
-WAIT_S, READ_S, KEY_S = 0.5, 3.0, 0.03
-"""Longest wait for output, time to read what a command left, time per typed letter."""
+"""Command to the factor by which it is shown faster than it runs. All run in one empty folder."""
+WAIT_S = 0.5
+"""Longest wait for output that the film shows."""
+READ_S = 3.0
+"""Time to read the screen after a command."""
+KEY_S = 0.03
+"""Time of a typed letter."""
 FRAME_S = 0.12
-"""No two frames are nearer: what a terminal draws in between nobody sees."""
+"""Shortest time of a frame; shorter ones are merged with the next."""
 CELL = (8.4, 18.0)
 """Width and height of a letter, in pixels."""
 COLORS = {
-    "default": "#d8dee9", "black": "#4c566a", "red": "#e06c75", "green": "#98c379", "brown": "#e5c07b", "blue": "#61afef",
-    "magenta": "#c678dd", "cyan": "#56b6c2", "white": "#eceff4",
-}  # fmt: skip
-"""A terminal's colours, as pyte names them."""
+    "default": "#d8dee9",
+    "black": "#4c566a",
+    "red": "#e06c75",
+    "green": "#98c379",
+    "brown": "#e5c07b",
+    "blue": "#61afef",
+    "magenta": "#c678dd",
+    "cyan": "#56b6c2",
+    "white": "#eceff4",
+}
+"""Name of a terminal's colour, as pyte has them, to its value."""
 
 Span = tuple[str, str, bool]
-"""A text, its colour, and whether it is bold."""
+"""Text, its colour, and whether it is bold."""
 Line = tuple[Span, ...]
+"""Spans of one row of the screen."""
 
 
 class Frame(NamedTuple):
-    """What the screen shows, and for how long."""
+    """Content of the screen, and the time for which it is shown."""
 
     lines: tuple[Line, ...]
     seconds: float
 
 
 def recorded(commands: Mapping[str, float], folder: Path) -> list[Frame]:
-    """The screen's frames while commands are typed and run.
+    """Type and run commands one after the other, and return the frames of their screen.
 
     Args:
-        commands: in order, on one screen, and how much faster each is shown.
-        folder: where they run.
+        commands: Command to the factor by which it is shown faster.
     """
     import pyte  # pyright: ignore[reportMissingImports]  (of the extra `site`)
 
     screen = pyte.Screen(COLUMNS, ROWS)
     stream = pyte.ByteStream(screen)
     frames: list[Frame] = []
-    for command, faster in commands.items():
+    for command, speed in commands.items():
         stream.feed(b"\x1b[32m$\x1b[0m ")
         for letter in command:
             stream.feed(letter.encode())
@@ -79,14 +92,18 @@ def recorded(commands: Mapping[str, float], folder: Path) -> list[Frame]:
         stream.feed(b"\r\n")
         for output, seconds in _output(command, folder):
             if seconds > 0:
-                frames.append(Frame(_lines(screen), min(seconds / faster, WAIT_S)))
+                frames.append(Frame(_lines(screen), min(seconds / speed, WAIT_S)))
             stream.feed(output)
         frames.append(Frame(_lines(screen), READ_S))
     return merged(frames)
 
 
 def _output(command: str, folder: Path) -> Iterator[tuple[bytes, float]]:
-    """Pieces of a command's output in a terminal, and the seconds before each."""
+    """Run a command in a terminal, and yield pieces of its output with the seconds before each.
+
+    Raises:
+        SystemExit: The command failed.
+    """
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     names = {
@@ -107,28 +124,31 @@ def _output(command: str, folder: Path) -> Iterator[tuple[bytes, float]]:
     with suppress(OSError):  # the terminal's other end is closed
         while running.poll() is None or select.select([master], [], [], 0)[0]:
             if select.select([master], [], [], FRAME_S)[0]:
-                now = time.monotonic()
-                yield os.read(master, 1 << 16), now - last
-                last = now
+                read_at = time.monotonic()
+                yield os.read(master, 1 << 16), read_at - last
+                last = read_at
     os.close(master)
-    if code := running.wait():
+    code = running.wait()
+    if code:
         raise SystemExit(f"{command} ended with {code}")
 
 
 def _lines(screen: Any) -> tuple[Line, ...]:
-    return tuple(
-        _line([screen.buffer[row][column] for column in range(COLUMNS)]) for row in range(ROWS)
-    )
+    """Return the rows of a pyte screen."""
+    lines = []
+    for row in range(ROWS):
+        cells = [screen.buffer[row][column] for column in range(COLUMNS)]
+        lines.append(_line(cells))
+    return tuple(lines)
 
 
 def _line(cells: Sequence[Any]) -> Line:
-    """Neighbours of one look as one span, without what is blank at the end."""
+    """Join neighbouring cells of one colour and weight to spans, without blanks at the end."""
     spans: list[Span] = []
     for cell in cells:
-        color = COLORS.get(
-            cell.fg.removeprefix("bright"),
-            f"#{cell.fg}" if len(cell.fg) == 6 else COLORS["default"],
-        )
+        # pyte gives one of 256 colours as six hexadecimal digits.
+        unnamed = f"#{cell.fg}" if len(cell.fg) == 6 else COLORS["default"]
+        color = COLORS.get(cell.fg.removeprefix("bright"), unnamed)
         if spans and spans[-1][1:] == (color, cell.bold):
             spans[-1] = (spans[-1][0] + cell.data, color, cell.bold)
         else:
@@ -142,7 +162,7 @@ def _line(cells: Sequence[Any]) -> Line:
 
 
 def merged(frames: Sequence[Frame]) -> list[Frame]:
-    """Frames as a viewer sees them: those that show the same are one, and so are those nearer than FRAME_S."""
+    """Merge frames with equal content, and each frame shorter than `FRAME_S` with the next one."""
     shown: list[Frame] = []
     for frame in frames:
         if shown and (shown[-1].lines == frame.lines or shown[-1].seconds < FRAME_S):
@@ -153,37 +173,61 @@ def merged(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def svg(frames: Sequence[Frame]) -> str:
-    """The film: frames below one another in a column that is moved behind a window, each line that is alike kept once."""
-    width, height = COLUMNS * CELL[0] + 24, ROWS * CELL[1] + 24
-    lines = {
-        line: f"l{index}"
-        for index, line in enumerate(dict.fromkeys(x for f in frames for x in f.lines if x))
-    }
-    defs = [f'<text id="{name}">{"".join(map(_span, line))}</text>' for line, name in lines.items()]
-    whole, start, steps, uses = sum(frame.seconds for frame in frames), 0.0, [], []
+    """Return the film as an animated SVG.
+
+    The frames stand below one another in a column that moves behind a window. A line of the screen
+    that several frames share is written once.
+    """
+    width = COLUMNS * CELL[0] + 24
+    height = ROWS * CELL[1] + 24
+    names = _line_names(frames)
+    texts = []
+    for line, name in names.items():
+        spans = "".join(_span(span) for span in line)
+        texts.append(f'<text id="{name}">{spans}</text>')
+
+    total_s = sum(frame.seconds for frame in frames)
+    start_s = 0.0
+    steps = []
+    uses = []
     for index, frame in enumerate(frames):
         top = index * ROWS * CELL[1]
-        steps.append(f"{100 * start / whole:.3f}%{{transform:translateY({0 - top:g}px)}}")
-        start += frame.seconds
-        uses += [
-            f'<use href="#{lines[line]}" y="{top + (row + 1) * CELL[1] - 5:g}"/>'
-            for row, line in enumerate(frame.lines)
-            if line
-        ]
+        steps.append(f"{100 * start_s / total_s:.3f}%{{transform:translateY({0 - top:g}px)}}")
+        start_s += frame.seconds
+        for row, line in enumerate(frame.lines):
+            if line:
+                y = top + (row + 1) * CELL[1] - 5
+                uses.append(f'<use href="#{names[line]}" y="{y:g}"/>')
+
     style = (
-        "text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre;"
-        f"fill:{COLORS['default']}}}.b{{font-weight:bold}}#film{{animation:film {whole:.2f}s steps(1,end) infinite}}"
+        "text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;"
+        f"white-space:pre;fill:{COLORS['default']}}}.b{{font-weight:bold}}"
+        f"#film{{animation:film {total_s:.2f}s steps(1,end) infinite}}"
         f"@keyframes film{{{''.join(steps)}}}"
     )
+    title = escape("; ".join(COMMANDS))
+    size = f'width="{width:g}" height="{height:g}"'
+    inner_size = f'width="{width - 24:g}" height="{height - 24:g}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}">'
-        f"<title>{escape('; '.join(COMMANDS))}</title><style>{style}</style><defs>{''.join(defs)}</defs>"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" {size}>'
+        f"<title>{title}</title><style>{style}</style><defs>{''.join(texts)}</defs>"
         f'<rect width="100%" height="100%" rx="8" fill="#282c34"/>'
-        f'<svg x="12" y="12" width="{width - 24:g}" height="{height - 24:g}"><g id="film">{"".join(uses)}</g></svg></svg>\n'
+        f'<svg x="12" y="12" {inner_size}><g id="film">{"".join(uses)}</g></svg></svg>\n'
     )
+
+
+def _line_names(frames: Sequence[Frame]) -> dict[Line, str]:
+    """Return each distinct line that is not empty, with its id in the SVG."""
+    names: dict[Line, str] = {}
+    for frame in frames:
+        for line in frame.lines:
+            if line and line not in names:
+                names[line] = f"l{len(names)}"
+    return names
 
 
 def _span(span: Span) -> str:
+    """Return the SVG of a span."""
     text, color, bold = span
     fill = "" if color == COLORS["default"] else f' style="fill:{color}"'
     weight = ' class="b"' if bold else ""
@@ -191,13 +235,13 @@ def _span(span: Span) -> str:
 
 
 def main() -> int:
-    """Records and writes the film; 0."""
+    """Record the commands, write the film and return 0."""
     with tempfile.TemporaryDirectory() as folder:
         frames = recorded(COMMANDS, Path(folder))
     OUT.write_text(svg(frames))
-    print(
-        f"wrote docs/images/tour/{OUT.name}: {len(frames)} frames, {sum(f.seconds for f in frames):.0f} s, {OUT.stat().st_size // 1024} KiB"
-    )
+    seconds = sum(frame.seconds for frame in frames)
+    kib = OUT.stat().st_size // 1024
+    print(f"wrote docs/images/tour/{OUT.name}: {len(frames)} frames, {seconds:.0f} s, {kib} KiB")
     return 0
 
 

@@ -1,11 +1,11 @@
-"""Drift and price of more presets than the project's own transfer studies have: a section of docs/evidence/transfer.md.
+"""Section of docs/evidence/transfer.md about more presets, from docs/evidence/leaderboard.
 
     python -m scripts.pages.leaderboard [--render]
     python -m scripts.pages.leaderboard NAME RECIPE --preset PRESET --grow AXIS=SIZES ...
 
-`--render` first judges the rows of docs/evidence/leaderboard again. The second makes the study that follows NAME, as
-`mupax transfer` does, in docs/evidence/leaderboard/NAME, and adds its rows. A study that was stopped goes on when the command is
-typed again.
+The first line writes the section; `--render` judges the recorded rows again before. The second line
+runs the study as `mupax transfer` does, in docs/evidence/leaderboard/NAME, and adds its rows. An
+interrupted study resumes when the line is typed again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from mupax import presets
 from mupax.errors import MupaxError
 from scripts import ROOT
 from scripts.pages import markdown
-from scripts.studies.transfer import judge_again
+from scripts.studies.transfer import interval_text, judge_again, loss_text
 
 FOLDERS = (ROOT / "docs" / "evidence" / "transfer", ROOT / "docs" / "evidence" / "leaderboard")
+"""Folders of the project's own studies, and of those that this command adds."""
 PAGE = ROOT / "docs" / "evidence" / "transfer.md"
 PART = "leaderboard"
-"""Name of the page's section, and of the folder of its studies."""
+"""Name of the section's markers, and of the folder of its studies."""
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+"""Form of a study's name, which becomes a folder."""
 HEADING = """## More presets
 
-Studies of more presets, each of one model under one optimizer. Rows are ordered by price. Add a study by its name and the words
-that follow `mupax transfer`:
+Each table is one model under one optimizer, ordered by price. Presets that give the same numbers
+share a row. To add a study, give its name and the words that follow `mupax transfer`:
 
 ```text
 python -m scripts.pages.leaderboard completep-depth lm-tiny --model lm-proxy --preset completep --control sp --grow depth=2,4,8,16 --steps 100
@@ -41,7 +43,7 @@ python -m scripts.pages.leaderboard completep-depth lm-tiny --model lm-proxy --p
 
 
 class Row(NamedTuple):
-    """One preset in one study."""
+    """Result of one preset in one study."""
 
     task: str
     """Model, optimizer, steps and what grows."""
@@ -52,22 +54,27 @@ class Row(NamedTuple):
     loss: float | None
     seeds: int
     study: str
-    """Its folder, relative to docs/."""
+    """Folder of the study, relative to docs/evidence/."""
 
 
 def rows(folders: Sequence[Path] = FOLDERS) -> list[Row]:
-    """Those of all studies that are there, each task's by price; a preset that two studies of one task have, from the one with more seeds.
+    """Return one row for each task and preset, ordered by task and then by price.
+
+    If two studies of one task have the same preset, the row is that of the study with more seeds.
 
     Args:
-        folders: of studies, each in a folder of its own.
+        folders: Folders with a subfolder for each study, which holds its transfer.json.
     """
     best: dict[tuple[str, str], Row] = {}
-    for path in sorted(path for folder in folders for path in folder.glob("*/transfer.json")):
+    paths: list[Path] = []
+    for folder in folders:
+        paths += folder.glob("*/transfer.json")
+    for path in sorted(paths):
         record = json.loads(path.read_text())
         for study in record["studies"]:
             row = _row(record, study, path.parent)
-            other = best.get((row.task, row.preset))
-            if other is None or other.seeds < row.seeds:
+            present = best.get((row.task, row.preset))
+            if present is None or present.seeds < row.seeds:
                 best[row.task, row.preset] = row
     return sorted(
         best.values(), key=lambda row: (row.task, _number(row.price["value"]), row.preset)
@@ -75,38 +82,52 @@ def rows(folders: Sequence[Path] = FOLDERS) -> list[Row]:
 
 
 def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> Row:
-    sizes, model = study["sizes"], record["config"]["model"]
-    experts = (
-        f" of {model['experts']} experts"
-        if model.get("experts") and study["axis"] != "experts"
-        else ""
-    )
+    """Return the row of one preset of a study's record."""
+    sizes = study["sizes"]
+    model = record["config"]["model"]
+    experts = ""
+    if model.get("experts") and study["axis"] != "experts":
+        experts = f" of {model['experts']} experts"
     grown = f"{study['axis']} from {sizes[0]['size']:,} to {sizes[-1]['size']:,}"
-    task = f"{model['family']} of width {model['width']}{experts}, {record['optimizer']}, {record['steps']:,} steps: {grown}"
-    last = sizes[-1]
+    task = (
+        f"{model['family']} of width {model['width']}{experts}, {record['optimizer']}, "
+        f"{record['steps']:,} steps: {grown}"
+    )
     return Row(
-        task, study["preset"], study["drift_octaves_per_doubling"], study["verdict"], last["price_of_not_tuning"],
-        last["loss"], study["seeds"], f"{folder.parent.name}/{folder.name}",
-    )  # fmt: skip
+        task=task,
+        preset=study["preset"],
+        drift=study["drift_octaves_per_doubling"],
+        verdict=study["verdict"],
+        price=sizes[-1]["price_of_not_tuning"],
+        loss=sizes[-1]["loss"],
+        seeds=study["seeds"],
+        study=f"{folder.parent.name}/{folder.name}",
+    )
 
 
 def _number(value: float | None) -> float:
+    """Return a value by which rows are sorted; one that is not known comes last."""
     return float("inf") if value is None else value
 
 
 def section(entries: Sequence[Row]) -> str:
-    """Return the section of the page: one table for every task of the studies in docs/evidence/leaderboard."""
+    """Return the section of the page: one table for each task of docs/evidence/leaderboard."""
     lines = [HEADING]
     selected = [row for row in entries if row.study.startswith(f"{PART}/")]
     for task in dict.fromkeys(row.task for row in selected):
         lines += [f"### {task[0].upper()}{task[1:]}", ""]
         lines += [
-            "| preset | verdict | price of not retuning | drift, octaves per doubling | least loss at the largest | seeds |",
+            "| preset | verdict | price | drift | loss | seeds |",
             "|---|---|---|---|---|---|",
         ]
+
+        # Presets that are one rule on this axis have the same numbers: they share a line.
+        names: dict[tuple[str, ...], list[str]] = {}
         for row in selected:
             if row.task == task:
-                lines.append(f"| {' | '.join(_cells(row))} |")
+                names.setdefault(tuple(_cells(row)), []).append(f"`{row.preset}`")
+        for cells, presets_of_line in names.items():
+            lines.append(f"| {' | '.join([', '.join(presets_of_line), *cells])} |")
         lines.append("")
     ranked = {row.preset.split()[0] for row in entries}
     missing = ", ".join(f"`{name}`" for name in presets.PRESETS if name not in ranked)
@@ -116,32 +137,21 @@ def section(entries: Sequence[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    loss = "unknown" if row.loss is None else f"{row.loss:.3f}"
-    price = _interval(row.price, ".3f")
-    drift = _interval(row.drift, "+.2f")
-    return [f"`{row.preset}`", row.verdict, price, drift, loss, str(row.seeds)]
-
-
-def _interval(of: Mapping[str, float | None], form: str) -> str:
-    value, low, high = (of[name] for name in ("value", "low", "high"))
-    if value is None:
-        return "unknown"
-    return (
-        f"{value:{form}}"
-        if low is None or high is None
-        else f"{value:{form}} [{low:{form}}, {high:{form}}]"
-    )
+    """Return the cells of a table row after the preset."""
+    price = interval_text(row.price, ".3f")
+    drift = interval_text(row.drift, "+.2f")
+    return [row.verdict, price, drift, loss_text(row.loss), str(row.seeds)]
 
 
 def add(name: str, words: Sequence[str]) -> int:
-    """Make a study and return its exit code.
+    """Run a study in docs/evidence/leaderboard and return the exit code of `mupax transfer`.
 
     Args:
-        name: Name of the study's folder.
+        name: Name of the study's folder: small letters, digits and single hyphens.
         words: Words that follow `mupax transfer`.
 
     Raises:
-        MupaxError: a name that is no folder's, or is one of the project's own studies.
+        MupaxError: The name has another form, or one of the project's own studies has it.
     """
     from mupax.train.studies.transfer import command
 
@@ -151,14 +161,19 @@ def add(name: str, words: Sequence[str]) -> int:
         )
     if (FOLDERS[0] / name).exists():
         raise MupaxError(
-            f"docs/evidence/transfer/{name} is one of the project's own studies; choose another name"
+            f"docs/evidence/transfer/{name} is one of the project's own studies; "
+            "choose another name"
         )
     with contextlib.chdir(ROOT):
         return command.main([*words, "--out", f"docs/evidence/leaderboard/{name}"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the study that is named, if any, and write the section; return the study's exit code, 2 for a wrong name."""
+    """Run the named study, if any, and write the section.
+
+    Returns:
+        0, 2 for a wrong name, or the exit code of a study that failed.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] in (["--help"], ["-h"]):
         print(__doc__)

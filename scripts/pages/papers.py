@@ -1,8 +1,9 @@
-"""Papers that the code and its documents cite by arXiv number: writes docs/reference/papers.md and finds wrong numbers.
+"""Papers cited by arXiv number in code and documents: the page docs/reference/papers.md.
 
     python -m scripts.pages.papers
 
-A number is cited alone, with `arXiv` before it, or behind a name: Bordelon et al. 2024 (2405.15712). On the site each is a link.
+A number is cited alone, after `arXiv`, or after a name: Bordelon et al. 2024 (2405.15712). On the
+site each number is a link.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,34 +20,36 @@ from scripts.pages import markdown
 
 PAGE = ROOT / "docs" / "reference" / "papers.md"
 NUMBER = re.compile(r"(?<![\w./-])(\d\d)(0[1-9]|1[0-2])\.\d{5}(?![\d.]*\d)")
-"""An arXiv number since 2015: year, month and five digits."""
+"""arXiv number since 2015: year, month and five digits."""
 _YEAR = r"(?P<year>(?:19|20)\d\d)"
 BEFORE = re.compile(
     rf"(?P<words>[\w+()-][^;]*?)(?P<more> et al\.)?[ ,(]*{_YEAR}?[ ,(]*(?:arXiv )?$"
 )
-"""What stands before a number: words that may end in a name, and sometimes the year."""
+"""Text before a number: words that may end in a name, and sometimes the year."""
 CITED = ("*.md", "*.py", "*.ipynb", "*.cff")
+"""Patterns of the files that are searched for citations."""
 SHOWN = ("docs/", "presets/", "zoo/", "train/", "README.md")
-"""Where files lie that the page names; scripts and tests say again what these say."""
+"""Beginnings of the paths that the page lists. Scripts and tests repeat their citations."""
 HEAD = """# Papers
 
-Whose rules, formulas and settings these are, and where each is used. Whether a rule was read in its source or is reported by somebody
-else stands beside it (`mupax presets constants mup`). Made by `python -m scripts.pages.papers`.
+Sources of rules, formulas and settings, with the files that use them. `mupax presets constants mup`
+says whether a rule was read in its source or is reported by others. Made by
+`python -m scripts.pages.papers`.
 
 """
 
 
 class Paper(NamedTuple):
-    """A paper."""
+    """Paper that may be cited."""
 
     authors: str
-    """Their names, or the first one's and `et al.`; empty where only the number is known here."""
+    """Names of the authors, or of the first one and `et al.`; empty if they are not known."""
     title: str = ""
-    """What the paper or its method is called in prose; several separated by semicolons."""
+    """Short name of the paper or its method in prose; several are separated by semicolons."""
 
     @property
     def names(self) -> set[str]:
-        """What may stand before its number: an author or a title."""
+        """Names that may stand before the paper's number: authors and titles."""
         authors = re.split(r", | and ", self.authors.removesuffix(" et al."))
         return {name for name in (*authors, *self.title.split("; ")) if name}
 
@@ -98,91 +101,117 @@ PAPERS: Mapping[str, Paper] = {
     "2605.15290": Paper("", "GQA-muP"),
     "2605.21486": Paper("Kalra and Barkeshli"),
 }
-"""arXiv number to the paper."""
+"""arXiv number to its paper, in the order of the page."""
 
 
 def address(number: str) -> str:
-    """Where a paper is read."""
+    """Return the web address of a paper."""
     return f"https://arxiv.org/abs/{number}"
 
 
 def citing(root: Path = ROOT) -> dict[str, str]:
-    """Path in the repository to text, of every file that may cite: not the page, which is made of them, this file and its test."""
+    """Return path to text of every tracked file that may cite.
+
+    Left out are the page of papers, which is made of the citations, this file and its test.
+    """
     command = ["git", "ls-files", "-z", "--", *CITED]
-    listed = (
-        subprocess.run(command, cwd=root, capture_output=True, check=True)
-        .stdout.decode()
-        .split("\0")
-    )
+    finished = subprocess.run(command, cwd=root, capture_output=True, check=True)
     skipped = {
         "docs/reference/papers.md",
         "scripts/pages/papers.py",
         "tests/scripts/pages/test_papers.py",
     }
-    paths = (name for name in listed if name and name not in skipped and (root / name).is_file())
-    return {name: (root / name).read_text() for name in paths}
+    texts = {}
+    for name in finished.stdout.decode().split("\0"):
+        # A file may be tracked and deleted.
+        if name and name not in skipped and (root / name).is_file():
+            texts[name] = (root / name).read_text()
+    return texts
 
 
 def problems(texts: Mapping[str, str], papers: Mapping[str, Paper] = PAPERS) -> list[str]:
-    """What is wrong with the numbers that are cited, a line each, and papers that nothing cites.
+    """Return one line for each citation that must be wrong, and for each paper without a citation.
 
     Args:
-        texts: path to text.
-        papers: number to paper.
+        texts: path to text, as `citing` returns them.
     """
-    lines = [line for path, text in texts.items() for line in _wrong(path, text, papers)]
-    cited = {hit[0] for text in texts.values() for hit in NUMBER.finditer(text)}
-    return lines + [
-        f"{number} is cited nowhere; take it out of PAPERS"
-        for number in papers
-        if number not in cited
-    ]
+    lines: list[str] = []
+    cited: set[str] = set()
+    for path, text in texts.items():
+        lines += _wrong(path, text, papers)
+        cited |= {match[0] for match in NUMBER.finditer(text)}
+    for number in papers:
+        if number not in cited:
+            lines.append(f"{number} is cited nowhere; take it out of PAPERS")
+    return lines
 
 
 def _wrong(path: str, text: str, papers: Mapping[str, Paper]) -> Iterator[str]:
-    names = sorted(
-        {name for paper in papers.values() for name in paper.names}, key=len, reverse=True
-    )
+    """Yield the wrong citations of one file."""
+    names: set[str] = set()
+    for paper in papers.values():
+        names |= paper.names
+    longest_first = sorted(names, key=len, reverse=True)
+
     end = 0
-    for hit in NUMBER.finditer(text):
-        number, paper = hit[0], papers.get(hit[0])
-        before = BEFORE.search(
-            re.sub(r"[\s#\"]+", " ", text[max(end, hit.start() - 80) : hit.start()])
-        )
-        end = hit.end()
-        if paper is None:
-            yield f"{path}: {number} is no paper of scripts/pages/papers.py; write it there, or mend the number"
-        elif before is not None:
-            if before["year"] not in (None, f"20{hit[1]}"):
-                yield f"{path}: {before['year']} beside {number}, which is of 20{hit[1]}"
-            last = before["words"].split()[-1] if before["more"] or before["year"] else None
-            ending = (
-                name for name in names if re.search(rf"(?<!\w){re.escape(name)}$", before["words"])
+    for match in NUMBER.finditer(text):
+        number = match[0]
+        start = max(end, match.start() - 80)
+        before = BEFORE.search(re.sub(r"[\s#\"]+", " ", text[start : match.start()]))
+        end = match.end()
+        if number not in papers:
+            yield (
+                f"{path}: {number} is no paper of scripts/pages/papers.py; write it there, "
+                "or mend the number"
             )
-            name = next(ending, last)
-            if name is not None and name not in paper.names:
-                by = paper.authors or paper.title or "authors not known here"
-                yield f"{path}: {name} beside {number}, which is by {by}"
+            continue
+        if before is None:
+            continue
+        if before["year"] not in (None, f"20{match[1]}"):
+            yield f"{path}: {before['year']} beside {number}, which is of 20{match[1]}"
+
+        paper = papers[number]
+        name = _name_at_end(before, longest_first)
+        if name is not None and name not in paper.names:
+            authors = paper.authors or paper.title or "authors not known here"
+            yield f"{path}: {name} beside {number}, which is by {authors}"
+
+
+def _name_at_end(before: re.Match[str], names: Sequence[str]) -> str | None:
+    """Return the name at the end of the text before a number, or `None` if the text names no paper.
+
+    A word before `et al.` or a year counts as a name, too.
+
+    Args:
+        before: match of `BEFORE`.
+        names: Names to look for, the longest first, because one may end in another.
+    """
+    for name in names:
+        if re.search(rf"(?<!\w){re.escape(name)}$", before["words"]):
+            return name
+    if before["more"] or before["year"]:
+        return before["words"].split()[-1]
+    return None
 
 
 def page(texts: Mapping[str, str]) -> str:
-    """The page's text.
+    """Return the page: a table of the papers with the files that cite them.
 
     Args:
-        texts: path in the repository to text, of what may cite.
+        texts: path to text, as `citing` returns them.
     """
     rows = [["paper", "arXiv", "used in"]]
     for number, paper in PAPERS.items():
         paths = [path for path, text in texts.items() if path.startswith(SHOWN) and number in text]
-        title = f"{paper.authors} 20{number[:2]}" if paper.authors else ""
-        about = ": ".join(text for text in (title, paper.title) if text)
-        rows.append(
-            [about, f"[{number}]({address(number)})", ", ".join(map(_where, sorted(paths)))]
-        )
+        authors = f"{paper.authors} 20{number[:2]}" if paper.authors else ""
+        about = ": ".join(text for text in (authors, paper.title) if text)
+        places = ", ".join(_place(path) for path in sorted(paths))
+        rows.append([about, f"[{number}]({address(number)})", places])
     return f"{HEAD}{markdown.table(rows)}\n"
 
 
-def _where(path: str) -> str:
+def _place(path: str) -> str:
+    """Return a link to a document, or the path of code."""
     if not (path.startswith("docs/") and path.endswith(".md")):
         return f"`{path}`"
     target = os.path.relpath(ROOT / path, PAGE.parent)
@@ -190,11 +219,12 @@ def _where(path: str) -> str:
 
 
 def main() -> int:
-    """Writes the page; 1 where a number cannot be right."""
+    """Write the page, print wrong citations, and return 1 if there are any."""
     texts = citing()
     PAGE.write_text(page(texts))
-    print("\n".join([*problems(texts), f"wrote {PAGE.relative_to(ROOT)}"]))
-    return int(bool(problems(texts)))
+    wrong = problems(texts)
+    print("\n".join([*wrong, f"wrote {PAGE.relative_to(ROOT)}"]))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

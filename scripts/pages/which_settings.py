@@ -1,4 +1,4 @@
-"""Which settings to train a model with, by the best evidence that comes with mupax: writes docs/start/which-settings.md.
+"""Page of the best known settings of every model: writes docs/start/which-settings.md.
 
 python -m scripts.pages.which_settings
 """
@@ -15,40 +15,46 @@ from scripts.pages.markdown import table
 
 PAGE = ROOT / "docs" / "start" / "which-settings.md"
 TOKENS_PER_PARAMETER = 20
-"""Tokens of the page's runs for each parameter outside of embeddings (Hoffmann et al. 2022, 2203.15556)."""
-IMAGES = 90 * 1_281_167
-"""Images of the page's runs: 90 epochs of ImageNet-1k."""
+"""Length of a language model's run, in tokens for each parameter outside of embeddings (Hoffmann et
+al. 2022, 2203.15556)."""
+IMAGE_EPOCHS = 90
+IMAGES = IMAGE_EPOCHS * 1_281_167
+"""Length of a vision model's run, in images: 90 epochs of ImageNet-1k."""
 HEAD = f"""# Which settings should I use?
 
 ```sh
 mupax plan --model gpt2-medium --tokens 10b
 ```
 
-answers for one model: it prints the learning rate and batch of the best evidence that applies, its interval where one is known,
-the command that trains with it, and what else is known. The same for every model of `mupax models` that something is known of,
-with {TOKENS_PER_PARAMETER} tokens for each parameter outside of embeddings, or {IMAGES:,} images:
+prints the learning rate and batch of the best evidence that applies to one model, the interval of
+the rate if it is known, and the command that trains with them. The table has every model of
+`mupax models` with evidence: language models at {TOKENS_PER_PARAMETER} tokens for each parameter
+outside of embeddings, vision models at {IMAGES:,} images ({IMAGE_EPOCHS} epochs of ImageNet-1k).
 """
 TAIL = """
 Best first, evidence is
 
-- **measured here**: a [tuned preset](../reference/tuned.md) of this project. It applies within three doublings of the sizes and lengths
-that were   tried.
-- **published law**: fitted to [1,073 runs of others](../evidence/published-runs.md), under standard parameterization. It applies within three
-  doublings of their 215 to 429 million parameters and 4 to 100 billion tokens, to decoders without experts.
-- **published constants**: what somebody trained a model of this size with ([tuned presets, published](../reference/tuned.md)). How far from the
-  best they are is not known.
+- **measured here**: a [tuned preset](../reference/tuned.md) of this project. It applies within
+  three doublings of the measured sizes and lengths.
+- **published law**: a fit to [1,073 runs of others](../evidence/forecasts.md#published-runs)
+  under standard parameterization. It applies to decoders without experts, within three doublings
+  of 215 to 429 million parameters and 4 to 100 billion tokens.
+- **published constants**: the values that somebody trained a model of this size with ([tuned
+  presets, published](../reference/tuned.md#published)). Their distance from the best values is
+  not known.
 
-If you can afford one study, make your own instead: tune a small model under `mup` and train the large one with it
-(`mupax tune`, then `mupax plan MODEL --from FOLDER`). If the run is longer than the one that was tuned, grow the batch as the square
-root of the tokens and take `--joint sde`; [the measurements](../evidence/published-runs.md#which-rule-to-use-for-a-longer-run) say what other
-rules cost.
+If you can afford one study, make your own instead: tune a small model under `mup` and train the
+large one with it (`mupax tune`, then `mupax plan MODEL --from FOLDER`). For a run longer than the
+tuned one, grow the batch as the square root of the tokens and add `--joint sde`; [the
+measurements](../evidence/forecasts.md#which-rule-to-use-for-a-longer-run) give the cost of other
+rules.
 
 Made by `python -m scripts.pages.which_settings`.
 """
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the page: a row for each model with evidence, and the names of the others."""
     rows = []
     unknown = []
     for name, model in CONFIGS.items():
@@ -58,20 +64,22 @@ def page() -> str:
         else:
             unknown.append(f"`{name}`")
     head = ("model", "length", "rate", "90 %", "batch", "`--preset`", "evidence")
-    nothing = f"Nothing is known of {', '.join(unknown)}: tune a small one."
+    nothing = f"No evidence applies to {', '.join(unknown)}: tune a small model."
     return f"{HEAD}\n{table([head, *rows])}\n\n{nothing}\n{TAIL}"
 
 
 def length(model: ModelConfig) -> float:
-    """Return the tokens or images of a model's run."""
+    """Return the length of a model's run, in tokens or images."""
     if model.unit == "image":
         return IMAGES
     return float(TOKENS_PER_PARAMETER * evidence.body_parameters(model))
 
 
 def _row(name: str, model: ModelConfig, best: evidence.Evidence) -> tuple[str, ...]:
-    """Return a model's line."""
+    """Return the table row of a model with its best evidence."""
     ends = best.rate_interval
+    # A tuned preset is named in its own column.
+    source = best.source.removeprefix(f"{best.preset}, ").removeprefix(best.preset)
     interval = "not known" if ends is None else f"{ends[0]:.2g} to {ends[1]:.2g}"
     batch = "not known" if best.batch is None else f"{best.batch:.0f}"
     return (
@@ -81,12 +89,12 @@ def _row(name: str, model: ModelConfig, best: evidence.Evidence) -> tuple[str, .
         interval,
         batch,
         f"`{best.preset}`",
-        f"{best.kind}: {best.source}",
+        f"{best.kind}: {source}" if source else best.kind,
     )
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page to docs/start/which-settings.md."""
     disk.write_whole(PAGE, page())
 
 

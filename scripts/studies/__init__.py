@@ -1,1 +1,1 @@
-"""Trained studies, each resumable: the rate's transfer, tuned presets, forecasts, desiderata, experts, growth, fine-tuning, other code."""
+"""Trained studies that resume after an interruption: transfer, forecasts and published runs."""

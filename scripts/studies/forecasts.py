@@ -1,10 +1,10 @@
-"""Board of forecasts and their outcomes: writes docs/evidence/forecasts.json and its part of docs/evidence/forecasts.md.
+"""Board of all forecasts with their outcomes, for docs/evidence/forecasts.json and forecasts.md.
 
     python -m scripts.studies.forecasts
 
-A folder of docs/evidence/forecasts/ has forecasts.json and, where their runs were trained, outcomes/points.jsonl. Beside them stands what the
-law makes of the committed transfer studies: fitted without their largest size, it is asked for that one. That is hindsight, as
-those outcomes were known, and counts for no more.
+A folder of docs/evidence/forecasts/ holds forecasts.json and, once its runs were trained,
+outcomes/points.jsonl. The board also lists forecasts in hindsight: a law that is fitted to a
+committed transfer study without its largest size forecasts this size.
 """
 
 from __future__ import annotations
@@ -25,178 +25,219 @@ from mupax.train.studies.plan import score
 from mupax.train.studies.sweep.rows import has_rows
 from mupax.train.studies.transfer.fit import fit
 from scripts import ROOT, harness
-from scripts.pages.markdown import replaced
+from scripts.pages import markdown
 
 DOCS = ROOT / "docs" / "evidence"
-SHORT = ("date", "what", "preset", "scale", "beyond", "prediction", "digest", "metric")
+COPIED_FIELDS = ("date", "what", "preset", "scale", "beyond", "prediction", "digest", "metric")
+"""Fields of a forecast that the board repeats."""
 
 
 def collected(folder: Path) -> list[dict[str, Any]]:
-    """Every forecast in a folder of folders, each with its outcome where it has come.
+    """Return every forecast below a folder, with its outcome, or `None` before its run was trained.
 
     Args:
-        folder: docs/evidence/forecasts.
+        folder: docs/evidence/forecasts, or a folder of the same layout.
 
     Raises:
-        ForecastError: a forecast is not as it was written.
+        ForecastError: a forecast's content does not match its digest.
     """
     board = []
-    for place in sorted(path.parent for path in folder.glob("*/forecasts.json")):
-        came = points.load([place / "outcomes"]) if has_rows(place / "outcomes") else []
-        for content in json.loads((place / "forecasts.json").read_text()):
+    for path in sorted(folder.glob("*/forecasts.json")):
+        study = path.parent
+        trained = points.load([study / "outcomes"]) if has_rows(study / "outcomes") else []
+
+        for content in json.loads(path.read_text()):
             if record.digest(content) != content["digest"]:
                 raise record.ForecastError(
-                    f"{place.name}: the forecast of {content['what']} is not as it was written"
+                    f"{study.name}: the forecast of {content['what']} is not as it was written"
                 )
-            outcomes = score.of_points(content, came)
+            outcomes = score.of_points(content, trained)
             outcome = score.score(content, outcomes[0]) if outcomes else None
-            board.append(
-                {"from": place.name, **{name: content[name] for name in SHORT}, "outcome": outcome}
-            )
+            entry: dict[str, Any] = {"from": study.name}
+            for field in COPIED_FIELDS:
+                entry[field] = content[field]
+            entry["outcome"] = outcome
+            board.append(entry)
     return board
 
 
 def hindsight(folder: Path) -> list[dict[str, Any]]:
-    """The largest size of each committed transfer study, as the law of the others has it.
+    """Forecast the largest size of each transfer study from its smaller sizes, and score it.
 
     Args:
-        folder: docs/evidence/transfer.
+        folder: docs/evidence/transfer, or a folder of the same layout.
+
+    Returns:
+        One record for each study and preset. A study that supports no law has the reason as `none`.
     """
     rows = []
-    for place in sorted(path.parent for path in folder.glob("*/transfer.json")):
-        for study in points.load([place]):
+    for path in sorted(folder.glob("*/transfer.json")):
+        for study in points.load([path.parent]):
             *smaller, largest = study.settings
             row: dict[str, Any] = {
-                "study": place.name,
+                "study": path.parent.name,
                 "preset": study.label,
                 "parameters": largest.parameters,
             }
             best = fit(largest.curve, largest.curve.first)
             try:
-                prediction = predict(
-                    fitted(replace(study, settings=tuple(smaller))), largest.config
-                )
+                law = fitted(replace(study, settings=tuple(smaller)))
+                prediction = predict(law, largest.config)
             except NoLaw as error:
-                rows.append({**row, "none": str(error).partition(": ")[2].partition(" (")[0]})
+                reason = str(error).partition(": ")[2].partition(" (")[0]
+                rows.append({**row, "none": reason})
                 continue
-            content = {"prediction": {"loss": prediction.loss.to_json()}}
-            outcome = score.score(content, score.Outcome(best.loss, 0, None))
-            rate = prediction.log2_lr and {
-                **prediction.log2_lr.to_json(2),
-                "came": round(best.optimum, 2),
-            }
-            rows.append({**row, **content["prediction"], "log2_lr": rate, "outcome": outcome})
+
+            loss = prediction.loss.to_json()
+            outcome = score.score({"prediction": {"loss": loss}}, score.Outcome(best.loss, 0, None))
+            rate = None
+            if prediction.log2_lr is not None:
+                rate = {**prediction.log2_lr.to_json(2), "came": round(best.optimum, 2)}
+            rows.append({**row, "loss": loss, "log2_lr": rate, "outcome": outcome})
     return rows
 
 
 def summary(board: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many forecasts there are, how many came, how many of these inside, and how far off.
+    """Count forecasts and outcomes, and return the shares inside their intervals and the errors.
 
     Args:
-        board: of `collected`.
+        board: entries as `collected` returns them.
     """
-    came = [entry["outcome"] for entry in board if entry["outcome"]]
-    errors = [abs(outcome["error"]) for outcome in came]
-    count = max(1, len(came))
+    outcomes = [entry["outcome"] for entry in board if entry["outcome"]]
+    errors = [abs(outcome["error"]) for outcome in outcomes]
+    count = max(1, len(outcomes))
     return {
         "forecasts": len(board),
-        "came": len(came),
-        "inside90": round(sum(outcome["inside90"] for outcome in came) / count, 3),
-        "inside50": round(sum(outcome["inside50"] for outcome in came) / count, 3),
+        "came": len(outcomes),
+        "inside90": round(sum(outcome["inside90"] for outcome in outcomes) / count, 3),
+        "inside50": round(sum(outcome["inside50"] for outcome in outcomes) / count, 3),
         "median_error": round(float(np.median(errors)), 5) if errors else None,
         "largest_error": round(max(errors), 5) if errors else None,
     }
 
 
 def document(content: dict[str, Any]) -> str:
-    """The board as it stands in the page.
+    """Return the board as Markdown: three tables and the studies without a law.
 
     Args:
-        content: of docs/evidence/forecasts.json.
+        content: Record with `summary`, `forecasts` and `hindsight`.
     """
     lines = [
-        "| forecasts of | made | came | inside 90 % | inside 50 % | median error | largest |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, of_folder in content["summary"].items():
-        if of_folder["came"]:
-            shares = [f"{of_folder[key]:.1%}" for key in ("inside90", "inside50")]
-            errors = [f"{of_folder[key]:.2%}" for key in ("median_error", "largest_error")]
-        else:
-            shares = errors = ["", ""]
-        lines.append(
-            f"| {name} | {of_folder['forecasts']} | {of_folder['came']} | {' | '.join([*shares, *errors])} |"
-        )
-    lines += _misses(content["forecasts"])
-    lines += [
+        _totals(content["summary"]),
+        "",
+        "Outcomes outside of their 90 % interval (all are in `docs/evidence/forecasts.json`):",
+        "",
+        _misses(content["forecasts"]),
         "",
         "### In hindsight",
         "",
-        "The largest size of the committed transfer studies, as the law of the other three has it.",
+        _hindsight_summary(content["hindsight"]),
         "",
+        _hindsight_table(content["hindsight"]),
+        "",
+        "Studies that support no law:",
+        "",
+        *_studies_without_law(content["hindsight"]),
     ]
-    lines += [
-        "| study | preset | parameters | loss | 90 % | came | error | best rate, 90 % | came |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in content["hindsight"]:
-        if "none" in row:
-            continue
-        start = f"| {row['study']} | `{row['preset']}` | {row['parameters']:,} |"
-        loss, outcome, rate = row["loss"], row["outcome"], row["log2_lr"]
-        where = "" if outcome["inside90"] else ", **outside**"
-        cells = f"{loss['value']:.3f} | {loss['low90']:.3f} to {loss['high90']:.3f} | {outcome['loss']:.3f} | {outcome['error']:+.2%}{where}"
-        lines.append(
-            f"{start} {cells} | 2^{rate['low90']:.2f} to 2^{rate['high90']:.2f} | 2^{rate['came']:.2f} |"
-        )
-    lines += ["", "Without a law, and so without a forecast:", ""]
-    lacking: dict[str, list[str]] = {}
-    for row in content["hindsight"]:
-        if "none" in row:
-            lacking.setdefault(row["none"].removeprefix("no law: "), []).append(
-                f"{row['study']} under `{row['preset']}`"
-            )
-    lines += [f"- {', '.join(studies)}: {reason}." for reason, studies in lacking.items()]
     return "\n".join(lines)
 
 
-def _misses(forecasts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table of the forecasts whose 90 % interval did not hold the outcome."""
-    lines = [
-        "",
-        "The outcomes outside of their 90 % interval; `docs/evidence/forecasts.json` has every forecast.",
-        "",
-        "| forecast of | run | parameters | tokens | loss | 90 % | came | error |",
-        "|---|---|---|---|---|---|---|---|",
+def _totals(summaries: dict[str, dict[str, Any]]) -> str:
+    """Return the table with one line for each folder of forecasts."""
+    rows = [
+        ["forecasts of", "made", "trained", "inside 90 %", "inside 50 %", "median error", "largest"]
     ]
+    for name, totals in summaries.items():
+        cells = [name, str(totals["forecasts"]), str(totals["came"])]
+        if totals["came"]:
+            cells += [f"{totals[key]:.1%}" for key in ("inside90", "inside50")]
+            cells += [f"{totals[key]:.2%}" for key in ("median_error", "largest_error")]
+        else:
+            cells += ["", "", "", ""]
+        rows.append(cells)
+    return markdown.table(rows)
+
+
+def _misses(forecasts: Sequence[dict[str, Any]]) -> str:
+    """Return the table of forecasts whose 90 % interval did not hold the outcome."""
+    rows = [["forecast of", "run", "loss", "90 %", "measured", "error"]]
     for entry in forecasts:
         outcome = entry["outcome"]
         if not outcome or outcome["inside90"]:
             continue
         loss = entry["prediction"]["loss"]
         diverged = outcome["loss"] is None
-        cells = [
-            entry["from"],
-            entry["what"].partition(", at")[0],
-            f"{entry['scale']['parameters']:,}",
-            f"{entry['scale']['tokens']:,}",
-            f"{loss['value']:.4f}",
-            f"{loss['low90']:.4f} to {loss['high90']:.4f}",
-            "diverged" if diverged else f"{outcome['loss']:.4f}",
-            "" if diverged else f"{outcome['error']:+.2%}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(
+            [
+                entry["from"],
+                entry["what"].partition(", at")[0],
+                f"{loss['value']:.4f}",
+                f"{loss['low90']:.4f} to {loss['high90']:.4f}",
+                "diverged" if diverged else f"{outcome['loss']:.4f}",
+                "" if diverged else f"{outcome['error']:+.2%}",
+            ]
+        )
+    return markdown.table(rows)
+
+
+def _hindsight_summary(forecasts: Sequence[dict[str, Any]]) -> str:
+    """Return a sentence with the number of best learning rates inside their intervals."""
+    rates = [row["log2_lr"] for row in forecasts if row.get("log2_lr")]
+    inside = sum(rate["low90"] <= rate["came"] <= rate["high90"] for rate in rates)
+    return (
+        "The largest size of each transfer study, forecast from the other three. "
+        f"{inside} of {len(rates)} best rates are inside their 90 % interval."
+    )
+
+
+def _hindsight_table(forecasts: Sequence[dict[str, Any]]) -> str:
+    """Return the table of the losses of the studies' largest sizes."""
+    rows = [["study", "preset", "loss", "90 %", "error"]]
+    for row in forecasts:
+        if "none" in row:
+            continue
+        loss = row["loss"]
+        outcome = row["outcome"]
+        mark = "" if outcome["inside90"] else ", **outside**"
+        rows.append(
+            [
+                row["study"],
+                f"`{row['preset']}`",
+                f"{loss['value']:.3f}",
+                f"{loss['low90']:.3f} to {loss['high90']:.3f}",
+                f"{outcome['error']:+.2%}{mark}",
+            ]
+        )
+    return markdown.table(rows)
+
+
+def _studies_without_law(forecasts: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one line for each reason why studies support no law."""
+    presets_of: dict[str, dict[str, list[str]]] = {}
+    for row in forecasts:
+        if "none" in row:
+            reason = row["none"].removeprefix("no law: ")
+            presets = presets_of.setdefault(reason, {}).setdefault(row["study"], [])
+            presets.append(f"`{row['preset']}`")
+
+    lines = []
+    for reason, studies in presets_of.items():
+        names = list(studies)
+        # A reason that only one study has also tells the preset: it depends on its rows.
+        if len(names) == 1:
+            names = [f"{names[0]} under {', '.join(studies[names[0]])}"]
+        lines.append(f"- {', '.join(names)}: {reason}.")
     return lines
 
 
 def page(text: str, content: dict[str, Any]) -> str:
-    """The text of docs/evidence/forecasts.md with the board in its place.
+    """Return the text of docs/evidence/forecasts.md with its board replaced.
 
     Args:
-        text: of the page.
-        content: of docs/evidence/forecasts.json.
+        text: Text of the page, which has the markers of `board`.
+        content: Record with `summary`, `forecasts` and `hindsight`.
     """
-    return replaced(text, "board", f"\n{document(content)}\n")
+    return markdown.replaced(text, "board", f"\n{document(content)}\n")
 
 
 @dataclass(frozen=True)
@@ -205,18 +246,18 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score every forecast that has come and write both files; returns the exit code 0."""
+    """Score every forecast with a trained run, write the record and the page, and return 0."""
     harness.parse(Options, argv)
     board = collected(DOCS / "forecasts")
-    folders = dict.fromkeys(entry["from"] for entry in board)
-    summaries = {
-        name: summary([entry for entry in board if entry["from"] == name]) for name in folders
-    }
+    summaries = {}
+    for name in dict.fromkeys(entry["from"] for entry in board):
+        summaries[name] = summary([entry for entry in board if entry["from"] == name])
     content = {"summary": summaries, "forecasts": board, "hindsight": hindsight(DOCS / "transfer")}
+
     disk.write_whole(DOCS / "forecasts.json", json.dumps(content, indent=1) + "\n")
     disk.write_whole(DOCS / "forecasts.md", page((DOCS / "forecasts.md").read_text(), content))
-    for name, of_folder in summaries.items():
-        print(f"{name}: {of_folder}")
+    for name, totals in summaries.items():
+        print(f"{name}: {totals}")
     return 0
 
 

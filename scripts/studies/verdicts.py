@@ -1,11 +1,13 @@
-"""Simulated transfer studies at the noise of the committed ones: writes docs/evidence/transfer/verdicts.json, and shows it.
+"""Simulation of transfer studies, to measure how often a verdict and an interval are right.
 
     python -m scripts.studies.verdicts [--studies 400] [--cells N] [--processes 2] [--render]
 
-Each simulated study is measured and judged by `mupax.train.studies.transfer.study.measure`, as a command's is: five rates and
-more until every minimum lies inside, then seeds until the verdict is decided, 3 to 8. Only the losses are made up, from the
-curvatures and the noise of a committed study (a cell), with a drift that is known. Every cell is written as it finishes, and a
-stopped command goes on. `--render` prints the tables of docs/evidence/transfer.md from what is there.
+It writes docs/evidence/transfer/verdicts.json. Each simulated study is measured and judged by
+`mupax.train.studies.transfer.study.measure`, as a real one: five rates and more until every
+minimum lies inside, then 3 to 8 seeds until the verdict is decided. Only the losses are drawn: a
+cell has the curvatures and the noise of a committed study, and the drift is known. Cells are
+written as they finish, and an interrupted command resumes. `--render` prints the section of the
+page without simulating.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -34,33 +37,36 @@ from scripts.pages.markdown import table
 
 OUT = ROOT / "docs" / "evidence" / "transfer" / "verdicts.json"
 FOLDERS = ("transfer", "leaderboard")
+"""Folders of docs/evidence with transfer studies."""
 DRIFTS = (0.0, 0.22, 0.3, 0.5)
-"""True drifts whose verdicts are counted, in octaves per doubling."""
+"""True drifts that are simulated, in octaves per doubling."""
 SEEDS = (3, 5, 8)
-"""Fixed numbers of seeds whose coverage is counted; the first and the last are the command's default limits."""
+"""Numbers of seeds at which coverage is measured; the first and last are the command's limits."""
 SKEW = 0.3
-"""Third derivative over twice the curvature: losses are steeper above the optimum. The median of the committed studies."""
+"""Third derivative over twice the curvature, the median of the committed studies: losses are
+steeper above the optimum."""
 OPTIMUM = -6.25
-"""log2 of the smallest size's best rate, within a quarter octave."""
+"""log2 of the smallest size's best rate, which is drawn within a quarter octave of this."""
 FIRST_SIZE = 16
-"""Head dimension that stands for the smallest size; the others double."""
+"""Smallest head dimension of a simulated study, whose sizes double."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The noise of one committed study, per size.
+    """Noise of one committed study, with one value for each size in its tuples.
 
     Attributes:
-        name: folder and preset.
-        doublings: log2 of the sizes over the smallest.
-        curvature: nats per octave squared.
-        single: standard deviation of a run's loss beside its seed's level and slope, in nats.
-        tilt: standard deviation of a seed's slope beyond what `single` explains, in nats per octave.
-        level: standard deviation of a seed's level, in nats.
-        skew: of the mean losses within two octaves.
-        scatter: standard deviation of the optima of one seed, in octaves, size by size.
-        scattered: covariance of the optima of one seed between sizes.
-        freedom: degrees of freedom of `scattered`, the seeds less one.
+        name: Names of the study's folder and preset.
+        doublings: log2 of each size over the smallest.
+        curvature: Curvature of the loss at the optimum, in nats per octave squared.
+        single: Standard deviation of a run's loss around its seed's line over the rates, in nats.
+        tilt: Standard deviation of a seed's slope that `single` does not explain, in nats per
+            octave.
+        level: Standard deviation of a seed's mean loss, in nats.
+        skew: Third derivative over twice the curvature of the mean losses, within two octaves.
+        scatter: Standard deviation of the best rate from one seed, in octaves.
+        scattered: Covariance between sizes of the best rates from one seed, in octaves squared.
+        freedom: Degrees of freedom of `scattered`: the number of seeds less one.
     """
 
     name: str
@@ -76,7 +82,7 @@ class Cell:
 
     @property
     def weights(self) -> np.ndarray:
-        """Weights of the optima in the drift."""
+        """Weight of each size's best rate in the drift, the slope of a least-squares line."""
         centred = np.array(self.doublings) - np.mean(self.doublings)
         return centred / (centred @ centred)
 
@@ -87,46 +93,63 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """Return the cells of all committed studies, the least noisy first; of studies with the same points one."""
-    selected: dict[str, Cell] = {}
-    paths = sorted(
-        path
-        for folder in FOLDERS
-        for path in (ROOT / "docs" / "evidence" / folder).glob("*/transfer.json")
-    )
-    for path in paths:
+    """Return one cell for each distinct committed study, the least noisy first."""
+    by_points: dict[str, Cell] = {}
+    paths: list[Path] = []
+    for folder in FOLDERS:
+        paths += (ROOT / "docs" / "evidence" / folder).glob("*/transfer.json")
+    for path in sorted(paths):
         for study in json.loads(path.read_text())["studies"]:
-            keys = sorted({point["key"] for size in study["sizes"] for point in size["points"]})
-            digest = hashlib.sha256("".join(keys).encode()).hexdigest()
+            digest = _digest_of_points(study["sizes"])
             curves = [curve_of(size) for size in study["sizes"]]
             analysis = analyse([size["size"] for size in study["sizes"]], curves)
-            fitted = sum(not fit.trouble for fit in analysis.fits)
-            if digest not in selected and fitted > 1 and analysis.seeds > 1:
-                selected[digest] = _cell(f"{path.parent.name}, {study['preset']}", analysis, curves)
-    # Presets that give the same numbers, trained under two names, are one cell.
-    alike = {
-        tuple(round(value, 3) for value in cell.scatter): cell
-        for cell in reversed(selected.values())
-    }
-    return sorted(alike.values(), key=lambda cell: cell.noise)
+            num_fitted = sum(not fit.trouble for fit in analysis.fits)
+            if digest not in by_points and num_fitted > 1 and analysis.seeds > 1:
+                name = f"{path.parent.name}, {study['preset']}"
+                by_points[digest] = _cell(name, analysis, curves)
+
+    # Two presets that are one rule on an axis were trained under two names. They are one cell, that
+    # of the first name.
+    by_scatter: dict[tuple[float, ...], Cell] = {}
+    for cell in reversed(by_points.values()):
+        by_scatter[tuple(round(value, 3) for value in cell.scatter)] = cell
+    return sorted(by_scatter.values(), key=lambda cell: cell.noise)
+
+
+def _digest_of_points(sizes: Sequence[Mapping[str, Any]]) -> str:
+    """Return a digest that is equal for studies with the same trained points."""
+    keys: set[str] = set()
+    for size in sizes:
+        keys |= {point["key"] for point in size["points"]}
+    return hashlib.sha256("".join(sorted(keys)).encode()).hexdigest()
 
 
 def curve_of(size: Mapping[str, Any]) -> Curve:
-    """Return the losses of one size as its transfer.json has them."""
-    losses = {
-        (p["log2_lr"], p["seed"]): math.inf if p["loss"] is None else p["loss"]
-        for p in size["points"]
-    }
+    """Return the losses of one size at the rates that all of its first seeds have.
+
+    Args:
+        size: entry of `sizes` in a transfer.json.
+    """
+    losses: dict[tuple[float, int], float] = {}
+    for point in size["points"]:
+        loss = math.inf if point["loss"] is None else point["loss"]
+        losses[point["log2_lr"], point["seed"]] = loss
     first = size["rates_chosen_by_seeds"]
     seeds = sorted({seed for _, seed in losses})
-    every = seeds[: min(first, _least_seeds(size))]
-    rates = sorted({rate for rate, _ in losses if all((rate, seed) in losses for seed in every)})
-    values = [[losses.get((rate, seed), math.nan) for seed in seeds] for rate in rates]
-    return Curve(np.array(rates), np.array(values), first)
+    first_seeds = seeds[: min(first, _least_seeds(size))]
+
+    rates = []
+    for rate in sorted({rate for rate, _ in losses}):
+        if all((rate, seed) in losses for seed in first_seeds):
+            rates.append(rate)
+    rows = []
+    for rate in rates:
+        rows.append([losses.get((rate, seed), math.nan) for seed in seeds])
+    return Curve(np.array(rates), np.array(rows), first)
 
 
 def _least_seeds(size: Mapping[str, Any]) -> int:
-    """Return the least number of seeds that a rate of this size has."""
+    """Return the number of seeds of the rate that has the fewest."""
     counts: dict[float, int] = {}
     for point in size["points"]:
         counts[point["log2_lr"]] = counts.get(point["log2_lr"], 0) + 1
@@ -134,11 +157,12 @@ def _least_seeds(size: Mapping[str, Any]) -> int:
 
 
 def _cell(name: str, analysis: Analysis, curves: Sequence[Curve]) -> Cell:
-    """Return the noise of one study, its sizes without an optimum left out."""
+    """Return the noise of one study, over its sizes with a fitted optimum."""
     seeds = analysis.seeds
-    columns: dict[str, list[float]] = {
-        field: [] for field in ("curvature", "single", "tilt", "level")
-    }
+    curvatures = []
+    singles = []
+    tilts = []
+    levels = []
     skews = []
     optima = []
     fitted = [index for index, fit in enumerate(analysis.fits) if not fit.trouble]
@@ -148,37 +172,45 @@ def _cell(name: str, analysis: Analysis, curves: Sequence[Curve]) -> Cell:
         x = np.asarray(fit.used)
         losses = curve.losses[np.isin(curve.x, fit.used), :seeds]
         _, slope_map, _ = projection(x, fit.optimum)
-        apart = losses - losses.mean(axis=1, keepdims=True)
+
+        # What is left of a seed's losses after the mean over seeds and a line over the rates.
+        centred = losses - losses.mean(axis=1, keepdims=True)
         lines = np.stack([np.ones_like(x), x - x.mean()], axis=1)
-        rest = apart - lines @ np.linalg.lstsq(lines, apart, rcond=None)[0]
-        single = float((rest**2).sum()) / ((len(x) - 2) * (seeds - 1))
-        slopes = slope_map @ apart
+        residual = centred - lines @ np.linalg.lstsq(lines, centred, rcond=None)[0]
+        single = float((residual**2).sum()) / ((len(x) - 2) * (seeds - 1))
+
+        slopes = slope_map @ centred
         tilt = float(slopes.var(ddof=1)) - single * float(slope_map @ slope_map)
-        columns["curvature"].append(fit.curvature)
-        columns["single"].append(math.sqrt(single))
-        columns["tilt"].append(math.sqrt(max(0.0, tilt)))
-        columns["level"].append(float(apart.mean(axis=0).std(ddof=1)))
+        curvatures.append(fit.curvature)
+        singles.append(math.sqrt(single))
+        tilts.append(math.sqrt(max(0.0, tilt)))
+        levels.append(float(centred.mean(axis=0).std(ddof=1)))
         optima.append(-slopes / (2 * fit.curvature))
         skews.append(_skew(curve, fit.optimum, fit.curvature))
+
     doublings = np.log2([analysis.sizes[index] / analysis.sizes[fitted[0]] for index in fitted])
     covariance = np.cov(np.array(optima))
     return Cell(
         name=name,
         doublings=tuple(float(value) for value in doublings),
+        curvature=tuple(curvatures),
+        single=tuple(singles),
+        tilt=tuple(tilts),
+        level=tuple(levels),
         skew=float(np.nanmedian(skews)) if np.isfinite(skews).any() else math.nan,
         scatter=tuple(float(value) for value in np.sqrt(np.diag(covariance))),
         scattered=tuple(tuple(float(value) for value in row) for row in covariance),
         freedom=seeds - 1,
-        **{field: tuple(values) for field, values in columns.items()},
     )
 
 
 def _skew(curve: Curve, optimum: float, curvature: float) -> float:
-    u = curve.x - optimum
-    near = np.isfinite(curve.mean) & (np.abs(u) <= 2.1)
+    """Return the skew of the mean losses within 2.1 octaves, NaN with fewer than five rates."""
+    octaves = curve.x - optimum
+    near = np.isfinite(curve.mean) & (np.abs(octaves) <= 2.1)
     if near.sum() < 5:
         return math.nan
-    cubic = np.polynomial.polynomial.polyfit(u[near], curve.mean[near], 3)[3]
+    cubic = np.polynomial.polynomial.polyfit(octaves[near], curve.mean[near], 3)[3]
     return float(3 * cubic / curvature)
 
 
@@ -186,15 +218,21 @@ def _skew(curve: Curve, optimum: float, curvature: float) -> float:
 
 
 class Simulated(transfer.Study):
-    """A study whose points are not turned into configs, which takes longer than judging them."""
+    """Study whose points stand for their configs, which would take longer to make than to judge."""
 
     def config(self, point: transfer.Point) -> Config:
-        """Return the point itself, for `Losses`."""
+        """Return the point itself, which `Losses` reads instead of a config."""
         return cast("Config", point)
 
 
 class Losses:
-    """Stand-in for the engine: losses of a cell's curvature and noise whose optimum moves by a known drift."""
+    """Replacement of the engine that draws losses around an optimum that drifts by a known amount.
+
+    Args:
+        cell: Cell that gives the curvature and noise of each size.
+        drift: True drift, in octaves per doubling.
+        trial: Seed of the study; equal seeds draw equal losses.
+    """
 
     def __init__(self, cell: Cell, drift: float, trial: int) -> None:
         self._cell = cell
@@ -203,27 +241,40 @@ class Losses:
         self.optima = start + drift * np.array(cell.doublings)
 
     def __call__(self, configs: Sequence[Config]) -> list[Row]:
-        points = cast("Sequence[transfer.Point]", configs)
-        return [
-            Row("", "", self._loss(point), None, None, (), 1, 0.0, "in turn") for point in points
-        ]
+        """Return a row for each point, as the engine returns one for each config."""
+        rows = []
+        for point in cast("Sequence[transfer.Point]", configs):
+            rows.append(Row("", "", self._loss(point), None, None, (), 1, 0.0, "in turn"))
+        return rows
 
     def _loss(self, point: transfer.Point) -> float:
         index, rate, seed = point
-        octaves = rate * STEP - self.optima[index]
         cell = self._cell
-        by_seed = np.random.default_rng([self._trial, 1, index, seed]).normal(size=2)
-        by_run = np.random.default_rng([self._trial, 2, index, seed, int(rate) + 200]).normal()
-        # Of curvature 1 at its minimum, and with a third derivative of 2 * SKEW.
-        bowl = 2 / SKEW**2 * (math.exp(SKEW * octaves) - SKEW * octaves - 1)
-        seeds_own = cell.level[index] * by_seed[0] + cell.tilt[index] * by_seed[1] * octaves
+        octaves = rate * STEP - self.optima[index]
+        seed_noise = np.random.default_rng([self._trial, 1, index, seed]).normal(size=2)
+        run_key = [self._trial, 2, index, seed, int(rate) + 200]
+        run_noise = np.random.default_rng(run_key).normal()
+
+        of_seed = cell.level[index] * seed_noise[0] + cell.tilt[index] * seed_noise[1] * octaves
         return (
-            3 + cell.curvature[index] * bowl + float(seeds_own) + cell.single[index] * float(by_run)
+            3
+            + cell.curvature[index] * _bowl(octaves)
+            + float(of_seed)
+            + cell.single[index] * float(run_noise)
         )
 
 
+def _bowl(octaves: float) -> float:
+    """Return a convex function: `octaves**2` to second order, third derivative 2 SKEW at 0.
+
+    Args:
+        octaves: Distance of the rate from the optimum.
+    """
+    return 2 / SKEW**2 * (math.exp(SKEW * octaves) - SKEW * octaves - 1)
+
+
 def studied(cell: Cell) -> transfer.Study:
-    """Return the study that stands for a cell: as many sizes as it has, each double the one before."""
+    """Return the study that is simulated for a cell: as many sizes, each double the one before."""
     sizes = tuple(FIRST_SIZE * 2**index for index in range(len(cell.doublings)))
     study = transfer.plan(RECIPES["lm-tiny"](), "head_dim", sizes, PresetConfig(), "simulated")
     grown = tuple(round(FIRST_SIZE * 2**doubling) for doubling in cell.doublings)
@@ -233,20 +284,22 @@ def studied(cell: Cell) -> transfer.Study:
 def outcomes(
     cell: Cell, drift: float | None, trials: int, seeds: int, max_seeds: int
 ) -> dict[str, float]:
-    """Simulate studies, and return how often each verdict fell and how often the intervals held the truth.
+    """Simulate studies, and return the shares of verdicts and of intervals that hold the truth.
 
     Args:
-        drift: of all of them; each its own between -0.5 and 0.5 where it is None.
-        seeds: at every rate.
-        max_seeds: near the minima.
+        drift: True drift of all studies; by default each study draws its own between -0.5 and 0.5.
+        seeds: Number of seeds at every rate, before the verdict asks for more.
+        max_seeds: Largest number of seeds near the minima.
     """
     study = studied(cell)
     counts = dict.fromkeys(
         ("transfers", "drifts", "undecided", "covered", "price_covered", "seeds", "fitted"), 0.0
     )
     for trial in range(trials):
-        own = np.random.default_rng([trial, 3]).uniform(-0.5, 0.5) if drift is None else drift
-        losses = Losses(cell, float(own), trial)
+        true_drift = drift
+        if true_drift is None:
+            true_drift = np.random.default_rng([trial, 3]).uniform(-0.5, 0.5)
+        losses = Losses(cell, float(true_drift), trial)
         (measured,) = transfer.measure(
             [study], losses, seeds=seeds, max_seeds=max_seeds, minutes=math.inf
         )
@@ -258,44 +311,61 @@ def outcomes(
         counts["seeds"] += analysis.seeds
         if math.isfinite(analysis.drift.value):
             counts["fitted"] += 1
-            counts["covered"] += analysis.drift.low <= own <= analysis.drift.high
+            counts["covered"] += analysis.drift.low <= true_drift <= analysis.drift.high
             counts["price_covered"] += _price_is_covered(cell, analysis, losses)
-    shares = {
-        name: round(counts[name] / trials, 4)
-        for name in ("transfers", "drifts", "undecided", "seeds", "fitted")
-    }
+
+    shares = {}
+    for name in ("transfers", "drifts", "undecided", "seeds", "fitted"):
+        shares[name] = round(counts[name] / trials, 4)
     for name in ("covered", "price_covered"):
         shares[name] = round(counts[name] / max(1.0, counts["fitted"]), 4)
     return shares
 
 
 def _price_is_covered(cell: Cell, analysis: Analysis, losses: Losses) -> bool:
-    """Return whether the interval of the largest size's price holds the true one; a price without a value counts as held."""
+    """Return whether the interval of the largest size's price holds the true price.
+
+    A price without a value counts as covered.
+    """
     price = analysis.prices[-1]
     octaves = losses.optima[0] - losses.optima[-1]
-    bowl = 2 / SKEW**2 * (math.exp(SKEW * octaves) - SKEW * octaves - 1)
-    true = cell.curvature[-1] * bowl
-    return not math.isfinite(price.value) or price.low - 1e-9 <= true <= price.high
+    true_price = cell.curvature[-1] * _bowl(octaves)
+    return not math.isfinite(price.value) or price.low - 1e-9 <= true_price <= price.high
 
 
 def simulated(cell: Cell, trials: int) -> dict[str, Any]:
-    """Return all that is counted of one cell."""
+    """Simulate one cell at every drift and number of seeds, and return its entry of the record."""
     first = SEEDS[0]
     last = SEEDS[-1]
+    verdicts = {}
+    for drift in DRIFTS:
+        verdicts[f"{drift:g}"] = outcomes(cell, drift, trials, first, last)
+    coverage = {}
+    for seeds in SEEDS:
+        coverage[f"{seeds}"] = outcomes(cell, None, trials, seeds, seeds)
     return {
         **dataclasses.asdict(cell),
         "noise": cell.noise,
         "trials": trials,
-        "verdicts": {f"{drift:g}": outcomes(cell, drift, trials, first, last) for drift in DRIFTS},
-        "coverage": {f"{seeds}": outcomes(cell, None, trials, seeds, seeds) for seeds in SEEDS},
+        "verdicts": verdicts,
+        "coverage": coverage,
     }
 
 
-# What it comes to
+# The page's section
 
 
-def correlation(selected: Sequence[Cell]) -> tuple[float, float]:
-    """Return the mean correlation of a seed's optima at two sizes, and the drift's variance over that of independent sizes."""
+class Dependence(NamedTuple):
+    """Dependence of a seed's best rates at two sizes."""
+
+    correlation: float
+    """Mean correlation over cells and pairs of sizes."""
+    variance_ratio: float
+    """Variance of the drift over its variance with independent sizes."""
+
+
+def correlation(selected: Sequence[Cell]) -> Dependence:
+    """Measure how a seed's best rates at two sizes depend on each other, averaged over cells."""
     products = []
     ratios = []
     weights = []
@@ -308,57 +378,53 @@ def correlation(selected: Sequence[Cell]) -> tuple[float, float]:
         products.append(float((covariance / np.outer(deviations, deviations))[pairs].mean()))
         ratios.append(float(cell.weights @ covariance @ cell.weights) / cell.noise**2)
         weights.append(cell.freedom)
-    return float(np.average(products, weights=weights)), float(np.average(ratios, weights=weights))
+    return Dependence(
+        float(np.average(products, weights=weights)), float(np.average(ratios, weights=weights))
+    )
+
+
+SHARES = (
+    ("0", "transfers"),
+    ("0.22", "transfers"),
+    ("0.22", "drifts"),
+    ("0.3", "transfers"),
+    ("0.5", "drifts"),
+)
+"""True drift and verdict of each column of the page's table."""
 
 
 def document() -> str:
-    """Return the section of docs/evidence/transfer.md on how far a verdict can be trusted."""
+    """Return the section of docs/evidence/transfer.md on how often a verdict is right."""
     record = disk.read_json(OUT)
     selected = sorted(record["cells"], key=lambda cell: cell["noise"])
     median = selected[len(selected) // 2]
-    lines = [
-        [
-            "cell",
-            "noise",
-            "0: transfers",
-            "0.22: transfers",
-            "0.22: drifts",
-            "0.30: transfers",
-            "0.5: drifts",
-        ]
-    ]
-    lines[0].append("seeds at 0")
+    rows = [["cell", "noise", *(f"{drift}: {verdict}" for drift, verdict in SHARES), "seeds at 0"]]
     for cell in selected:
         by_drift = cell["verdicts"]
         name = cell["name"] if len(cell["name"]) < 40 else f"{cell['name'][:36]} ..."
-        lines.append(
+        rows.append(
             [
                 f"**{name}**" if cell is median else name,
                 f"{cell['noise']:.2f}",
-                *(
-                    f"{by_drift[drift][verdict]:.1%}"
-                    for drift, verdict in (
-                        ("0", "transfers"), ("0.22", "transfers"), ("0.22", "drifts"),
-                        ("0.3", "transfers"), ("0.5", "drifts"),
-                    )
-                ),
+                *(f"{by_drift[drift][verdict]:.1%}" for drift, verdict in SHARES),
                 f"{by_drift['0']['seeds']:.1f}",
             ]
-        )  # fmt: skip
-    coverage = [["seeds", "all cells", "least", "most", "price, all cells"]]
-    for seeds in SEEDS:
-        coverage.append(
-            [str(seeds), *_coverage([cell["coverage"][f"{seeds}"] for cell in selected])]
         )
+
+    coverage = [["seeds", "all cells", "least", "most", "price"]]
+    for seeds in SEEDS:
+        row = _coverage([cell["coverage"][f"{seeds}"] for cell in selected])
+        coverage.append([str(seeds), *row])
     for drift in DRIFTS:
         row = _coverage([cell["verdicts"][f"{drift:g}"] for cell in selected])
-        coverage.append([f"added until decided, drift {drift:g}", *row])
+        coverage.append([f"until decided, drift {drift:g}", *row])
+
     mean, ratio = record["correlation"]
     return TEXT.format(
         trials=selected[0]["trials"],
         cells=len(selected),
         committed=record["committed"],
-        verdicts=table(lines),
+        verdicts=table(rows),
         coverage=table(coverage),
         correlation=f"{mean:+.2f}",
         ratio=f"{ratio:.2f}",
@@ -366,7 +432,7 @@ def document() -> str:
 
 
 def _coverage(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the share of intervals that hold the truth over all cells, in the least and the most covered one, and of prices."""
+    """Return cells of the table: coverage of all cells, of the worst, of the best, of prices."""
     weights = [row["fitted"] for row in rows]
     shares = [row["covered"] for row in rows]
     overall = float(np.average(shares, weights=weights))
@@ -376,24 +442,23 @@ def _coverage(rows: Sequence[Mapping[str, float]]) -> list[str]:
 
 TEXT = """## How far to trust a verdict
 
-{trials} simulated studies for each drift and for each of {cells} cells, of {committed} in all: a cell is the noise, the curvature and the
-number of sizes of one committed study, its noise the standard deviation of the drift from one seed, in octaves per doubling. Every
-simulated study is measured and judged by the command's own code: 3 seeds, then more until it is decided, at most 8
-(`python -m scripts.studies.verdicts`). Before the last seed a study ends only if an interval of 98 % decides too, because each look is one
-more chance to be wrong. The columns give the true drift and how often it got that verdict; the middle one of these
-cells is in bold.
+`python -m scripts.studies.verdicts` simulates {trials} studies for each drift and each of {cells}
+cells (of {committed}). A cell has the noise, curvature and sizes of one committed study. *Noise*
+is the standard deviation of the drift from one seed. The command's own code judges: 3 seeds, then
+more until the verdict is decided, at most 8. Before the last seed a 98 % interval must decide
+too. Columns give the true drift and how often it got that verdict. The median cell is bold.
 
 {verdicts}
 
-A drift of 0.22 lies between the two bounds, where either verdict can fall. Cells whose noise is above about 0.2 need more than 8 seeds.
+A drift of 0.22 lies between the two bounds, where either verdict can fall. Cells with noise above
+about 0.2 need more than 8 seeds.
 
-How often a 95 % interval holds the true drift, with a drift between -0.5 and 0.5 and a fixed number of seeds; and when seeds are
-added until the verdict is decided. The last column is that of the price of not retuning at the largest size.
+How often a 95 % interval holds the true drift, and the true price at the largest size:
 
 {coverage}
 
-The intervals take a seed's effects at two sizes as independent. In the committed studies their correlation is {correlation} on
-average, and the variance of a drift between seeds {ratio} times what independence says.
+The intervals assume that a seed's effects at two sizes are independent. Measured: mean
+correlation {correlation}, variance of the drift {ratio} times that of independent sizes.
 """
 
 
@@ -404,62 +469,73 @@ class Options:
     studies: int = 400
     """Number of simulated studies for each drift and cell."""
     processes: int = 1
-    """Cells at the same time."""
+    """Number of cells simulated at the same time."""
     cells: int | None = None
     """Number of cells, spread evenly over their noise; all by default."""
     render: Switch = False
-    """Simulate nothing: print what is there."""
+    """Simulate nothing: print the section from the recorded cells."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate every cell that is not there, and write the record; 0."""
+    """Simulate the cells that are not recorded, write the record, print the section; return 0."""
     args = harness.parse(Options, argv)
     if not args.render:
         for count, record in enumerate(_records(args.studies, args.processes, args.cells)):
             disk.write_whole(OUT, json.dumps(record, indent=1) + "\n")
-            print(
-                f"{count + 1}: {len(record['cells'])} cells in {OUT.relative_to(ROOT)}", flush=True
-            )
+            path = OUT.relative_to(ROOT)
+            print(f"{count + 1}: {len(record['cells'])} cells in {path}", flush=True)
     print(document())
     return 0
 
 
 def _records(trials: int, processes: int, count: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the whole record, once as it is and again after each cell that was missing."""
-    every = cells()
-    mean, ratio = correlation(every)
-    stored = disk.read_json(OUT)["cells"] if OUT.exists() else []
-    names = [cell.name for cell in every]
-    done = {
-        cell["name"]: cell for cell in stored if cell["trials"] == trials and cell["name"] in names
-    }
-    yield {
-        "committed": len(every),
-        "correlation": [round(mean, 4), round(ratio, 4)],
-        "cells": list(done.values()),
-    }
-    missing = [cell for cell in spread(every)[:count] if cell.name not in done]
+    """Yield the complete record, first with the recorded cells only, then after each new cell.
+
+    Args:
+        trials: Number of studies for each drift and cell. Cells of another number are simulated
+            again.
+        processes: Number of cells simulated at the same time.
+        count: Number of cells; all by default.
+    """
+    committed = cells()
+    dependence = correlation(committed)
+    recorded = disk.read_json(OUT)["cells"] if OUT.exists() else []
+    names = {cell.name for cell in committed}
+    by_name = {}
+    for cell in recorded:
+        if cell["trials"] == trials and cell["name"] in names:
+            by_name[cell["name"]] = cell
+
+    def record() -> dict[str, Any]:
+        return {
+            "committed": len(committed),
+            "correlation": [round(value, 4) for value in dependence],
+            "cells": list(by_name.values()),
+        }
+
+    yield record()
+    missing = [cell for cell in spread(committed)[:count] if cell.name not in by_name]
     with concurrent.futures.ProcessPoolExecutor(processes) as pool:
         futures = [pool.submit(simulated, cell, trials) for cell in missing]
         for future in concurrent.futures.as_completed(futures):
             cell = future.result()
-            done[cell["name"]] = cell
-            yield {
-                "committed": len(every),
-                "correlation": [round(mean, 4), round(ratio, 4)],
-                "cells": list(done.values()),
-            }
+            by_name[cell["name"]] = cell
+            yield record()
 
 
-def spread(every: Sequence[Cell]) -> list[Cell]:
-    """Return the cells in an order whose every beginning spans the noise: the median, then the quarters, and so on."""
+def spread(sorted_cells: Sequence[Cell]) -> list[Cell]:
+    """Return cells in an order whose beginnings span the noise: median, quarters, eighths.
+
+    Args:
+        sorted_cells: Cells in the order of their noise.
+    """
     order: list[Cell] = []
-    spans = [(0, len(every))]
+    spans = [(0, len(sorted_cells))]
     while spans:
         low, high = spans.pop(0)
         if low < high:
             middle = (low + high) // 2
-            order.append(every[middle])
+            order.append(sorted_cells[middle])
             spans += [(low, middle), (middle + 1, high)]
     return order
 

@@ -12,7 +12,8 @@ FORECAST = published_runs_page.forecasts()
 
 
 def test_the_page_is_made_from_the_results() -> None:
-    assert published_runs.PAGE.read_text() == published_runs_page.text(RESULT, FORECAST)
+    text = published_runs.PAGE.read_text()
+    assert text == published_runs_page.page(text, RESULT, FORECAST)
 
 
 def test_every_setting_and_run_that_was_kept_back_is_forecast() -> None:
