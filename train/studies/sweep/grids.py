@@ -1,4 +1,7 @@
-"""Points of a study: grids of numbers as people write them (2^-12:2^-4:9, or 0.001,0.003,0.01), and runs at them."""
+"""Points of a study: grids of numbers as typed (`2^-12:2^-4:9`), and a run's config at a point.
+
+Sweeps, transfer studies, tunings and forecasts read their numbers and make their configs here.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,54 @@ if TYPE_CHECKING:
 
 
 MOST_DIGITS = 4
-"""Of a grid's count."""
+"""Largest number of digits in the count of a grid."""
 
 
 def parse(text: str) -> tuple[float, ...]:
-    """The numbers of a grid, in the order written.
+    """Return the numbers of a grid, in the order in which they are written.
 
     Args:
-        text: START:STOP:COUNT, so many numbers from one to the other in equal ratios, or numbers with commas between; a
-            number may be a power such as 2^-7.5.
+        text: `START:STOP:COUNT`, which is COUNT numbers from START to STOP in equal ratios, or
+            numbers separated by commas. A number may be a power, as in `2^-7.5`.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: `text` has neither form.
     """
     parts = text.split(":")
     if len(parts) == 1:
         return tuple(_number(word, text) for word in text.split(","))
+
     count_word = parts[-1].strip()
-    # The superscript two is a digit that `int` does not read, and a count of ten digits fills the memory.
+    # `isdigit` takes a superscript two, which `int` does not read. A count of ten digits would fill
+    # the memory.
     is_count = count_word.isdecimal() and len(count_word) <= MOST_DIGITS and int(count_word) >= 2
     if len(parts) != 3 or not is_count:
         raise ConfigError(
-            f"grid {text!r}: write START:STOP:COUNT with a count from 2 to {10**MOST_DIGITS - 1}, as 2^-12:2^-4:9"
+            f"grid {text!r}: write START:STOP:COUNT with a count from 2 to {10**MOST_DIGITS - 1}, "
+            "as 2^-12:2^-4:9"
         )
-    start, stop, count = _number(parts[0], text), _number(parts[1], text), int(parts[2])
+
+    start = _number(parts[0], text)
+    stop = _number(parts[1], text)
+    count = int(parts[2])
     if start <= 0 or stop <= 0:
         raise ConfigError(
-            f"grid {text!r} goes in equal ratios and needs numbers above 0; write them one by one, as 0,0.1"
+            f"grid {text!r} goes in equal ratios and needs numbers above 0; write them one by one, "
+            "as 0,0.1"
         )
-    low, high = math.log2(start), math.log2(stop)
-    # Through the exponents: a grid of powers of two is made of exact powers of two.
-    return tuple(2.0 ** (low + (high - low) * i / (count - 1)) for i in range(count))
+
+    # Through the exponents, so that a grid of powers of two has exact powers of two.
+    first = math.log2(start)
+    last = math.log2(stop)
+    return tuple(2.0 ** (first + (last - first) * i / (count - 1)) for i in range(count))
 
 
 def span(text: str) -> tuple[float, float]:
-    """The ends of a range written LOW:HIGH; raises ConfigError for anything else."""
+    """Return the ends of a range that is written as `LOW:HIGH`.
+
+    Raises:
+        ConfigError: `text` does not have this form.
+    """
     low, colon, high = text.partition(":")
     if not colon or ":" in high:
         raise ConfigError(f"range {text!r}: write LOW:HIGH, as 2^-3:2^3")
@@ -56,20 +72,32 @@ def span(text: str) -> tuple[float, float]:
 
 
 def power(value: float) -> str:
-    """A number as a power of two: 2^-7.5; the number itself where it is none of a half-octave grid."""
+    """Format a number of a half-octave grid as a power of two, such as 2^-7.5.
+
+    Other numbers get three significant digits.
+    """
     if value > 0 and math.isfinite(value):
-        exponent = math.log2(value)
-        if abs(exponent * 2 - round(exponent * 2)) < 1e-6:
-            return f"2^{round(exponent * 2) / 2:g}"
+        half_octaves = math.log2(value) * 2
+        nearest = round(half_octaves)
+        if abs(half_octaves - nearest) < 1e-6:
+            return f"2^{nearest / 2:g}"
     return f"{value:.3g}"
 
 
 def _number(word: str, text: str) -> float:
+    """Return the number that `word` writes, alone or as BASE^EXPONENT.
+
+    Args:
+        text: Grid that has the word, for the message of an error.
+    """
     base, hat, exponent = word.strip().partition("^")
     try:
-        value = float(base) ** float(exponent) if hat else float(base)
+        value = float(base)
+        if hat:
+            value = value ** float(exponent)
     except (ValueError, ZeroDivisionError, OverflowError):
         value = math.nan
+    # A negative base with a fractional exponent is a complex number.
     if isinstance(value, complex) or not math.isfinite(value):
         raise ConfigError(
             f"grid {text!r}: {word.strip()!r} is not a number; write one such as 0.001 or 2^-10"
@@ -79,7 +107,14 @@ def _number(word: str, text: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A point: the size that grew (0 where none did), what else was varied in words, and its config."""
+    """Point of a sweep.
+
+    Attributes:
+        size: Value of the size that grows; 0 if no size grows.
+        varied: Values of `--vary`, such as "gamma0 0.5"; "" without them.
+        label: Size and varied values, for a person.
+        config: Complete run of the point.
+    """
 
     size: int
     varied: str
@@ -88,38 +123,36 @@ class Planned:
 
 
 def at_rate(config: Config, peak_lr: float) -> Config:
-    """Return the run at another peak learning rate."""
-    return dataclasses.replace(
-        config, optimizer=dataclasses.replace(config.optimizer, peak_lr=peak_lr)
-    )
+    """Return the run with another peak learning rate."""
+    optimizer = dataclasses.replace(config.optimizer, peak_lr=peak_lr)
+    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def point(config: Config, peak_lr: float, seed: int) -> Config:
-    """Return the run at a rate and from a seed, on the batches of the run itself.
+    """Return the run with another peak learning rate and initialization, on the same batches.
 
     Args:
-        config: of the run.
-        peak_lr: of the point.
-        seed: of its initialization.
+        seed: Seed of the initialization. The data keep the seed that they have in `config`.
     """
     data = dataclasses.replace(config.data, seed=config.data_seed)
     return dataclasses.replace(at_rate(config, peak_lr), seed=seed, data=data)
 
 
 def without_flags(words: Sequence[str], flags: Collection[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words of a command without some flags, and what these had: flag to value.
+    """Remove flags from the words of a command, and return the words left and the flags' values.
 
     Args:
-        words: of the command.
-        flags: each with one value, which stands behind it or behind its `=`.
+        flags: Flags that take one value, which is the next word or stands behind a `=`.
     """
-    rest: list[str] = []
+    remaining: list[str] = []
     values: dict[str, str] = {}
-    following = iter(words)
-    for word in following:
+    word_iterator = iter(words)
+    for word in word_iterator:
         flag, equals, value = word.partition("=")
-        if flag in flags:
-            values[flag] = value if equals else next(following, "")
+        if flag not in flags:
+            remaining.append(word)
+        elif equals:
+            values[flag] = value
         else:
-            rest.append(word)
-    return rest, values
+            values[flag] = next(word_iterator, "")
+    return remaining, values

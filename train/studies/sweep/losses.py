@@ -1,4 +1,7 @@
-"""The losses of a sweep's points: what a row says of them, and those of points in training, on disk."""
+"""Losses of a sweep's points: their summary in a row, and the file of a point in training.
+
+`work.py` collects them. Its checkpoints hold the state, and this file holds the losses so far.
+"""
 
 from __future__ import annotations
 
@@ -12,54 +15,64 @@ import xxhash
 from mupax import disk
 
 CURVE_POINTS = 200
+"""Largest number of values in the curve of a row."""
 LAST = 10
-"""A point's loss is the mean over the last tenth of its steps."""
+"""A point's loss is the mean over the last 1 / `LAST` of its steps."""
 
 
 def summarized(losses: np.ndarray) -> tuple[float, tuple[float, ...]]:
-    """A point's loss and curve, from its losses float64 [steps], inf from where it diverged."""
-    parts = [
-        losses[-max(1, len(losses) // LAST) :],
-        *np.array_split(losses, min(CURVE_POINTS, len(losses))),
-    ]
-    loss, *curve = (
-        float(f"{part.mean():.9g}") for part in parts
-    )  # nine digits tell all float32 apart
-    return loss, tuple(curve)
+    """Return a point's loss and its curve, from the losses of all steps.
+
+    The loss is the mean over the last tenth of the steps. The curve has means over at most
+    `CURVE_POINTS` equal parts of the run.
+
+    Args:
+        losses: float64 [steps], inf from the step at which the point diverged.
+    """
+    last_losses = losses[-max(1, len(losses) // LAST) :]
+    parts = np.array_split(losses, min(CURVE_POINTS, len(losses)))
+    return _rounded_mean(last_losses), tuple(_rounded_mean(part) for part in parts)
+
+
+def _rounded_mean(losses: np.ndarray) -> float:
+    """Return the mean with nine digits, which tell all float32 values apart."""
+    return float(f"{losses.mean():.9g}")
 
 
 def save_losses(folder: Path, losses: np.ndarray) -> str:
-    """Write the losses of points in training, and give the digest that belongs in their checkpoint.
+    """Write the losses of points in training, and return the digest for their checkpoint.
 
     Args:
-        folder: of the points, made if missing.
-        losses: float64 [steps, count], nan from where a point diverged.
+        folder: Folder of the points in training; created if it is missing.
+        losses: float64 [steps, points], nan from the step at which a point diverged.
     """
-    content = io.BytesIO()
-    np.save(content, losses)
+    file = io.BytesIO()
+    np.save(file, losses)
+    content = file.getvalue()
     folder.mkdir(parents=True, exist_ok=True)
-    disk.write_whole(folder / f"losses-{len(losses)}.npy", content.getvalue())
-    return xxhash.xxh3_128_hexdigest(content.getvalue())
+    disk.write_whole(folder / f"losses-{len(losses)}.npy", content)
+    return xxhash.xxh3_128_hexdigest(content)
 
 
 def saved_losses(folder: Path, steps: int, count: int, digest: str | None) -> np.ndarray | None:
-    """What `save_losses` wrote after so many steps; None where it is lost or damaged.
+    """Read the losses that `save_losses` wrote. Return `None` if they are lost or damaged.
 
     Args:
-        folder: of the points.
-        steps: they had done.
-        count: of the points.
-        digest: in their checkpoint; older versions wrote none, and losses.json.
+        folder: Folder of the points in training, which has the file losses-STEPS.npy.
+        steps: Number of steps that the points have done.
+        count: Number of points. Only checked in files of older versions.
+        digest: Digest in the points' checkpoint. Older versions wrote none, and their losses are in
+            losses.json.
     """
     try:
         if digest is not None:
             content = disk.read_bytes(folder / f"losses-{steps}.npy")
-            return (
-                np.load(io.BytesIO(content))
-                if xxhash.xxh3_128_hexdigest(content) == digest
-                else None
-            )
-        older = np.array(json.loads(disk.read_bytes(folder / "losses.json")), np.float64)[:steps]
-        return older if older.shape == (steps, count) else None
+            if xxhash.xxh3_128_hexdigest(content) != digest:
+                return None
+            return np.load(io.BytesIO(content))
+
+        content = disk.read_bytes(folder / "losses.json")
+        losses = np.array(json.loads(content), np.float64)[:steps]
     except (*disk.ABSENT, ValueError, TypeError, RecursionError):
         return None
+    return losses if losses.shape == (steps, count) else None

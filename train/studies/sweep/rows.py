@@ -1,4 +1,7 @@
-"""Rows of a sweep, one for each finished point: points.jsonl, and points.jsonl.gz for a study that is kept compressed."""
+"""Rows of a sweep, one for each finished point, and the file points.jsonl that has them.
+
+A study that is kept may have its rows compressed, in points.jsonl.gz.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +25,44 @@ from mupax.errors import MupaxError
 FILE_NAME = "points.jsonl"
 COMPRESSED_NAME = f"{FILE_NAME}.gz"
 
-
-_NUMBER, _NONE = (int, float), type(None)
-_KINDS: dict[str, tuple[type, ...]] = {
-    "key": (str,), "command": (str,), "loss": (*_NUMBER, _NONE), "eval_loss": (*_NUMBER, _NONE), "diverged_at": (int, _NONE),
-    "curve": (list,), "steps": (int,), "seconds": _NUMBER, "how": (str,),
-}  # fmt: skip
+_NONE = type(None)
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "key": (str,),
+    "command": (str,),
+    "loss": (int, float, _NONE),
+    "eval_loss": (int, float, _NONE),
+    "diverged_at": (int, _NONE),
+    "curve": (list,),
+    "steps": (int,),
+    "seconds": (int, float),
+    "how": (str,),
+}
+"""Fields of a row in a file, and the types that each may have."""
+_CURVE_TYPES = (int, float, _NONE)
 
 
 class RowsError(MupaxError):
-    """A file of rows that is not as it was written. The text says what to do with it."""
+    """Error of a file of rows that is not as it was written. The text says what to do with it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One finished point.
+    """Result of one finished point.
 
     Attributes:
-        key: of its config (`key_of`).
-        command: what trains it alone; "" where no recipe has its name.
-        loss: mean training loss (nats per target) over the last tenth of the steps, inf where it diverged.
-        eval_loss: loss on the evaluation examples after the last step; None where it was not asked for or diverged.
-        diverged_at: first step whose loss or gradient was not finite, from 1; None where all were.
-        curve: training loss, means over at most `CURVE_POINTS` equal parts of the run, inf from where it diverged.
-        steps: optimizer steps.
-        seconds: of its steps, those before an interruption left out; where several trained together its share.
-        how: together with others in one program, or in turn.
+        key: Name of what the point's config trains (`key_of`).
+        command: Command that trains the point alone; "" if no recipe has its name.
+        loss: Mean training loss over the last tenth of the steps, in nats per target; inf if the
+            point diverged.
+        eval_loss: Loss on the evaluation examples after the last step; `None` if the point diverged
+            or was not evaluated.
+        diverged_at: First step, from 1, whose loss or gradient was not finite; `None` if all were.
+        curve: Training loss, as means over at most `CURVE_POINTS` equal parts of the run; inf from
+            the part in which the point diverged.
+        steps: Number of optimizer steps.
+        seconds: Time of the steps since the last interruption. Points that trained at the same time
+            have an equal share of it each.
+        how: "together" with other points in one program, or "in turn".
     """
 
     key: str
@@ -62,32 +77,51 @@ class Row:
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss or gradient was not finite."""
+        """True if a loss or gradient was not finite."""
         return self.diverged_at is not None
 
     @property
     def final_loss(self) -> float:
-        """Evaluation loss after the last step, or the training loss of a point that was not evaluated."""
+        """Evaluation loss after the last step, or the training loss without an evaluation."""
         return self.loss if self.eval_loss is None else self.eval_loss
 
     def to_json(self) -> dict[str, Any]:
-        """The row as plain values; null stands for what is not finite."""
-        loss, *curve = (
-            value if math.isfinite(value) else None for value in (self.loss, *self.curve)
-        )
-        return {**dataclasses.asdict(self), "loss": loss, "curve": curve}
+        """Return the row as plain values. Infinite losses become `None`."""
+        fields = dataclasses.asdict(self)
+        fields["loss"] = _finite_or_none(self.loss)
+        fields["curve"] = [_finite_or_none(loss) for loss in self.curve]
+        return fields
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Row:
-        """The inverse of `to_json`; raises ValueError where it is of nothing that this gives."""
-        wrong = [name for name, kinds in _KINDS.items() if type(fields.get(name)) not in kinds]
-        wrong += sorted(fields.keys() - _KINDS.keys())
-        if wrong or any(type(value) not in (*_NUMBER, _NONE) for value in fields["curve"]):
-            raise ValueError(f"{(wrong or ['curve'])[0]} is of another kind")
-        loss, *curve = (
-            math.inf if value is None else value for value in (fields["loss"], *fields["curve"])
-        )
-        return cls(**{**fields, "loss": loss, "curve": tuple(curve)})
+        """Return the row that `to_json` made `fields` from.
+
+        Raises:
+            ValueError: A field is absent, has another type, or does not belong to a row.
+        """
+        # `type` and not `isinstance`, which would take True for a number.
+        wrong = [
+            name for name, types in _FIELD_TYPES.items() if type(fields.get(name)) not in types
+        ]
+        wrong += sorted(fields.keys() - _FIELD_TYPES.keys())
+        if not wrong and any(type(loss) not in _CURVE_TYPES for loss in fields["curve"]):
+            wrong = ["curve"]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is of another kind")
+
+        loss = _number_or_inf(fields["loss"])
+        curve = tuple(_number_or_inf(value) for value in fields["curve"])
+        return cls(**{**fields, "loss": loss, "curve": curve})
+
+
+def _finite_or_none(value: float) -> float | None:
+    """Return a loss as JSON has it, which knows no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _number_or_inf(value: float | None) -> float:
+    """Return the loss that `_finite_or_none` turned into `value`."""
+    return math.inf if value is None else value
 
 
 class Rows(dict[str, Row]):
@@ -98,91 +132,117 @@ class Rows(dict[str, Row]):
     `COMPRESSED_NAME` are read first, and new rows go to `FILE_NAME`.
 
     Args:
-        folder: Folder of the sweep, which exists.
-        note: Called with a line about rows without a digest.
+        folder: Existing folder of the sweep, which may have no rows yet.
+        log: Called with a line about rows without a digest.
 
     Raises:
         RowsError: A line is not as it was written.
         DiskError: The disk cannot read the file.
     """
 
-    def __init__(self, folder: Path, note: Callable[[str], None] = lambda text: None) -> None:
-        self.path = folder / FILE_NAME
-        text = disk.read_bytes(self.path) if disk.status(self.path) else b""
-        *complete, rest = text.split(b"\n")
-        if rest:
-            os.truncate(self.path, len(text) - len(rest))
+    def __init__(self, folder: Path, log: Callable[[str], None] = lambda line: None) -> None:
         super().__init__()
-        older = self._read(_compressed_lines(folder), folder / COMPRESSED_NAME)
-        older += self._read(complete, self.path)
-        if older:
-            note(
-                f"{older} rows of {self.path.name} were written without a digest by an older version: taken as they are"
+        self.path = folder / FILE_NAME
+        content = disk.read_bytes(self.path) if disk.status(self.path) else b""
+        # Behind the last line end there is nothing, unless a write was cut short.
+        *lines, half_line = content.split(b"\n")
+        if half_line:
+            os.truncate(self.path, len(content) - len(half_line))
+
+        without_digest = self._read(_compressed_lines(folder), folder / COMPRESSED_NAME)
+        without_digest += self._read(lines, self.path)
+        if without_digest:
+            log(
+                f"{without_digest} rows of {self.path.name} were written without a digest by an "
+                "older version: taken as they are"
             )
 
     def _read(self, lines: Sequence[bytes], path: Path) -> int:
         """Add the rows of a file's lines, and return how many have no digest."""
-        older = 0
+        without_digest = 0
         for number, line in enumerate(lines, start=1):
             try:
                 fields = disk.json_object(line, "the line")
                 digest = fields.pop("digest", None)
-                if digest not in (None, _digest(fields)):
+                if digest is not None and digest != _digest(fields):
                     raise ValueError("the line does not have the digest it names")
                 row = Row.from_json(fields)
             except ValueError as error:
                 raise RowsError(
-                    f"{path} line {number} is not as it was written ({error}); remove the line, and its point is trained "
-                    "again"
+                    f"{path} line {number} is not as it was written ({error}); remove the line, "
+                    "and its point is trained again"
                 ) from error
-            older += digest is None
+            if digest is None:
+                without_digest += 1
+            # Of two rows of one point the later one counts.
             self[row.key] = row
-        return older
+        return without_digest
 
     def has(self, key: str, *, evaluated: bool) -> bool:
-        """Whether a point is done, and evaluated where that is wanted and can be.
+        """Return True if a point is finished.
 
         Args:
-            key: of the point (`key_of`).
-            evaluated: whether it wants an evaluation loss; a point that diverged can have none.
+            key: Name of what the point trains (`key_of`).
+            evaluated: True if the row needs an evaluation loss. The row of a point that diverged
+                never has one and is finished without.
         """
         row = self.get(key)
-        return row is not None and (row.diverged or row.eval_loss is not None or not evaluated)
+        if row is None:
+            return False
+        return row.diverged or row.eval_loss is not None or not evaluated
 
     def add(self, row: Row) -> None:
-        """Write a finished point."""
+        """Write a row, and wait until it is on disk.
+
+        Raises:
+            DiskError: The disk cannot write. The file is as before.
+        """
         fields = row.to_json()
-        line = json.dumps({**fields, "digest": _digest(json.loads(json.dumps(fields)))}) + "\n"
+        # The digest is of the fields as a reader parses them.
+        digest = _digest(json.loads(json.dumps(fields)))
+        line = json.dumps({**fields, "digest": digest}) + "\n"
         try:
-            with self.path.open("ab", buffering=0) as file:
-                end = os.fstat(file.fileno()).st_size
-                try:
-                    if file.write(line.encode()) < len(line):
-                        raise OSError(errno.EIO, "only a part of a line was written")
-                    os.fsync(file.fileno())
-                except OSError:  # half a row would spoil the file
-                    with contextlib.suppress(OSError):
-                        os.ftruncate(file.fileno(), end)
-                    raise
+            self._append(line.encode())
         except OSError as error:
             raise disk.DiskError(
-                f"could not write {self.path}: {error.strerror}; the rows in it are whole, and the same command goes on"
+                f"could not write {self.path}: {error.strerror}; the rows in it are whole, and the "
+                "same command goes on"
             ) from error
         self[row.key] = row
 
+    def _append(self, line: bytes) -> None:
+        """Append a line to the file, or leave the file as it was and raise OSError."""
+        with self.path.open("ab", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(errno.EIO, "only a part of a line was written")
+                os.fsync(file.fileno())
+            except OSError:
+                # Half a line would spoil the file for the next row.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file.fileno(), end)
+                raise
+
 
 def _digest(fields: dict[str, Any]) -> str:
+    """Return the digest of a row, which does not depend on the order of its fields."""
     return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
 
 
 def has_rows(folder: Path) -> bool:
-    """Return whether a folder has rows of a sweep, compressed or not."""
+    """Return True if a folder has rows of a sweep, compressed or not."""
     return (folder / FILE_NAME).is_file() or (folder / COMPRESSED_NAME).is_file()
 
 
 def _compressed_lines(folder: Path) -> list[bytes]:
-    """Return the complete lines of `COMPRESSED_NAME`, none without that file."""
+    """Return the lines of `COMPRESSED_NAME`, or none without that file.
+
+    Raises:
+        RowsError: The file is damaged.
+    """
     path = folder / COMPRESSED_NAME
+    # `status` raises an error for a disk that cannot be read, where `is_file` returns False.
     if not disk.status(path):
         return []
     content = disk.read_bytes(path)

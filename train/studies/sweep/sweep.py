@@ -1,17 +1,13 @@
-"""Many runs that differ in numbers, trained with one compilation per shape, a row on disk as each finishes.
+"""Many runs that differ in numbers, trained with one compilation per shape.
 
-Complete configs -> groups of one program -> packs (trainer.py, work.py) -> rows (rows.py). command.py is the
-command line; transfer studies ask for points as they learn from them.
+Complete configs become groups of one program each, groups become batches of points (trainer.py,
+work.py), and each finished point becomes a row on disk (rows.py). command.py is the command line.
+Transfer studies and tunings ask for points as they learn from them.
 
-A point's name is a digest of the config fields that decide what it trains.
-
-A point's name never changes, or every committed study would train again. Fields of `_FIRST` are part of every name. A newer field is
-part of a name only if its effect is on what is trained (`mupax.config_fields`) and it does not have its default, so a new
-field needs no entry here.
-
-environment.json says in which environment the points were trained.
-
-A trial of a few steps chooses how the points of one program train: all at once, in turn, or several side by side.
+The name of a point (`key_of`) is a digest of the config fields that decide what it trains. A name
+must never change, or every committed study would train again. Fields of `_FIRST` are part of every
+name. A newer field is part of a name only if it affects what is trained (`mupax.config_fields`) and
+does not have its default, so a new field needs no entry here.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -42,28 +38,36 @@ from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel import environment
 from mupax.train.parallel.processes import Processes, StopRequest, lasting
-from mupax.train.studies.sweep import trainer as sweep_pack
+from mupax.train.studies.sweep import trainer as trainers
 from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.trainer import Batches, Trainer
-from mupax.train.studies.sweep.work import Point, Stopped, SweepCallback, Work, one_at_a_time
+from mupax.train.studies.sweep.work import LockedCallback, Point, Stopped, SweepCallback, Work
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.transformer import LoraConfig, RoutingConfig
 
 Mode = Literal["auto", "together", "in-turn"]
-STEPS = 3
-GAIN = 0.95
-"""More points side by side must take at most this share of the time."""
-FEW = 40
-"""Steps of all points together that are not worth a trial."""
-PAYS = 20
-"""A trial costs a compilation; in turn must need so many of those to make it worth one, on a CPU, where it seldom wins."""
+"""Points of a program all at once, one after another, or whichever a trial shows to be faster."""
+TRIAL_STEPS = 3
+"""Number of steps that a trial times, after one that it does not count."""
+MAX_TIME_RATIO = 0.95
+"""Largest ratio of times per point at which twice as many threads count as faster."""
+MIN_TRIAL_STEPS = 40
+"""Number of steps of all points below which a trial is not worth its time."""
+MIN_COMPILATIONS = 20
+"""Compilations that training in turn must last for a trial of training together.
+
+A trial costs one compilation, and on a CPU it seldom shows that together is faster.
+"""
 
 FILE_NAME = "environment.json"
+"""Name of the file with the environment in which the last points were trained."""
 
 _FIRST = {
-    "": "recipe steps seed freeze train_only accumulation_steps workdir resume resume_change xla_flags",
-    "model": "centered width depth num_heads head_dim num_kv_heads mlp_ratio activation norm norm_eps norm_gain bias qk_norm vocab_size "
-    "seq_len positions rope_theta tied image_size patch_size channels num_classes pool encoder_depth target_len distance_buckets "
+    "": "recipe steps seed freeze train_only accumulation_steps workdir resume resume_change "
+    "xla_flags",
+    "model": "centered width depth num_heads head_dim num_kv_heads mlp_ratio activation norm "
+    "norm_eps norm_gain bias qk_norm vocab_size seq_len positions rope_theta tied image_size "
+    "patch_size channels num_classes pool encoder_depth target_len distance_buckets "
     "longest_distance shared embedding_norm",
     "model.compute": "layers remat attention projections cross_entropy param_dtype dtype",
     "model.routing": "gate capacity_factor balance balance_weight z_weight",
@@ -72,7 +76,8 @@ _FIRST = {
     "data.transforms": "crop randaug_layers randaug_magnitude mixup cutmix label_smoothing repeats",
     "data.pixels": "fit resize interpolation mean std background",
     "preset": "name base form alpha_a alpha_l gamma0 beta0 constants zero_readout",
-    "optimizer": "name peak_lr weight_decay decay b1 b2 eps momentum clip_norm schedule warmup_steps decay_steps final_lr_fraction",
+    "optimizer": "name peak_lr weight_decay decay b1 b2 eps momentum clip_norm schedule "
+    "warmup_steps decay_steps final_lr_fraction",
     "ema": "decay",
     "init": "init_from init_optimizer init_ema init_new init_resize init_drop init_change",
     "mesh": "data fsdp sequence tensor sweep rules slices",
@@ -80,183 +85,275 @@ _FIRST = {
     "checkpoint": "every_steps keep",
     "faults": "bad_numbers most_in_a_row spike_deviations skip_spikes watchdog_seconds",
     "log": "eval_every_steps tensorboard wandb progress samples profile",
-}  # fmt: skip
-"""Section to its fields that were there when points got their names. This list is closed: no new field belongs here."""
-_FIRST_PATHS = {
-    f"{section}.{name}".lstrip(".") for section, names in _FIRST.items() for name in names.split()
 }
+"""Section to its fields that existed when points got their names.
+
+This list is closed: no new field belongs here.
+"""
 
 __all__ = ["Mode", "Row", "Stopped", "Sweep", "SweepCallback", "engine", "grouped", "run"]
 
 
-class ExecutionTrial:
-    """Trial of whether points train faster together or in turn, with each program compiled once.
+def _first_paths() -> frozenset[str]:
+    """Return the dotted paths of the fields in `_FIRST`."""
+    paths = set()
+    for section, names in _FIRST.items():
+        for name in names.split():
+            paths.add(f"{section}.{name}".lstrip("."))
+    return frozenset(paths)
 
-    Args:
-        how: all points of a program at once, one after another, or whichever a trial shows to be faster; on one CPU device a
-            trial also finds how many to train side by side.
-        batches: for the trial.
-        evaluated: whether the trainers are to score points.
+
+_FIRST_PATHS = _first_paths()
+
+
+class _Timing(NamedTuple):
+    """Result of a trial that trains points in turn.
+
+    Attributes:
+        trainer: Trainer of one point, with the fastest number of threads.
+        seconds: Time of a step per point, with that many threads.
+        text: Times of all numbers of threads, for a person.
     """
 
-    def __init__(self, how: Mode, batches: Batches, evaluated: bool) -> None:
-        self._how, self._batches, self._evaluated = how, batches, evaluated
+    trainer: Trainer
+    seconds: float
+    text: str
+
+
+class ExecutionTrial:
+    """Choice of how the points of a program train, by trials of a few steps.
+
+    A trial finds out whether points train faster together or in turn. In turn, on one CPU device,
+    it also finds out how many threads should train at the same time. Every program is compiled
+    once.
+
+    Args:
+        mode: `auto` for trials; the other modes do what they say.
+        batches: Data of the points. A trial trains on their first batches.
+        evaluated: True if the trainers also evaluate points.
+    """
+
+    def __init__(self, mode: Mode, batches: Batches, evaluated: bool) -> None:
+        self._mode = mode
+        self._batches = batches
+        self._evaluated = evaluated
         self._trainers: dict[tuple[object, int], Trainer] = {}
+        """Compiled trainers by program and number of points at once."""
         self._fastest: dict[object, Trainer] = {}
-        self._slower = False
-        """Whether a smaller program was seen to be slower together: a larger one is too."""
+        """Results of trials by program."""
+        self._together_is_slower = False
+        """True if a trial found that. A larger program is slower together, too."""
 
     def trainer(
-        self, key: object, points: Sequence[Program], note: Callable[[str], None]
+        self, key: object, points: Sequence[Program], log: Callable[[str], None]
     ) -> Trainer:
-        """What trains these points.
+        """Return a trainer for points of one program, after a trial if that is worth its time.
 
         Args:
-            key: of their program (`mupax.train.studies.sweep.sweep.grouped`).
-            points: all that are to be trained.
-            note: called with what was chosen.
+            key: Key of the program (`grouped`).
+            points: Programs of all points that are left to train.
+            log: Called with a line about what was chosen.
+
+        Raises:
+            ConfigError: The mesh axis `sweep` is split, and the mode is `in-turn`.
         """
-        program, count, ways = points[0], len(points), points[0].mesh.shape["sweep"]
+        program = points[0]
+        count = len(points)
+        num_shards = program.mesh.shape["sweep"]
         on_cpu = program.mesh.devices.flat[0].platform == "cpu"
-        if self._how == "in-turn" and ways > 1:
+        if self._mode == "in-turn" and num_shards > 1:
             raise ConfigError(
-                f"in turn uses no mesh axis sweep, which is {ways}; write --mesh.sweep 1, or --how together"
+                f"in turn uses no mesh axis sweep, which is {num_shards}; write --mesh.sweep 1, or "
+                "--how together"
             )
-        if (
-            self._how == "together"
-            or ways > 1
-            or (self._how == "auto" and not on_cpu and count > 1)
-        ):
-            fits = sweep_pack.fitting(program, count)
-            if fits > 1:
-                if fits < count:
-                    note(f"{fits} points at a time fit into memory")
-                # A later round of fewer points repeats one in the places of a pack that is compiled, if half of it is used.
-                larger = [n for of, n in self._trainers if of == key and fits < n <= 2 * fits]
-                return self._compiled(key, program, min(larger, default=fits))
-            if count > 1:
-                note("in turn: two points do not fit into memory at once")
-        one = self._compiled(key, program, 1)
+
+        # Trials are only for CPUs. Elsewhere `auto` trains several points together.
+        is_together = self._mode == "together" or num_shards > 1
+        if self._mode == "auto" and not on_cpu and count > 1:
+            is_together = True
+        if is_together:
+            together = self._together(key, points, log)
+            if together is not None:
+                return together
+
+        single = self._compiled(key, program, 1)
+        # A later round of the same program needs no second trial.
         if key in self._fastest:
-            return self._fastest[key] if self._fastest[key].count <= count else one
-        if self._how != "auto" or not on_cpu or count == 1 or count * program.config.steps < FEW:
-            return one
-        one, each, text = self._side_by_side(one, points)
-        self._trainers[key, 1] = self._fastest[key] = one
-        fits = sweep_pack.fitting(program, count, one)
-        little = each * program.config.steps * count < PAYS * one.compile_seconds
-        if self._slower or little or fits == 1:
-            note(f"in turn: {text}")
-            return one
-        many = self._compiled(key, program, fits)
-        of_many = self._seconds(many, [*points, *[points[-1]] * fits][:fits]) / fits
-        self._slower = of_many >= each
-        if self._slower:
-            del self._trainers[key, fits]
+            fastest = self._fastest[key]
+            return fastest if fastest.count <= count else single
+        has_choice = self._mode == "auto" and on_cpu and count > 1
+        if not has_choice or count * program.config.steps < MIN_TRIAL_STEPS:
+            return single
+        return self._try(key, single, points, log)
+
+    def _together(
+        self, key: object, points: Sequence[Program], log: Callable[[str], None]
+    ) -> Trainer | None:
+        """Return a trainer of as many points as fit into memory, or `None` if only one fits."""
+        count = len(points)
+        batch_size = trainers.points_per_batch(points[0], count)
+        if batch_size == 1:
+            if count > 1:
+                log("in turn: two points do not fit into memory at once")
+            return None
+
+        if batch_size < count:
+            log(f"{batch_size} points at a time fit into memory")
+        # A later round of fewer points uses a larger trainer that is compiled already, if at most
+        # half of its places repeat a point.
+        compiled_sizes = []
+        for program_key, size in self._trainers:
+            if program_key == key and batch_size < size <= 2 * batch_size:
+                compiled_sizes.append(size)
+        return self._compiled(key, points[0], min(compiled_sizes, default=batch_size))
+
+    def _try(
+        self, key: object, single: Trainer, points: Sequence[Program], log: Callable[[str], None]
+    ) -> Trainer:
+        """Time steps in turn and, if it may pay, together. Return and keep the faster trainer.
+
+        Args:
+            key: Key of the program (`grouped`).
+            single: Compiled trainer of one point at a time.
+        """
+        count = len(points)
+        in_turn = self._time_in_turn(single, points)
+        self._trainers[key, 1] = in_turn.trainer
+        self._fastest[key] = in_turn.trainer
+        batch_size = trainers.points_per_batch(points[0], count, in_turn.trainer)
+        total_seconds = in_turn.seconds * points[0].config.steps * count
+        is_short = total_seconds < MIN_COMPILATIONS * in_turn.trainer.compile_seconds
+        if self._together_is_slower or is_short or batch_size == 1:
+            log(f"in turn: {in_turn.text}")
+            return in_turn.trainer
+
+        together = self._compiled(key, points[0], batch_size)
+        batch = list(points[:batch_size])
+        batch += [batch[-1]] * (batch_size - len(batch))
+        seconds = self._step_seconds(together, batch) / batch_size
+        self._together_is_slower = seconds >= in_turn.seconds
+        if self._together_is_slower:
+            # Dropped, because a compiled program holds memory.
+            del self._trainers[key, batch_size]
         else:
-            self._fastest[key] = many
-        note(
-            f"{'in turn' if self._slower else 'together'}: {text}, {of_many * 1000:.0f} ms together"
-        )
+            self._fastest[key] = together
+        choice = "in turn" if self._together_is_slower else "together"
+        log(f"{choice}: {in_turn.text}, {seconds * 1000:.0f} ms together")
         return self._fastest[key]
 
     def _compiled(self, key: object, program: Program, count: int) -> Trainer:
+        """Return the trainer of `count` points at once, which is compiled at the first call."""
         if (key, count) not in self._trainers:
             began = time.monotonic()
-            trainer = sweep_pack.trainer(program, count, self._evaluated)
-            self._trainers[key, count] = dataclasses.replace(
-                trainer, compile_seconds=time.monotonic() - began
-            )
+            trainer = trainers.compile_trainer(program, count, self._evaluated)
+            seconds = time.monotonic() - began
+            self._trainers[key, count] = dataclasses.replace(trainer, compile_seconds=seconds)
         return self._trainers[key, count]
 
-    def _side_by_side(self, one: Trainer, points: Sequence[Program]) -> tuple[Trainer, float, str]:
-        """The trainer with how many to train at the same time, the seconds of a step and point, and the timings in words."""
-        times, program, best = {1: self._seconds(one, points[:1])}, one.program, 1
-        if program.mesh.size == 1:  # programs of many devices would wait for each other
-            cores = (
-                len(os.sched_getaffinity(0))
-                if hasattr(os, "sched_getaffinity")
-                else os.cpu_count() or 1
-            )
-            most = min(cores, len(points), sweep_pack.fitting(program, len(points), one))
-            while 2 * best <= most:
-                times[2 * best] = self._seconds(one, points[:1], 2 * best)
-                if times[2 * best] > GAIN * times[best]:
+    def _time_in_turn(self, single: Trainer, points: Sequence[Program]) -> _Timing:
+        """Time a step with 1, 2, 4, ... threads until more threads are not faster."""
+        program = single.program
+        times = {1: self._step_seconds(single, points[:1])}
+        threads = 1
+        # Programs of several devices would wait for each other.
+        if program.mesh.size == 1:
+            fitting = trainers.points_per_batch(program, len(points), single)
+            max_threads = min(_num_cores(), len(points), fitting)
+            while 2 * threads <= max_threads:
+                times[2 * threads] = self._step_seconds(single, points[:1], 2 * threads)
+                if times[2 * threads] > MAX_TIME_RATIO * times[threads]:
                     break
-                best *= 2
-        words = (
-            f"{1000 * s:.0f} ms {f'by {n} side by side' if n > 1 else 'one by one'}"
-            for n, s in times.items()
+                threads *= 2
+
+        texts = []
+        for number, seconds in times.items():
+            name = f"by {number} side by side" if number > 1 else "one by one"
+            texts.append(f"{1000 * seconds:.0f} ms {name}")
+        return _Timing(
+            trainer=dataclasses.replace(single, concurrent=threads),
+            seconds=times[threads],
+            text=f"a step takes {', '.join(texts)}",
         )
-        return (
-            dataclasses.replace(one, concurrent=best),
-            times[best],
-            f"a step takes {', '.join(words)}",
-        )
 
-    def _seconds(self, trainer: Trainer, points: Sequence[Program], concurrent: int = 1) -> float:
-        """Median of a few steps of a pack, which go nowhere; of so many packs side by side the share of one."""
-        start = threading.Barrier(concurrent)
+    def _step_seconds(self, trainer: Trainer, points: Sequence[Program], threads: int = 1) -> float:
+        """Return the time of a step, of `threads` that train at once the share of one."""
+        barrier = threading.Barrier(threads)
+        with ThreadPoolExecutor(threads) as pool:
+            futures = []
+            for _ in range(threads):
+                futures.append(pool.submit(self._median_seconds, trainer, points, barrier))
+            return max(future.result() for future in futures) / threads
 
-        def median() -> float:
-            try:
-                state, step_inputs = trainer.begin(points)
-                times = []
-                with contextlib.closing(self._batches.train(trainer.program, 0)) as batches:
-                    for k, batch in zip(range(STEPS + 1), batches, strict=False):
-                        if k == 1:
-                            start.wait()
-                        began = time.monotonic()
-                        state, metrics = trainer.step(state, step_inputs, batch)
-                        jax.block_until_ready(metrics)
-                        times.append(time.monotonic() - began)
-            except threading.BrokenBarrierError:
-                return 0.0  # another thread raises what went wrong
-            except BaseException:
-                start.abort()
-                raise
-            return statistics.median(times[1:] or times)
+    def _median_seconds(
+        self, trainer: Trainer, points: Sequence[Program], barrier: threading.Barrier
+    ) -> float:
+        """Return the median time of a few steps, whose result is dropped.
 
-        with ThreadPoolExecutor(concurrent) as pool:
-            return (
-                max(future.result() for future in [pool.submit(median) for _ in range(concurrent)])
-                / concurrent
-            )
+        Args:
+            barrier: Barrier at which all threads wait before the first step that is timed.
+        """
+        try:
+            state, step_inputs = trainer.begin(points)
+            times = []
+            with contextlib.closing(self._batches.train(trainer.program, 0)) as batches:
+                for step, batch in zip(range(TRIAL_STEPS + 1), batches, strict=False):
+                    if step == 1:
+                        barrier.wait()
+                    began = time.monotonic()
+                    state, metrics = trainer.step(state, step_inputs, batch)
+                    jax.block_until_ready(metrics)
+                    times.append(time.monotonic() - began)
+        except threading.BrokenBarrierError:
+            return 0.0  # another thread raises the error that broke the barrier
+        except BaseException:
+            barrier.abort()
+            raise
+        # The first step is not counted, unless the run has no other.
+        return statistics.median(times[1:] or times)
+
+
+def _num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def note_changes(
-    folder: Path, program: Program, note: Callable[[str], None], *, goes_on: bool
+    folder: Path, program: Program, log: Callable[[str], None], *, goes_on: bool
 ) -> None:
-    """Say what has changed since the last points of a folder were trained, and record the environment of the next ones.
+    """Log what changed since the last points of a folder were trained, and record the present.
 
-    Rows of two environments may differ in bits. They stay comparable as far as seeds are.
+    Rows of two environments may differ in bits. They stay as comparable as two seeds are.
 
     Args:
-        program: of the next point.
-        note: told a line for every change.
-        goes_on: whether points of the folder are done or in training.
+        program: Program of the next point, whose mesh and compiler options are recorded.
+        log: Called with a line for every change.
+        goes_on: True if points of the folder are finished or in training.
     """
     path = folder / FILE_NAME
-    now = surroundings(program.compiler_options(), environment.facts(program.mesh))
+    current = surroundings(program.compiler_options(), environment.facts(program.mesh))
     if goes_on and disk.status(path) is not None:
         try:
-            changed = environment.changes(disk.read_json(path), now)
+            changes = environment.changes(disk.read_json(path), current)
         except disk.JsonError as error:
-            changed = None
-            note(f"{error}; it is written again")
-        if changed == []:
+            changes = None
+            log(f"{error}; it is written again")
+        # `None` is an old record without an environment, which is written again.
+        if changes == []:
             return
-        for change in changed or ():
-            note(f"changed since the last points: {change}")
-    disk.write_whole(path, json.dumps(now, indent=2) + "\n")
+        for change in changes or ():
+            log(f"changed since the last points: {change}")
+    disk.write_whole(path, json.dumps(current, indent=2) + "\n")
 
 
 def key_of(config: Config, data_digest: str) -> str:
-    """Return the name of what a config trains: equal for configs that differ in where they run and what they report.
+    """Return the name of what a config trains, a digest of 16 characters.
+
+    Configs that differ only in where they run and what they report have the same name.
 
     Args:
-        config: of the point.
-        data_digest: of the data it sees.
+        data_digest: Digest of the data that the point sees.
     """
     bare = with_defaults(without_reports(config.resolved()), ("layout", "processes"))
     fields = to_json(bare)
@@ -264,33 +361,35 @@ def key_of(config: Config, data_digest: str) -> str:
         _delete(fields, path)
     for section in _unnamed_sections(bare):
         _delete(fields, section)
-    return hashlib.sha256(json.dumps([fields, data_digest], sort_keys=True).encode()).hexdigest()[
-        :16
-    ]
+    content = json.dumps([fields, data_digest], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def without_reports(config: Config) -> Config:
-    """Return the config without where it is kept and what it reports."""
+    """Return the config with defaults for where it is saved and what it reports."""
     return with_defaults(config, ("session", "reports", "course"))
 
 
 def _unnamed_fields(config: Config) -> Iterator[str]:
-    """Yield the fields that are not part of a point's name."""
+    """Yield the dotted paths of fields that are not part of a point's name."""
     for field in config_fields(config):
         # A model of a plugin declares nothing: all its fields are part of the name.
         if field.affects is None or field.path in _FIRST_PATHS:
             continue
         if field.value == field.default or not field.affects.consequence.names_point:
             yield field.path
+
     # The background became a field of its own after points of images had their names.
-    if config.data.pixels.background == OLDER_PIXELS.background or not config.data.name.startswith(
-        "images:"
-    ):
+    has_images = config.data.name.startswith("images:")
+    if not has_images or config.data.pixels.background == OLDER_PIXELS.background:
         yield "data.pixels.background"
 
 
 def _unnamed_sections(config: Config) -> Iterator[str]:
-    """Yield the sections that are not part of a point's name, because all their fields have the values of before they existed."""
+    """Yield the dotted paths of sections that are not part of a point's name.
+
+    They have the values that all runs had before the section existed.
+    """
     yield from ("stop", "data.limits")
     model = config.model
     if getattr(model, "routing", None) == RoutingConfig():
@@ -299,15 +398,18 @@ def _unnamed_sections(config: Config) -> Iterator[str]:
         yield "model.lora"
     if config.data.transforms == TransformsConfig():
         yield "data.transforms"
-    is_unread = (
-        "pixels" not in source(config.data.name).reads and config.data.pixels == PixelsConfig()
-    )
-    if is_unread or config.data.pixels == OLDER_PIXELS:
+    reads_pixels = "pixels" in source(config.data.name).reads
+    is_unread_default = config.data.pixels == PixelsConfig() and not reads_pixels
+    if is_unread_default or config.data.pixels == OLDER_PIXELS:
         yield "data.pixels"
 
 
 def _delete(fields: dict[str, Any], path: str) -> None:
-    """Delete a field or section of a config as JSON."""
+    """Delete a field or section of a config as JSON, if it is there.
+
+    Args:
+        path: Dotted path, such as "data.pixels".
+    """
     *sections, name = path.split(".")
     for section in sections:
         fields = fields.get(section, {})
@@ -317,52 +419,62 @@ def _delete(fields: dict[str, Any], path: str) -> None:
 def grouped(
     configs: Sequence[Config], programs: dict[str, Program], devices: Sequence[Any] | None = None
 ) -> dict[object, list[Point]]:
-    """The points in groups of one program each, by a key of it, in the order in which the first of each comes.
+    """Group points by their program, in the order of each group's first point.
 
-    Nothing is compiled or allocated, and a definition is built once per shape.
+    Nothing is compiled or allocated, and a model definition is built once per shape.
 
     Args:
-        configs: the points.
-        programs: by shape, those of earlier points; new ones are added.
-        devices: all there are by default.
+        programs: Programs of earlier points by their shape. New ones are added.
+        devices: JAX devices of the mesh; all of them by default.
+
+    Returns:
+        Points of each program by a key of the program.
 
     Raises:
-        ConfigError, PresetError, MeshError: what does not fit.
+        ConfigError, PresetError, MeshError: A config has parts that do not fit together.
     """
     groups: dict[object, list[Point]] = {}
     for index, config in enumerate(configs):
         if config.stop.patience is not None or config.data.evaluate:
             flag = "stop.patience" if config.data.evaluate == () else "data.evaluate"
             raise ConfigError(
-                f"{flag} is of a run by itself: points train all their steps, or their losses would not compare, and are evaluated "
-                "on their own data; leave it out"
+                f"{flag} is of a run by itself: points train all their steps, or their losses "
+                "would not compare, and are evaluated on their own data; leave it out"
             )
         shape = repr(shape_of(config))
         if shape not in programs:
             programs[shape] = assemble(config, devices, swept=True)
+            # A state that does not fit is refused before anything is compiled.
             fit.check_state(programs[shape], fit.limit_of(programs[shape]), saves=False)
         program = programs[shape].with_config(config)
-        structure = repr(
-            jax.tree.map(jax.typeof, program.inputs)
-        )  # a preset may have a factor that others do not
+        # A preset may have a factor that others do not have.
+        structure = repr(jax.tree.map(jax.typeof, program.inputs))
         groups.setdefault((shape, structure), []).append((index, program))
     return groups
 
 
 def shape_of(config: Config) -> Config:
-    """The config with every number that is data to the step at one value: equal shapes are one program."""
-    same = dict.fromkeys(("peak_lr", "weight_decay", "eps"), 0.0)
-    schedule = {
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "decay_steps": None,
-        "final_lr_fraction": 0.0,
-    }
+    """Return the config with one value for every number that is an input of the step.
+
+    Configs of equal shape share a program.
+    """
+    optimizer = dataclasses.replace(
+        config.scaled_optimizer,
+        peak_lr=0.0,
+        weight_decay=0.0,
+        eps=0.0,
+        schedule="constant",
+        warmup_steps=0,
+        decay_steps=None,
+        final_lr_fraction=0.0,
+    )
+    # Without an average the state has no array for it, so `None` stays.
+    ema_decay = None if config.ema.decay is None else 0.5
     return dataclasses.replace(
         without_reports(config),
         preset=PresetConfig(),
-        optimizer=dataclasses.replace(config.scaled_optimizer, **same, **schedule),
-        ema=dataclasses.replace(config.ema, decay=None if config.ema.decay is None else 0.5),
+        optimizer=optimizer,
+        ema=dataclasses.replace(config.ema, decay=ema_decay),
         data=dataclasses.replace(config.data, seed=config.data_seed),
         faults=FaultsConfig(),
         seed=0,
@@ -370,19 +482,21 @@ def shape_of(config: Config) -> Config:
 
 
 class Sweep:
-    """Trains points as they are asked for, and keeps what it has compiled.
+    """Engine that trains points in a folder, as they are asked for, and keeps compiled programs.
 
     Args:
-        folder: where rows and unfinished points go; `run` creates it if missing.
-        how: all points of a program at once, one after another, or whichever a short trial shows to be faster.
-        evaluated: whether each point is evaluated after its last step.
-        stop: called between steps; True ends the sweep.
-        saving: makes a context manager, entered while points train. Their state is saved if `stop`
-            returns True.
-        devices: all there are by default.
+        folder: Folder of rows and unfinished points; created if it is missing.
+        how: Whether points of a program train all at once, one after another, or whichever a short
+            trial shows to be faster (`auto`, the default).
+        evaluated: True to evaluate each point after its last step.
+        stop: Function called between steps. If it returns True, the points in training are saved
+            and the sweep ends.
+        saving: Function that makes a context manager, which is entered while points train. The
+            command's one lets a first signal wait until they are saved.
+        devices: JAX devices of the mesh; all of them by default.
 
     Raises:
-        ConfigError: several processes; a sweep has one.
+        ConfigError: There are several processes.
     """
 
     def __init__(
@@ -397,100 +511,134 @@ class Sweep:
     ) -> None:
         if jax.process_count() > 1:
             raise ConfigError(
-                "a sweep runs in one process over its devices; start one sweep per host, each in its own folder"
+                "a sweep runs in one process over its devices; start one sweep per host, each in "
+                "its own folder"
             )
-        self._folder, self._evaluated, self._stop = folder.absolute(), evaluated, stop
+        self._folder = folder.absolute()
+        self._evaluated = evaluated
+        self._stop = stop
         self._saving = saving
-        self._devices, self._programs, self._batches = devices, {}, Batches()
-        self._chooser = ExecutionTrial(how, self._batches, evaluated)
+        self._devices = devices
+        self._programs: dict[str, Program] = {}
+        self._batches = Batches()
+        self._trial = ExecutionTrial(how, self._batches, evaluated)
 
     def has_rows(self, configs: Sequence[Config]) -> bool:
-        """Return whether the folder has a row of every point, so that `run` would train nothing."""
+        """Return True if the folder has a row of every point, so that `run` would train nothing."""
         groups = grouped(configs, self._programs, self._devices)
-        members = [member for group in groups.values() for member in group]
         rows = Rows(self._folder, lambda line: None)
-        keys = [
-            key_of(program.config, self._batches.of(program).facts["digest"])
-            for _, program in members
-        ]
-        return all(rows.has(key, evaluated=self._evaluated) for key in keys)
+        keys = self._keys(groups)
+        return all(rows.has(key, evaluated=self._evaluated) for key in keys.values())
 
     def run(self, configs: Sequence[Config], watcher: SweepCallback | None = None) -> list[Row]:
-        """Train every point that the folder has no row of.
+        """Train every point that has no row in the folder.
 
         Args:
-            configs: the points; those that differ only in numbers (`shape_of`) share a program.
-            watcher: shows progress.
+            configs: Points. Those that differ only in numbers (`shape_of`) share a program.
+            watcher: Callbacks that show the progress; none by default.
 
         Returns:
             A row per config, in their order.
 
         Raises:
-            ConfigError, PresetError, MeshError, DataError: bad input, before the first step.
-            WorkdirError: another sweep is at work in the folder.
-            RowsError: the folder's rows are not as they were written.
+            ConfigError, PresetError, MeshError, DataError: A config or its data do not fit. This is
+                raised before the first step.
+            WorkdirError: Another sweep trains in the folder.
+            RowsError: The folder's rows are not as they were written.
             Stopped: `stop` returned True.
         """
-        watcher = one_at_a_time(watcher or SweepCallback())
+        watcher = LockedCallback(watcher or SweepCallback())
         self._batches.note = watcher.note
+        # Before the folder is made, so that a missing package leaves no empty folder.
         for config in configs:
             check_extras(config)
         self._folder.mkdir(parents=True, exist_ok=True)
         with locked(self._folder, Processes()):
-            rows, groups = (
-                Rows(self._folder, watcher.note),
-                grouped(configs, self._programs, self._devices),
-            )
-            members = [member for group in groups.values() for member in group]
-            keys = {i: key_of(p.config, self._batches.of(p).facts["digest"]) for i, p in members}
-            done = {
-                i: rows[key] for i, key in keys.items() if rows.has(key, evaluated=self._evaluated)
-            }
+            rows = Rows(self._folder, watcher.note)
+            groups = grouped(configs, self._programs, self._devices)
+            keys = self._keys(groups)
+            done = {}
+            for index, key in keys.items():
+                if rows.has(key, evaluated=self._evaluated):
+                    done[index] = rows[key]
             watcher.begin(configs, done)
-            unrecorded = True
-            for key, group in groups.items():
-                unique = list({keys[i]: (i, p) for i, p in reversed(group)}.values())[
-                    ::-1
-                ]  # of equal points the first
-                if todo := [(i, p) for i, p in unique if i not in done]:
-                    if unrecorded:
-                        goes_on = bool(rows) or (self._folder / "unfinished").exists()
-                        note_changes(self._folder, todo[0][1], watcher.note, goes_on=goes_on)
-                        unrecorded = False
-                    trainer = self._chooser.trainer(key, [p for _, p in todo], watcher.note)
-                    work = Work(trainer, self._batches, self._folder, keys, watcher, self._stop)
-                    packs = [
-                        todo[start : start + trainer.count]
-                        for start in range(0, len(todo), trainer.count)
-                    ]
-                    with self._saving():
-                        for pack, finished in work.trained(packs):
-                            for i, row in finished:
-                                rows.add(row)
-                                watcher.finished(i, row)
-                            shutil.rmtree(work.unfinished(pack), ignore_errors=True)
-                    if self._stop():
-                        raise Stopped
-            return [rows[keys[i]] for i in range(len(configs))]
+
+            is_recorded = False
+            for program_key, group in groups.items():
+                points = [point for point in _unique(group, keys) if point[0] not in done]
+                if not points:
+                    continue
+                if not is_recorded:
+                    _, program = points[0]
+                    goes_on = bool(rows) or (self._folder / "unfinished").exists()
+                    note_changes(self._folder, program, watcher.note, goes_on=goes_on)
+                    is_recorded = True
+                self._train(program_key, points, keys, rows, watcher)
+            return [rows[keys[index]] for index in range(len(configs))]
+
+    def _keys(self, groups: dict[object, list[Point]]) -> dict[int, str]:
+        """Return the name of what each point trains, by the point's index."""
+        keys = {}
+        for group in groups.values():
+            for index, program in group:
+                data = self._batches.data_of(program)
+                keys[index] = key_of(program.config, data.facts["digest"])
+        return keys
+
+    def _train(
+        self,
+        program_key: object,
+        points: Sequence[Point],
+        keys: dict[int, str],
+        rows: Rows,
+        watcher: SweepCallback,
+    ) -> None:
+        """Train points of one program, and write a row as each is finished."""
+        programs = [program for _, program in points]
+        trainer = self._trial.trainer(program_key, programs, watcher.note)
+        work = Work(trainer, self._batches, self._folder, keys, watcher, self._stop)
+        point_batches = []
+        for start in range(0, len(points), trainer.count):
+            point_batches.append(points[start : start + trainer.count])
+        with self._saving():
+            for batch, finished_rows in work.train_all(point_batches):
+                for index, row in finished_rows:
+                    rows.add(row)
+                    watcher.finished(index, row)
+                # Only now, because the rows replace what is saved there.
+                shutil.rmtree(work.unfinished_folder(batch), ignore_errors=True)
+        if self._stop():
+            raise Stopped
+
+
+def _unique(points: Sequence[Point], keys: dict[int, str]) -> list[Point]:
+    """Return the first of equal points, in the order of the last ones."""
+    by_key = {}
+    for index, program in reversed(points):
+        # An earlier point replaces a later one, and takes its place in the order.
+        by_key[keys[index]] = (index, program)
+    return list(reversed(by_key.values()))
 
 
 @contextlib.contextmanager
-def engine(folder: Path, how: Mode, *, evaluated: bool) -> Iterator[Sweep]:
-    """Context manager of a command that trains points: a signal saves what is in training and ends the command.
+def engine(folder: Path, mode: Mode, *, evaluated: bool) -> Iterator[Sweep]:
+    """Context manager of the engine of a command.
+
+    A signal saves the points in training and ends the command.
 
     Args:
-        folder: where rows and unfinished points go.
-        how: as `Sweep`.
-        evaluated: as `Sweep`.
+        folder: Folder of rows and unfinished points; created if it is missing.
+        mode: Argument `how` of `Sweep`.
+        evaluated: True to evaluate each point after its last step.
 
     Raises:
-        SystemExit: a signal came; its code is that of the signal.
+        SystemExit: A signal came. The code is 128 plus the number of the signal.
     """
     with lasting(), StopRequest() as stop:
         try:
             yield Sweep(
                 folder,
-                how=how,
+                how=mode,
                 evaluated=evaluated,
                 stop=lambda: stop.received is not None,
                 saving=stop.deferring,
@@ -504,14 +652,20 @@ def engine(folder: Path, how: Mode, *, evaluated: bool) -> Iterator[Sweep]:
 
 
 def run(
-    configs: Sequence[Config], folder: Path, *, watcher: SweepCallback | None = None, **how: Any
+    configs: Sequence[Config],
+    folder: Path,
+    *,
+    watcher: SweepCallback | None = None,
+    **options: Any,
 ) -> list[Row]:
-    """The rows of one sweep over these points, in their order; raises as `Sweep` and its `run`.
+    """Train points in a folder, with an engine of its own, and return a row per config.
 
     Args:
-        configs: the points.
-        folder: where rows and unfinished points go, made if missing.
-        watcher: shows progress; None shows nothing.
-        **how: other arguments of `Sweep`.
+        folder: Folder of rows and unfinished points; created if it is missing.
+        watcher: Callbacks that show the progress; none by default.
+        **options: Other arguments of `Sweep`.
+
+    Raises:
+        MupaxError, Stopped: As `Sweep` and `Sweep.run`.
     """
-    return Sweep(folder, **how).run(configs, watcher)
+    return Sweep(folder, **options).run(configs, watcher)

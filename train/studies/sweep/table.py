@@ -1,6 +1,6 @@
-"""A sweep on the terminal: a table of rates by sizes that fills as points finish, and a bar with the time left.
+"""A sweep on the terminal: a table of rates by sizes that fills as points finish, and a bar.
 
-Where the terminal cannot draw, a line per finished point.
+If the console is no terminal, `LiveTable` prints a line per finished point instead.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from rich.console import Console, Group
@@ -25,16 +25,26 @@ from mupax.train.studies.sweep.work import SweepCallback
 from mupax.zoo import families
 
 METRICS = ("training loss", "evaluation loss")
-"""What a point's loss is called, without and with an evaluation after its last step."""
+"""Names of a point's loss without and with an evaluation after its last step."""
+
+
+class _Cell(NamedTuple):
+    """Position in the table: a learning rate and the label of a column."""
+
+    peak_lr: float
+    column: str
 
 
 class LiveTable(SweepCallback):
-    """Shows a sweep while entered. A command prints its conclusion, and then the table by `show`.
+    """Context manager that shows a sweep while it trains.
+
+    A command prints its conclusion after that, and then the table by `show`.
 
     Args:
-        console: where.
-        columns: a word for every point besides its learning rate and seed: its size.
-        evaluated: whether a cell shows the evaluation loss.
+        console: Console that the table is drawn on, which may be no terminal.
+        columns: Label of each point's column, in the order of the points: its size and what else
+            sets it apart from points of the same learning rate.
+        evaluated: True if cells show the evaluation loss, False if they show the training loss.
     """
 
     def __init__(self, console: Console, columns: Sequence[str], *, evaluated: bool) -> None:
@@ -45,13 +55,16 @@ class LiveTable(SweepCallback):
         self._configs: Sequence[Config] = ()
         self._rows: dict[int, Row] = {}
         self._losses: dict[int, float] = {}
-        """Of every point in training or done."""
+        """Last loss of each point in training or done."""
         self._shares: dict[int, float] = {}
-        """Of every point's steps, those that are done."""
+        """Share of its steps that each point has done."""
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[points]} points"), TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[points]} points"),
+            TimeRemainingColumn(),
             console=console,
-        )  # fmt: skip
+        )
         self._task = self._bar.add_task("", total=None, points="")
         # A table taller than the terminal is cut at its end, so the bar comes first.
         self._live = Live(
@@ -70,94 +83,120 @@ class LiveTable(SweepCallback):
         self._live.stop()
 
     def show(self) -> None:
-        """Print the table of what is trained."""
+        """Print the table, unless no point has finished."""
         if self._rows:
             self.note(f"{self.metric}, mean over seeds")
             self._console.print(self.table())
 
     def value(self, row: Row) -> float:
-        """Return what a cell shows of a finished point."""
+        """Return the loss of a finished point that its cell shows."""
         return row.final_loss if self._evaluated else row.loss
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
-        self._configs, self._rows = configs, dict(done)
+        self._configs = configs
+        self._rows = dict(done)
         self._losses = {point: self.value(row) for point, row in done.items()}
-        left = sum(_cost(config) for i, config in enumerate(configs) if i not in done)
-        self._bar.update(self._task, total=left, points=f"{len(done)}/{len(configs)}")
+        total_cost = sum(_cost(config) for i, config in enumerate(configs) if i not in done)
+        self._bar.update(self._task, total=total_cost, points=f"{len(done)}/{len(configs)}")
         if done:
             self.note(f"{len(done)} of {len(configs)} points are done already")
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(text, highlight=False)
 
     def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
-        self._losses |= {point: float(loss) for point, loss in zip(points, losses, strict=True)}
+        for point, loss in zip(points, losses, strict=True):
+            self._losses[point] = float(loss)
         for point in points:
-            self._reached(point, step / self._configs[point].steps)
+            self._advance_to(point, step / self._configs[point].steps)
         self._bar.update(self._task, description=f"step {step}")
 
     def finished(self, point: int, row: Row) -> None:
-        self._rows[point], self._losses[point], config = row, self.value(row), self._configs[point]
-        self._reached(point, 1.0)
-        done = f"{len(self._rows)}/{len(self._configs)}"
-        self._bar.update(self._task, points=done)
-        if not self._console.is_terminal:
-            what = f"{self._columns[point]}  lr {power(config.optimizer.peak_lr)}  seed {config.seed}".strip()
-            loss = f"{self.metric} {self.value(row):.4f}"
-            outcome = f"diverged at step {row.diverged_at}" if row.diverged else loss
-            self.note(f"{done}  {what}: {outcome}  ({duration(row.seconds)})")
+        self._rows[point] = row
+        self._losses[point] = self.value(row)
+        self._advance_to(point, 1.0)
+        progress = f"{len(self._rows)}/{len(self._configs)}"
+        self._bar.update(self._task, points=progress)
+        # On a terminal the live table shows the same.
+        if self._console.is_terminal:
+            return
 
-    def _reached(self, point: int, share: float) -> None:
-        self._bar.advance(
-            self._task, (share - self._shares.get(point, 0.0)) * _cost(self._configs[point])
-        )
+        config = self._configs[point]
+        rate = power(config.optimizer.peak_lr)
+        name = f"{self._columns[point]}  lr {rate}  seed {config.seed}".strip()
+        outcome = f"{self.metric} {self.value(row):.4f}"
+        if row.diverged:
+            outcome = f"diverged at step {row.diverged_at}"
+        self.note(f"{progress}  {name}: {outcome}  ({duration(row.seconds)})")
+
+    def _advance_to(self, point: int, share: float) -> None:
+        """Advance the bar to a share of the point's steps."""
+        new_share = share - self._shares.get(point, 0.0)
+        self._bar.advance(self._task, new_share * _cost(self._configs[point]))
         self._shares[point] = share
 
     def table(self) -> RichTable:
-        """Learning rates down, sizes across, mean over seeds in the cells; the lowest of each size stands out."""
+        """Return the table: learning rates down, columns across, mean losses in the cells.
+
+        The lowest loss of a column is bold. A cell is dim until all of its points are finished.
+        """
         columns = list(dict.fromkeys(self._columns))
-        losses = {
-            i: loss if math.isfinite(loss) else math.inf for i, loss in dict(self._losses).items()
-        }
-        places: dict[tuple[float, str], list[int]] = defaultdict(list)
-        for i, config in enumerate(self._configs):
-            places[config.optimizer.peak_lr, self._columns[i]].append(i)
-        means = {
-            place: float(np.mean([losses[i] for i in own if i in losses] or [math.nan]))
-            for place, own in places.items()
-        }
-        best = {
-            c: min(
-                (m for (_, c_), m in means.items() if c_ == c and math.isfinite(m)), default=None
-            )
-            for c in columns
-        }
+        points_of: dict[_Cell, list[int]] = defaultdict(list)
+        for point, config in enumerate(self._configs):
+            points_of[_Cell(config.optimizer.peak_lr, self._columns[point])].append(point)
+        means = self._mean_losses(points_of)
+        lowest = {column: _lowest(means, column) for column in columns}
+
         table = RichTable(box=None, pad_edge=False)
-        for column in ("rate", *(column or "loss" for column in columns)):
-            table.add_column(column, justify="right")
-        for lr in sorted({config.optimizer.peak_lr for config in self._configs}):
-            words = [Text(power(lr))]
+        table.add_column("rate", justify="right")
+        for column in columns:
+            table.add_column(column or "loss", justify="right")
+        for peak_lr in sorted({config.optimizer.peak_lr for config in self._configs}):
+            texts = [Text(power(peak_lr))]
             for column in columns:
-                mean, final = (
-                    means.get((lr, column), math.nan),
-                    all(i in self._rows for i in places[lr, column]),
-                )
-                text = "" if math.isnan(mean) else "diverged" if math.isinf(mean) else f"{mean:.4f}"
-                words.append(
-                    Text(
-                        text, style="bold green" if mean == best[column] else "" if final else "dim"
-                    )
-                )
-            table.add_row(*words)
+                cell = _Cell(peak_lr, column)
+                mean = means.get(cell, math.nan)
+                style = ""
+                # `lowest` is `None` in a column without a finite loss, which equals no mean.
+                if mean == lowest[column]:
+                    style = "bold green"
+                elif not all(point in self._rows for point in points_of[cell]):
+                    style = "dim"
+                texts.append(Text(_mean_text(mean), style=style))
+            table.add_row(*texts)
         return table
+
+    def _mean_losses(self, points_of: dict[_Cell, list[int]]) -> dict[_Cell, float]:
+        """Return the mean loss of each cell: inf if a point diverged, nan before the first loss."""
+        means = {}
+        # `Live` draws in a thread of its own, while a point may be added to `_losses`.
+        last_losses = dict(self._losses)
+        for cell, points in points_of.items():
+            losses = [last_losses[point] for point in points if point in last_losses]
+            finite_losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
+            means[cell] = float(np.mean(finite_losses or [math.nan]))
+        return means
+
+
+def _lowest(means: dict[_Cell, float], column: str) -> float | None:
+    """Return the lowest finite mean of a column, or `None` without one."""
+    finite_means = [
+        mean for cell, mean in means.items() if cell.column == column and math.isfinite(mean)
+    ]
+    return min(finite_means, default=None)
+
+
+def _mean_text(mean: float) -> str:
+    """Return the text of a cell."""
+    if math.isnan(mean):
+        return ""
+    if math.isinf(mean):
+        return "diverged"
+    return f"{mean:.4f}"
 
 
 def _cost(config: Config) -> float:
-    """FLOPs of a point, by which the time left is estimated."""
-    return (
-        families.train_flops(config.model)
-        * config.data.batch_size
-        * config.model.units
-        * config.steps
-    )
+    """Return the training FLOPs of a point, by which the bar estimates the time left."""
+    flops_per_unit = families.train_flops(config.model)
+    return flops_per_unit * config.data.batch_size * config.model.units * config.steps

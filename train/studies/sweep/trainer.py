@@ -1,7 +1,8 @@
-"""Points of a sweep that are one program: trained all at once along a stacked axis, or one after another, on the same batches.
+"""Compiled program that trains points of a sweep, all at once or one after another.
 
-Both are a `Trainer`: a compiled step over `count` points. In turn `count` is 1 and the step is the very one of a run alone,
-so that its losses are bitwise the same; together every array of state and step inputs has a first axis [count].
+Both are a `Trainer`, with a step over `count` points. In turn, `count` is 1 and the step is that of
+a run alone, so the losses are bitwise the same. Together, every array of state and step inputs has
+a first axis [count], and all points see the same batches.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ from mupax.train.core.step import Batch, StepInputs, batch_sums, make_train_step
 from mupax.train.data import Data
 from mupax.zoo.definition import SHARED_INIT
 
-_OF_MEMORY = 0.8
-"""Share of what a device has left that a pack may fill."""
+_MEMORY_SHARE = 0.8
+"""Share of a device's free memory that points may fill."""
 CACHED_BYTES = 2**28
-"""Batches kept in memory, for the points that train after the first."""
+"""Largest size of all batches of a run that are kept in memory for the points after the first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """A compiled program for points of one shape.
+    """Compiled program for points of one shape.
 
     Attributes:
-        program: of any one of the points.
-        count: points that it trains at once.
-        abstract: shapes and shardings of its state.
-        step: (state, step inputs, batch) -> (state, metrics).
-        begin: programs of the points -> (state, step inputs) at step 0.
-        score: (parameters, step inputs, batch) -> `LossSums`; None where nothing is evaluated.
-        temporary: bytes per device while a step runs, all points together; 0 where the backend does not say.
-        compile_seconds: what its step took to compile.
-        concurrent: packs to train at the same time, in threads.
+        program: Program of any one of the points.
+        count: Number of points that train at once.
+        abstract: Shapes and shardings of the state.
+        step: Compiled step, (state, step inputs, batch) -> (state, metrics).
+        begin: Function programs of the points -> (state, step inputs) at step 0.
+        score: Function (parameters, step inputs, batch) -> `LossSums`; `None` without evaluation.
+        step_bytes: Bytes per device while a step runs, for all points together; 0 if the backend
+            does not tell.
+        compile_seconds: Time that the compilation of the step took.
+        concurrent: Number of threads that use this trainer at the same time.
     """
 
     program: Program
@@ -54,21 +56,21 @@ class Trainer:
     step: jax.stages.Compiled
     begin: Callable[[Sequence[Program]], tuple[TrainState, StepInputs]]
     score: Callable[..., Any] | None
-    temporary: int
+    step_bytes: int
     compile_seconds: float = 0.0
     concurrent: int = 1
 
 
-def trainer(program: Program, count: int, evaluated: bool) -> Trainer:
-    """What trains one point at a time, by the step of a run alone, or several at once.
+def compile_trainer(program: Program, count: int, evaluated: bool) -> Trainer:
+    """Compile a trainer of one point, with the step of a run alone, or of several points.
 
     Args:
-        program: of any one of the points.
-        count: a multiple of the mesh axis `sweep`.
-        evaluated: whether it is to score them.
+        program: Program of any one of the points.
+        count: Number of points at once: 1, or a multiple of the mesh axis `sweep`.
+        evaluated: True if the trainer also evaluates points.
     """
     if count > 1:
-        return _together(program, count, evaluated)
+        return _compile_together(program, count, evaluated)
     limit = fit.limit_of(program)
     compiled = program.compile_train()
     fit.check_step(program, compiled, limit, saves=False)
@@ -77,143 +79,203 @@ def trainer(program: Program, count: int, evaluated: bool) -> Trainer:
         (point,) = points
         return program.placed(point.initial_state(), compiled), point.step_inputs()
 
-    score = program.compile_eval(compiled) if evaluated else None
-    return Trainer(program, 1, program.abstract, compiled, begin, score, _bytes(compiled))
+    return Trainer(
+        program=program,
+        count=1,
+        abstract=program.abstract,
+        step=compiled,
+        begin=begin,
+        score=program.compile_eval(compiled) if evaluated else None,
+        step_bytes=_step_bytes(compiled),
+    )
 
 
-def _together(program: Program, count: int, evaluated: bool) -> Trainer:
-    """The step mapped over a first axis, which the mesh axis `sweep` splits."""
-    mesh, config = program.mesh, program.config
-    split = "sweep" if mesh.shape["sweep"] > 1 else None
-    over = NamedSharding(mesh, PartitionSpec(split))
+def _compile_together(program: Program, count: int, evaluated: bool) -> Trainer:
+    """Compile the step mapped over a first axis [count], which the mesh axis `sweep` splits."""
+    mesh = program.mesh
+    axis_name = "sweep" if mesh.shape["sweep"] > 1 else None
+    over_points = NamedSharding(mesh, PartitionSpec(axis_name))
 
     def stacked(leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
-        placed = NamedSharding(mesh, PartitionSpec(split, *spec))
-        return jax.ShapeDtypeStruct((count, *np.shape(leaf)), leaf.dtype, sharding=placed)
+        # The axes of one point's array stay split as they are.
+        stacked_sharding = NamedSharding(mesh, PartitionSpec(axis_name, *spec))
+        return jax.ShapeDtypeStruct((count, *np.shape(leaf)), leaf.dtype, sharding=stacked_sharding)
 
-    abstract, step_inputs = jax.tree.map(stacked, (program.abstract, program.abstract_inputs()))
-    shardings: Any = jax.tree.map(lambda leaf: leaf.sharding, (abstract, step_inputs))
-    feed = program.train_feed().abstract
-    one = make_train_step(program.definition, program.tx, config.accumulation_steps, program.layout)
-    mapped, places = (
-        jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=split),
-        (*shardings, program.layout.batch(feed)),
+    abstract_state = jax.tree.map(stacked, program.abstract)
+    abstract_inputs = jax.tree.map(stacked, program.abstract_inputs())
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+    inputs_shardings: Any = jax.tree.map(lambda leaf: leaf.sharding, abstract_inputs)
+
+    # All points see the same batches, so a batch has no axis of points.
+    abstract_batch = program.train_feed().abstract
+    step_of_one = make_train_step(
+        program.definition, program.tx, program.config.accumulation_steps, program.layout
     )
-    many = jax.jit(
-        mapped, in_shardings=places, out_shardings=(shardings[0], over), donate_argnums=0
+    step = jax.jit(
+        jax.vmap(step_of_one, in_axes=(0, 0, None), spmd_axis_name=axis_name),
+        in_shardings=(state_shardings, inputs_shardings, program.layout.batch(abstract_batch)),
+        out_shardings=(state_shardings, over_points),
+        donate_argnums=0,
     )
-    compiled = many.lower(abstract, step_inputs, feed).compile(
+    compiled = step.lower(abstract_state, abstract_inputs, abstract_batch).compile(
         compiler_options=program.compiler_options()
     )
 
-    def sums(params: Any, run: StepInputs, batch: Batch) -> Any:
-        return batch_sums(program.definition, params, run, batch, layout=program.layout)
+    def sums(params: Any, step_inputs: StepInputs, batch: Batch) -> Any:
+        return batch_sums(program.definition, params, step_inputs, batch, layout=program.layout)
 
-    score = jax.jit(jax.vmap(sums, in_axes=(0, 0, None), spmd_axis_name=split), out_shardings=over)
-    births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=shardings[0].params)
-    begins = jax.jit(jax.vmap(program.initializer.state_of), out_shardings=shardings[0])
+    score = jax.jit(
+        jax.vmap(sums, in_axes=(0, 0, None), spmd_axis_name=axis_name), out_shardings=over_points
+    )
+    initialize = jax.jit(
+        jax.vmap(program.definition.initialize), out_shardings=state_shardings.params
+    )
+    state_of = jax.jit(jax.vmap(program.initializer.state_of), out_shardings=state_shardings)
 
+    # A point's random numbers depend on its seed alone, so they are the same in turn.
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         seeds = np.array([point.config.seed for point in points], np.uint32)
-        names = {name for point in points for name in point.stds}
-        each = [
-            {
-                n: point.stds[n] if n in point.stds else draw_of(n.removeprefix(SHARED_INIT))
-                for n in names
-            }
-            for point in points
-        ]
-        stds, runs = jax.tree.map(
-            lambda *one: np.stack(one), *zip(each, (point.inputs for point in points), strict=True)
-        )
-        if config.model.centered:
-            runs = runs._replace(reference=births(seeds, stds))
-        return begins(births(seeds, stds)), jax.device_put(runs, shardings[1])
+        stds = _stacked_stds(points)
+        step_inputs = _stack([point.inputs for point in points])
+        if program.config.model.centered:
+            step_inputs = step_inputs._replace(reference=initialize(seeds, stds))
+        state = state_of(initialize(seeds, stds))
+        return state, jax.device_put(step_inputs, inputs_shardings)
 
     return Trainer(
-        program, count, abstract, compiled, begin, score if evaluated else None, _bytes(compiled)
+        program=program,
+        count=count,
+        abstract=abstract_state,
+        step=compiled,
+        begin=begin,
+        score=score if evaluated else None,
+        step_bytes=_step_bytes(compiled),
     )
 
 
-def fitting(program: Program, points: int, one: Trainer | None = None) -> int:
-    """How many of the points fit into a device's memory at once, as a multiple of the mesh axis `sweep`.
+def _stack(trees: Sequence[Any]) -> Any:
+    """Stack pytrees of numbers along a new first axis, on the host."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def _stacked_stds(points: Sequence[Program]) -> dict[str, np.ndarray]:
+    """Return the initial standard deviations of points by name, with a first axis [points].
+
+    Some presets draw keys from the query's random key (`SHARED_INIT`), others have no such entry.
+    """
+    names = set()
+    for point in points:
+        names.update(point.stds)
+
+    stds_of_points = []
+    for point in points:
+        stds = dict(point.stds)
+        for name in names - stds.keys():
+            # The parameter's own draw, which `Definition.initialize` uses without an entry.
+            stds[name] = draw_of(name.removeprefix(SHARED_INIT))
+        stds_of_points.append(stds)
+    return _stack(stds_of_points)
+
+
+def points_per_batch(program: Program, points: int, single: Trainer | None = None) -> int:
+    """Return how many points should train at once, so that they fit a device's memory.
+
+    If they do not all fit, they are spread over batches of one size, which one program can train.
 
     Args:
-        program: of any one of them.
-        points: their number.
-        one: the trainer of one point, if it is compiled, whose memory says more than the state's size.
+        program: Program of any one of the points.
+        points: Number of points that are left to train.
+        single: Compiled trainer of one point. Its memory is a better bound than the size of the
+            state, which is used by default.
+
+    Returns:
+        Multiple of the mesh axis `sweep`.
     """
-    ways = program.mesh.shape["sweep"]
-    most = math.ceil(points / ways) * ways
-    state = sum(
+    num_shards = program.mesh.shape["sweep"]
+    all_points = math.ceil(points / num_shards) * num_shards
+    state_bytes = sum(
         math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract)
     )
-    each = max(one.temporary if one is not None else 0, 3 * state)
-    free = fit.room(program.mesh.devices.flat[0])
-    if free is None or not each:
-        return most
-    packs = math.ceil(most / max(ways, int(_OF_MEMORY * free / each) * ways))
-    return (
-        math.ceil(points / packs / ways) * ways
-    )  # packs of one size, so that one program serves them all
+    # A step is assumed to take at least three times the state.
+    point_bytes = max(single.step_bytes if single is not None else 0, 3 * state_bytes)
+    free_bytes = fit.room(program.mesh.devices.flat[0])
+    if free_bytes is None or not point_bytes:
+        return all_points
+    # Each shard of the axis has memory of its own, and at least one point.
+    max_points = max(num_shards, int(_MEMORY_SHARE * free_bytes / point_bytes) * num_shards)
+    num_batches = math.ceil(all_points / max_points)
+    return math.ceil(points / num_batches / num_shards) * num_shards
 
 
-def _bytes(compiled: jax.stages.Compiled) -> int:
-    if (stats := compiled.memory_analysis()) is None:
+def _step_bytes(compiled: jax.stages.Compiled) -> int:
+    """Return the bytes per device while a step runs, or 0 if the backend does not tell."""
+    stats = compiled.memory_analysis()
+    if stats is None:
         return 0
     sizes = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    # Donated arguments share their memory with outputs.
     return int(sizes - stats.alias_size_in_bytes)
 
 
 class Batches:
-    """Training batches on the host, read once and cached where they are few, and the data they come from."""
+    """Data of a sweep's points, and their training batches on the host.
+
+    Batches are read once and kept for the next points if all of a run take at most `CACHED_BYTES`.
+    Threads may use one object.
+    """
 
     def __init__(self) -> None:
-        self.note: Callable[[str], None] = lambda text: None
-        """Called with a line about what takes time."""
+        self.note: Callable[[str], None] = lambda line: None
+        """Function that prints a line about work that takes time."""
         self._data: dict[Any, Data] = {}
         self._cached: dict[Any, list[Any]] = {}
         self._lock = threading.RLock()
 
-    def of(self, program: Program) -> Data:
-        """The data of a program."""
-        config, key = program.config, self._key(program)
+    def data_of(self, program: Program) -> Data:
+        """Return the data of a program. They are loaded once for all points with the same data."""
+        config = program.config
+        key = self._key(program)
         with self._lock:
             if key not in self._data:
                 self._data[key] = data_sources.load(
                     config.data,
                     config.model,
                     seed=config.data_seed,
-                    note=lambda text: self.note(text),
+                    # `note` may be another function by the time that the data print a line.
+                    note=lambda line: self.note(line),
                 )
             return self._data[key]
 
     def train(self, program: Program, start: int) -> Generator[Batch, None, None]:
-        """Batches start, start + 1, ... of a program's data on its devices.
+        """Yield training batches of a program's data, on its devices.
 
         Args:
-            program: whose data, on whose devices.
-            start: number of the first batch, from 0: steps done.
+            start: Number of the first batch, from 0. It is the number of steps that are done.
         """
-        feed, steps = program.train_feed(), program.config.steps
-        cached = self._cached.setdefault(self._key(program), [])
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in feed.abstract.values())
-        if size * steps > CACHED_BYTES:
-            with contextlib.closing(self.of(program).train_batches(start, *feed.rows)) as batches:
+        feed = program.train_feed()
+        steps = program.config.steps
+        batch_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in feed.abstract.values())
+        if batch_bytes * steps > CACHED_BYTES:
+            stream = self.data_of(program).train_batches(start, *feed.rows)
+            with contextlib.closing(stream) as batches:
                 yield from map(feed.shard_batch, batches)
             return
+
         with self._lock:
+            cached = self._cached.setdefault(self._key(program), [])
             if len(cached) < steps:
-                with contextlib.closing(
-                    self.of(program).train_batches(len(cached), *feed.rows)
-                ) as batches:
-                    cached.extend(next(batches) for _ in range(len(cached), steps))
+                stream = self.data_of(program).train_batches(len(cached), *feed.rows)
+                with contextlib.closing(stream) as batches:
+                    for _ in range(len(cached), steps):
+                        cached.append(next(batches))
         yield from map(feed.shard_batch, cached[start:steps])
 
     @staticmethod
     def _key(program: Program) -> Any:
+        """Return a key that is equal for programs with the same batches."""
+        config = program.config
         shapes = tuple((name, leaf.shape) for name, leaf in program.train_feed().abstract.items())
-        data = dataclasses.replace(program.config.data, seed=program.config.data_seed)
-        return data, shapes, getattr(program.config.model, "vocab_size", None)
+        data = dataclasses.replace(config.data, seed=config.data_seed)
+        return data, shapes, getattr(config.model, "vocab_size", None)

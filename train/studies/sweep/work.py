@@ -1,7 +1,8 @@
-"""Packs of a sweep's points from the first step to their rows, saved on the way where it takes long.
+"""Training of a sweep's points from their first step to their rows, with saves in between.
 
-On a CPU a small model's step leaves cores idle that another point's can use: packs may train side by side, a thread each.
-The program is the same, so a point's losses are bitwise those that it has alone.
+On a CPU a small model's step leaves cores idle that another point can use, so several groups of
+points may train at the same time, in a thread each. All use one program, so the losses of a point
+are bitwise the same as if the point trained alone.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,72 +32,149 @@ from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.sweep.trainer import Batches, Trainer
 
 SAVE_EVERY_S = 300.0
-"""Points in training are saved so often, in seconds: what a crash can cost."""
+"""Seconds between saves of points in training: the time that a crash can cost."""
 FETCH_EVERY = 16
-"""Steps between looks at the losses: a point that diverged in turn is given up that late."""
+"""Number of steps after which losses are read, because a read waits for the device.
+
+Points that all have diverged are given up that late.
+"""
 
 Point = tuple[int, Program]
-"""A point: its place among the sweep's configs, and its program."""
+"""Index of a point among the sweep's configs, and its program."""
 PointBatch = Sequence[Point]
-Save = Callable[[int, TrainState], None]
+"""Points that train at once, with one trainer."""
 
 
 class SweepCallback:
-    """Callbacks on the progress of a sweep. It shows nothing itself (`mupax.train.studies.sweep.table.LiveTable` does)."""
+    """Callbacks on the progress of a sweep, which do nothing here.
+
+    `mupax.train.studies.sweep.table.LiveTable` shows the progress.
+    """
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
-        """Called once, before anything is trained.
+        """Receive all points, once before any of them is trained.
 
         Args:
-            configs: all points.
-            done: index of a point to its row, of those that have one already.
+            configs: Config of every point, in the order of their indices.
+            done: Index of a point to its row, for points that have one already.
         """
 
     def note(self, text: str) -> None:
-        """Called with a line for a person."""
+        """Receive a line for the user."""
 
     def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
-        """Called every few steps.
+        """Receive the progress of points in training, every few steps.
 
         Args:
-            points: indices of those in training together.
-            step: steps that they have done.
-            losses: of that step [points], nan of one that diverged.
+            points: Indices of the points that train at once.
+            step: Number of steps that they have done.
+            losses: Losses of that step [points], nan for a point that has diverged.
         """
 
     def finished(self, point: int, row: Row) -> None:
-        """Called when a point has its row.
+        """Receive the row of a finished point.
 
         Args:
-            point: its index.
-            row: of it.
+            point: Index of the point among all configs of the sweep.
         """
 
 
-def one_at_a_time(watcher: SweepCallback) -> SweepCallback:
-    """The watcher, for several threads to call."""
-    lock = threading.Lock()
-    shared: Any = SweepCallback()
+class LockedCallback(SweepCallback):
+    """Callbacks that several threads may call. One call waits for another to end.
 
-    def locked(call: Callable[..., None], *args: Any) -> None:
-        with lock:
-            call(*args)
+    Args:
+        callback: Callbacks that know nothing of threads and are called in their place.
+    """
 
-    shared.begin, shared.note = partial(locked, watcher.begin), partial(locked, watcher.note)
-    shared.training, shared.finished = (
-        partial(locked, watcher.training),
-        partial(locked, watcher.finished),
-    )
-    return shared
+    def __init__(self, callback: SweepCallback) -> None:
+        self._callback = callback
+        self._lock = threading.Lock()
+
+    def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
+        with self._lock:
+            self._callback.begin(configs, done)
+
+    def note(self, text: str) -> None:
+        with self._lock:
+            self._callback.note(text)
+
+    def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
+        with self._lock:
+            self._callback.training(points, step, losses)
+
+    def finished(self, point: int, row: Row) -> None:
+        with self._lock:
+            self._callback.finished(point, row)
 
 
 class Stopped(Exception):
-    """A signal came: the points in training are saved, and the same sweep goes on from there."""
+    """Signal that the sweep was stopped. Its points in training are saved and can go on."""
+
+
+class _Restored(NamedTuple):
+    """Points in training as they were saved.
+
+    Attributes:
+        state: State on the devices of the trainer.
+        step: Number of steps that the points have done.
+        losses: Losses of these steps, float64 [step, count].
+    """
+
+    state: TrainState
+    step: int
+    losses: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class _Progress:
+    """Losses of points in training, and the folder in which their state and losses are saved.
+
+    Attributes:
+        indices: Indices of the points among all configs of the sweep.
+        losses: float64 [steps, count]. nan for steps that are not done, and from the step at which
+            a point diverged.
+        data: Data that the points see. A checkpoint records its facts.
+    """
+
+    indices: Sequence[int]
+    losses: np.ndarray
+    folder: Path
+    checkpoints: Checkpoints
+    data: Data
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Save the state and the losses after `step` steps."""
+        digest = save_losses(self.folder, self.losses[:step])
+        self.checkpoints.save(step, state, {**self.data.facts, "losses": digest}, last=True)
+
+    def record(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Fill in the losses of a step.
+
+        A point that diverged once stays diverged, even if later losses are finite again.
+
+        Args:
+            step: Number of steps before this one.
+            metrics: Arrays "loss" and "grad_norm" of the step, on the host; [count] or scalar.
+        """
+        finite = np.isfinite(metrics["loss"]) & np.isfinite(metrics["grad_norm"])
+        if step > 0:
+            finite = finite & np.isfinite(self.losses[step - 1])
+        self.losses[step] = np.where(finite, metrics["loss"], np.nan)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Trains the packs of one group, `concurrent` of them at the same time."""
+    """Training of one group of points, which share a program.
+
+    Attributes:
+        trainer: Compiled program, for `trainer.count` points at once.
+        batches: Batches on the host, which all groups of the sweep share.
+        folder: Folder of the sweep.
+        keys: Index of a point to the name of what it trains.
+        watcher: Callbacks on the progress, called from the threads.
+        stop: Function that returns True to end the sweep, called after every step.
+        concurrent: Number of threads that train at the same time.
+    """
 
     trainer: Trainer
     batches: Batches
@@ -107,169 +184,206 @@ class Work:
     stop: Callable[[], bool]
     concurrent: int = 1
 
-    def unfinished(self, pack: PointBatch) -> Path:
-        """Folder of a pack while it trains."""
-        return (
-            self.folder
-            / "unfinished"
-            / cache.digest(str(self.trainer.count), *(self.keys[i] for i, _ in pack))
-        )
+    def unfinished_folder(self, points: PointBatch) -> Path:
+        """Return the folder of points while they train."""
+        keys = [self.keys[index] for index, _ in points]
+        return self.folder / "unfinished" / cache.digest(str(self.trainer.count), *keys)
 
-    def train(self, pack: PointBatch) -> list[tuple[int, Row]]:
-        """The rows of a pack, whose places past the last point repeat it."""
-        trainer, points, places = (
-            self.trainer,
-            [program for _, program in pack],
-            [i for i, _ in pack],
-        )
-        points += [points[-1]] * (trainer.count - len(points))
-        folder, steps, data = (
-            self.unfinished(pack),
-            points[0].config.steps,
-            self.batches.of(points[0]),
-        )
-        losses, done = np.full((steps, trainer.count), np.nan), 0
-        with Checkpoints(folder, CheckpointConfig(keep=1), log=self.watcher.note) as saves:
-            state, step_inputs = trainer.begin(points)
-            if saves.latest is not None:
-                restored = saves.restore(trainer.abstract, data.facts)
-                step = int(np.ravel(jax.device_get(restored.step))[0])
-                digest = layout.read(saves.folder / str(step)).data.get("losses")
-                before, what = (
-                    saved_losses(folder, step, trainer.count, digest),
-                    f"{len(pack)} point{'s' * (len(pack) > 1)}",
-                )
-                if before is None:
-                    self.watcher.note(
-                        f"the losses of {what} up to step {step} are lost or damaged: beginning again"
-                    )
-                else:
-                    state, done, losses[:step] = (
-                        trainer.program.placed(restored, trainer.step),
-                        step,
-                        before,
-                    )
-                    self.watcher.note(f"going on at step {done} with {what}")
+    def train(self, points: PointBatch) -> list[tuple[int, Row]]:
+        """Train points at once, and return the index and the row of each.
 
-            def save(step: int, state: TrainState) -> None:
-                digest = save_losses(folder, losses[:step])
-                saves.save(step, state, {**data.facts, "losses": digest}, last=True)
+        Args:
+            points: At most `trainer.count` points.
+
+        Raises:
+            Stopped: `stop` returned True. The points are saved.
+        """
+        trainer = self.trainer
+        programs = [program for _, program in points]
+        # The trainer takes exactly `count` points, so the last one is repeated.
+        programs += [programs[-1]] * (trainer.count - len(programs))
+        folder = self.unfinished_folder(points)
+        data = self.batches.data_of(programs[0])
+        losses = np.full((programs[0].config.steps, trainer.count), np.nan)
+
+        with Checkpoints(folder, CheckpointConfig(keep=1), log=self.watcher.note) as checkpoints:
+            indices = [index for index, _ in points]
+            progress = _Progress(indices, losses, folder, checkpoints, data)
+            steps_done = 0
+            state, step_inputs = trainer.begin(programs)
+            if checkpoints.latest is not None:
+                restored = self._restored(progress)
+                if restored is not None:
+                    state = restored.state
+                    steps_done = restored.step
+                    losses[:steps_done] = restored.losses
 
             began = time.monotonic()
-            state = self._steps(state, step_inputs, done, losses, places, save)
-            seconds = (time.monotonic() - began) / len(pack) / self.concurrent
-            finite = np.isfinite(losses)
-            scores = self._scores(state, step_inputs, data) if finite.all(axis=0).any() else None
-        rows, how = [], "in turn" if trainer.count == 1 else "together"
-        for place, (i, program) in enumerate(pack):
-            first = None if finite[:, place].all() else int(np.argmin(finite[:, place])) + 1
-            loss, curve = summarized(np.where(finite[:, place], losses[:, place], np.inf))
-            score = None if scores is None or first else float(scores[place])
-            command = record.command_of(program.config)
-            rows.append(
-                (
-                    i,
-                    Row(
-                        self.keys[i],
-                        command,
-                        loss,
-                        score,
-                        first,
-                        curve,
-                        steps,
-                        round(seconds, 3),
-                        how,
-                    ),
-                )
-            )
+            state = self._run_steps(state, step_inputs, steps_done, progress)
+            seconds = (time.monotonic() - began) / len(points) / self.concurrent
+            scores = None
+            # An evaluation scores all points at once, even if some of them have diverged.
+            if np.isfinite(losses).all(axis=0).any():
+                scores = self._scores(state, step_inputs, data)
+
+        rows = []
+        for place, (index, program) in enumerate(points):
+            score = None if scores is None else float(scores[place])
+            rows.append((index, self._row(index, program, losses[:, place], score, seconds)))
         return rows
 
-    def _steps(
-        self,
-        state: TrainState,
-        step_inputs: Any,
-        done: int,
-        losses: np.ndarray,
-        places: Sequence[int],
-        save: Save,
+    def _row(
+        self, index: int, program: Program, losses: np.ndarray, score: float | None, seconds: float
+    ) -> Row:
+        """Return the row of a finished point.
+
+        Args:
+            losses: float64 [steps], nan from the step at which the point diverged.
+            score: Evaluation loss, which a point that diverged does not get.
+        """
+        finite = np.isfinite(losses)
+        diverged_at = None
+        if not finite.all():
+            diverged_at = int(np.argmin(finite)) + 1
+            score = None
+        loss, curve = summarized(np.where(finite, losses, np.inf))
+        return Row(
+            key=self.keys[index],
+            command=record.command_of(program.config),
+            loss=loss,
+            eval_loss=score,
+            diverged_at=diverged_at,
+            curve=curve,
+            steps=len(losses),
+            seconds=round(seconds, 3),
+            how="in turn" if self.trainer.count == 1 else "together",
+        )
+
+    def _restored(self, progress: _Progress) -> _Restored | None:
+        """Restore points from their checkpoint, or return `None` if their losses are lost."""
+        trainer = self.trainer
+        checkpoints = progress.checkpoints
+        state = checkpoints.restore(trainer.abstract, progress.data.facts)
+        # Together, every point has a step [count], and all are equal.
+        step = int(np.ravel(jax.device_get(state.step))[0])
+        digest = layout.read(checkpoints.folder / str(step)).data.get("losses")
+        losses = saved_losses(progress.folder, step, trainer.count, digest)
+
+        count = len(progress.indices)
+        description = f"{count} point" if count == 1 else f"{count} points"
+        if losses is None:
+            self.watcher.note(
+                f"the losses of {description} up to step {step} are lost or damaged: "
+                "beginning again"
+            )
+            return None
+        state = trainer.program.placed(state, trainer.step)
+        self.watcher.note(f"going on at step {step} with {description}")
+        return _Restored(state, step, losses)
+
+    def _run_steps(
+        self, state: TrainState, step_inputs: Any, steps_done: int, progress: _Progress
     ) -> TrainState:
-        """The state after the last step; fills losses [steps, count], not a number from where a point diverged."""
+        """Run the steps that are left, fill in `progress.losses`, and return the last state.
+
+        Args:
+            steps_done: Number of steps that are done.
+        """
+        losses = progress.losses
+        steps = len(losses)
+        count = len(progress.indices)
+        saved_at = time.monotonic()
         pending: list[dict[str, jax.Array]] = []
-        steps, saved, program = len(losses), time.monotonic(), self.trainer.program
-        batches = self.batches.train(program, done)
-        for step, batch in zip(range(done + 1, steps + 1), batches, strict=False):
+        batches = self.batches.train(self.trainer.program, steps_done)
+        for step, batch in zip(range(steps_done + 1, steps + 1), batches, strict=False):
             state, metrics = self.trainer.step(state, step_inputs, batch)
+            # Kept on the device, so that the next step starts without a wait.
             pending.append({name: metrics[name] for name in ("loss", "grad_norm")})
-            leave = self.stop()
-            if step % FETCH_EVERY and step != steps and not leave:
+            stopping = self.stop()
+            if step % FETCH_EVERY and step != steps and not stopping:
                 continue
-            for k, fetched in enumerate(jax.device_get(pending), step - len(pending)):
-                finite = np.isfinite(fetched["loss"]) & np.isfinite(fetched["grad_norm"])
-                losses[k] = np.where(
-                    finite & ((k == 0) | np.isfinite(losses[k - 1])), fetched["loss"], np.nan
-                )
+
+            first_pending = step - len(pending)
+            for offset, fetched in enumerate(jax.device_get(pending)):
+                progress.record(first_pending + offset, fetched)
             pending.clear()
-            self.watcher.training(places, step, losses[step - 1, : len(places)])
-            if not np.isfinite(losses[step - 1]).any():
+            last_losses = losses[step - 1]
+            self.watcher.training(progress.indices, step, last_losses[:count])
+            # All points have diverged. Their other losses stay nan.
+            if not np.isfinite(last_losses).any():
                 break
-            if step < steps and (leave or time.monotonic() - saved > SAVE_EVERY_S):
-                save(step, state)
-                saved = time.monotonic()
-                if leave:
+            save_is_due = stopping or time.monotonic() - saved_at > SAVE_EVERY_S
+            if step < steps and save_is_due:
+                progress.save(step, state)
+                saved_at = time.monotonic()
+                if stopping:
                     raise Stopped
         return state
 
     def _scores(self, state: TrainState, step_inputs: Any, data: Data) -> np.ndarray | None:
-        """Evaluation loss of every point, float [count]; None where nothing is evaluated."""
-        if self.trainer.score is None:
-            return None
-        score, feed = self.trainer.score, self.trainer.program.eval_feed()
-        with contextlib.closing(data.eval_batches(*feed.rows)) as batches:
-            sums = [
-                jax.device_get(score(state.evaluated, step_inputs, feed.shard_batch(batch)))
-                for batch in batches
-            ]
-        total = jax.tree.map(lambda *each: sum(each), *sums)
-        return np.atleast_1d(
-            np.asarray(total.loss, np.float64) / np.asarray(total.weight, np.float64)
-        )
+        """Return the evaluation loss of every point, float64 [count].
 
-    def trained(
-        self, packs: Sequence[PointBatch]
+        Return `None` if the trainer does not evaluate.
+        """
+        score = self.trainer.score
+        if score is None:
+            return None
+        feed = self.trainer.program.eval_feed()
+        batch_sums = []
+        with contextlib.closing(data.eval_batches(*feed.rows)) as batches:
+            for batch in batches:
+                sums = score(state.evaluated, step_inputs, feed.shard_batch(batch))
+                batch_sums.append(jax.device_get(sums))
+        total = jax.tree.map(lambda *leaves: sum(leaves), *batch_sums)
+        loss = np.asarray(total.loss, np.float64)
+        weight = np.asarray(total.weight, np.float64)
+        return np.atleast_1d(loss / weight)
+
+    def train_all(
+        self, point_batches: Sequence[PointBatch]
     ) -> Iterator[tuple[PointBatch, list[tuple[int, Row]]]]:
-        """Every pack with its rows, as it is done; so many at a time as the trainer says.
+        """Train all batches of points, and yield each with its rows when it is done.
+
+        `trainer.concurrent` batches train at the same time.
 
         Raises:
-            Stopped: after every pack in training is saved and all finished rows are yielded; an error of any comes first.
+            Stopped: `stop` returned True. Before that, all points in training are saved and all
+                finished rows are yielded. If a thread has another error, that one is raised.
         """
-        threads = min(self.trainer.concurrent, len(packs))
+        threads = min(self.trainer.concurrent, len(point_batches))
         if threads == 1:
-            yield from ((pack, self.train(pack)) for pack in packs)
+            for points in point_batches:
+                yield points, self.train(points)
             return
-        leave = threading.Event()
-        each = dataclasses.replace(
-            self, stop=lambda: leave.is_set() or self.stop(), concurrent=threads
+
+        stopping = threading.Event()
+        worker = dataclasses.replace(
+            self, stop=lambda: stopping.is_set() or self.stop(), concurrent=threads
         )
         error: BaseException | None = None
-
-        def end() -> None:
-            """Those that train save and leave, the others never begin."""
-            leave.set()
-            for future in running:
-                future.cancel()
-
         with ThreadPoolExecutor(threads) as pool:
-            running = {pool.submit(each.train, pack): pack for pack in packs}
+            futures = {pool.submit(worker.train, points): points for points in point_batches}
             try:
-                for future in as_completed(running):
+                for future in as_completed(futures):
                     if future.cancelled():
                         continue
-                    if raised := future.exception():
-                        error = raised if error is None or isinstance(error, Stopped) else error
-                        end()
-                    else:
-                        yield running[future], future.result()
+                    raised = future.exception()
+                    if raised is None:
+                        yield futures[future], future.result()
+                        continue
+                    # The first error is raised, but `Stopped` only without another one.
+                    if error is None or isinstance(error, Stopped):
+                        error = raised
+                    _stop_all(stopping, futures)
             finally:
-                end()
+                # Also if the caller of this generator does not go on.
+                _stop_all(stopping, futures)
         if error is not None:
             raise error
+
+
+def _stop_all(stopping: threading.Event, futures: Iterable[Future[Any]]) -> None:
+    """Let running threads save their points and stop, and cancel the others."""
+    stopping.set()
+    for future in futures:
+        future.cancel()

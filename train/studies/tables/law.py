@@ -1,4 +1,4 @@
-"""A law of the loss over model size N, tokens D, peak learning rate r and batch B, fitted to all runs of a table at once.
+"""Law of the loss over model size N, tokens D, peak rate r and batch B, fitted to a table of runs.
 
     L = E + A N^-a + C D^-c             size and length: Hoffmann et al. 2022 (2203.15556), approach 3
       + P r^-p B^q D^-s                 progress that a small rate does not make
@@ -6,13 +6,16 @@
       + V r^v B^-w D^y N^z              noise of the gradient: a large rate at a small batch
       + U r^u B^k D^-l N^m              instability: a large rate, above all in short runs
 
-or, of a table that has training FLOPs F alone, L = E + K F^-k. Each term is a product of powers, so the log of the loss is convex
-in the logs of rate and batch: there is one best rate and batch, and both move with N and D. A factor whose axis does not vary in
-the table is left out, and so is a term without one. Every number has a prior (`TERMS`), which decides what the runs leave open.
+A table that has training FLOPs F alone gets L = E + K F^-k. Each term is a product of powers, so
+the log of the loss is convex in the logs of rate and batch: there is one best rate and batch, and
+both move with N and D. A factor whose axis does not vary in the table is left out, and so is a term
+that needs such an axis. Every number has a prior (`TERMS`), which decides where the runs say
+little.
 
-Runs of one model and length share an effect that no term explains; it is fitted too, around 0 (a random effect). The noise of a run
-grows with the distance of its loss from the best one. What the runs leave open is the Gaussian around the fit (Laplace's
-approximation), carried to losses to first order, since numbers of the law that cannot be told apart still agree on the losses.
+Runs of one model and length share an effect that no term explains. It is fitted, too, around 0 (a
+random effect). The noise of a run grows with the distance of its loss from the best one. The
+uncertainty of the fit is a Gaussian around it (Laplace's approximation). It is carried to losses to
+first order, since numbers of the law that cannot be told apart still agree on the losses.
 """
 
 from __future__ import annotations
@@ -27,26 +30,32 @@ from scipy.optimize import least_squares
 from mupax.train.studies.tables.table import RunTable, TableError
 
 AXES = ("parameters", "tokens", "peak_lr", "batch_sequences", "flops")
-"""Columns that the law is a function of."""
+"""Names of the columns that the law is a function of."""
 WINDOW = 0.12
-"""Log of the loss over the best one of its model and length from which on a run is left out: it diverged, or nearly."""
+"""Largest excess of the log loss over the best one of the same model and length.
+
+Runs beyond it are left out, because they diverged or nearly did.
+"""
 LEAST_RUNS = 3
-"""Settings, or runs of a table of one setting, that a law needs."""
+"""Smallest number of runs with a finite loss that a law is fitted to."""
 SHARED, NEAR, FAR = 0.003, 0.0025, 0.1
-"""First guesses: deviation of what a setting's runs share, of a run at the best rate, and what it grows by with the excess loss."""
+"""First guesses of the fields of `Noise` with these names."""
 LEAST_NEAR, LEAST_FAR = 0.0005, 0.02
-"""Smallest values of the last two, since few runs may agree by chance."""
+"""Smallest values of `NEAR` and `FAR` after a fit, since few runs may agree by chance."""
 SHARED_PRIOR, SHARED_FREEDOM = 0.002, 2
-"""Deviation that is expected of what a setting's runs share, as if so many settings had shown it."""
+"""Prior of `Noise.shared`: a deviation, and the number of settings that it weighs as much as."""
 FAR_EXCESS = 0.03
-"""Excess of the log loss from which on a run tells how the noise grows; runs below a third of it tell the noise at the best rate."""
+"""Excess of the log loss above which runs determine `Noise.far`.
+
+Runs below a third of it determine `Noise.near`.
+"""
 ROUNDS = 3
-"""Fits, each with the noise that the one before it left."""
+"""Number of fits. Each uses the noise that the fit before it left."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prior:
-    """A Gaussian: mean and standard deviation."""
+    """Gaussian prior of a number of the law."""
 
     mean: float
     deviation: float
@@ -54,13 +63,14 @@ class Prior:
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A product of powers that is added to the loss.
+    """Product of powers that is added to the loss.
 
     Attributes:
-        name: of the term.
-        share: prior of the log of its size over the lowest loss of the table, at the table's middle.
-        exponents: axis to the prior of its exponent.
-        needs: axes that must vary in the table for this term.
+        name: Name of the term, as in the law that is printed.
+        share: Prior of the log of the term's size, at the middle of the table and as a share of the
+            lowest loss of the table.
+        exponents: Axis to the prior of its exponent.
+        needs: Axes that must vary in the table. Otherwise the law does without the term.
     """
 
     name: str
@@ -113,19 +123,23 @@ TERMS = (
         ("peak_lr",),
     ),
 )
-"""The exponents of size are Hoffmann et al.'s. All others are guesses that only give a sign and an order of magnitude; half of
-the loss as a floor is what published laws have at losses of 2 to 3 nats, and a quarter of it either way stays open."""
+"""Terms of the law, with the prior of each number.
+
+The exponents of size are those of Hoffmann et al. All others are guesses that only give a sign and
+an order of magnitude. A floor of half the loss is that of published laws at losses of 2 to 3 nats,
+with a deviation of a quarter of it either way.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The terms that a table can say something about.
+    """Law without its numbers: the terms that a table can say something about.
 
     Attributes:
-        terms: of `TERMS`, with the exponents of axes that vary.
-        axes: that vary, in the order of the columns of a design.
-        centre: mean of the log2 of each axis over the settings [A].
-        loss: lowest loss of the table.
+        terms: Terms of `TERMS`, with the exponents of axes that vary.
+        axes: Axes that vary in the table. Arrays of shape [..., A] have them in this order.
+        centre: Middle between the smallest and the largest log2 of each axis [A].
+        loss: Lowest loss of the table, in nats.
     """
 
     terms: tuple[Term, ...]
@@ -135,16 +149,16 @@ class Form:
 
     @property
     def names(self) -> list[str]:
-        """Names of the numbers of the law: a term's size, then its exponents."""
-        return [
-            name
-            for term in self.terms
-            for name in (term.name, *(f"{term.name}.{axis}" for axis in term.exponents))
-        ]
+        """Names of the numbers of the law: for each term its size, then its exponents [P]."""
+        names = []
+        for term in self.terms:
+            names.append(term.name)
+            names += [f"{term.name}.{axis}" for axis in term.exponents]
+        return names
 
     @property
     def prior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Means and standard deviations of these numbers [P], [P]."""
+        """Prior means and standard deviations of the numbers of the law, [P] and [P]."""
         means: list[float] = []
         deviations: list[float] = []
         for term in self.terms:
@@ -156,10 +170,10 @@ class Form:
         return np.array(means), np.array(deviations)
 
     def place(self, values: Mapping[str, np.ndarray | float]) -> np.ndarray:
-        """Return log2 of runs over the centre [M, A].
+        """Return the log2 of runs, less the centre of the table [M, A].
 
         Args:
-            values: of each axis of `axes`, broadcast against each other.
+            values: Numbers or arrays [M] of each axis of `axes`, broadcast against each other.
         """
         columns = np.broadcast_arrays(
             *(np.atleast_1d(np.asarray(values[axis], float)) for axis in self.axes)
@@ -170,12 +184,11 @@ class Form:
         """Return the log of the loss [M] and its derivatives by the numbers of the law [M, P].
 
         Args:
-            numbers: of the law [P].
-            place: of runs, as `place` returns it [M, A].
+            numbers: Numbers of the law [P].
+            place: Runs as `Form.place` returns them [M, A].
         """
-        factors = np.zeros(
-            (len(place), len(numbers))
-        )  # derivatives of the log of the number's own term
+        # Derivatives of the log of each number's own term.
+        factors = np.zeros((len(place), len(numbers)))
         owner = np.zeros(len(numbers), int)
         column = 0
         for index, term in enumerate(self.terms):
@@ -196,9 +209,9 @@ class Noise:
     """Standard deviations of the log of the loss.
 
     Attributes:
-        shared: of what all runs of a setting share.
-        near: of a run at the best rate and batch.
-        far: what that grows by with the log of the loss over the best one.
+        shared: Deviation of the effect that all runs of a setting share.
+        near: Deviation of a run at the best rate and batch.
+        far: Growth of that deviation per unit of the log of the loss over the best one.
     """
 
     shared: float = SHARED
@@ -206,23 +219,27 @@ class Noise:
     far: float = FAR
 
     def of_run(self, excess: np.ndarray) -> np.ndarray:
-        """Return the deviation of runs at an excess of the log loss over the best one."""
+        """Return the deviation of runs.
+
+        Args:
+            excess: Log of their loss, less the log of the best loss of their setting [M].
+        """
         return self.near + self.far * np.maximum(excess, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A law with what the runs leave open.
+    """Fitted law with its uncertainty.
 
     Attributes:
-        table: it was fitted to, without runs beyond `WINDOW`.
-        form: its terms.
-        numbers: of the law [P].
-        covariance: of these [P, P].
-        noise: of settings and runs.
-        effects: what the runs of each setting share beyond the law [K].
-        effect_variances: what the runs leave open of these [K].
-        setting: index of each run's setting [M].
+        table: Table that the law was fitted to, without runs beyond `WINDOW`.
+        form: Terms of the law.
+        numbers: Numbers of the law [P].
+        covariance: Covariance of the numbers [P, P].
+        noise: Noise of settings and runs.
+        effects: Effect that the runs of each setting share, in addition to the law [K].
+        effect_variances: Variances of the effects, as far as the runs leave them open [K].
+        setting: Index of each run's setting [M].
     """
 
     table: RunTable
@@ -235,15 +252,19 @@ class Fit:
     setting: np.ndarray
 
     def log_loss(self, values: Mapping[str, np.ndarray | float]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log of the loss of runs [M] and its derivatives by the numbers of the law [M, P]."""
+        """Return the log of the loss [M] and its derivatives by the numbers of the law [M, P].
+
+        Args:
+            values: Numbers or arrays [M] of each axis, broadcast against each other.
+        """
         return self.form.log_loss(self.numbers, self.form.place(values))
 
     def grid(self, values: Mapping[str, float], per_octave: int = 4) -> dict[str, np.ndarray]:
-        """Return every rate and batch within the table's, at one size and length.
+        """Return a grid of rates and batches within those of the table, at one size and length.
 
         Args:
-            values: of the other axes.
-            per_octave: points of each axis.
+            values: Numbers of the axes other than rate and batch.
+            per_octave: Number of points per octave of rate and of batch.
         """
         ranges = []
         searched = [axis for axis in ("peak_lr", "batch_sequences") if axis in self.form.axes]
@@ -266,7 +287,7 @@ def form_of(table: RunTable) -> Form:
     """Return the terms that a table can say something about.
 
     Raises:
-        TableError: no axis varies.
+        TableError: All runs have one size and length.
     """
     logs = {axis: np.log2(table.values[axis]) for axis in AXES if axis in table.values}
     varying = tuple(axis for axis, column in logs.items() if column.max() - column.min() > 1e-3)
@@ -277,8 +298,9 @@ def form_of(table: RunTable) -> Form:
             if axis in table.values
         )
         raise TableError(
-            f"{table.source}: all runs have one size and length ({sizes}), and a law of the loss over them needs runs of two at least; "
-            "add runs of another model or another number of tokens"
+            f"{table.source}: all runs have one size and length ({sizes}), and a law of the loss "
+            "over them needs runs of two at least; add runs of another model or another number of "
+            "tokens"
         )
     terms: list[Term] = []
     for term in TERMS:
@@ -291,7 +313,7 @@ def form_of(table: RunTable) -> Form:
 
 
 def settings_of(table: RunTable) -> np.ndarray:
-    """Return the index of each run's setting [M]: runs of one model and length are one."""
+    """Return the index of each run's setting [M]. Runs of one model and length are one setting."""
     columns = [
         table.values[axis] for axis in ("parameters", "tokens", "flops") if axis in table.values
     ]
@@ -308,21 +330,22 @@ def lowest_of(table: RunTable) -> np.ndarray:
 
 
 def fitted(table: RunTable, form: Form | None = None) -> Fit:
-    """Return the law of a table.
+    """Fit a law to a table.
 
     Args:
-        table: of runs.
-        form: the terms; those of `form_of` unless given.
+        table: Runs. Those that diverged, or nearly, are left out (`WINDOW`).
+        form: Terms of the law, by default those of `form_of`.
 
     Raises:
-        TableError: all runs have one size and length, or fewer than three runs have a finite loss.
+        TableError: All runs have one size and length, or fewer than 3 have a finite loss.
     """
     table = table.subset(np.isfinite(table.log_loss))
     if len(table.log_loss):
         table = table.subset(table.log_loss - lowest_of(table)[settings_of(table)] < WINDOW)
     if len(table.log_loss) < LEAST_RUNS:
         raise TableError(
-            f"{table.source}: a law needs {LEAST_RUNS} runs that did not diverge, and it has {len(table.log_loss)}"
+            f"{table.source}: a law needs {LEAST_RUNS} runs that did not diverge, and it has "
+            f"{len(table.log_loss)}"
         )
     form = form or form_of(table)
     setting = settings_of(table)
@@ -331,20 +354,19 @@ def fitted(table: RunTable, form: Form | None = None) -> Fit:
     fit = _once(table, form, setting, noise, excess, None)
     for _ in range(ROUNDS - 1):
         predicted, _ = fit.log_loss(table.values)
-        lowest = np.array(
-            [
-                fit.log_loss(fit.grid(_setting_values(table, setting, k)))[0].min()
-                for k in range(setting.max() + 1)
-            ]
-        )
-        excess = np.maximum(predicted - lowest[setting], 0.0)
-        noise = _noise(fit, np.abs(predicted + fit.effects[setting] - table.log_loss), excess)
+        lowest = []
+        for index in range(setting.max() + 1):
+            losses, _ = fit.log_loss(fit.grid(_setting_values(table, setting, index)))
+            lowest.append(losses.min())
+        excess = np.maximum(predicted - np.array(lowest)[setting], 0.0)
+        missed = np.abs(predicted + fit.effects[setting] - table.log_loss)
+        noise = _noise(fit, missed, excess)
         fit = _once(table, form, setting, noise, excess, fit.numbers)
     return fit
 
 
 def _setting_values(table: RunTable, setting: np.ndarray, index: int) -> dict[str, float]:
-    """Return the values of a setting's first run."""
+    """Return the number of each column of a setting's first run."""
     first = int(np.argmax(setting == index))
     return {axis: float(column[first]) for axis, column in table.values.items()}
 
@@ -357,7 +379,13 @@ def _once(
     excess: np.ndarray,
     start: np.ndarray | None,
 ) -> Fit:
-    """Return the most probable law at a given noise, and the Gaussian around it."""
+    """Return the most probable law for one noise, and the Gaussian around it.
+
+    Args:
+        setting: Index of each run's setting [M].
+        excess: Log of each run's loss, less the log of its setting's best one [M].
+        start: Numbers of the law at which the search starts [P]; the prior means by default.
+    """
     place = form.place(table.values)
     mean, deviation = form.prior
     count = len(mean)
@@ -369,24 +397,28 @@ def _once(
 
     def residuals(unknowns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         predicted, slopes = form.log_loss(unknowns[:count], place)
-        return (predicted + member @ unknowns[count:] - table.log_loss) / scale, np.hstack(
-            [slopes, member]
-        ) / scale[:, None]
+        missed = predicted + member @ unknowns[count:] - table.log_loss
+        derivatives = np.hstack([slopes, member])
+        return missed / scale, derivatives / scale[:, None]
 
     def cost(unknowns: np.ndarray) -> np.ndarray:
-        residual = residuals(unknowns)[0]
+        residual, _ = residuals(unknowns)
         return np.concatenate([_pseudo_huber(residual), (unknowns - means) / deviations])
 
     def slopes(unknowns: np.ndarray) -> np.ndarray:
         residual, derivatives = residuals(unknowns)
-        return np.concatenate(
-            [_pseudo_huber_slope(residual)[:, None] * derivatives, np.diag(1 / deviations)]
-        )
+        run_slopes = _pseudo_huber_slope(residual)[:, None] * derivatives
+        return np.concatenate([run_slopes, np.diag(1 / deviations)])
 
     first = means.copy()
     if start is not None:
         first[:count] = start
-    solution = least_squares(cost, first, jac=slopes, max_nfev=200)  # pyright: ignore[reportArgumentType]
+    solution = least_squares(
+        cost,
+        first,
+        jac=slopes,  # pyright: ignore[reportArgumentType]
+        max_nfev=200,
+    )
     residual, derivatives = residuals(solution.x)
     weight = 1 / np.sqrt(1 + residual**2)
     precision = (derivatives * weight[:, None]).T @ derivatives + np.diag(deviations**-2.0)
@@ -404,7 +436,10 @@ def _once(
 
 
 def _pseudo_huber(residual: np.ndarray) -> np.ndarray:
-    """Return values whose squares grow linearly with large residuals, so that single runs do not bend the law."""
+    """Return values whose squares grow linearly with large residuals.
+
+    A single run with a large residual then does not bend the law.
+    """
     return np.sign(residual) * np.sqrt(2 * (np.sqrt(1 + residual**2) - 1))
 
 
@@ -419,11 +454,12 @@ def _noise(fit: Fit, missed: np.ndarray, excess: np.ndarray) -> Noise:
     """Return the noise that a fit leaves, by medians, which single runs do not move.
 
     Args:
-        fit: with the effects of settings.
-        missed: absolute residuals of the runs' log losses [M].
-        excess: of the predicted log losses over the best one [M].
+        fit: Law with the effects of settings, fitted with the noise of the round before.
+        missed: Absolute residuals of the runs' log losses [M].
+        excess: Predicted log losses of the runs, less the best one of their setting [M].
     """
-    normal = 0.6745  # the median of a standard normal's absolute value
+    # Median of the absolute value of a standard normal variable.
+    normal = 0.6745
     near_runs = excess < FAR_EXCESS / 3
     far_runs = excess > FAR_EXCESS
     near = fit.noise.near
@@ -431,10 +467,10 @@ def _noise(fit: Fit, missed: np.ndarray, excess: np.ndarray) -> Noise:
         near = max(LEAST_NEAR, float(np.median(missed[near_runs])) / normal)
     far = fit.noise.far
     if far_runs.sum() > LEAST_RUNS:
-        growth = (float(np.median(missed[far_runs])) / normal - near) / float(
-            np.median(excess[far_runs])
-        )
+        far_deviation = float(np.median(missed[far_runs])) / normal
+        growth = (far_deviation - near) / float(np.median(excess[far_runs]))
         far = max(LEAST_FAR, growth)
+    # Variances are averaged, each weighed by its number of settings.
     squares = float((fit.effects**2 + fit.effect_variances).sum())
     freedom = SHARED_FREEDOM + len(fit.effects)
     shared = math.sqrt((SHARED_FREEDOM * SHARED_PRIOR**2 + squares) / freedom)

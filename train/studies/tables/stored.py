@@ -1,6 +1,7 @@
-"""Laws as files: what a forecast needs of one, without the runs that it was fitted to.
+"""Laws as files, which have what a forecast needs but not the runs of the fit.
 
-`laws/NAME.json` come with mupax; `python -m scripts.studies.published_runs law TABLE.csv` writes them.
+`laws/NAME.json` come with mupax. `python -m scripts.studies.published_runs law TABLE.csv` writes
+them, and `mupax plan` reads them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,21 @@ from mupax.train.studies.tables.table import RunTable
 FORMAT = "law of runs 1"
 FOLDER = Path(__file__).parent / "laws"
 DENSE = FOLDER / "published-dense.json"
-"""Dense decoders under standard parameterization, from 1,073 published runs."""
+"""File of the law of dense decoders under standard parameterization, from 1,073 published runs."""
 
 
 def to_json(forecaster: Forecaster) -> dict[str, Any]:
-    """Return a law as JSON has it: terms, numbers, what is open of them, noise, and the ends of every axis."""
+    """Return a law as JSON has it.
+
+    The content has the terms, the fitted numbers with their covariance, the noise, and the smallest
+    and largest value of every axis.
+    """
     fit = forecaster.fit
     form = fit.form
+    ends = {}
+    for axis in form.axes:
+        values = fit.table.values[axis]
+        ends[axis] = [float(values.min()), float(values.max())]
     return {
         "format": FORMAT,
         "source": fit.table.source,
@@ -34,43 +43,38 @@ def to_json(forecaster: Forecaster) -> dict[str, Any]:
         "axes": list(form.axes),
         "centre": form.centre.tolist(),
         "loss": form.loss,
-        "terms": [
-            {
-                "name": term.name,
-                "share": [term.share.mean, term.share.deviation],
-                "exponents": {
-                    axis: [prior.mean, prior.deviation] for axis, prior in term.exponents.items()
-                },
-            }
-            for term in form.terms
-        ],
+        "terms": [_term_json(term) for term in form.terms],
         "numbers": fit.numbers.tolist(),
         "covariance": fit.covariance.tolist(),
         "noise": dataclasses.asdict(fit.noise),
-        "ends": {
-            axis: [float(fit.table.values[axis].min()), float(fit.table.values[axis].max())]
-            for axis in form.axes
-        },
+        "ends": ends,
         "beyond": {axis: list(pair) for axis, pair in forecaster.beyond.items()},
+    }
+
+
+def _term_json(term: Term) -> dict[str, Any]:
+    """Return a term as JSON has it, each prior as a list of mean and deviation."""
+    exponents = {axis: [prior.mean, prior.deviation] for axis, prior in term.exponents.items()}
+    return {
+        "name": term.name,
+        "share": [term.share.mean, term.share.deviation],
+        "exponents": exponents,
     }
 
 
 def load(path: Path = DENSE) -> Forecaster:
     """Return the forecasts of a law that was written by `to_json`.
 
+    Args:
+        path: File of the law; the law of published dense decoders by default.
+
     Raises:
-        DiskError, JsonError: there is no such file, or it is none.
+        DiskError, JsonError: The file does not exist, or is no JSON.
     """
     content = disk.read_json(path)
-    terms = tuple(
-        Term(
-            term["name"],
-            Prior(*term["share"]),
-            {axis: Prior(*prior) for axis, prior in term["exponents"].items()},
-        )
-        for term in content["terms"]
-    )
+    terms = tuple(_term(fields) for fields in content["terms"])
     form = Form(terms, tuple(content["axes"]), np.array(content["centre"]), content["loss"])
+    # A table of two runs stands for all: a forecast only asks for the ends of each axis.
     ends = RunTable(
         source=content["source"],
         digest=content["sha256"],
@@ -92,6 +96,12 @@ def load(path: Path = DENSE) -> Forecaster:
         effect_variances=np.zeros(0),
         setting=np.zeros(2, int),
     )
-    return Forecaster(
-        fit, {axis: (pair[0], int(pair[1])) for axis, pair in content["beyond"].items()}
-    )
+    # JSON may have turned the degrees of freedom into a float.
+    beyond = {axis: (pair[0], int(pair[1])) for axis, pair in content["beyond"].items()}
+    return Forecaster(fit, beyond)
+
+
+def _term(fields: dict[str, Any]) -> Term:
+    """Return the term that `_term_json` wrote."""
+    exponents = {axis: Prior(*prior) for axis, prior in fields["exponents"].items()}
+    return Term(fields["name"], Prior(*fields["share"]), exponents)

@@ -1,7 +1,7 @@
-"""Training runs of a CSV or JSONL file, whoever trained them: sizes, tokens, learning rates, batches and losses.
+"""Training runs of a CSV or JSONL file, whoever trained them: sizes, tokens, rates and losses.
 
-Columns are found by name, or by `--columns parameters=N tokens=D*1e9`. An export of Weights & Biases has this form: a row a run,
-a column for each field of its config and for each number of its summary.
+Columns are found by name, or by `--columns parameters=N tokens=D*1e9`. An export of Weights &
+Biases has this form: a row per run, and a column for each field of its config and its summary.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,34 +25,36 @@ from mupax.errors import MupaxError
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")
 """Ends of the names of files that are tables."""
 SAME_RATE = 1 / 16
-"""Octaves within which two learning rates are one that was rounded in two ways."""
+"""Octaves within which two learning rates are one rate that was rounded in two ways."""
 SAME_LOSS = 1e-6
-"""Share of the loss within which two rows of one run say the same."""
+"""Share of the loss within which two rows of one run have the same loss."""
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-"""Of a number such as 22.7B."""
+"""Factor of the letter behind a number such as 22.7B."""
+POSITIVE = ("parameters", "tokens", "flops", "peak_lr", "batch_sequences")
+"""Columns whose numbers must be above 0, because the law takes their logs."""
 
 
 class TableError(MupaxError):
-    """A table that no law can be fitted to. The text says where and what to write instead."""
+    """Error of a table that no law can be fitted to. The text says where and what to write."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A number of a run that a table may have.
+    """Number of a run that a table may have.
 
     Attributes:
-        name: in `--columns`.
-        meaning: with its unit.
-        least: smallest median that it can have in this unit.
-        most: largest median.
-        required: without it there is no law.
-        hint: what a median outside of these bounds usually means.
+        name: Name in `--columns`.
+        meaning: Description with the unit, for messages.
+        min_median: Smallest median that the numbers can have in this unit.
+        max_median: Largest median that the numbers can have in this unit.
+        required: True if there is no law without this column.
+        hint: Usual mistake behind a median outside of these bounds.
     """
 
     name: str
     meaning: str
-    least: float
-    most: float
+    min_median: float
+    max_median: float
     required: bool = False
     hint: str = ""
 
@@ -60,39 +62,85 @@ class Column:
 COLUMNS = {
     column.name: column
     for column in (
-        Column("parameters", "trainable numbers of the model, without embeddings where its source counts so", 1e4, 1e13,
-               hint="a count in millions or billions is written parameters=NAME*1e6 or *1e9"),
-        Column("tokens", "tokens that the run saw", 1e5, 1e16,
-               hint="a count in millions or billions is written tokens=NAME*1e6 or *1e9"),
-        Column("flops", "training FLOPs, in place of parameters and tokens", 1e12, 1e30,
-               hint="petaFLOP/s-days are written flops=NAME*8.64e19"),
-        Column("peak_lr", "peak learning rate", 1e-7, 1e2,
-               hint="a log2 or log10 of the rate is not read; write the rate itself"),
-        Column("batch_sequences", "sequences of a batch", 1, 3e4,
-               hint="a batch in tokens is written batch_sequences=NAME/LENGTH, with the length of a sequence"),
-        Column("loss", "loss at the end in nats per token", 1e-3, 15, required=True,
-               hint="a loss in bits is written loss=NAME*0.6931; a perplexity is not read"),
-        Column("weight_decay", "weight decay; the lowest loss over its values counts", 0, 1e3),
-        Column("seed", "seed of the run; runs that differ in nothing else are averaged", -math.inf, math.inf),
+        Column(
+            "parameters",
+            "trainable numbers of the model, without embeddings where its source counts so",
+            1e4,
+            1e13,
+            hint="a count in millions or billions is written parameters=NAME*1e6 or *1e9",
+        ),
+        Column(
+            "tokens",
+            "tokens that the run saw",
+            1e5,
+            1e16,
+            hint="a count in millions or billions is written tokens=NAME*1e6 or *1e9",
+        ),
+        Column(
+            "flops",
+            "training FLOPs, in place of parameters and tokens",
+            1e12,
+            1e30,
+            hint="petaFLOP/s-days are written flops=NAME*8.64e19",
+        ),
+        Column(
+            "peak_lr",
+            "peak learning rate",
+            1e-7,
+            1e2,
+            hint="a log2 or log10 of the rate is not read; write the rate itself",
+        ),
+        Column(
+            "batch_sequences",
+            "sequences of a batch",
+            1,
+            3e4,
+            hint="a batch in tokens is written batch_sequences=NAME/LENGTH, with the length of a "
+            "sequence",
+        ),
+        Column(
+            "loss",
+            "loss at the end in nats per token",
+            1e-3,
+            15,
+            required=True,
+            hint="a loss in bits is written loss=NAME*0.6931; a perplexity is not read",
+        ),
+        Column(
+            "weight_decay",
+            "weight decay; the lowest loss over its values counts",
+            0,
+            1e3,
+        ),
+        Column(
+            "seed",
+            "seed of the run; runs that differ in nothing else are averaged",
+            -math.inf,
+            math.inf,
+        ),
     )
-}  # fmt: skip
-"""What is read of a row."""
+}
+"""Numbers that are read from a row, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunTable:
-    """Runs, one for each model, length, rate and batch: seeds are averaged, and the best weight decay counts.
+    """Runs, one for each model, length, rate and batch.
+
+    Seeds are averaged. Of several weight decays, the one with the lowest loss is taken.
 
     Attributes:
-        source: the file's name.
+        source: Name of the file.
         digest: sha256 of the file.
-        values: name of `COLUMNS` to one number a run [M]; the columns that the table has, without loss, seed and decay.
-        log_loss: mean over seeds of the log of the loss [M].
-        seeds: runs behind each of these [M].
-        seed_deviation: standard deviation of the log of the loss from seed to seed; None where no run has two.
-        decay: weight decay of each run [M]; None without that column.
-        rows: lines that were read.
-        notes: what was left out or put together, a sentence each.
+        values: Name in `COLUMNS` to a number per run [M], for the columns that the table has.
+            Without loss, seed and weight decay.
+        log_loss: Log of the loss, as a mean over seeds [M]; inf for runs that diverged.
+        seeds: Number of seeds in each of these means [M].
+        seed_deviation: Standard deviation of the log of the loss from seed to seed; `None` if no
+            run has two seeds.
+        decay: Weight decay of each run [M]; `None` without that column.
+        rows: Number of rows that were read.
+        notes: Sentences on rows that were left out or put together.
     """
 
     source: str
@@ -106,7 +154,11 @@ class RunTable:
     notes: tuple[str, ...]
 
     def subset(self, chosen: np.ndarray) -> RunTable:
-        """Return the table with the runs for which `chosen` [M] is true."""
+        """Return the table with some of its runs.
+
+        Args:
+            chosen: bool [M], True for runs to keep.
+        """
         values = {name: column[chosen] for name, column in self.values.items()}
         decay = None if self.decay is None else self.decay[chosen]
         return dataclasses.replace(
@@ -119,57 +171,74 @@ class RunTable:
 
 
 def is_table(path: str | Path) -> bool:
-    """Return whether a path names a table, by its ending."""
+    """Return True if the ending of a path is that of a table."""
     return str(path).lower().endswith(ENDINGS)
 
 
 def read(path: Path, columns: Sequence[str] = ()) -> RunTable:
-    """Return the runs of a file.
+    """Read the runs of a file.
 
     Args:
-        path: CSV (a line of names first), TSV, or JSONL (an object a line).
-        columns: words such as `tokens=D*1e9`: a name of `COLUMNS`, the file's name for it, and a factor to its unit.
+        path: CSV (a line of names first), TSV, or JSONL (an object per line).
+        columns: Words such as `tokens=D*1e9`: a name in `COLUMNS`, the file's name for it, and a
+            factor to its unit. By default columns have the names in `COLUMNS`.
 
     Raises:
-        TableError: no such column, a text that is no number, a unit that cannot be right, two rows of one run with two losses, no
-            finite loss, or no row at all.
-        DiskError: the file cannot be read.
+        TableError: The file has no rows or lacks a column, a text is no number, a unit cannot be
+            right, no loss is finite, or two rows of one run have two losses.
+        DiskError: The file cannot be read.
     """
     content = disk.read_bytes(path)
-    names, rows = _parsed(path, content)
+    names, rows = _parse(path, content)
     if not rows:
         raise TableError(f"{path} has no row behind its line of names; write a row for each run")
-    mapping = _mapping(path, names, columns)
-    values = {name: _numbers(path, rows, name, source) for name, source in mapping.items()}
+    sources = _sources(path, names, columns)
+    values = {name: _numbers(path, rows, name, source) for name, source in sources.items()}
     for name, column in values.items():
-        _check_unit(path, COLUMNS[name], column, mapping[name].text)
-    return _without_repeats(path, hashlib.sha256(content).hexdigest(), values)
+        _check_unit(path, COLUMNS[name], column, sources[name].text)
+    return _merged(path, hashlib.sha256(content).hexdigest(), values)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """Where a number comes from: a column of the file and what it is multiplied by."""
+class _Source(NamedTuple):
+    """Column of the file that a number is in, and the factor to the number's unit."""
 
     text: str
     factor: float
 
 
-def _parsed(path: Path, content: bytes) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the names of the columns and the rows."""
+def _parse(path: Path, content: bytes) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the names of the columns, and the rows."""
     try:
+        # A CSV file of a spreadsheet may begin with a byte order mark.
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TableError(
             f"{path} is not UTF-8 text at byte {error.start}; write it as CSV or JSONL"
         ) from error
-    if path.suffix.lower() in (".jsonl", ".ndjson"):
-        rows = [
-            disk.json_object(line.encode(), f"{path}, line {number}")
-            for number, line in enumerate(text.splitlines(), 1)
-            if line.strip()
-        ]
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        return names, rows
+    if _is_jsonl(path):
+        return _parse_jsonl(path, text)
+    return _parse_csv(path, text)
+
+
+def _is_jsonl(path: Path) -> bool:
+    """Return True if a file has a JSON object per line and no line of names."""
+    return path.suffix.lower() in (".jsonl", ".ndjson")
+
+
+def _parse_jsonl(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the names of all fields in the order of their first row, and the rows."""
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            rows.append(disk.json_object(line.encode(), f"{path}, line {number}"))
+    names: dict[str, None] = {}
+    for row in rows:
+        names.update(dict.fromkeys(row))
+    return list(names), rows
+
+
+def _parse_csv(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the names in the first line, and the rows."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
@@ -183,6 +252,7 @@ def _parsed(path: Path, content: bytes) -> tuple[list[str], list[dict[str, Any]]
     if repeated:
         raise TableError(f"{path} has two columns {repeated[0]!r}; rename one of them")
     for number, row in enumerate(rows, 2):
+        # `DictReader` has surplus fields under None, and None for fields that are absent.
         if None in row or None in row.values():
             raise TableError(
                 f"{path}, line {number} has not the {len(names)} fields of the line of names"
@@ -190,40 +260,55 @@ def _parsed(path: Path, content: bytes) -> tuple[list[str], list[dict[str, Any]]
     return names, rows
 
 
-def _mapping(path: Path, names: Sequence[str], words: Sequence[str]) -> dict[str, _Source]:
-    """Return the source of each number: those of `words`, else the column of the same name."""
-    mapping = {name: _Source(name, 1.0) for name in COLUMNS if name in names}
+def _sources(path: Path, names: Sequence[str], words: Sequence[str]) -> dict[str, _Source]:
+    """Return the source of each number: the column of the same name, unless a word names another.
+
+    Args:
+        names: Names of the file's columns, in their order in the file.
+        words: Words of `--columns`.
+    """
+    sources = {name: _Source(name, 1.0) for name in COLUMNS if name in names}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or name not in COLUMNS:
-            near = difflib.get_close_matches(name, COLUMNS, 1)
-            better = f"; did you mean {near[0]}?" if near else ""
             raise TableError(
-                f"--columns {word}: write NAME=COLUMN with a NAME of {', '.join(COLUMNS)}{better}"
+                f"--columns {word}: write NAME=COLUMN with a NAME of {', '.join(COLUMNS)}"
+                f"{_nearest(name, COLUMNS)}"
             )
-        mapping[name] = _source(word, text, names)
-    if "flops" in mapping and not {"parameters", "tokens"} & mapping.keys():
-        needed = ("loss",)
-    else:
-        needed = ("parameters", "tokens", "loss")
-    absent = [name for name in needed if name not in mapping]
+        sources[name] = _source(word, text, names)
+
+    # FLOPs stand in place of a size and a length.
+    has_flops_alone = "flops" in sources and not {"parameters", "tokens"} & sources.keys()
+    required = ("loss",) if has_flops_alone else ("parameters", "tokens", "loss")
+    absent = [name for name in required if name not in sources]
     if absent:
         raise TableError(
             f"{path} has no column {absent[0]} ({COLUMNS[absent[0]].meaning}); name it with "
             f"--columns {absent[0]}=COLUMN, of: {', '.join(names)}"
         )
-    for name, source in mapping.items():
+    for name, source in sources.items():
         if source.text not in names:
-            near = difflib.get_close_matches(source.text, names, 1)
-            better = f"; did you mean {near[0]}?" if near else ""
             raise TableError(
-                f"--columns {name}={source.text}: {path} has no column {source.text!r}, only {', '.join(names)}{better}"
+                f"--columns {name}={source.text}: {path} has no column {source.text!r}, "
+                f"only {', '.join(names)}{_nearest(source.text, names)}"
             )
-    return mapping
+    return sources
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """Return the end of a message that proposes the name most like `name`, or "" if none is."""
+    matches = difflib.get_close_matches(name, list(names), 1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def _source(word: str, text: str, names: Sequence[str]) -> _Source:
-    """Return the source that a text such as `D*1e9` or `batch_tokens/2048` names; a column may have these signs in its name."""
+    """Return the source that a text such as `D*1e9` or `batch_tokens/2048` names.
+
+    Args:
+        word: Complete word of `--columns`, for messages.
+        text: Part behind the `=`.
+        names: Names of the file's columns, which may have these signs themselves.
+    """
     if text in names:
         return _Source(text, 1.0)
     match = re.fullmatch(r"(.+)([*/])([^*/]+)", text)
@@ -243,30 +328,43 @@ def _source(word: str, text: str, names: Sequence[str]) -> _Source:
 def _numbers(
     path: Path, rows: Sequence[Mapping[str, Any]], name: str, source: _Source
 ) -> np.ndarray:
-    """Return a column in its unit [rows]; only a loss may be nan, of a run that diverged."""
-    numbers = [_number(row.get(source.text)) for row in rows]
-    for place, number in enumerate(numbers):
-        wrong = number is None or (name != "loss" and not math.isfinite(number))
-        if (
-            name in ("parameters", "tokens", "flops", "peak_lr", "batch_sequences")
-            and number is not None
-        ):
-            wrong = wrong or number <= 0
-        if wrong:
+    """Return a column in its unit, float64 [rows].
+
+    Args:
+        name: Name in `COLUMNS`.
+    """
+    numbers = []
+    for index, row in enumerate(rows):
+        cell = row.get(source.text)
+        number = _number(cell)
+        if not _is_valid(name, number):
             raise TableError(
-                f"{path}, line {_line(path, place)}: {source.text} is {rows[place].get(source.text)!r}, which is no {COLUMNS[name].meaning}; "
-                "mend the row or leave it out"
+                f"{path}, line {_line(path, index)}: {source.text} is {cell!r}, "
+                f"which is no {COLUMNS[name].meaning}; mend the row or leave it out"
             )
+        numbers.append(number)
     return np.array(numbers, float) * source.factor
 
 
-def _line(path: Path, place: int) -> int:
-    """Return the line of a row in its file, which has a line of names first unless it is JSONL."""
-    return place + 1 if path.suffix.lower() in (".jsonl", ".ndjson") else place + 2
+def _is_valid(name: str, number: float | None) -> bool:
+    """Return True if a column can have a number. Only a loss may be nan, of a diverged run."""
+    if number is None:
+        return False
+    if name == "loss":
+        return True
+    if not math.isfinite(number):
+        return False
+    return number > 0 or name not in POSITIVE
+
+
+def _line(path: Path, index: int) -> int:
+    """Return the number of a row's line in its file, which has a line of names unless JSONL."""
+    return index + 1 if _is_jsonl(path) else index + 2
 
 
 def _number(value: Any) -> float | None:
-    """Return the number that a cell means, as 1e9, 22.7B or nan; None where it means none."""
+    """Return the number that a cell means, as 1e9, 22.7B or nan, or `None` if it means none."""
+    # bool is a kind of int.
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -283,7 +381,11 @@ def _number(value: Any) -> float | None:
 
 
 def _check_unit(path: Path, column: Column, numbers: np.ndarray, text: str) -> None:
-    """Refuse a column whose numbers cannot be in its unit."""
+    """Refuse a column whose numbers cannot be in its unit.
+
+    Args:
+        text: Name of the column in the file, for messages.
+    """
     finite = numbers[np.isfinite(numbers)]
     if column.name == "loss" and not finite.size:
         raise TableError(
@@ -291,82 +393,127 @@ def _check_unit(path: Path, column: Column, numbers: np.ndarray, text: str) -> N
         )
     if column.name == "loss" and not (finite > 0).all():
         raise TableError(f"{path}: {text} has a loss that is not above 0; write nats per token")
-    middle = float(np.median(finite))
-    if not column.least <= middle <= column.most:
+    median = float(np.median(finite))
+    if not column.min_median <= median <= column.max_median:
         raise TableError(
-            f"{path}: the median of {text} is {middle:.4g}, which cannot be {column.meaning}; {column.hint}"
+            f"{path}: the median of {text} is {median:.4g}, which cannot be {column.meaning}; "
+            f"{column.hint}"
         )
 
 
-def _without_repeats(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
-    """Return a table of one run for each model, length, rate and batch."""
+class _Run(NamedTuple):
+    """Rows of one run that differ only in their seed, put together.
+
+    Runs are compared by their loss, and at equal loss by the order of their rows.
+
+    Attributes:
+        log_loss: Mean over seeds.
+        first_row: Index of the first of the rows.
+        seeds: Number of seeds.
+    """
+
+    log_loss: float
+    first_row: int
+    seeds: int
+
+
+def _merged(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
+    """Return a table with one run for each model, length, rate and batch.
+
+    Args:
+        digest: sha256 of the file.
+        values: Numbers of all rows by name [rows].
+    """
+    values = dict(values)
     loss = values.pop("loss")
     seeds = values.pop("seed", None)
     decay = values.pop("weight_decay", None)
     if "parameters" in values and "tokens" in values:
+        # The law of size and length needs no FLOPs.
         values.pop("flops", None)
-    rows = len(loss)
-    notes = []
-    keys = dict(values)
-    if "peak_lr" in keys:
-        keys["peak_lr"] = np.round(np.log2(keys["peak_lr"]) / SAME_RATE)
-    groups: dict[tuple[float, ...], list[int]] = {}
-    for place in range(rows):
-        key = tuple(float(column[place]) for column in keys.values())
-        groups.setdefault(key, []).append(place)
-    repeats = 0
-    merged: list[tuple[int, float, int]] = []  # first row, mean log loss, runs
+
+    runs = []
     variances: list[float] = []
-    for members in groups.values():
-        by_decay: dict[float, list[int]] = {}
-        for place in members:
-            by_decay.setdefault(0.0 if decay is None else float(decay[place]), []).append(place)
-        candidates: list[tuple[float, int, int]] = []
-        for places in by_decay.values():
-            distinct, again = _distinct(path, places, loss, seeds)
-            repeats += again
+    num_repeats = 0
+    for rows_of_run in _rows_by_setting(values, len(loss)):
+        rows_by_decay: dict[float, list[int]] = {}
+        for row in rows_of_run:
+            key = 0.0 if decay is None else float(decay[row])
+            rows_by_decay.setdefault(key, []).append(row)
+
+        candidates = []
+        for rows in rows_by_decay.values():
+            distinct = _rows_of_seeds(path, rows, loss, seeds)
+            num_repeats += len(rows) - len(distinct)
             logs = np.log(loss[distinct])
             logs = np.where(np.isfinite(logs), logs, math.inf)
             if len(logs) > 1 and np.isfinite(logs).all():
                 variances.append(float(np.var(logs, ddof=1)))
-            candidates.append((float(np.mean(logs)), distinct[0], len(distinct)))
-        mean, first, count = min(candidates)
-        merged.append((first, mean, count))
-    if repeats:
-        notes.append(f"{repeats} rows say again what another one says")
-    diverged = sum(not math.isfinite(mean) for _, mean, _ in merged)
-    if diverged:
-        notes.append(f"{diverged} runs without a finite loss count as diverged")
-    order = np.array([first for first, _, _ in merged])
+            candidates.append(_Run(float(np.mean(logs)), distinct[0], len(distinct)))
+        # The best weight decay counts.
+        runs.append(min(candidates))
+
+    notes = []
+    if num_repeats:
+        notes.append(f"{num_repeats} rows say again what another one says")
+    num_diverged = sum(not math.isfinite(run.log_loss) for run in runs)
+    if num_diverged:
+        notes.append(f"{num_diverged} runs without a finite loss count as diverged")
+    first_rows = np.array([run.first_row for run in runs])
     return RunTable(
         source=path.name,
         digest=digest,
-        values={name: column[order] for name, column in values.items()},
-        log_loss=np.array([mean for _, mean, _ in merged]),
-        seeds=np.array([count for _, _, count in merged]),
+        values={name: column[first_rows] for name, column in values.items()},
+        log_loss=np.array([run.log_loss for run in runs]),
+        seeds=np.array([run.seeds for run in runs]),
         seed_deviation=math.sqrt(float(np.mean(variances))) if variances else None,
-        decay=None if decay is None else decay[order],
-        rows=rows,
+        decay=None if decay is None else decay[first_rows],
+        rows=len(loss),
         notes=tuple(notes),
     )
 
 
-def _distinct(
-    path: Path, places: Sequence[int], loss: np.ndarray, seeds: np.ndarray | None
-) -> tuple[list[int], int]:
-    """Return the rows of one run and decay that are of different seeds, and how many others repeat one of these."""
-    by_seed: dict[float, int] = {}
-    for place in places:
-        seed = 0.0 if seeds is None else float(seeds[place])
-        if seed not in by_seed:
-            by_seed[seed] = place
+def _rows_by_setting(values: Mapping[str, np.ndarray], num_rows: int) -> list[list[int]]:
+    """Group rows of one model, length, rate and batch.
+
+    Args:
+        values: Numbers of all rows by name [rows], without loss, seed and weight decay.
+    """
+    columns = dict(values)
+    if "peak_lr" in columns:
+        columns["peak_lr"] = np.round(np.log2(columns["peak_lr"]) / SAME_RATE)
+    groups: dict[tuple[float, ...], list[int]] = {}
+    for row in range(num_rows):
+        key = tuple(float(column[row]) for column in columns.values())
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def _rows_of_seeds(
+    path: Path, rows: Sequence[int], loss: np.ndarray, seeds: np.ndarray | None
+) -> list[int]:
+    """Return the first row of each seed, among rows of one run and weight decay.
+
+    Args:
+        loss: Losses of all rows [rows].
+        seeds: Seeds of all rows [rows]; without the column, all have one seed.
+
+    Raises:
+        TableError: Two rows of one seed have different losses.
+    """
+    row_of_seed: dict[float, int] = {}
+    for row in rows:
+        seed = 0.0 if seeds is None else float(seeds[row])
+        first = row_of_seed.setdefault(seed, row)
+        if first == row:
             continue
-        first = by_seed[seed]
-        same = math.isclose(loss[first], loss[place], rel_tol=SAME_LOSS)
-        if not (same or (math.isnan(loss[first]) and math.isnan(loss[place]))):
-            lines = f"lines {_line(path, first)} and {_line(path, place)}"
+        is_same = math.isclose(loss[first], loss[row], rel_tol=SAME_LOSS)
+        both_diverged = math.isnan(loss[first]) and math.isnan(loss[row])
+        if not (is_same or both_diverged):
+            lines = f"lines {_line(path, first)} and {_line(path, row)}"
             raise TableError(
-                f"{path}, {lines} are one run with the losses {loss[first]:g} and {loss[place]:g}; name the column in which they "
-                "differ with --columns seed=COLUMN, or take one of them out"
+                f"{path}, {lines} are one run with the losses {loss[first]:g} and {loss[row]:g}; "
+                "name the column in which they differ with --columns seed=COLUMN, or take one of "
+                "them out"
             )
-    return list(by_seed.values()), len(places) - len(by_seed)
+    return list(row_of_seed.values())

@@ -32,9 +32,9 @@ def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(
             sweep_pack.fit, "room", lambda device, room=room: int(room * state / 0.8)
         )
-        assert sweep_pack.fitting(program, points_) == fits
+        assert sweep_pack.points_per_batch(program, points_) == fits
     monkeypatch.setattr(sweep_pack.fit, "room", lambda device: None)
-    assert sweep_pack.fitting(program, 10) == 10
+    assert sweep_pack.points_per_batch(program, 10) == 10
 
 
 def timed(
@@ -43,7 +43,7 @@ def timed(
     """Trials find these seconds per pack of (points at once, packs side by side)."""
     monkeypatch.setattr(
         sweep.ExecutionTrial,
-        "_seconds",
+        "_step_seconds",
         lambda self, trainer, points, concurrent=1: seconds[trainer.count, concurrent],
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
@@ -54,7 +54,7 @@ def test_a_trial_says_what_is_faster(
 ) -> None:
     seconds = {(1, 1): 0.01, (4, 1): 0.02}
     timed(monkeypatch, seconds, cores=1)
-    monkeypatch.setattr(sweep, "PAYS", 0)
+    monkeypatch.setattr(sweep, "MIN_COMPILATIONS", 0)
     notes: list[str] = []
     rows = sweep.run(points(config_of(text)), tmp_path / "a", evaluated=False, watcher=Noted(notes))
     assert {row.how for row in rows} == {"together"}
@@ -76,7 +76,7 @@ def test_together_a_later_round_of_fewer_points_compiles_nothing_until_half_a_pa
         nothing: Any = None
         return sweep_pack.Trainer(program, count, nothing, nothing, nothing, None, 0)
 
-    monkeypatch.setattr(sweep_pack, "trainer", trainer)
+    monkeypatch.setattr(sweep_pack, "compile_trainer", trainer)
     chooser = sweep.ExecutionTrial("together", sweep_pack.Batches(), False)
     counts = [
         chooser.trainer("key", programs[:count], lambda text: None).count
@@ -215,7 +215,7 @@ def test_a_trial_times_real_steps_and_says_what_went_wrong(
         r"in turn: a step takes \d+ ms one by one, \d+ ms by 2 side by side", notes[-1]
     )
 
-    compiled = sweep_pack.trainer
+    compiled = sweep_pack.compile_trainer
 
     def broken(*args: Any) -> Any:
         trainer, begun = compiled(*args), [0]
@@ -228,7 +228,7 @@ def test_a_trial_times_real_steps_and_says_what_went_wrong(
 
         return dataclasses.replace(trainer, begin=begin)
 
-    monkeypatch.setattr(sweep_pack, "trainer", broken)
+    monkeypatch.setattr(sweep_pack, "compile_trainer", broken)
     with pytest.raises(MemoryError, match="no room for a second state"):
         sweep.run(chosen, tmp_path / "b", devices=one, evaluated=False)
 
@@ -237,8 +237,8 @@ def test_later_rounds_keep_what_the_trial_found(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(monkeypatch, {(1, 1): 0.01, (2, 1): 0.002}, cores=1)
-    monkeypatch.setattr(sweep, "PAYS", 0)
-    monkeypatch.setattr(sweep_pack, "fitting", lambda program, count, *rest: min(count, 2))
+    monkeypatch.setattr(sweep, "MIN_COMPILATIONS", 0)
+    monkeypatch.setattr(sweep_pack, "points_per_batch", lambda program, count, *rest: min(count, 2))
     engine = sweep.Sweep(tmp_path, evaluated=False)
     hows = [
         [row.how for row in engine.run(points(config_of(text), rates))]

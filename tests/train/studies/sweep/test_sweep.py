@@ -102,7 +102,7 @@ def run() -> Run:
         **how: Any,
     ) -> list[Row]:
         engine = sweep.Sweep(folder, **how)
-        engine._programs, engine._chooser._trainers = programs, trainers[engine._evaluated]
+        engine._programs, engine._trial._trainers = programs, trainers[engine._evaluated]
         return engine.run(configs, watcher)
 
     return run
