@@ -351,7 +351,7 @@ def grouped(
 
 def shape_of(config: Config) -> Config:
     """The config with every number that is data to the step at one value: equal shapes are one program."""
-    same = dict.fromkeys(("peak_lr", "weight_decay", "eps"), 0.0)
+    same = {"peak_lr": 0.0, "adam_lr": None, "weight_decay": 0.0, "eps": 0.0}
     schedule = {
         "schedule": "constant",
         "warmup_steps": 0,
