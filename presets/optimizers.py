@@ -104,7 +104,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         _ADAM,
         family="muon",
         direction=Lazy(lambda: _import_muon().muon),
-        reads=_ADAM_READS | _SGD_READS,
+        reads=_ADAM_READS | _SGD_READS | {"adam_lr", "orthogonalizer"},
     ),
     "lion": Optimizer(
         family="lion",

@@ -136,6 +136,8 @@ _SCHEMA: dict[str, Any] = {
     "optimizer": {
         "name": _key_of(OPTIMIZERS, "an optimizer"),
         "peak_lr": _ABOVE,
+        "adam_lr": _ABOVE,
+        "orthogonalizer": _one_of("newton_schulz", "polar_express"),
         "b1": _FRACTION,
         "b2": _FRACTION,
         "eps": _AT_LEAST,
@@ -192,7 +194,7 @@ _SCHEMA: dict[str, Any] = {
     },
 }
 """Check or nested schema by entry. A list holds the schema of each of its items."""
-_OPTIONAL = ("search", "judged")
+_OPTIONAL = ("search", "judged", "adam_lr", "orthogonalizer")
 """Entries that a file may leave out."""
 
 _COLUMNS = ("std", "lr", "wd", "eps", "multiplier")

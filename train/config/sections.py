@@ -54,6 +54,17 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment, at base size."""
     momentum: Annotated[float, Affects("step", 0.8, given={"optimizer.name": "muon"})] = 0.9
     """Decay of the sum of gradients (sgd, momentum) or of their mean (muon)."""
+    adam_lr: Annotated[float | None, Affects("step", 0.002, given={"optimizer.name": "muon"})] = (
+        None
+    )
+    """Peak learning rate of the parameters that muon leaves to Adam, at base size. Their coupled
+    weight decay follows it. None: optimizer.peak_lr."""
+    orthogonalizer: Annotated[
+        Literal["newton_schulz", "polar_express"],
+        Affects("step", "polar_express", given={"optimizer.name": "muon"}),
+    ] = "newton_schulz"
+    """Coefficients of muon's five iterations. newton_schulz: one set for all (Jordan et al. 2024).
+    polar_express: one set for each, best in the worst case (2505.16932)."""
     moment_dtype: Annotated[Literal["bfloat16"] | None, Affects("step", "bfloat16")] = None
     """Type in which the mean or sum of gradients is stored. It is computed in float32 all the same.
     None: the parameters' type."""
@@ -94,11 +105,17 @@ class OptimizerConfig:
                 f"optimizer.moment_dtype is {self.moment_dtype}, and {self.name} keeps all of its "
                 "moments in float32; leave it out"
             )
+        if self.adam_peak is not None and self.peak_lr == 0:
+            raise ConfigError(
+                f"optimizer.adam_lr is {self.adam_lr} and optimizer.peak_lr is 0; "
+                "write a peak_lr above 0, and leave adam_lr out to train nothing"
+            )
         at_least(
             "optimizer.",
             self,
             0,
             "peak_lr",
+            "adam_lr",
             "weight_decay",
             "eps",
             "warmup_steps",
@@ -119,6 +136,16 @@ class OptimizerConfig:
                 f"optimizer.clip_norm is {self.clip_norm}; "
                 "write a number above 0, or None not to clip"
             )
+
+    @property
+    def adam_peak(self) -> float | None:
+        """Peak learning rate of the Adam part, `None` if it is that of all other parameters.
+
+        A recipe's `adam_lr` is not read by an optimizer without an Adam part.
+        """
+        if "adam_lr" in OPTIMIZERS[self.name].reads:
+            return self.adam_lr
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,8 @@ def applied(
     total_steps = config.steps
     if steps and steps.isascii() and steps.isdigit():
         total_steps = int(steps)
-    values = dict(study.optimizer)
+    # Those of the study replace those of the recipe, also where a file leaves out a default.
+    values = {"adam_lr": None, "orthogonalizer": "newton_schulz", **study.optimizer}
     if "warmup_fraction" in values:  # a published source may leave the warm-up open
         values["warmup_steps"] = round(values.pop("warmup_fraction") * total_steps)
     optimizer = dataclasses.replace(config.optimizer, **values, decay_steps=None)

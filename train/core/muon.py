@@ -24,13 +24,42 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.optimizer import Specs, adam
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
-NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
-"""Coefficients (a, b, c) of five iterations of Jordan et al. 2024 (modded-nanogpt)."""
+Coefficients = Sequence[tuple[float, float, float]]
+"""Triple (a, b, c) of every iteration."""
+
+NEWTON_SCHULZ: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
+"""Coefficients of five iterations of Jordan et al. 2024 (modded-nanogpt)."""
+
+
+def _with_margin(coefficients: Coefficients, margin: float) -> Coefficients:
+    """Return coefficients for matrices whose singular values may exceed 1 by a factor `margin`."""
+    return tuple((a / margin, b / margin**3, c / margin**5) for a, b, c in coefficients)
+
+
+# The last triple of the paper's code has no margin, but it is the eighth.
+POLAR_EXPRESS = _with_margin(
+    (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    ),
+    1.01,
+)
+"""Coefficients of the first five iterations of Amsel et al. 2025 (2505.16932, algorithm 1).
+
+Each is the best polynomial for the singular values that the iterations before it can leave, from
+1e-3 on. The margin is for roundings in bfloat16.
+"""
+ORTHOGONALIZERS: dict[str, Coefficients] = {
+    "newton_schulz": NEWTON_SCHULZ,
+    "polar_express": POLAR_EXPRESS,
+}
+"""Coefficients by `OptimizerConfig.orthogonalizer`."""
 ITERATIONS = "newton_schulz"
 """Name of the scope of the iterations, by which a compiled program tells their operations."""
 _EPS = 1e-8
-
-Coefficients = Sequence[tuple[float, float, float]]
 
 
 class ScaleByMuonState(NamedTuple):
@@ -56,6 +85,7 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
     """
     matrix_specs = hidden_matrices(specs)
     beta = config.momentum
+    coefficients = ORTHOGONALIZERS[config.orthogonalizer]
     adam_direction = adam(config, specs)
 
     def init(params: optax.Params) -> ScaleByMuonState:
@@ -82,7 +112,9 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         mu_hat = optax.tree.bias_correction(matrix_mu, beta, optax.safe_increment(count))
         grad_hat = optax.tree.bias_correction(grads, beta, count)
         nesterov = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, mu_hat, grad_hat)
-        matrix_updates = orthogonalize(nesterov, matrix_specs, layout=layout)
+        matrix_updates = orthogonalize(
+            nesterov, matrix_specs, layout=layout, coefficients=coefficients
+        )
 
         adam_state: Any = optax.ScaleByAdamState(
             state.count, others_of(state.mu), others_of(state.nu)
@@ -109,6 +141,30 @@ def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
     """
     not_hidden = VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
     return {name: spec for name, spec in specs.items() if spec.role not in not_hidden}
+
+
+def with_adam_lr(
+    lr: Mapping[str, Any], specs: Specs, adam_lr: float, peak_lr: Any
+) -> dict[str, Any]:
+    """Return learning-rate factors with which the Adam part of Muon peaks at `adam_lr`.
+
+    All factors are relative to `peak_lr`, the peak of the matrices. Both peaks are thus data to
+    the compiled step, and a sweep over either compiles once.
+
+    Args:
+        lr: Factor of every trained parameter, from the preset.
+        specs: Specs that tell which parameters are hidden matrices.
+        peak_lr: Number above 0, which may be traced.
+    """
+    ratio = adam_lr / peak_lr
+    matrix_specs = hidden_matrices(specs)
+    result = {}
+    for name, factor in lr.items():
+        if name in matrix_specs:
+            result[name] = factor
+        else:
+            result[name] = factor * ratio
+    return result
 
 
 @dataclass(frozen=True)

@@ -606,8 +606,17 @@ def _inputs(
         z_loss=np.float32(config.z_loss) if config.z_loss else None,
         rounding_seed=np.uint32(config.seed) if _stores_bfloat16(model) else None,
     )
-    # The check knows nothing of layer decay, which deviates from the preset on purpose.
+    # The check knows nothing of layer decay and of a second peak, which deviate from the preset on
+    # purpose.
     check_run(preset, model, inputs.factors, scaled)
+    if scaled.adam_peak is not None:
+        # Imported only here, because other optimizers run without it.
+        from mupax.train.core.muon import with_adam_lr
+
+        factors = inputs.factors
+        peak_lr = inputs.hyper.peak_lr
+        lr = with_adam_lr(factors.lr, model.specs, np.float32(scaled.adam_peak), peak_lr)
+        inputs = inputs._replace(factors=factors._replace(lr=lr))
     if scaled.layer_decay != 1:
         inputs = inputs._replace(factors=layer_decayed(inputs.factors, model, scaled.layer_decay))
     return inputs

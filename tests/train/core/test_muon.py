@@ -13,11 +13,16 @@ import numpy as np
 import pytest
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from mupax.presets import ParamSpec
-from mupax.train.config.run import MeshConfig, parse_rules
+from mupax.presets import ParamSpec, Role
+from mupax.train.config.run import MeshConfig, OptimizerConfig, parse_rules
 from mupax.train.core.muon import (
     ITERATIONS,
+    NEWTON_SCHULZ,
+    ORTHOGONALIZERS,
+    POLAR_EXPRESS,
+    Coefficients,
     hidden_matrices,
+    muon,
     newton_schulz,
     orthogonalize,
     sides,
@@ -143,6 +148,36 @@ def test_singular_vectors_stay_and_singular_values_come_near_one(shape: tuple[in
     np.testing.assert_allclose(inside - np.diag(values), 0, atol=1e-4)
     assert (values > 0.3).all()
     assert (values < 1.3).all()
+
+
+def worst_deviation(coefficients: Coefficients, least: float) -> float:
+    """Return the largest distance from 1 of singular values that began between `least` and 1."""
+    values = np.geomspace(least, 1, 2001)
+    for a, b, c in coefficients:
+        values = a * values + b * values**3 + c * values**5
+    return float(np.abs(values - 1).max())
+
+
+@pytest.mark.parametrize("least", [1e-3, 1e-2, 0.1])
+def test_polar_express_comes_nearer_to_one_than_newton_schulz_in_the_worst_case(
+    least: float,
+) -> None:
+    assert len(POLAR_EXPRESS) == len(NEWTON_SCHULZ) == 5
+    assert worst_deviation(POLAR_EXPRESS, least) < 0.16
+    assert worst_deviation(NEWTON_SCHULZ, least) > 2 * worst_deviation(POLAR_EXPRESS, 0.1)
+
+
+def test_a_config_names_the_coefficients() -> None:
+    """The direction of a matrix whose singular values are 1 and 0.003 tells which were used."""
+    matrix = np.diag([1.0, 0.003]).astype(np.float32)
+    spec = ParamSpec(role=Role.HIDDEN, axes=("embed", "mlp"), fan_in=("embed",))
+    for name, coefficients in ORTHOGONALIZERS.items():
+        config = OptimizerConfig(name="muon", orthogonalizer=name)  # pyright: ignore[reportArgumentType]
+        tx = muon(config, {"w": spec})
+        params = {"w": jnp.asarray(matrix)}
+        direction, _ = tx.update(params, tx.init(params), factors=None, hyper=None)
+        expected = newton_schulz(jnp.asarray(matrix), coefficients)
+        np.testing.assert_allclose(np.asarray(direction["w"]), np.asarray(expected), rtol=1e-3)
 
 
 def test_zeros_stay_zeros() -> None:

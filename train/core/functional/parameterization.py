@@ -100,7 +100,7 @@ class Parameterization:
         Args:
             steps: Number of steps of the run. After them the schedule keeps its last value.
             peak_lr: Peak learning rate. It may be traced, so that one program trains at many
-                learning rates. Default: that of the config.
+                learning rates. Default: that of the config. The config's `adam_lr` stays.
         """
         chain = build(self.config, self.definition.specs)
         # The schedule is an array on the host, also inside a jitted function.
@@ -108,6 +108,14 @@ class Parameterization:
             hyper = hyperparams(self.config, steps)
         if peak_lr is not None:
             hyper = hyper._replace(peak_lr=peak_lr)
+        factors = self.factors
+        if self.config.adam_peak is not None:
+            # Imported only here, because other optimizers run without it.
+            from mupax.train.core.muon import with_adam_lr
+
+            specs = self.definition.specs
+            lr = with_adam_lr(factors.lr, specs, self.config.adam_peak, hyper.peak_lr)
+            factors = factors._replace(lr=lr)
         arrays = self.definition.arrays
 
         def init(params: Any) -> State:
@@ -123,7 +131,7 @@ class Parameterization:
                 arrays(updates),
                 state.chain,
                 arrays(params),
-                factors=self.factors,
+                factors=factors,
                 hyper=hyper.at(state.step),
             )
             new_state = State(state.step + 1, chain_state)

@@ -461,6 +461,7 @@ def shape_of(config: Config) -> Config:
     optimizer = dataclasses.replace(
         config.scaled_optimizer,
         peak_lr=0.0,
+        adam_lr=None,
         weight_decay=0.0,
         eps=0.0,
         schedule="constant",

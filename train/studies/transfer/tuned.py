@@ -12,6 +12,7 @@ from typing import Any
 from mupax import terminal
 from mupax.errors import MupaxFailure
 from mupax.presets import PRESETS
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.tuned import find
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
@@ -184,6 +185,12 @@ def write(
         "warmup_fraction": _warmup_share(config),
         "final_lr_fraction": settings.final_lr_fraction,
     }
+    # Only files of Muon have these, and only if they are not the defaults.
+    if settings.adam_peak is not None:
+        optimizer["adam_lr"] = settings.adam_peak
+    reads = OPTIMIZERS[settings.name].reads
+    if "orthogonalizer" in reads and settings.orthogonalizer != "newton_schulz":
+        optimizer["orthogonalizer"] = settings.orthogonalizer
     tuned = find.Tuned(
         name=check_name(name, config.preset.name),
         preset=config.preset.name,

@@ -155,6 +155,33 @@ def test_the_transformation_is_the_loops_own_chain(name: str):
     assert int(state.step) == 1
 
 
+def test_muons_adam_part_keeps_its_peak_when_another_is_given():
+    of = model()
+    preset = presets.get("mup", base={**BASE, "heads": 2, "layers": 2, "head_dim": 2.5})
+    config = train.OptimizerConfig(
+        name="muon", peak_lr=0.5, adam_lr=0.25, schedule="constant", eps=0.1
+    )
+    mup = train.parameterize(of, preset, config)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f"), shapes())
+    grads = jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f"), shapes())
+
+    @jax.jit
+    def first_updates(peak_lr):
+        tx = mup.optimizer(4, peak_lr)
+        return of.arrays(tx.update(grads, tx.init(params), params)[0])
+
+    one = dataclasses.replace(config, adam_lr=None)
+    one_tx = train.parameterize(of, preset, one).optimizer(4)
+    shared = of.arrays(one_tx.update(grads, one_tx.init(params), params)[0])
+    for peak_lr in (0.5, 2.0):
+        updates = first_updates(peak_lr)
+        for name, update in updates.items():
+            is_matrix = of.specs[name].role in (Role.QUERY, Role.ATTENTION_OUT, Role.MLP_OUT)
+            ratio = peak_lr / 0.5 if is_matrix and "bias" not in name else 0.5
+            np.testing.assert_allclose(update, ratio * shared[name], rtol=1e-5, err_msg=name)
+
+
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.read, self.out = (
