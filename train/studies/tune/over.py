@@ -43,6 +43,7 @@ OCTAVES = {
     "multipliers": 3.0,
     "decays": 4.0,
     "peak_lr": 3.0,
+    "adam_lr": 3.0,
     "weight_decay": 4.0,
     "preset": 3.0,
 }
@@ -164,7 +165,11 @@ def parse(words: Sequence[str], config: Config) -> tuple[Constant, ...]:
 def vocabulary(config: Config) -> dict[str, str]:
     """Return the flag of every word that a search over this run can have."""
     flags: dict[str, str] = {}
-    own_fields = sorted(OPTIMIZERS[config.optimizer.name].reads - {"decay"})
+    own_fields = []
+    for name in sorted(OPTIMIZERS[config.optimizer.name].reads):
+        # A choice among names, such as coupled or independent decay, has no octaves.
+        if not isinstance(getattr(config.optimizer, name), str):
+            own_fields.append(name)
     for name in (*_EVERY_OPTIMIZER, *own_fields):
         flag = f"optimizer.{name}"
         flags[name] = flag
@@ -222,6 +227,10 @@ def with_point(config: Config, constants: Sequence[Constant], point: Point) -> C
             changes[constant.flag] = constant.value(step)
     if not changes:
         return config
+    for constant in constants:
+        # A rate that is left out follows the peak, which may be searched, too.
+        if constant.flag == "optimizer.adam_lr" and config.optimizer.adam_lr is None:
+            changes.setdefault(constant.flag, constant.start)
 
     optimizer: dict[str, Any] = {}
     preset: dict[str, Any] = {}
@@ -306,7 +315,10 @@ def _start(flag: str, config: Config) -> float:
     """Return the run's own value of a flag."""
     owner, _, name = flag.partition(".")
     if owner == "optimizer":
-        return float(getattr(config.optimizer, name) or 0.0)
+        value = getattr(config.optimizer, name)
+        if name == "adam_lr" and value is None:
+            value = config.optimizer.peak_lr
+        return float(value or 0.0)
 
     preset: PresetConfig = config.preset
     written = read_constants(preset.constants, {})

@@ -135,3 +135,26 @@ def test_a_number_that_is_off_is_searched_in_its_range_and_stays_off_at_the_star
     assert constant.value(0) == 0
     assert constant.value(low) == pytest.approx(0.01)
     assert constant.value(high) == pytest.approx(1, rel=0.05)
+
+
+def test_muons_second_rate_starts_at_the_first_and_then_stays() -> None:
+    muon = dataclasses.replace(LM, optimizer=dataclasses.replace(LM.optimizer, name="muon"))
+    constants = over.parse(["lr", "adam-lr"], muon)
+    peak_lr = muon.optimizer.peak_lr
+    assert [constant.start for constant in constants] == [peak_lr, peak_lr]
+    assert over.with_point(muon, constants, (0, 0)) == muon
+
+    octave = over.STEPS_PER_OCTAVE
+    faster = over.with_point(muon, constants, (octave, 0)).optimizer
+    assert faster.peak_lr == pytest.approx(2 * peak_lr)
+    assert faster.adam_lr == peak_lr
+    raised = over.with_point(muon, constants, (0, octave)).optimizer
+    assert raised.peak_lr == peak_lr
+    assert raised.adam_lr == pytest.approx(2 * peak_lr)
+
+
+@pytest.mark.parametrize("word", ["orthogonalizer", "decay"])
+def test_a_choice_among_names_has_no_octaves(word: str) -> None:
+    muon = dataclasses.replace(LM, optimizer=dataclasses.replace(LM.optimizer, name="muon"))
+    with pytest.raises(ConfigError, match="no number of this run has that name"):
+        over.parse([word], muon)
