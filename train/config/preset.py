@@ -89,6 +89,7 @@ class PresetConfig:
 
     def __post_init__(self) -> None:
         # Records, messages and comparisons have one name for a preset, whichever alias was written.
+        # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
         if self.noise_scale is not None and not self.noise_scale > 0:
             raise ConfigError(
@@ -121,6 +122,7 @@ def rules_of(config: Parameterized) -> tuple[Any, ...]:
         config.preset.name,
         config.preset.joint,
         config.preset.zero_readout,
+        # Sorted, because the order of flags changes nothing.
         tuple(sorted(choices.items())),
     )
 
