@@ -223,19 +223,17 @@ def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) 
     The step of one parameter is measured while one other parameter at a time has the rest of a
     gradient of fixed norm. The step must not depend on which other parameter it is.
     """
-    norms = {
-        name: size * grads[name].size ** 0.5
-        for name, size in _rms_sizes(update(grads, params)).items()
-    }
+    norms = {}
+    for name, size in _rms_sizes(update(grads, params)).items():
+        norms[name] = size * grads[name].size ** 0.5
     least = min(norms, key=norms.__getitem__)
     moved: dict[str, float] = {}
     for name, grad in grads.items():
         if name == least:
             continue
-        probe = {
-            other_name: other_grad if other_name == least else np.zeros_like(other_grad)
-            for other_name, other_grad in grads.items()
-        }
+        probe = {other_name: np.zeros_like(other_grad) for other_name, other_grad in grads.items()}
+        probe[least] = grads[least]
+        # Large against the gradient of `least`, so that the global norm is that of this one alone.
         scale = 100 * _norm(grads[least]) / _norm(grad)
         probe[name] = grad * np.asarray(scale, grad.dtype)
         moved[name] = _rms_sizes(update(probe, params))[least]
@@ -261,14 +259,15 @@ def _check_eps(
     """
     scaled_grads = {}
     for name, grad in grads.items():
-        scaled_grads[name] = grad * float(eps[name].flat[0]) if name in eps else grad
+        scaled_grads[name] = grad
+        if name in eps:
+            scaled_grads[name] = grad * float(eps[name].flat[0])
     norm = _norm(*scaled_grads.values())
 
     def sizes_at_norm(divisor: int) -> dict[str, float]:
-        divided = {
-            name: (grad / (norm * divisor)).astype(grad.dtype)
-            for name, grad in scaled_grads.items()
-        }
+        divided = {}
+        for name, grad in scaled_grads.items():
+            divided[name] = (grad / (norm * divisor)).astype(grad.dtype)
         return _rms_sizes(update(divided, params))
 
     sizes = sizes_at_norm(1)
