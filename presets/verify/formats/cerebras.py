@@ -262,10 +262,6 @@ class Config(ModelFile):
             else:
                 lr /= self._width_ratio(sizes)
 
-        # SGD and Lion have no eps.
-        eps = None
-        if self._optimizer == "adamw":
-            eps = settings.number("eps")
         multiplier = 1.0
         if role == "readout":
             multiplier = output
@@ -278,6 +274,10 @@ class Config(ModelFile):
         else:
             std = stds[role]
             weight_decay = settings.number("weight_decay")
+        # SGD and Lion have no eps.
+        eps = None
+        if self._optimizer == "adamw":
+            eps = settings.number("eps")
         return {
             "std": std,
             "lr": lr,

@@ -166,6 +166,7 @@ class Config(ModelFile):
             decays = settings.flag("decay_norm_and_bias")
         elif role in ("token_embedding", "position"):
             decays = settings.flag("decay_embeddings")
+        lr = settings.number("learning_rate")
         weight_decay = 0.0
         if decays:
             weight_decay = settings.number("weight_decay")
@@ -178,7 +179,7 @@ class Config(ModelFile):
             multiplier = output
         return {
             "std": std,
-            "lr": settings.number("learning_rate"),
+            "lr": lr,
             "wd": weight_decay,
             "eps": eps,
             "multiplier": multiplier,
