@@ -189,6 +189,7 @@ def parse_known(
             result, unread = _parse_with_tyro(command, prog, list(argv), default)
             if unread and _has_positional(command):
                 # In a line with an unknown word, tyro 1.0 sets an absent positional to "[]".
+                # Parsed again without them. The caller still refuses the unread words.
                 result, _ = _parse_with_tyro(command, prog, _without(argv, unread), default)
             return result, unread
     except SystemExit as stop:
@@ -204,6 +205,7 @@ def parse_known(
         error = _own_error(stop)
         if error is None:
             error = UsageError(f"{_unboxed(message.getvalue())}\n{_help(prog)}")
+        # tyro's traceback says nothing to a user, and the message is complete.
         raise error from None
 
 
@@ -373,15 +375,19 @@ def refuse(
         )
 
     flag = unknown_flags[0].partition("=")[0].replace("_", "-")
+    # Sections such as --optimizer and --data are often written for their name.
     if f"{flag}.name" in flags:
         raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{help_line}")
 
+    # --help is tyro's own flag, and no field of the command.
     likeness = {name: _likeness(flag, name) for name in (*flags, "--help")}
     best = sorted(likeness, key=lambda name: likeness[name], reverse=True)
     # A second flag is named only if it is nearly as like as the first.
     threshold = max(0.6, likeness[best[0]] - 0.1)
     near = [name for name in best[:2] if likeness[name] > threshold]
-    hint = f"did you mean {' or '.join(near)}?" if near else "none is like it"
+    hint = "none is like it"
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
     raise UsageError(f"no flag is named {flag}; {hint}\n{help_line}")
 
 
@@ -552,6 +558,7 @@ def _plain_value(hint: Any, texts: Sequence[str]) -> Any:
         if length != [...]:  # a tuple of fixed length
             raise ValueError(hint)
         return tuple(_plain_word(element, text) for text in texts)
+    # More than one word for a plain type is a ValueError, and tyro's to refuse.
     (text,) = texts
     return _plain_word(bare, text)
 
@@ -564,6 +571,7 @@ def _plain_word(hint: Any, text: str) -> Any:
     """
     is_union = get_origin(hint) in (Union, UnionType)
     options = get_args(hint) if is_union else (hint,)
+    # A union of several types is a ValueError: tyro decides which of them reads the word.
     (word_type,) = (option for option in options if option is not type(None))
     if text == "None" and (word_type is str or len(options) > 1):
         if word_type is str:
@@ -625,7 +633,9 @@ def words_of(prog: str, command: Any) -> list[str]:
 
         metadata = _metadata(hints[field.name])
         names = [mark.name for mark in metadata if getattr(mark, "name", None)]
-        name = names[0] if names else field.name.replace("_", "-")
+        name = field.name.replace("_", "-")
+        if names:
+            name = names[0]
         flag_words.append(f"--{name}")
         if isinstance(value, tuple):
             flag_words += map(str, value)
@@ -775,6 +785,7 @@ def _likeness(flag: str, candidate: str) -> float:
     section, _, name = flag.lstrip("-").rpartition(".")
     candidate_section, _, candidate_name = candidate.lstrip("-").rpartition(".")
     alike = difflib.SequenceMatcher(None, name, candidate_name).ratio()
+    # --lr is meant as --peak-lr, although most of the letters differ.
     if set(name.split("-")) <= set(candidate_name.split("-")):
         alike = max(alike, 0.9)
     sections_alike = difflib.SequenceMatcher(None, section, candidate_section).ratio()

@@ -58,13 +58,16 @@ def get(
     name = ALIASES.get(name, name)
     base = _sizes(base)
 
+    # Checked against PRESETS because `measured:PATH` has a colon, too.
     if ":" in name and name.partition(":")[0] in PRESETS:
+        # Imported late: only tuned presets read the files of studies.
         from mupax.presets.tuned import find as tuned
 
         study = tuned.find(name)
         base = base or study.base
         form = form or study.form
         name = study.preset
+        # A constant of the caller replaces the study's.
         constants = {**study.constants, **constants}
 
     if name.startswith("measured:") or name.endswith(".json"):
@@ -101,6 +104,7 @@ class Sized(Protocol):
 
 def _measured(path: str, constants: list[str], zero_readout: bool) -> Preset:
     """Return the preset of a file of measured scales, which has no settings of its own."""
+    # Imported late: most presets are tables and read no file.
     from mupax.presets.tuned import measured
 
     settings = [*constants]
@@ -137,8 +141,11 @@ def _sizes(base: Mapping[str, int] | Sized | str | None) -> dict[str, int] | Non
         is_axis = axis in AXES
         if is_axis and not isinstance(size, str) and size >= 1:
             continue
-        near = [] if is_axis else difflib.get_close_matches(axis, AXES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = ""
+        if not is_axis:
+            near = difflib.get_close_matches(axis, AXES, n=1)
+            if near:
+                hint = f"; did you mean {near[0]!r}?"
         axes = ", ".join(AXES)
         raise PresetError(
             f"base {axis}={size}: write a logical axis ({axes}) and a size of at least 1{hint}"

@@ -65,6 +65,7 @@ def row(rule: Callable[[ParamSpec], Rule], spec: ParamSpec) -> Rule:
     if spec.role is Role.LORA_B:
         return _on_adam(b_rule)
 
+    # A reads what W reads, so it starts from W's row.
     a_rule = _on_adam(matrix_rule)
     # A preset with one learning rate for everything does not look at gradients.
     if matrix_rule.sgd == matrix_rule.adam == matrix_rule.eps == ONE:

@@ -40,7 +40,9 @@ def _group_names() -> tuple[str, ...]:
     """Return every name that a parameter group can have."""
     endings = [role.value for role in Role]
     for owner in Role:
-        endings += [f"{owner.value}.{role.value}" for role in Role if role in VECTORS]
+        for role in Role:
+            if role in VECTORS:
+                endings.append(f"{owner.value}.{role.value}")
 
     groups = []
     for prefix in _PREFIXES:
@@ -71,7 +73,8 @@ def read(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]
     for name, value in constants.items():
         # An empty mapping stays, and is refused by the preset as an unknown constant of its own.
         if name in COLUMNS and isinstance(value, Mapping) and value:
-            flat |= {f"{name}.{group}": number for group, number in value.items()}
+            for group, number in value.items():
+                flat[f"{name}.{group}"] = number
         else:
             flat[name] = value
 
@@ -106,6 +109,7 @@ def _number(name: str, value: Any) -> float:
 
     number = _float_or_nan(value)
     if axis:
+        # An exponent may be negative, which a factor may not.
         if axis not in AXES:
             raise PresetError(f"{name}: no logical axis is named {axis!r}; {_nearest(axis, AXES)}")
         if not math.isfinite(number):
@@ -140,6 +144,7 @@ def means_something(constant: str, specs: Iterable[ParamSpec]) -> bool:
         specs: Declarations of the model's parameters, including a tied readout.
     """
     try:
+        # The value does not matter: only names are checked here.
         check({constant: 1.0}, specs, "")
     except PresetError:
         return False

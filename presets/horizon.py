@@ -84,6 +84,7 @@ class JointRule:
         """
         cautions = []
         for name, ratio in ratios.items():
+            # A ratio of 1 is always within range: at the base a rule changes nothing.
             low, high = self.limits.get(name, (1.0, 1.0))
             if low <= ratio <= high:
                 continue
@@ -118,7 +119,9 @@ class JointRule:
         The line has the rule's name (and its flag, if `--joint` accepts it), `source`, `status`,
         `families`, what the source `tested`, and the `remark`.
         """
-        use = f"{self.name} (`--joint {self.name}`)" if self.applied else self.name
+        use = self.name
+        if self.applied:
+            use = f"{self.name} (`--joint {self.name}`)"
         families = ", ".join(self.families)
         remark = ""
         if self.remark:
@@ -297,5 +300,7 @@ def rule(name: str) -> JointRule:
     if name in RULES:
         reason = "is only shown, beside rules that contradict it"
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"write {', '.join(names)}"
+    hint = f"write {', '.join(names)}"
+    if near:
+        hint = f"did you mean {near[0]}?"
     raise PresetError(f"the joint rule {name} {reason}; {hint} (`mupax presets joint` has all)")

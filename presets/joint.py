@@ -88,7 +88,8 @@ def scaled(
             result[setting] = _scaled_beta(name, ratios, setting, value, factor)
         elif column == "durations":
             # A duration of 0 stays 0; any other keeps at least one step.
-            result[setting] = max(1, round(value * factor)) if value else value
+            if value:
+                result[setting] = max(1, round(value * factor))
         else:
             result[setting] = value * factor
     return result
@@ -123,6 +124,7 @@ def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: floa
         return []
     cautions = joint.cautions(ratios)
     try:
+        # A beta that would leave (0, 1) is a doubt here and an error in a run.
         scaled(joint.name, ratios, "adam", {"b1": b1, "b2": b2})
     except PresetError as error:
         return [*cautions, str(error)]
@@ -159,7 +161,9 @@ def timescale(lr: float, weight_decay: float, steps: int, decay: str = "coupled"
         decay: "coupled" if a step subtracts lr * weight_decay * w, "independent" if it subtracts
             weight_decay * w.
     """
-    rate = lr if decay == "coupled" else 1.0
+    rate = 1.0
+    if decay == "coupled":
+        rate = lr
     return 1 / (rate * weight_decay * steps)
 
 
@@ -216,6 +220,7 @@ def path(
         the rule does not hold.
     """
     points = [(examples, tokens[0]) for examples in _doublings(*batch)]
+    # The first of these is the last row above.
     points += [(batch[1], horizon) for horizon in _doublings(*tokens)[1:]]
 
     table: list[dict[str, Any]] = []
@@ -224,6 +229,7 @@ def path(
         steps = ratios["tokens"] / ratios["batch"]
         factors = {column: joint.factor(column, ratios) for column in COLUMNS}
         lr_times_wd = factors["lr"] * factors["weight_decay"]
+        # The rule's column is for coupled decay. lr*wd scales the same under both.
         if decay == "independent":
             factors["weight_decay"] = lr_times_wd
 
@@ -240,9 +246,12 @@ def path(
             if ratio != 1 and not joint.speaks_of(name):
                 reasons.append(f"says nothing about {name}")
         if not reasons:
-            reasons.append("untested" if joint.cautions(ratios) else "yes")
+            verdict = "untested" if joint.cautions(ratios) else "yes"
+            reasons.append(verdict)
 
-        labeled = {_LABELS.get(column, column): factor for column, factor in factors.items()}
+        labeled = {}
+        for column, factor in factors.items():
+            labeled[_LABELS.get(column, column)] = factor
         table.append(
             {
                 "batch": examples,
@@ -264,4 +273,5 @@ def _doublings(start: float, stop: float) -> list[float]:
     for index in range(count):
         exponent = math.copysign(index, stop - start)
         numbers.append(start * 2.0**exponent)
+    # The last ratio need not be a power of two, and the run itself must have a row.
     return [*numbers, stop]

@@ -168,6 +168,7 @@ class Preset:
         Raises:
             PresetError: Neither the base nor `sizes` has the axis.
         """
+        # Before the base: the rank is finite, even where the base names it.
         if name == RANK and name in sizes:
             return sizes[name]
         if self.base is None:
@@ -320,6 +321,7 @@ class Preset:
         """
         if self.residual is not None:
             return self.residual(sizes[stack.axis], layer, branch, stack.branches)
+        # The law is written in the decoder's depth, and an encoder's depth is another axis.
         law = self.branch.renamed(OWN.axis, stack.axis)
         return 1.0, law(self.ratios(sizes), self.base)
 
@@ -358,6 +360,7 @@ class Preset:
 
     def with_logits(self, logits: Power) -> Preset:
         """Return the same table with another scale of attention logits."""
+        # `replace` starts with an empty `_rows`, which is no field.
         preset = dataclasses.replace(self, logits=logits)
         # No row depends on this scale, so the computed rows stay valid.
         preset._rows.update(self._rows)
@@ -423,7 +426,9 @@ class Preset:
         """Name and choices, such as "mup alpha_a=1"."""
         words = [self.name]
         for name, value in self.choices.items():
-            text = f"{value:g}" if isinstance(value, float) else str(value)
+            text = str(value)
+            if isinstance(value, float):
+                text = f"{value:g}"
             words.append(f"{name}={text}")
         return " ".join(words)
 

@@ -215,7 +215,9 @@ class ParamSpec:
         for axis in (*self.axes, *self.shared):
             if axis not in AXES:
                 near = difflib.get_close_matches(axis, AXES, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the axes are {', '.join(AXES)}"
+                hint = f"the axes are {', '.join(AXES)}"
+                if near:
+                    hint = f"did you mean {near[0]!r}?"
                 raise PresetError(f"{role}: no logical axis is named {axis!r}; {hint}")
         if len(set(self.axes)) != len(self.axes):
             raise PresetError(f"{role}: an axis is named twice in {self.axes}")
@@ -271,8 +273,10 @@ class ParamSpec:
     @property
     def blocks(self) -> str:
         """Axis that counts the blocks of the parameter's stack."""
-        stack = ENCODER if self.part == "encoder" else OWN
-        return stack.axis
+        # Cross-attention is in the decoder's blocks and counts with them.
+        if self.part == "encoder":
+            return ENCODER.axis
+        return OWN.axis
 
     @property
     def bias(self) -> ParamSpec:

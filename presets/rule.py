@@ -94,6 +94,7 @@ class Power:
             _collected(self.clips + other.clips),
         )
 
+    # `constants.beta0 * ONE` has the number on the left.
     __rmul__ = __mul__
 
     def __pow__(self, exponent: float) -> Power:
@@ -147,6 +148,7 @@ class Power:
 
         base = base or {}
         for inner, power in self.clips:
+            # Without a base the law is absolute, where every base size is 1.
             at_base = math.prod(base.get(name, 1) ** exponent for name, exponent in inner)
             growth = math.prod(_ratio(name, ratios) ** exponent for name, exponent in inner)
             # Divided by the clip at base size, where the value must be the coefficient.
@@ -177,14 +179,22 @@ def _collected(terms: tuple) -> tuple:
         total[key] = total.get(key, 0.0) + exponent
 
     # Sums such as 0.1 + 0.2 - 0.3 miss zero by rounding.
-    nonzero = [(key, exponent) for key, exponent in total.items() if abs(exponent) > 1e-12]
+    nonzero = []
+    for key, exponent in total.items():
+        if abs(exponent) > 1e-12:
+            nonzero.append((key, exponent))
+    # Sorted, so that laws that are equal compare equal whatever the order of their factors.
     return tuple(sorted(nonzero))
 
 
 def _scaled(terms: tuple, factor: float) -> tuple:
     """Return terms with every exponent multiplied by `factor`, without zeros."""
-    scaled = [(key, exponent * factor) for key, exponent in terms]
-    return tuple((key, exponent) for key, exponent in scaled if exponent)
+    scaled = []
+    for key, exponent in terms:
+        # 0 times an exponent leaves no term, so that equal laws compare equal.
+        if exponent * factor:
+            scaled.append((key, exponent * factor))
+    return tuple(scaled)
 
 
 def _renamed(exponents: Exponents, axis_name: str, new_name: str) -> Exponents:
@@ -281,8 +291,9 @@ class Scales:
 
     def times(self, other: Scales) -> Scales:
         """Return the product with `other`, column by column. Neither may have values per layer."""
-        names = [field.name for field in dataclasses.fields(self)]
-        products = {name: getattr(self, name) * getattr(other, name) for name in names}
+        products = {}
+        for field in dataclasses.fields(self):
+            products[field.name] = getattr(self, field.name) * getattr(other, field.name)
         return Scales(**products)
 
 
@@ -319,7 +330,9 @@ class Rule:
     def lr(self, family: Family) -> Power:
         """Return the learning rate column of an optimizer family."""
         # Lion takes the sign of a momentum: entries of its steps are of the same order as Adam's.
-        muon = self.adam if self.muon is None else self.muon
+        muon = self.muon
+        if muon is None:
+            muon = self.adam
         columns = {"sgd": self.sgd, "adam": self.adam, "lion": self.adam, "muon": muon}
         return columns[family]
 
@@ -338,7 +351,9 @@ class Rule:
         """
         # All steps must shrink with w. The gradient with respect to w / theta is theta times
         # larger, which SGD's learning rate must undo as well.
-        muon = None if self.muon is None else self.muon / theta
+        muon = self.muon
+        if muon is not None:
+            muon = muon / theta
         return dataclasses.replace(
             self,
             multiplier=self.multiplier * theta,
@@ -371,7 +386,10 @@ class Rule:
             sgd: Factor on the learning rate under SGD.
             adam: Factor on the learning rates under Adam, Lion and Muon.
         """
-        muon = None if self.muon is None else self.muon * adam
+        # Muon's steps have a fixed size, as Adam's: one factor serves both.
+        muon = self.muon
+        if muon is not None:
+            muon = muon * adam
         return dataclasses.replace(
             self,
             sgd=self.sgd * sgd,

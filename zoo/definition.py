@@ -143,6 +143,7 @@ def normals(
     row_keys = {name: keys[name][None] for name in names}
     stacked = [name for name in names if specs[name].stacked]
     if stacked:
+        # The deepest stack's keys serve all: a layer's key does not depend on the depth.
         most_layers = max(shapes[name][0] for name in stacked)
         stacked_keys = jnp.stack([keys[name] for name in stacked])
         layer_keys = jax.vmap(_layer_keys, (0, None))(stacked_keys, most_layers)
@@ -196,6 +197,7 @@ def _normal_from_bits(bits: jax.Array) -> jax.Array:
 
     23 bits make a uniform number in (-1, 1), and sqrt(2) times its inverse erf is normal.
     """
+    # At -1 itself the inverse erf is infinite.
     low = np.nextafter(np.float32(-1), np.float32(0))
     one = np.float32(1)
     # The bits are the mantissa of a float32 in [1, 2).
@@ -229,6 +231,7 @@ class Init:
 
     def scope(self, name: str) -> Init:
         """Return the `Init` for the submodule kept in the attribute `name`."""
+        # Scopes share one source of random keys, so every parameter has its own.
         return Init(self._config, self._rngs, f"{self._prefix}{name}.")
 
     def param(self, name: str) -> nnx.Param:
@@ -255,7 +258,9 @@ class Init:
 
     def maybe(self, name: str) -> nnx.Param | None:
         """Make a parameter if the config declares it, otherwise return `None`."""
-        return self.param(name) if self.has(name) else None
+        if not self.has(name):
+            return None
+        return self.param(name)
 
     def factor(self, name: str) -> Factor:
         """Make a declared factor with its value without a preset."""
@@ -280,6 +285,7 @@ class ScaledParam(NamedTuple):
 
     def array(self) -> jax.Array:
         """Return a * w in the dtype of w."""
+        # A multiplier per layer belongs to the first axis, where broadcasting would take the last.
         trailing = self.weight.ndim - self.multiplier.ndim
         a = self.multiplier.reshape(self.multiplier.shape + (1,) * trailing)
         return (self.weight * a).astype(self.weight.dtype)
@@ -410,6 +416,7 @@ class Definition:
         name_hashes = []
         for name in self.specs:
             own_hash = np.uint32(zlib.crc32(name.encode()))
+            # Not the index: another parameter in the model must not change this one's draws.
             name_hashes.append(stds.get(SHARED_INIT + name, own_hash))
         hashes = jnp.array(name_hashes, jnp.uint32)
         param_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), hashes)
@@ -534,4 +541,7 @@ def definition(config: ModelConfig) -> Definition:
 
 def _path(name: str) -> tuple[str | int, ...]:
     """Split a parameter's name into its path in the module. Numbers are indices of a list."""
-    return tuple(int(part) if part.isdigit() else part for part in name.split("."))
+    path: list[str | int] = []
+    for part in name.split("."):
+        path.append(int(part) if part.isdigit() else part)
+    return tuple(path)

@@ -48,6 +48,7 @@ def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
     if splits_more or not splits_params:
         return None
 
+    # The first node of a graph is the model itself. Its class is read without making a module.
     module: Any = getattr(definition.graph.nodes[0], "type", None)
     # The zoo's modules read their parameters through `layout`, and the loss gathers the weight in
     # `readout_inputs`.

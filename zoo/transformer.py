@@ -71,6 +71,7 @@ class RoutingConfig:
         """
         if self.capacity_factor is None:
             return None
+        # A token goes to an expert at most once, so no expert needs room for more than all tokens.
         return min(tokens, math.ceil(self.capacity_factor * tokens * active / experts))
 
 
@@ -101,7 +102,9 @@ def check_experts(model: WithExperts) -> None:
             name: getattr(model, name)
             for name in ("active_experts", "expert_dim", "shared_experts")
         }
-        values["routing"] = None if model.routing == RoutingConfig() else "not the default"
+        values["routing"] = None
+        if model.routing != RoutingConfig():
+            values["routing"] = "not the default"
         for name, value in values.items():
             if value is not None:
                 raise ConfigError(
@@ -343,6 +346,7 @@ class TransformerConfig(ModelConfig):
                 f"model.norm_eps is {self.norm_eps}; write a number above 0, such as 1e-5"
             )
         exact = self.mlp_ratio * self.width
+        # A ratio written with few digits, such as 2.6667, need not give a whole number exactly.
         if self.mlp_dim < 1 or not math.isclose(self.mlp_dim, exact, rel_tol=1e-6):
             near = max(1, self.mlp_dim) / self.width
             raise ConfigError(
@@ -379,12 +383,16 @@ class TransformerConfig(ModelConfig):
     @property
     def heads_dim(self) -> int:
         """Size of a head's queries and keys, N."""
-        return self.width // self.num_heads if self.head_dim is None else self.head_dim
+        if self.head_dim is None:
+            return self.width // self.num_heads
+        return self.head_dim
 
     @property
     def kv_heads(self) -> int:
         """Number of key and value heads."""
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        if self.num_kv_heads is None:
+            return self.num_heads
+        return self.num_kv_heads
 
     @property
     def gated(self) -> bool:
@@ -490,6 +498,7 @@ class TransformerConfig(ModelConfig):
         if self.value_dim:
             matrices = with_value_dim(matrices)
         if self.experts:
+            # Before the gates below, because experts have a gate, too.
             matrices |= EXPERT_MATRICES
         if not self.dense_dim:
             matrices = {
@@ -570,6 +579,7 @@ class TransformerConfig(ModelConfig):
             # Layers index, index + period, ... have this attention.
             layers = self.depth // period + (index < self.depth % period)
             attended.append(self._attended_positions(attention, length) * layers)
+        # N for q.k, and the size of a value for the weighted sum.
         entries = self.heads_dim + (self.value_dim or self.heads_dim)
         return 2 * sum(attended) * self.num_heads * entries * (length // self.units)
 

@@ -83,9 +83,12 @@ class Health:
             specs: Parameters of the model. The last one of a group stands for its group.
         """
         by_group = {spec.group: spec for spec in specs}
-        moves = {group: self._movement(spec) for group, spec in by_group.items()}
+        moves = {}
+        for group, spec in by_group.items():
+            moves[group] = self._movement(spec)
         weight_moves = []
         for group, spec in by_group.items():
+            # A lazy model is one whose matrices stop moving; its vectors and readout may go on.
             if spec.role in VECTORS or spec.role is Role.READOUT:
                 continue
             move = moves[group]
@@ -119,7 +122,8 @@ class Health:
             # one is right, too.
             exponent = max(exponent, 0.0) + min(exponent + 0.5, 0.0)
         if abs(exponent) > _TOLERANCE:
-            return Trouble("explodes" if exponent > 0 else "vanishes", exponent)
+            word = "explodes" if exponent > 0 else "vanishes"
+            return Trouble(word, exponent)
         if not _bounded(spec):
             return None
         for axis, alone in self._limits.items():
@@ -169,6 +173,7 @@ class Health:
             limit: Limit in which one axis grows alone. The result is 0 for the axes along which the
                 steps of right tables grow, too.
         """
+        # A preset whose eps does not follow uneven growth makes no claim for a width alone.
         if "embed" in limit.growth and not self.preset.uneven:
             return 0.0
         exponent = self._rate(spec, limit)
@@ -194,7 +199,8 @@ class Health:
         least = min(conceded, 0.0) - _TOLERANCE
         most = max(conceded, 0.0) + _TOLERANCE
         if exponent < least or exponent > most:
-            return Trouble("eps dominates" if exponent < 0 else "eps fades", exponent)
+            word = "eps dominates" if exponent < 0 else "eps fades"
+            return Trouble(word, exponent)
         if not self.preset.uneven or not _bounded(spec):
             return None
         for axis, alone in self._limits.items():

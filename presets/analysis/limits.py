@@ -94,6 +94,7 @@ class Limit:
                 self.rows[name] = preset.row(spec)
         if tied:
             table = self.rows["embedding"]
+            # A tied readout is the table times its own multiplier, so its steps are the table's.
             multiplier = table.multiplier * preset.row(TIED).multiplier
             self.rows["readout"] = dataclasses.replace(table, multiplier=multiplier)
 
@@ -203,10 +204,14 @@ class Limit:
 
     def _differentiate(self) -> None:
         """Compute gradients of the stored weights, at unit gradient of the output."""
-        multipliers = {name: self.x(row.multiplier) for name, row in self.rows.items()}
+        # By the chain rule a stored weight's gradient has the weight's own multiplier.
+        multipliers = {}
+        for name, row in self.rows.items():
+            multipliers[name] = self.x(row.multiplier)
         at_branch = self.branch + self.weight("readout") - self.stream
         at_heads = at_branch + self.weight("attention out") + self.fan_out["attention out"] / 2
         at_hidden = at_branch + self.weight("MLP out") + self.fan_out["MLP out"] / 2
+        # A key or value head sums the gradients of H / H_kv query heads, independent at first.
         grouped = (self.growth.get("heads", 0.0) - self.growth.get("kv_heads", 0.0)) / 2
         self.gradient = {
             # The gradient of a tied table as a readout has this exponent too: the std is the same.
@@ -220,6 +225,7 @@ class Limit:
 
         # The gradient of an attention weight is v . (backward signal), a sum of N terms. They are
         # independent at first, and aligned as far as v has moved.
+        # Values that move faster than they are large cannot align by more than all of it.
         moved = min(0.0, self.acts("value") - self.v)
         self.aligned = max(self.n / 2, self.n + moved)
         at_logits = at_heads + self.v + self.aligned
@@ -248,7 +254,9 @@ class Limit:
         Adam and Lion divide by the gradient's size. Whether Adam's eps follows the gradient is a
         separate observable.
         """
-        return self.gradient[name] if self.family == "sgd" else 0.0
+        if self.family == "sgd":
+            return self.gradient[name]
+        return 0.0
 
     def rate(self, name: str) -> float:
         """Return the exponent of the learning rate of multiplier * stored weight."""
@@ -297,6 +305,7 @@ class Limit:
         }
         for name, change in attention.items():
             # Attention weights lie between 0 and 1, so they change by order one at most.
+            # The values that a changed attention weighs are those at initialization.
             block[name] = min(0.0, change) + self.random("attention out", self.v)
         if self.shared:
             block["shared in"] = self.carried("shared out", self.acts("shared in"))
@@ -310,7 +319,10 @@ class Limit:
         self.d_block = max(block.values())
 
         # Blocks move in concert: their changes add up as L, not as L^1/2.
-        stream = {name: self.branch + change + self.layers for name, change in block.items()}
+        stream = {}
+        for name, change in block.items():
+            stream[name] = self.branch + change + self.layers
+        # A table is looked up: its step enters the stream as it is, without a fan-in or depth.
         stream["embedding"] = self.step("embedding")
         self.features = max(stream.values()) - self.stream
         output = {name: self.first_order(name) for name in self.specs}
@@ -325,6 +337,7 @@ class Limit:
         """
         changes = self.parts[what]
         fastest = max(changes.values())
+        # Exponents that are equal in exact arithmetic differ by rounding.
         return tuple(name for name in self.specs if changes.get(name, -math.inf) > fastest - 1e-9)
 
     def first_order(self, name: str) -> float:
@@ -338,8 +351,11 @@ class Limit:
         spec = self.specs[name]
         rate = self.x(self.rows[name].lr(self.family))
         entries = self.fan_in[name] + self.fan_out[name]
-        blocks = self.layers if spec.in_block else 0.0
-        blocks += self.experts if spec.role in EXPERTS else 0.0
+        blocks = 0.0
+        if spec.in_block:
+            blocks += self.layers
+        if spec.role in EXPERTS:
+            blocks += self.experts
         if "kv_heads" in spec.fan_out and self.family != "sgd":
             # There are at most as many key heads G as heads H. As G grows alone, the part (G/H)^1/2
             # of the change approaches its final value from below, next to a part that does not
@@ -354,8 +370,10 @@ class Limit:
         """Return the exponent of the spectral norm of a step over the norm of the weight."""
         fan_in = self.fan_in[name]
         fan_out = self.fan_out[name]
-        rank_one = fan_in + fan_out
-        change = max(fan_in, fan_out) if self.orthogonal(name) else rank_one
+        # The step of one example is a rank-one matrix, whose norm is that of all its entries.
+        change = fan_in + fan_out
+        if self.orthogonal(name):
+            change = max(fan_in, fan_out)
         return self.step(name) + change / 2 - (self.weight(name) + max(fan_in, fan_out) / 2)
 
     def observables(self) -> dict[str, float]:

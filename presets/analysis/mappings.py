@@ -38,8 +38,11 @@ def _matrices() -> dict[str, ParamSpec]:
 
 def _label(name: str) -> str:
     """Return the name in reports of a parameter, such as "encoder MLP in"."""
-    encoder = "encoder " if name.startswith("encoder.") else ""
-    cross = "cross " if ".cross." in name else ""
+    prefix = ""
+    if name.startswith("encoder."):
+        prefix += "encoder "
+    if ".cross." in name:
+        prefix += "cross "
     labels = {
         "attention.out": "attention out",
         "cross.out": "attention out",
@@ -47,7 +50,7 @@ def _label(name: str) -> str:
         "mlp.down": "MLP out",
     }
     last = name.removeprefix("encoder.").removeprefix("block.")
-    return encoder + cross + labels.get(last, last.rpartition(".")[2])
+    return prefix + labels.get(last, last.rpartition(".")[2])
 
 
 SPECS = _matrices()
@@ -146,7 +149,9 @@ class Stack:
         Args:
             name: Name in reports without "encoder ", which the stack adds.
         """
-        label = name if name.startswith("cross ") else self.label + name
+        label = name
+        if not name.startswith("cross "):
+            label = self.label + name
         row = self.preset.row(self.specs[label])
         return _growth(row.multiplier * row.init_std, self.growth)
 
@@ -166,8 +171,11 @@ class Stack:
             read: Exponent of the number of tokens that are read.
         """
         is_cross = label == "cross "
-        cross = "cross " if is_cross else ""
-        memory = self.x("memory") if is_cross else self.width
+        cross = ""
+        memory = self.width
+        if is_cross:
+            cross = "cross "
+            memory = self.x("memory")
         q = self._random(f"{cross}query", self.width)
         k = self._random(f"{cross}key", memory)
         v = self._random(f"{cross}value", memory)
@@ -175,8 +183,11 @@ class Stack:
         if self.preset.key_as_query:
             # A key that starts as its query: in self-attention |q|^2 of a token and itself, in
             # cross-attention the overlap of two independent streams.
-            overlap = self.n - self.width / 2 if is_cross else self.n
+            overlap = self.n
+            if is_cross:
+                overlap = self.n - self.width / 2
         logits = self.scale + q + k + max(overlap, self.n / 2)
+        # Attention is uniform at initialization: the mean of S independent values is S^-1/2 of one.
         o = v - read / 2
         out = self._random(f"{cross}attention out", self.heads + self.values) + o
         return Attention(q=q, k=k, logits=logits, v=v, o=o, out=out, asking=self.tokens, read=read)
@@ -205,7 +216,9 @@ class Stack:
         # The part of activations that all tokens share is the mean of the activations. Signals at
         # it add up as noise does. Cross-attention writes nearly the same for all of a decoder's
         # tokens, and the MLP reads this.
-        shared = self.tokens / 2 if "cross " in self.attentions else 0.0
+        shared = 0.0
+        if "cross " in self.attentions:
+            shared = self.tokens / 2
         powers.speed[f"{label}MLP in"] = -self.layers - grad_up - self.hidden - self.tokens + shared
         powers.speed[f"{label}MLP out"] = -self.layers - grad_branch - self.width - self.tokens / 2
         powers.speed[f"{label}embedding"] = -grad_stream - self.width - self.tokens
@@ -233,6 +246,7 @@ class Stack:
         t = attention.asking
         s = attention.read
         grad_o = grad_out + self._weight(f"{cross}attention out") + self.width / 2
+        # One value is read by T tokens with weights 1/S each, whose signals are independent.
         grad_v = grad_o + t / 2 - s
         grad_logits = grad_o + attention.v + self.values / 2 - s
         grad_q = grad_logits + self.scale + attention.k + s / 2
@@ -277,7 +291,9 @@ class Stack:
         """
         spec = self.specs[name]
         row = self.preset.row(spec)
-        blocks = self.layers if spec.stacked else 0.0
+        blocks = 0.0
+        if spec.stacked:
+            blocks = self.layers
         count = sum(self.x(axis) for axis in (*spec.fan_in, *spec.fan_out))
         rate = _growth(row.multiplier**2 * row.sgd, self.growth)
         powers.parts[name] = rate + 2 * (grad_output + inputs + blocks / 2) + count + tokens
@@ -293,6 +309,7 @@ def exponents(preset: Preset, growth: Mapping[str, float], *, encoder: bool = Fa
     decoder = Stack(preset, growth, crossed=encoder)
     readout = preset.row(MATRICES["readout"])
     weight = _growth(readout.multiplier * readout.init_std, growth)
+    # The last norm divides by the stream, and the loss is a mean over tokens.
     grad_stream = weight - decoder.stream - decoder.tokens
     grad_memory = decoder.into(powers, grad_stream)
     rate = _growth(readout.multiplier**2 * readout.sgd, growth)
@@ -301,7 +318,11 @@ def exponents(preset: Preset, growth: Mapping[str, float], *, encoder: bool = Fa
         stack = Stack(preset, growth, encoder=True)
         stack.into(powers, grad_memory - stack.stream)
     # Reports list weights in the order of `NAMES`.
-    powers.parts = {name: powers.parts[name] for name in NAMES.values() if name in powers.parts}
+    ordered_parts = {}
+    for name in NAMES.values():
+        if name in powers.parts:
+            ordered_parts[name] = powers.parts[name]
+    powers.parts = ordered_parts
     return powers
 
 

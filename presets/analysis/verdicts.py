@@ -92,6 +92,7 @@ def entries(limit: Limit, name: str) -> dict[str, Entry]:
         name: Key of `LIMITS` or `EXPERT_LIMITS` whose words fit the growth of `limit`.
     """
     exponents = limit.observables()
+    # A model with experts has one stack, and no attention to an encoder.
     if not limit.routed:
         exponents |= _cross_attention(limit.of("cross"))
         exponents |= _encoder_signal(limit)
@@ -161,10 +162,13 @@ def _verdict(
         exponents: Exponents of all observables in this limit.
     """
     if observable == "one block's share of the stream":
-        return "stable" if exponents["all blocks' share of the stream"] <= 0 else "explodes"
+        # One block may vanish against the stream, as long as all of them together do not grow.
+        share_of_all = exponents["all blocks' share of the stream"]
+        return "stable" if share_of_all <= 0 else "explodes"
     if observable == "squared error of the kernel":
         return "converges" if exponent < 0 else "stable"
     if observable.startswith("gradient over eps"):
+        # A gradient that grows over eps ends at Adam without eps, which has a limit, too.
         return "vanishes" if exponent < 0 else "stable"
     if observable.startswith(("q, k backward signal", "signal into an encoder")):
         # Adam divides by the signal. SGD's learning rate fits either the signal at first or the
@@ -284,7 +288,9 @@ def cell(entry: Entry, symbol: str) -> str:
     Args:
         symbol: Letter of the size that grows, such as "N".
     """
-    return entry.verdict if entry.exponent == 0 else f"{entry.verdict} {symbol}^{entry.exponent:g}"
+    if entry.exponent == 0:
+        return entry.verdict
+    return f"{entry.verdict} {symbol}^{entry.exponent:g}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

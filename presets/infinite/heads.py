@@ -95,6 +95,7 @@ class Output:
         coordinates, new = _coordinates(y, self._heads, sampled)
         self._images = _widened(self._images, len(new))
         self._stream = _widened(self._stream, len(new))
+        # Fresh outputs are orthogonal to all that came before, in a stream of infinite dimension.
         fresh = np.eye(len(new), self.coordinates + len(new), self.coordinates)
         if self._responses:
             fresh += (new @ self._preimages.T / sampled) @ self._stream
@@ -215,6 +216,7 @@ def train(
     # [G, R, N] each, correlated over tokens as the normed stream is.
     q, k, v = (factor @ rng.standard_normal((heads, tokens, n)) for _ in range(3))
     stream = np.linalg.cholesky(kernel + jitter)  # h in coordinates [R, M]
+    # The readout starts independent of the stream: its direction is one more coordinate.
     w = np.eye(1, tokens + 1, tokens)[0]
     output = TrainedOutput(Output(heads * n, tokens + 1, rng, responses=responses), rate)
 

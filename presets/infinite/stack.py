@@ -82,6 +82,7 @@ class Dense:
 
     def step(self) -> None:
         """Take a step with the gradients since the last step."""
+        # Heavy ball without dampening, as `optax.trace` has it.
         self._sum = self.momentum * self._sum + self._gradient
         self.value = self.value - self.rate * self._sum
         self._gradient = np.zeros_like(self._gradient)
@@ -127,9 +128,10 @@ class Stack:
         self.patch = dense("patch", patch, config.width)
         self.position = dense("position", positions, config.width)
         self.readout = dense("readout", config.width, classes)
-        self.blocks = [
-            Block(config, layer, basis, rng, responses=responses) for layer in range(config.depth)
-        ]
+        self.blocks = []
+        for layer in range(config.depth):
+            block = Block(config, layer, basis, rng, responses=responses)
+            self.blocks.append(block)
         # Logits at the start for the inputs of the last batch.
         self._inputs = np.zeros(0)
         self._reference = np.zeros(0)
@@ -183,9 +185,13 @@ class Stack:
         """
         config = self.config
         examples, positions, size = inputs.shape
-        patch = self.patch.start if initial else self.patch.value
-        position = self.position.start if initial else self.position.value
-        readout = self.readout.start if initial else self.readout.value
+        patch = self.patch.value
+        position = self.position.value
+        readout = self.readout.value
+        if initial:
+            patch = self.patch.start
+            position = self.position.start
+            readout = self.readout.start
         draws = len(patch)
 
         h = (inputs @ patch[:, None] + position[:, None]).reshape(draws, -1, config.width)
@@ -200,12 +206,14 @@ class Stack:
 
         def vjp(dlogits: np.ndarray) -> None:
             self.readout.add(transposed(features) @ dlogits)
+            # Features are a mean over positions, so each position has 1/T of their gradient.
             dfeatures = (dlogits @ transposed(readout))[..., None, :] / positions
             shape = (draws, examples, positions, config.width)
             dh = norm_vjp(np.broadcast_to(dfeatures, shape).reshape(h.shape))
             for block_vjp in reversed(vjps):
                 dh = block_vjp(dh)
             dh = dh.reshape(shape)
+            # One table of positions is added to every example.
             self.position.add(dh.sum(1))
             patches = inputs.reshape(-1, size)
             self.patch.add(np.swapaxes(patches, 0, 1) @ dh.reshape(draws, -1, config.width))

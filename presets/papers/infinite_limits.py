@@ -176,6 +176,7 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
             # The width, in every model whose readout reads the residual stream.
             m_in = product(spec.fan_in)
             return Rule(multiplier=m_in**-1, sgd=m_in, eps=m_in**-1)
+        # Its gradient does not pass through the readout's multiplier, so no size enters.
         case Role.BIAS if spec.of is Role.READOUT:
             return Rule(decays=False)
         case Role.NORM_GAIN if spec.of is Role.READOUT:
@@ -213,6 +214,7 @@ def heads_summed(spec: ParamSpec) -> Power:
     derived.)
     """
     if spec.role is Role.RELATIVE_BIAS:
+        # One table for all blocks gets the gradients of all of them.
         return N if spec.stacked else N * L
     is_qk_gain = spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY)
     is_per_head = "heads" in spec.axes or "kv_heads" in spec.axes
@@ -268,6 +270,7 @@ def of_experts(spec: ParamSpec, row: Rule, choice: str) -> Rule:
     role = spec.of or spec.role
     over_width = M / D
     if role is Role.ROUTER:
+        # A router's outputs are scores of experts, not a growing activation: it stays on Adam.
         row = dataclasses.replace(row, muon=None)
         if choice == "dense":
             return row
@@ -298,7 +301,9 @@ def table_eps(spec: ParamSpec, alpha_l: float | None) -> Power | None:
     Args:
         alpha_l: Branches scale as L^-alpha_l, 1 in the paper. `None` is no depth rule.
     """
-    depth = ONE if alpha_l is None else L**-alpha_l
+    depth = ONE
+    if alpha_l is not None:
+        depth = L**-alpha_l
     match spec.role:
         case Role.ROUTER:
             return D**-1 * depth
@@ -364,15 +369,19 @@ def _row(name: str, constants: Constants, spec: ParamSpec) -> Rule:
     # Gradients go as 1/gamma0 through the readout: SGD rates * gamma0^2 (paper), eps / gamma0
     # (derived).
     row = row.times(sgd=gamma0**2, eps=1 / gamma0)
+    # The readout's bias is inside of 1/gamma0, too: the whole output is divided.
     if Role.READOUT in (spec.role, spec.of):
         row = dataclasses.replace(row, multiplier=row.multiplier / gamma0)
     if constants.readout_bias_width and spec.of is Role.READOUT:
         factor = D**constants.readout_bias_width
         row = row.times(sgd=factor, adam=factor)
+    # Only hidden matrices have a Muon rate, and this constant is about them.
     if constants.decay_width and row.muon is not None:
         row = dataclasses.replace(row, decay=D**constants.decay_width)
     if spec.tied and (constants.readout_width != -1 or constants.embedding_width):
-        constant = "readout_width" if constants.readout_width != -1 else "embedding_width"
+        constant = "embedding_width"
+        if constants.readout_width != -1:
+            constant = "readout_width"
         raise PresetError(
             f"{name}: a tied readout has one table, and {constant} wants two rules for it; untie it"
         )
@@ -395,6 +404,7 @@ def _with_larger_readout(spec: ParamSpec, row: Rule, factor: Power) -> Rule:
     The gradients of everything before the readout are larger by the same factor.
     """
     if spec.role is Role.READOUT:
+        # Moved into the multiplier, because this family's native form starts the readout at std 1.
         return dataclasses.replace(row, init_std=row.init_std * factor).moved(factor)
     if spec.of is Role.READOUT:
         return row
@@ -453,7 +463,11 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
 def _signature(*fixed: str) -> inspect.Signature:
     """Return the signature of a preset: the constants of the family without those that it fixes."""
     parameters = inspect.signature(Constants).parameters.values()
-    return inspect.Signature([parameter for parameter in parameters if parameter.name not in fixed])
+    remaining = []
+    for parameter in parameters:
+        if parameter.name not in fixed:
+            remaining.append(parameter)
+    return inspect.Signature(remaining)
 
 
 # The command line reads the constants of a preset, their types and defaults from its signature.

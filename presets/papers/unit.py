@@ -53,7 +53,9 @@ def u_mup(
             raise PresetError(f"u-mup: {label}={value:g} must be positive; write a number above 0")
 
     def rule(spec: ParamSpec) -> Rule:
-        depth = L**-0.5 if spec.in_block else ONE
+        depth = ONE
+        if spec.in_block:
+            depth = L**-0.5
         m_in = product(spec.fan_in)
         match spec.role:
             case Role.READOUT if spec.tied:
@@ -100,6 +102,7 @@ def u_mup(
         rule=rule,
         native_form="mean-field",
         logits=N**-1,
+        # The analyses read this law of the size. The forward pass has `residual`.
         branch=L**-0.5,
         residual=residual,
         no_rule=dict.fromkeys(("sgd", "muon", "lion"), "the paper has Adam only"),

@@ -96,10 +96,14 @@ class Table:
 
     def _check_scales(self, group: str) -> None:
         """Raise `PresetError` if a group's values do not fit the number of layers or float32."""
-        stack = ENCODER if group.startswith("encoder.") else OWN
+        stack = OWN
+        if group.startswith("encoder."):
+            stack = ENCODER
         layers = self.sizes.get(stack.axis)
         for column, value in vars(self.scales[group]).items():
-            numbers = value if isinstance(value, tuple) else (value,)
+            numbers = (value,)
+            if isinstance(value, tuple):
+                numbers = value
             if isinstance(value, tuple) and len(value) != layers:
                 _refuse(
                     f"{group} {column} has {len(value)} numbers for {layers} layers; "
@@ -145,7 +149,9 @@ class Measured(Preset):
 
         if spec.group not in self.table.scales:
             near = difflib.get_close_matches(spec.group, self.table.scales, n=1)
-            hint = f" (the nearest is {near[0]!r})" if near else ""
+            hint = ""
+            if near:
+                hint = f" (the nearest is {near[0]!r})"
             raise PresetError(
                 f"measured: the table has no row {spec.group!r}{hint}; "
                 "measure this model (mupax presets balance)"
@@ -232,6 +238,7 @@ def _table(contents: Any) -> Table:
 
     columns = sorted(field.name for field in dataclasses.fields(Scales))
     for group, row in entries["scales"].items():
+        # Anything else has no keys, and is refused for those that it lacks.
         keys = row if isinstance(row, dict) else ()
         schema.same_keys(f"a table of measured scales: {group}", keys, columns)
     scales = {}

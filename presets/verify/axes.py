@@ -86,9 +86,9 @@ def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
     _check_same_parameters(dumps, layer_entries)
 
     sources = [dump.source for dump in dumps]
-    shapes = {
-        name: [entries[name][0].shape for entries in layer_entries] for name in layer_entries[0]
-    }
+    shapes = {}
+    for name in layer_entries[0]:
+        shapes[name] = [entries[name][0].shape for entries in layer_entries]
     check_ranks(sources, shapes)
     labels = _labels(sources[0], layer_entries[0], shapes, overrides)
     check_widths(sources, shapes, labels)
@@ -196,6 +196,7 @@ def check_growth(base: Model, model: Model) -> None:
         base_shape = base.parameters[name].entry.shape
         growth = math.prod(shape) / math.prod(base_shape)
         expected = model.entries_per_layer(name) / base.entries_per_layer(name)
+        # Sizes are whole numbers, so a parameter cannot grow by exactly the ratio of its axes.
         if abs(growth / expected - 1) >= ROUNDING:
             axes = " x ".join(axis for axis in spec.axes if axis not in LAYER_AXES)
             raise PresetError(
@@ -255,7 +256,9 @@ def _labels(
 
     unknown = [name for name, label in labels.items() if not label.role]
     if unknown:
-        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+        more = ""
+        if len(unknown) > 4:
+            more = f" and {len(unknown) - 4} more"
         verb = "is" if len(unknown) == 1 else "are"
         raise PresetError(
             f"{source}: nothing says what {', '.join(unknown[:4])}{more} {verb}; "
@@ -322,7 +325,9 @@ def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape
     if rank == 1:
         # A norm whose module has no name, such as one of PyTorch's Sequential.
         is_gain = label.layout or label.leaf == "gain"
-        return "norm_gain" if is_gain else ""
+        if not is_gain:
+            return ""
+        return "norm_gain"
 
     grows = [len(set(sizes)) > 1 for sizes in zip(*file_shapes, strict=True)]
     # A PyTorch convolution is (out, in, height, width), a JAX one (height, width, in, out).
@@ -391,7 +396,11 @@ def _model(
 
 
 def _count_layers(layer_entries: Mapping[str, Sequence[Entry]]) -> int | None:
-    counts = [len(entries) for name, entries in layer_entries.items() if "*" in name]
+    counts = []
+    for name, entries in layer_entries.items():
+        # A star stands for the number of a layer, so each entry is a layer.
+        if "*" in name:
+            counts.append(len(entries))
     return max(counts, default=None)
 
 
@@ -450,7 +459,10 @@ def _own_sizes(spec: ParamSpec, shape: Shape, layout: str) -> dict[str, int]:
         fan_in = math.prod(shape[1:])
     if spec.role is Role.HIDDEN:
         return {"input": fan_in, "output": fan_out}
-    return {"embed": fan_in} if layout else {}
+    # Without a layout nothing shows which dimension is the width.
+    if not layout:
+        return {}
+    return {"embed": fan_in}
 
 
 def _average(entries: Sequence[Entry]) -> Entry:
@@ -478,6 +490,7 @@ def _geometric_mean(values: Sequence[float | None]) -> float | None:
             logs.append(math.log(value))
     if len(logs) < len(values):
         return 0.0
+    # Geometric, because growth is judged by logarithms, of which this is the mean.
     return math.exp(math.fsum(logs) / len(logs))
 
 
@@ -491,7 +504,11 @@ def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:
         PresetError: The role is that of a matrix, and the shape is not.
     """
     role_name, _, gain = label.role.partition(".")
-    role = Role.VALUE if role_name == FUSED else Role(role_name)
+    # A fused array is declared as its values, whose heads and sizes it has.
+    if role_name == FUSED:
+        role = Role.VALUE
+    else:
+        role = Role(role_name)
     spec = _declaration(role, label.in_block)
 
     if label.part and role is Role.NORM_GAIN:

@@ -161,7 +161,9 @@ def _group_key(named: _NamedDifference) -> tuple:
     else:
         kind = d.role
     # Rounded, because sizes are: parameters with one mistake have nearly the same exponents.
-    slope = None if d.slope is None else round(d.slope, 1)
+    slope = d.slope
+    if slope is not None:
+        slope = round(slope, 1)
     return (kind, named.value_name, slope, round(d.target, 1), d.outlier)
 
 

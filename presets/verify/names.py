@@ -218,7 +218,9 @@ def _role(words: str, in_block: bool) -> str:
         if role in _IN_BLOCKS_ONLY and not in_block:
             continue
         if pattern.fullmatch(tail):
-            return _branch_output(words) if role == _BRANCH_OUTPUT else role
+            if role == _BRANCH_OUTPUT:
+                return _branch_output(words)
+            return role
     return ""
 
 

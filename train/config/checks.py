@@ -109,6 +109,7 @@ def check_words(argv: Sequence[str], *, is_local: bool = False) -> None:
             flag = previous
             value = word
         if flag not in _TEXT_FLAGS:
+            # tyro takes --data.data_dir as well as --data.data-dir.
             may_be_in_bucket = flag.replace("_", "-") in _PLACE_FLAGS and not is_local
             name = flag or "the path"
             if flag == "--config" or may_be_in_bucket:
@@ -168,6 +169,7 @@ def _roles_of(specs: Mapping[str, ParamSpec]) -> list[str]:
     words: set[str] = set()
     for spec in specs.values():
         words |= _words(spec)
+    # Words of a group such as block.query are left out: the message names roles.
     return [role.value for role in Role if role.value in words]
 
 
@@ -187,6 +189,7 @@ def trained(
     names = set(specs)
     if train_only:
         names = chosen(train_only, specs, "--train-only")
+    # After `train_only`, so that a part of what is trained can be frozen again.
     names -= chosen(freeze, specs, "--freeze")
     if not names:
         raise ConfigError(

@@ -154,6 +154,7 @@ def parse(
         from mupax.train.config import tuned
 
         default, argv, tuned_preset = tuned.applied(default, argv, value_of("--steps", argv))
+    # tyro knows no flag for a group, because which groups there are depends on the model.
     argv = with_group_constants(argv, default.preset.constants)
     start = Command(config=default)
     argv = command_line.with_dashed_values(argv, start)
@@ -164,12 +165,14 @@ def parse(
     command, unread = command_line.parse_known(
         Command, prog, argv, start, inspect.getdoc(recipe), listing
     )
+    # tyro's own error would not name the nearest flag.
     command_line.refuse(unread, [*command_line.flags(start), *more_flags], prog, "--help all")
 
     config = command.config
     if tuned_preset is not None:
         from mupax.train.config import tuned
 
+        # After all flags, because only then is the model known.
         config = tuned.fitted(config, tuned_preset)
     if config.preset.joint != "none":
         from mupax.train.config import tuned
@@ -186,7 +189,8 @@ def parse(
     if tuned_preset is not None:
         from mupax.train.config import tuned
 
-        published = tuned_preset.use if tuned_preset.is_published else None
+        if tuned_preset.is_published:
+            published = tuned_preset.use
         tuned.check(tuned_preset, config)
     return dataclasses.replace(command, config=config.resolved(), published=published)
 
@@ -225,6 +229,7 @@ def with_file_first(argv: Sequence[str]) -> list[str]:
         _check_config_file(path)
 
         remaining = words[:index] + words[end:]
+        # Otherwise the first file would be read and the second silently ignored.
         if any(later.partition("=")[0] == "--config" for later in remaining):
             raise command_line.UsageError("--config comes twice; write one of the files")
         if remaining and (is_file(remaining[0]) or remaining[0] in RECIPES):
@@ -323,6 +328,7 @@ def name_of(word: str) -> str:
     if not is_file(word):
         return word
     path = PurePath(word)
+    # Every run's record has this name, so its stem would tell none from another.
     if path.name == "config.json" and path.parent.name:
         return path.parent.name
     return path.stem
@@ -331,6 +337,7 @@ def name_of(word: str) -> str:
 def value_of(flag: str, argv: Sequence[str]) -> str | None:
     """Return the value of the last `flag` among the words, or `None` without the flag."""
     value = None
+    # A flag as the last word has no value.
     followers = [*argv, None][1:]
     for word, follower in zip(argv, followers, strict=True):
         if word == flag:
@@ -348,6 +355,7 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
     name = value_of("--model", argv)
     if name is None or name.startswith("-"):
         return config
+    # Dtype and kernels are the recipe's: they say how to compute, and not what.
     model = dataclasses.replace(configs.get(name), compute=config.model.compute)
     data = dataclasses.replace(config.data, name=value_of("--data.name", argv) or config.data.name)
     return dataclasses.replace(config, model=model, data=data)

@@ -272,6 +272,7 @@ _EDGE = 8 / 7
 
 
 def _is_colour(name: str) -> bool:
+    # Imported late: PIL is not needed for the backgrounds that most runs have.
     from PIL import ImageColor
 
     try:
@@ -326,6 +327,7 @@ class PixelsConfig:
             )
         for name in ("mean", "std"):
             values = getattr(self, name)
+            # Python's JSON reads NaN and Infinity as numbers.
             if not values or not all(math.isfinite(value) for value in values):
                 raise ConfigError(
                     f"data.pixels.{name} is {values}; write one number, or one per channel"
@@ -641,6 +643,7 @@ class DataConfig:
                 f"data.batch_size {batch_size} is not divisible by data.transforms.repeats "
                 f"{repeats}; write repeats {near}"
             )
+        # Images of one group alone are mixed, so a smaller last group would be mixed otherwise.
         group = self.transforms.mix_group or batch_size
         if batch_size % group:
             near = nearest_divisor(batch_size, group)
@@ -657,8 +660,12 @@ class DataConfig:
         Args:
             inputs: Shape and dtype of the tokens, which the arrays share.
         """
-        flags = {"segments": self.document_mask, "positions": self.reset_positions}
-        return {name: inputs for name, flag in flags.items() if flag}
+        arrays = {}
+        if self.document_mask:
+            arrays["segments"] = inputs
+        if self.reset_positions:
+            arrays["positions"] = inputs
+        return arrays
 
     @property
     def evaluation_sets(self) -> dict[str, str]:

@@ -81,6 +81,7 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
         return config
     data_name = flags.value("data.name") or config.data.name
     may_choose = _may_choose_recipe(config, data_name, flags, in_file)
+    # Before the data are read: a run that continues keeps its sizes, even if files were added.
     if flags.has("resume"):
         record = _recorded(config, flags)
         if record:
@@ -155,6 +156,7 @@ def _with_sizes(
         fields["channels"] = sizes.channels
     keeps_size = is_named and sizes.scaled
     if "image_size" in free_fields and sizes.side is not None and not keeps_size:
+        # A named model says how large its images are, and scaled images can follow.
         fields |= _square(model, sizes, "patch_size" in free_fields, flags)
     return dataclasses.replace(model, **fields)
 
@@ -168,6 +170,7 @@ def _square(
     if not sizes.scaled:
         if patch_is_free and (sizes.side % patch or sizes.side > _MAX_PATCHES * patch):
             divisors = [size for size in range(1, sizes.side + 1) if sizes.side % size == 0]
+            # The side itself is a divisor, so there always is one.
             patch = next(size for size in divisors if sizes.side <= _MAX_PATCHES * size)
         # A patch that does not divide the side is refused as if both had been typed.
         return {"image_size": sizes.side, "patch_size": patch}
@@ -178,6 +181,7 @@ def _square(
         # A patch that is a little larger may divide the side, so that no pixels are lost.
         candidates = range(smallest, smallest + smallest // 2 + 1)
         patch = next((size for size in candidates if side % size == 0), smallest)
+    # Scaled images lose nothing by a side that is a little smaller.
     return {"image_size": side - side % patch, "patch_size": patch}
 
 
@@ -249,7 +253,9 @@ def _recorded(config: Config, flags: _Flags) -> dict[str, Any]:
         recorded = disk.read_json(path_of(workdir) / _RECORD).get("config")
     except (disk.JsonError, OSError):
         return {}
-    return recorded if isinstance(recorded, dict) else {}
+    if not isinstance(recorded, dict):
+        return {}
+    return recorded
 
 
 def _as_recorded(
@@ -264,9 +270,11 @@ def _as_recorded(
         was_chosen: True if its recipe may have been chosen for the folder. A run of a chosen
             recipe continues as it was recorded.
     """
+    # Imported late, because most starts continue no run.
     from mupax.train.config.record import from_json, pixels_from_json
 
     model = recorded.get("model")
+    # Only the recipe for small folders gives these models a stem of convolutions.
     if was_chosen and isinstance(model, Mapping) and model.get("stem") is not None:
         fields = {name: value for name, value in recorded.items() if name not in _OF_ONE_START}
         return from_json(fields)

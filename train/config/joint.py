@@ -64,6 +64,7 @@ def base_beside(base: str | None, run: Run) -> str:
         run: Run that has the batch, in examples, and the tokens of all its steps.
     """
     name, sizes = base_parts(base)
+    # `sizes` last, because what the base says of its run counts.
     sizes = {"batch": run.data.batch_size, "tokens": _tokens(run), **sizes}
     return ",".join(filter(None, [name, base_text(sizes)]))
 
@@ -167,6 +168,7 @@ def with_durations(
         ConfigError: A value in both forms, a warm-up longer than the run, or a timescale that no
             weight decay has.
     """
+    # Which of two flags wins would otherwise depend on this file and not on their order.
     for flag, value in zip(DURATIONS, (tokens, tau), strict=True):
         field_flag = f"--optimizer.{DURATIONS[flag]}"
         if value is not None and field_flag in flags:
@@ -182,6 +184,7 @@ def with_durations(
     if is_joint:
         base = base_of(run)
         tokens_per_step = base["batch"] * run.model.units
+        # The rule scales both durations to the run afterwards.
         steps = base["tokens"] / tokens_per_step
 
     if tokens is not None:
@@ -221,7 +224,10 @@ def _decay_of_timescale(opt: OptimizerConfig, tau: float, steps: float) -> float
         )
     # Share of the weights that decay subtracts at each step, at the peak learning rate.
     decay_per_step = 1 / (tau * steps)
-    return decay_per_step / opt.peak_lr if opt.decay == "coupled" else decay_per_step
+    if opt.decay == "coupled":
+        # AdamW subtracts lr * wd * w, so wd is that share over the learning rate.
+        return decay_per_step / opt.peak_lr
+    return decay_per_step
 
 
 def amount(flag: str, text: str) -> float:

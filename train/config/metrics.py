@@ -225,6 +225,7 @@ def check_table() -> None:
                 f"METRICS[{name!r}] is no Metric; write mupax.train.config.metrics.Metric(...)"
             )
         is_valid = re.fullmatch("[a-z][a-z0-9_]*", name) is not None
+        # Rows have names with these prefixes, which a metric of such a name could be taken for.
         has_prefix = name.startswith(("eval_", "perf_"))
         if not is_valid or name in _RESERVED or has_prefix:
             raise MetricError(
@@ -280,7 +281,9 @@ def row_name(name: str, data_set: str | None = None) -> str:
         name: Name of the metric, such as "loss".
         data_set: Name of a further evaluation set. `None` for the run's own data.
     """
-    return f"eval_{name}" if data_set is None else f"eval/{data_set}/{name}"
+    if data_set is None:
+        return f"eval_{name}"
+    return f"eval/{data_set}/{name}"
 
 
 def evaluation_row(scores: Mapping[str, float], data_set: str | None = None) -> dict[str, float]:

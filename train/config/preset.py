@@ -89,6 +89,7 @@ class PresetConfig:
 
     def __post_init__(self) -> None:
         # Records, messages and comparisons have one name for a preset, whichever alias was written.
+        # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
         if self.noise_scale is not None and not self.noise_scale > 0:
             raise ConfigError(
@@ -121,6 +122,7 @@ def rules_of(config: Parameterized) -> tuple[Any, ...]:
         config.preset.name,
         config.preset.joint,
         config.preset.zero_readout,
+        # Sorted, because the order of flags changes nothing.
         tuple(sorted(choices.items())),
     )
 
@@ -165,6 +167,7 @@ def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
     from mupax.presets.constants import check
 
     specs = list(model.parameters().values())
+    # Not among the parameters, because it has no array, and yet it has a multiplier.
     if model.tied_readout:
         specs.append(model.tied_readout)
     # A tuned preset, PRESET:NAME. `measured:PATH` is not in the table of presets.
@@ -183,6 +186,7 @@ def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | No
     name, sizes = base_parts(config.base)
     # Batch and tokens are read by joint rules alone.
     base = {axis: size for axis, size in sizes.items() if axis not in RUN_AXES}
+    # None with a batch and tokens is the absolute form with a joint rule.
     if name == "None" and not base:
         return None
     if name and name != "None":
@@ -194,6 +198,7 @@ def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | No
                 f"preset.base {name} is a {base_model.family} and the model a {model.family}; "
                 f"write one of {choices}, or None for the absolute form"
             )
+        # Sizes that are written after the name replace the model's.
         base = {**_with_experts_of(model, base_model).base_sizes(), **base}
 
     missing = sorted(_EXPERTS & model.sizes().keys() - base.keys())
@@ -219,6 +224,7 @@ def _without_idle_constants(
 
     if not find.find(config.name).is_published:
         return preset
+    # What the user typed must not be dropped silently, and is checked afterwards.
     flag_names = {text.partition("=")[0] for text in config.constants}
     constants = {}
     for name, value in preset.constants.items():
@@ -261,7 +267,9 @@ def base_parts(text: str | None) -> tuple[str, dict[str, int]]:
     Raises:
         ConfigError: A part is not AXIS=N, or an axis comes twice.
     """
-    first, *parts = ("None" if text is None else text).split(",")
+    if text is None:
+        text = "None"
+    first, *parts = text.split(",")
     if first and "=" not in first:
         name = first.strip()
     else:
@@ -271,6 +279,7 @@ def base_parts(text: str | None) -> tuple[str, dict[str, int]]:
     sizes: dict[str, int] = {}
     for part in parts:
         axis, _, size = (word.strip() for word in part.partition("="))
+        # `isdigit` alone accepts digits such as superscripts, which `int` refuses.
         is_size = size.isascii() and size.isdigit()
         if not axis or not is_size or axis in sizes:
             raise ConfigError(

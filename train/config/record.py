@@ -100,6 +100,7 @@ def extensions(config: Config) -> list[Extension]:
         elif module is None or module.partition(".")[0] != "mupax":
             result.append(Extension(table, name, module))
 
+    # A base may be a named model of a plugin, even if the run's model is mupax's own.
     base = (config.preset.base or "").partition(",")[0]
     base_plugin = _registered_by.get(("named model", base))
     if base_plugin is not None:
@@ -240,6 +241,7 @@ def _ranking_metrics(run_record: Mapping[str, Any]) -> list[str]:
 
 def _import(name: str, folder: str | None = None) -> bool:
     """Import a plugin and return whether it added lines to the tables, which are remembered."""
+    # A module does not say what it registers: the difference of the tables does.
     earlier_lines = _lines()
     import_plugin(name, folder)
     added = _lines() - earlier_lines
@@ -259,6 +261,7 @@ def _provides(module: str) -> bool:
     if module in modules:
         return True
 
+    # A family without a line in `FAMILIES` is named MODULE:CLASS.
     from mupax.zoo.families import ModelConfig
 
     values = vars(loaded_module(module)).values()
@@ -285,6 +288,7 @@ def _lines() -> set[tuple[str, str]]:
 def _is_known(item: str) -> bool:
     """Return whether this process has an extension, written as `TABLE NAME`."""
     table, _, name = item.rpartition(" ")
+    # MODULE:CLASS has no line in a table, so the module alone is looked for.
     if table == "model" and ":" in name:
         return loaded_module(name.partition(":")[0]) is not None
     return (table, name) in _lines()
@@ -389,6 +393,7 @@ def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> di
     if not isinstance(pixels, Mapping) or "background" in pixels:
         return dict(config)
     older_fields = {field.name for field in dataclasses.fields(PixelsConfig)} - {"background"}
+    # Fields that a person left out have today's defaults, not those of the older version.
     if not is_record and not older_fields <= pixels.keys():
         return dict(config)
 
@@ -403,6 +408,7 @@ def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> di
 def _older_pixels(fields: Mapping[str, Any], image_size: int) -> dict[str, Any]:
     """Return the fields of older pixels with the settings that were not written out then."""
     older = {"fit": OLDER_PIXELS.fit, "background": OLDER_PIXELS.background, **fields}
+    # The older default was the image size. Today's is 8/7 of it.
     if older["fit"] == "edge" and older.get("resize") is None:
         older["resize"] = image_size
     return older
@@ -508,8 +514,10 @@ def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
             values[name] = _make(hints[name], f"{prefix}{name}.", value)
         elif not _fits(value, hints[name]):
             type_name = _type_name(hints[name])
+            # Cut off, because a record of a stranger may hold a text of any length.
             raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {type_name}")
         elif isinstance(value, list):
+            # JSON has no tuples, and a frozen config must be hashable.
             values[name] = tuple(value)
     try:
         return owner(**values)
@@ -564,6 +572,7 @@ def words_of(command: str) -> list[str]:
     Returns an empty list for another program's command.
     """
     program, *recorded = shlex.split(command) or [""]
+    # Early versions were started as `python -m train`.
     if program == "python" and recorded[:2] == ["-m", "train"]:
         recorded = recorded[1:]
     elif program != "mupax":
@@ -576,14 +585,17 @@ def words(config: Config) -> list[str] | None:
 
     Returns `None` if no recipe has the config's name, or a value has no flag.
     """
+    # The recipe may be of a plugin or notebook that this process does not have.
     if config.recipe not in RECIPES:
         return None
     recipe = RECIPES[config.recipe]()
     flags, base = _model_flags(config, recipe)
+    # Flags change fields of a model, and cannot make another family of it.
     if base.model.family != config.model.family:
         return None
 
     changed: dict[str, Any] = {}
+    # Both resolved: a default that is written out is no difference.
     for name, _, value in differences(to_json(base.resolved()), to_json(config.resolved())):
         changed[name] = value
     if config.model.task == "images" and config.data.name != recipe.data.name:
@@ -597,7 +609,9 @@ def words(config: Config) -> list[str] | None:
         if value == []:
             return None  # no flag empties a list
         owner, dot, field = name.replace("_", "-").rpartition(".")
+        # tyro turns a Boolean off by --section.no-field.
         negation = "no-" if value is False else ""
+        # A word of a flag has hyphens where the field has underscores.
         flags.append(f"--{owner}{dot}{negation}{field}")
         if isinstance(value, list):
             flags += [shlex.quote(str(item)) for item in value]
@@ -641,6 +655,7 @@ def _plugin_flags(config: Config) -> list[str]:
     """Return the flags that import the extensions of a config."""
     modules = {extension.module for extension in extensions(config) if extension.module}
     flags: list[str] = []
+    # A set has no order of its own, and a command should not change from start to start.
     for module in sorted(modules):
         flags += [FLAG, module]
     return flags

@@ -356,6 +356,7 @@ class Config:
         """Refuse data, and further evaluation sets, that the model cannot read."""
         task = self.data.task
         model_task = self.model.task
+        # `None` is a data set of TFDS, which is judged when it is opened.
         if task not in (None, model_task):
             names = [name for name, model in CONFIGS.items() if model.task == task]
             raise ConfigError(
@@ -381,6 +382,7 @@ class Config:
                 f"reads {self.model.task}; leave it out: log.samples "
                 "writes a sample of its text, to TensorBoard too"
             )
+        # An evaluation of fewer examples than a batch has fewer images to show.
         limit = min(self.eval_batch_size, self.data.eval_examples or self.eval_batch_size)
         if self.log.images > limit:
             raise ConfigError(
@@ -458,6 +460,7 @@ class Config:
                     "add --log.eval-every-steps N"
                 )
             if metric not in metrics:
+                # A cutoff of 0 always gives a name.
                 near = difflib.get_close_matches(metric, metrics, n=1, cutoff=0)[0]
                 raise ConfigError(
                     f"no evaluation of this run measures {metric}, which {flag} would go by; "
@@ -469,6 +472,7 @@ class Config:
         """Optimizer that trains: `optimizer`, scaled by the preset's joint rule if it has one."""
         if self.preset.joint == "none":
             return self.optimizer
+        # Imported late, because most runs have no joint rule.
         from mupax.train.config import joint
 
         return joint.scaled(self)
@@ -528,6 +532,7 @@ def check_extras(config: Config, *, reads_data: bool = True) -> None:
     if product_dtype is not None:
         users["quantized"] = f"model.compute.product_dtype {product_dtype}"
     if users:
+        # Imported late, because most runs need no extra.
         from mupax import extras
 
         for extra, user in users.items():

@@ -93,6 +93,7 @@ def grown_run(config: Config, axis: str, size: int) -> Config:
     for name in ("warmup_steps", "decay_steps"):
         duration = getattr(opt, name)
         if duration:
+            # Rounding must not switch off a warm-up or decay that the run has.
             durations[name] = max(1, round(duration * steps / config.steps))
     data = dataclasses.replace(config.data, batch_size=batch)
     optimizer = dataclasses.replace(opt, **durations)
@@ -133,6 +134,7 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
     if axis in ("experts", "expert_dim"):
         return _with_experts(model, axis, size)
     if axis == "mlp":
+        # The config has no hidden size of its own, only its ratio to the width.
         return dataclasses.replace(model, mlp_ratio=size / model.width)
     if axis == "kv_heads":
         return dataclasses.replace(model, num_kv_heads=size)
@@ -143,13 +145,16 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
             f"write width {near}"
         )
 
-    head_dim = size if axis == "head_dim" else model.heads_dim
+    head_dim = model.heads_dim
+    if axis == "head_dim":
+        head_dim = size
     heads = {"head_dim": model.num_heads, "heads": size, "width": size // head_dim}[axis]
     if heads * model.kv_heads % model.num_heads:
         raise ConfigError(
             f"{heads} heads do not share keys as {model.num_heads} share {model.kv_heads}; "
             f"write a multiple of {model.num_heads // model.kv_heads} heads"
         )
+    # In proportion, because a model's width need not be heads times head_dim.
     width = round(model.width * (heads * head_dim) / (model.num_heads * model.heads_dim))
 
     # A field that is None follows the others by itself.

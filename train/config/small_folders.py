@@ -87,6 +87,7 @@ def choose(facts: FolderFacts) -> FolderRecipe | None:
         side = _LARGE_SIDE
     steps = _EPOCHS * facts.images // _BATCH
     return FolderRecipe(
+        # Patches must divide the side, and images are scaled to it anyway.
         image_size=side - side % patch_size,
         patch_size=patch_size,
         stem=stem,
@@ -157,6 +158,7 @@ def designs(flags: Collection[str]) -> str | None:
     Args:
         flags: Flags of a command line, with hyphens and without values.
     """
+    # Sorted, because the flags are a set and the first one is named in a message.
     for flag in sorted(flags):
         name = flag.removeprefix("--")
         if name in OWN_FLAGS or name.startswith("preset."):

@@ -80,17 +80,22 @@ def applied(
         study = None
         if ":" in value and value.partition(":")[0] in PRESETS:
             study = tuned.find(value)
-            words[value_index] = f"{flag}={study.preset}" if equals else study.preset
+            # The plain preset, so that the record of the run names no tuned file.
+            words[value_index] = study.preset
+            if equals:
+                words[value_index] = f"{flag}={study.preset}"
     if study is None:
         return config, words, None
 
     total_steps = config.steps
+    # Other values are refused when tyro reads the flags.
     if steps and steps.isascii() and steps.isdigit():
         total_steps = int(steps)
     # Those of the study replace those of the recipe, also where a file leaves out a default.
     values = {"adam_lr": None, "orthogonalizer": "newton_schulz", **study.optimizer}
     if "warmup_fraction" in values:  # a published source may leave the warm-up open
         values["warmup_steps"] = round(values.pop("warmup_fraction") * total_steps)
+    # The recipe's decay is for its own schedule, which the tuned values replace.
     optimizer = dataclasses.replace(config.optimizer, **values, decay_steps=None)
     config = dataclasses.replace(config, preset=_preset_config(study), optimizer=optimizer)
     return config, words, study
@@ -137,8 +142,13 @@ def _idle_constants(config: Config, study: Tuned) -> list[str]:
     _, groups = read(study.constants)
     specs = list(config.model.parameters().values())
     if config.model.tied_readout:
+        # A tied readout has no array, so it is not among the parameters, but it has a multiplier.
         specs.append(config.model.tied_readout)
-    return [f"{name}={value}" for name, value in groups.items() if not means_something(name, specs)]
+    idle = []
+    for name, value in groups.items():
+        if not means_something(name, specs):
+            idle.append(f"{name}={value}")
+    return idle
 
 
 def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +162,10 @@ def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
     written = {name: value for name, value in preset.items() if value is not None}
     recorded = [text for text in written.get("constants", []) if isinstance(text, str)]
     names = {text.partition("=")[0] for text in recorded}
-    constants = [text for text in moved["constants"] if text.partition("=")[0] not in names]
+    constants = []
+    for text in moved["constants"]:
+        if text.partition("=")[0] not in names:
+            constants.append(text)
     return {
         **preset,
         **moved,
@@ -188,6 +201,7 @@ def without_preset(argv: Sequence[str]) -> list[str]:
         flag, equals, _ = word.partition("=")
         if not is_value and flag not in FLAGS:
             words.append(word)
+        # The word after `--preset` is its value, even if it looks like a flag.
         is_value = not is_value and flag in FLAGS and not equals
     return words
 
@@ -222,7 +236,10 @@ def check(study: Tuned, config: Config) -> None:
         terminal.note(note)
 
     distance = study.distance(config.model.base_sizes())
-    far = {axis: doublings for axis, doublings in distance.items() if abs(doublings) > FAR}
+    far = {}
+    for axis, doublings in distance.items():
+        if abs(doublings) > FAR:
+            far[axis] = doublings
     if far:
         distances = ", ".join(f"{axis} {doublings:+.1f}" for axis, doublings in far.items())
         terminal.note(
@@ -278,6 +295,7 @@ def with_run_base(config: Config, start: Config, study: Tuned | None) -> Config:
             f"--joint {joint}: the base's batch of {batch} is no whole number of examples of this "
             "model's length; write it yourself, as --preset.base MODEL,batch=N,tokens=N"
         )
+    # `sizes` twice: the first sets the order, the second the values that the base names.
     sizes_text = base_text({**sizes, "batch": examples, "tokens": tokens, **sizes})
     base = ",".join(filter(None, [name, sizes_text]))
     config = dataclasses.replace(config, preset=dataclasses.replace(config.preset, base=base))

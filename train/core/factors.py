@@ -83,6 +83,7 @@ def resolve(
         presets.PresetError: The preset has no rule for a role or the optimizer, a rule needs a size
             that the model does not have, or a constant names a group that no parameter is in.
     """
+    # Raises before any work if the preset has no rule for the optimizer.
     preset.family(optimizer)
     if preset.constants:
         from mupax.presets.constants import check
@@ -109,10 +110,11 @@ def resolve(
 
     columns = {}
     for field in ("multiplier", "lr", "eps", "weight_decay"):
-        columns[field] = {
-            name: _per_layer(getattr(scale, field), definition.specs[name], definition)
-            for name, scale in scales.items()
-        }
+        values = {}
+        for name, scale in scales.items():
+            value = getattr(scale, field)
+            values[name] = _per_layer(value, definition.specs[name], definition)
+        columns[field] = values
     return Factors(**columns, forward=forward)
 
 
@@ -225,7 +227,9 @@ def check_run(
         return
     for name, decay in factors.weight_decay.items():
         # lr*wd of this model over that of the base, less what the preset's constants ask for.
-        pull = decay * factors.lr[name] if config.decay == "coupled" else decay
+        pull = decay
+        if config.decay == "coupled":
+            pull = decay * factors.lr[name]
         constant = constant_power("decays", definition.specs[name], preset.constants)
         pull = pull / (constant(preset.ratios(definition.sizes)) or 1.0)
         worst = float(pull.flat[np.argmax(np.abs(pull - 1))])
@@ -269,11 +273,11 @@ def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarr
             stack_argument = () if stack == OWN else (stack,)
             value = []
             for layer in range(shape[0]):
-                scales = [
-                    preset.residual_scale(sizes, layer, branch, *stack_argument)
-                    for branch in stack.branches
-                ]
-                value.append([scale[index] for scale in scales])
+                row = []
+                for branch in stack.branches:
+                    scale = preset.residual_scale(sizes, layer, branch, *stack_argument)
+                    row.append(scale[index])
+                value.append(row)
         case kind:
             raise ValueError(
                 f"no factor is of kind {kind!r}; write logits, skip, branch or readout"
@@ -296,6 +300,7 @@ def hyperparams(config: OptimizerConfig, steps: int) -> OptimizerHyperparams:
         weight_decay = 0.0
     return OptimizerHyperparams(
         peak_lr=np.float32(config.peak_lr),
+        # Repeats the last value, so that a step beyond the run reads the same rate.
         schedule=np.pad(table, (0, length(steps) - steps), mode="edge"),
         weight_decay=np.float32(weight_decay),
         eps=np.float32(config.eps),

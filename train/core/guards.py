@@ -85,7 +85,7 @@ def check_chain(
     preset_sizes = _rms_sizes(preset_update(grads, params))
     on_muon = [name for name in preset_sizes if name in matrices]
     not_on_muon = [name for name in preset_sizes if name not in matrices]
-    groups = [group for group in (on_muon, not_on_muon) if group]
+    groups = [group for group in (on_muon, not_on_muon) if group]  # a median needs a member
     for group in groups:
         _check_rates({name: sizes[name] / preset_sizes[name] for name in group}, lr, preset)
     _check_later(tx, optimizer, grads, params, groups)
@@ -119,6 +119,7 @@ def _rms_sizes(updates: Arrays) -> dict[str, float]:
     """Return the root mean square of every array."""
     sizes = {}
     for name, array in updates.items():
+        # Squares of small float32 updates would underflow.
         mean_square = np.mean(np.square(np.asarray(array, np.float64)))
         sizes[name] = float(np.sqrt(mean_square))
     return sizes
@@ -142,6 +143,7 @@ def _check_rates(ratios: dict[str, float], lr: dict[str, float], preset: Preset)
             f"{frozen[0]}: the chain does not move it; "
             f"{preset.name} gives it a rate of {lr[frozen[0]]:.3g}"
         )
+    # A mean would follow the one parameter that is wrong.
     typical = statistics.median(ratios.values())
     name, worst = max(ratios.items(), key=lambda item: abs(np.log(item[1] / typical)))
     if abs(worst / typical - 1) <= TOLERANCE:
@@ -205,7 +207,9 @@ def _check_later(
             differences = {name: abs(factor - typical) for name, factor in remaining.items()}
             name = max(differences, key=differences.__getitem__)
             if differences[name] > _LATER_TOLERANCE * max(remaining[name], typical):
-                ratio = remaining[name] / typical if typical else math.inf
+                ratio = math.inf
+                if typical:
+                    ratio = remaining[name] / typical
                 raise PresetError(
                     f"{name}: after {step} steps it moves {ratio:.2g} times as far, relative to "
                     "the others, as at first: it has a schedule of its own; put one schedule on "
@@ -219,19 +223,17 @@ def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) 
     The step of one parameter is measured while one other parameter at a time has the rest of a
     gradient of fixed norm. The step must not depend on which other parameter it is.
     """
-    norms = {
-        name: size * grads[name].size ** 0.5
-        for name, size in _rms_sizes(update(grads, params)).items()
-    }
+    norms = {}
+    for name, size in _rms_sizes(update(grads, params)).items():
+        norms[name] = size * grads[name].size ** 0.5
     least = min(norms, key=norms.__getitem__)
     moved: dict[str, float] = {}
     for name, grad in grads.items():
         if name == least:
             continue
-        probe = {
-            other_name: other_grad if other_name == least else np.zeros_like(other_grad)
-            for other_name, other_grad in grads.items()
-        }
+        probe = {other_name: np.zeros_like(other_grad) for other_name, other_grad in grads.items()}
+        probe[least] = grads[least]
+        # Large against the gradient of `least`, so that the global norm is that of this one alone.
         scale = 100 * _norm(grads[least]) / _norm(grad)
         probe[name] = grad * np.asarray(scale, grad.dtype)
         moved[name] = _rms_sizes(update(probe, params))[least]
@@ -257,14 +259,15 @@ def _check_eps(
     """
     scaled_grads = {}
     for name, grad in grads.items():
-        scaled_grads[name] = grad * float(eps[name].flat[0]) if name in eps else grad
+        scaled_grads[name] = grad
+        if name in eps:
+            scaled_grads[name] = grad * float(eps[name].flat[0])
     norm = _norm(*scaled_grads.values())
 
     def sizes_at_norm(divisor: int) -> dict[str, float]:
-        divided = {
-            name: (grad / (norm * divisor)).astype(grad.dtype)
-            for name, grad in scaled_grads.items()
-        }
+        divided = {}
+        for name, grad in scaled_grads.items():
+            divided[name] = (grad / (norm * divisor)).astype(grad.dtype)
         return _rms_sizes(update(divided, params))
 
     sizes = sizes_at_norm(1)

@@ -124,6 +124,7 @@ def stored(
         return rounded(direction.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        # An update smaller than the stored dtype's precision would be lost if it were added there.
         wide = jax.tree.map(lambda m, g: m.astype(g.dtype), moment_of(state), updates)
         directions, new_state = extended.update(updates, with_moment(state, wide), params, **extra)
         return directions, rounded(new_state)
@@ -199,6 +200,7 @@ def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
     # a probability in proportion to its size.
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & ~_uint(_LOW_BITS)
     rounded = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    # Noise added to the bits of infinity would make a NaN of it.
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
@@ -232,6 +234,7 @@ class OptimizerHyperparams(NamedTuple):
         Args:
             step: Number of optimizer steps done, int32 [].
         """
+        # The array is padded to a power of two, and a run may be continued beyond it.
         last_step = len(self.schedule) - 1
         schedule = jnp.asarray(self.schedule)[jnp.minimum(step, last_step)]
         return self._replace(schedule=schedule)
@@ -257,6 +260,7 @@ def build(
     if config.clip_norm is not None:
         clip = _clip(config.clip_norm, specs)
     coupled = config.decay == "coupled"
+    # Coupled decay is before the learning rate and scales with it, independent decay after it.
     return optax.chain(
         clip,
         direction,
@@ -286,6 +290,7 @@ def first_step(
         **extra: Further arguments of `tx.update`.
     """
     extended = optax.with_extra_args_support(tx)
+    # A hand-written chain that reads no parameters needs only shapes, which gradients have.
     state = extended.init(grads if params is None else params)
     for _ in range(OPTIMIZERS[name].still_steps):
         _, state = extended.update(grads, state, params, **extra)
@@ -338,7 +343,10 @@ def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransfor
     gradients of the loss. They neither count in the norm nor are they clipped.
     """
     clip = optax.clip_by_global_norm(norm)
-    load_names = {name for name, spec in specs.items() if spec.moved_by_loads}
+    load_names = set()
+    for name, spec in specs.items():
+        if spec.moved_by_loads:
+            load_names.add(name)
     if not load_names:
         return clip
 
@@ -346,7 +354,9 @@ def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransfor
         grads = {name: grad for name, grad in updates.items() if name not in load_names}
         clipped, state = clip.update(grads, state, params)
         clipped: Any = clipped
-        merged = {name: updates[name] if name in load_names else clipped[name] for name in updates}
+        merged = {}
+        for name in updates:
+            merged[name] = updates[name] if name in load_names else clipped[name]
         return merged, state
 
     return optax.GradientTransformation(clip.init, update)
@@ -370,7 +380,8 @@ def _stateless(
     """
 
     def update(updates, state, params=None, *, factors, hyper=None, **_):
-        params = updates if params is None else params
+        if params is None:
+            params = updates
         new_updates = {}
         for name, u in updates.items():
             param_factors = _ParamFactors(factors.lr[name], factors.weight_decay[name])

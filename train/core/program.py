@@ -130,7 +130,9 @@ class Store:
             os.utime(path)
         digest = content[:_DIGEST_BYTES]
         program = content[_DIGEST_BYTES:]
-        return program if xxhash.xxh3_128_digest(program) == digest else None
+        if xxhash.xxh3_128_digest(program) != digest:
+            return None
+        return program
 
     def put(self, key: str, program: bytes) -> None:
         """Write a program.
@@ -140,6 +142,7 @@ class Store:
         if self._full or len(program) > self._limit:
             return
         path = self._file(key)
+        # A random name, because another process may write the same program at this moment.
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         try:
             self._make_room(len(program) + _DIGEST_BYTES)
@@ -213,6 +216,7 @@ def use(
     limit = _options.jax_compilation_cache_max_size
     if limit < 0:
         limit = LIMIT
+    # JAX opens its store once, so one that is open already would stay.
     _jax_cache.reset_cache()
     _jax_cache.get_file_cache = lambda path: (Store(Path(path), limit), path)
     _options.update("jax_compilation_cache_dir", str(folder))
@@ -238,6 +242,7 @@ def _folder(root: Callable[[], Path]) -> Path | None:
     try:
         parent = Path(choice).expanduser().absolute() if choice else root()
         folder = parent / f"programs-{key()}"
+        # Whoever can write here runs code in later processes: closed to other users.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
@@ -272,7 +277,10 @@ def _shared(folder: Path | None, processes: Processes) -> bool:
     if folder is not None and name:
         visible = _appears(folder / name)
     all_visible = processes.gather("compilation cache", visible) or []
-    absent = [process for process, sees in enumerate(all_visible) if not sees]
+    absent = []
+    for process, sees in enumerate(all_visible):
+        if not sees:
+            absent.append(process)
     verdict = processes.broadcast("compilation cache shared", lambda: not absent)
 
     if processes.leader and mark is not None:
@@ -357,10 +365,11 @@ class Program:
         """Bytes of the state and of a centred output's reference parameters on one device."""
         reference = self.abstract.params if self.config.model.centered else {}
         leaves = jax.tree.leaves((self.abstract, reference))
-        return sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in leaves
-        )
+        total = 0
+        for leaf in leaves:
+            shard_shape = leaf.sharding.shard_shape(leaf.shape)
+            total += math.prod(shard_shape) * leaf.dtype.itemsize
+        return total
 
     @property
     def trained(self) -> frozenset[str]:
@@ -413,7 +422,9 @@ class Program:
             train: Compiled training step, whose memory layouts the parameters then have. Default:
                 the default layouts.
         """
-        formats = _formats(train) if train is not None and self.free else None
+        formats = None
+        if train is not None and self.free:
+            formats = _formats(train)
         batch = self._abstract_eval_batch()
         return compile_eval_step(
             self.definition, self.abstract, self.layout, self.abstract_inputs(), batch, formats
@@ -597,14 +608,24 @@ def _inputs(
     """
     scaled = config.scaled_optimizer
     factors = resolve(preset, model, scaled.name, scaled.decay).moving(trained)
+    # `None` leaves a part of the step out of the program, where a 0 would be computed with.
+    ema_decay = None
+    if config.ema.decay is not None:
+        ema_decay = np.float32(config.ema.decay)
+    z_loss = None
+    if config.z_loss:
+        z_loss = np.float32(config.z_loss)
+    rounding_seed = None
+    if _stores_bfloat16(model):
+        rounding_seed = np.uint32(config.seed)
     inputs = StepInputs(
         factors,
         hyperparams(scaled, config.steps),
-        ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
+        ema_decay=ema_decay,
         limits=_limits(config.faults),
         drop=_drop(config),
-        z_loss=np.float32(config.z_loss) if config.z_loss else None,
-        rounding_seed=np.uint32(config.seed) if _stores_bfloat16(model) else None,
+        z_loss=z_loss,
+        rounding_seed=rounding_seed,
     )
     # The check knows nothing of layer decay and of a second peak, which deviate from the preset on
     # purpose.

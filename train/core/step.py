@@ -241,7 +241,8 @@ def batch_sums(
     reference = None
     if step_inputs.reference is not None:
         # Drop path ("scales") does not apply to the reference.
-        reference_context = {name: array for name, array in context.items() if name != "scales"}
+        reference_context = dict(context)
+        reference_context.pop("scales", None)
         reference_model = definition.model(
             step_inputs.reference, multiplier, forward, layout=layout
         )
@@ -298,6 +299,7 @@ def gradients(
         grads, sums = _sharded_gradients(
             definition, params, step_inputs, batch, accumulation_steps, manual_layout
         )
+    # Divided once at the end, so that the loss is the same however the batch is split.
     mean_grads = jax.tree.map(lambda grad: (grad / sums.weight).astype(grad.dtype), grads)
     return mean_grads, sums
 
@@ -330,7 +332,10 @@ def _sharded_gradients(
     by_example = PartitionSpec(layout.batch)
     param_specs = {name: layout.spec(spec.axes) for name, spec in definition.specs.items()}
     trained_names = step_inputs.factors.lr
-    grad_specs = {name: spec for name, spec in param_specs.items() if name in trained_names}
+    grad_specs = {}
+    for name, spec in param_specs.items():
+        if name in trained_names:
+            grad_specs[name] = spec
     reference_specs = param_specs if step_inputs.reference else replicated
 
     def on_device(
@@ -370,6 +375,7 @@ def _summed_gradients(
     metrics = on_devices(training=True)
 
     def objective(trained_params: Arrays, microbatch: Batch) -> tuple[jax.Array, LossSums]:
+        # `jax.grad` differentiates its first argument: frozen parameters must not be in it.
         all_params = {**params, **trained_params}
         sums = batch_sums(
             definition,
@@ -452,6 +458,7 @@ def make_train_step(
         grads, sums = gradients(
             definition, state.params, step_inputs, batch, accumulation_steps, layout=layout
         )
+        # One pass serves the norm and the search for the parameter that is not finite.
         squares = core_state.squares(grads, definition.specs)
         loss = sums.loss / sums.weight
         grad_norm = jnp.sqrt(jnp.sum(squares))
@@ -512,7 +519,8 @@ def _with_drop_path(batch: Batch, drop: Drop, step: jax.Array, layout: Layout) -
 def _metrics_of_sums(sums: LossSums) -> dict[str, jax.Array]:
     """Return those metrics of a step that follow from the sums over its batch alone."""
     metrics = {"weight": sums.weight}
-    metrics |= {name: total / sums.weight for name, total in sums.metrics.items()}
+    for name, total in sums.metrics.items():
+        metrics[name] = total / sums.weight
     if sums.routing is not None:
         metrics |= sums.routing.metrics(sums.weight)
     if sums.z is not None:

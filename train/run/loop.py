@@ -107,6 +107,7 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
             ) as checkpoints,
             out_of_memory(program),
         ):
+            # Inside of `out_of_memory`: the state is the first thing on the devices.
             start = start_state(program, data, evaluation_sets, checkpoints, context)
             session = compiled(program, data, evaluation_sets, checkpoints, context, start, limit)
             if hooks is not None:
@@ -168,6 +169,7 @@ def train_with_rollbacks(session: CompiledRun, start: StartState) -> TrainState:
             if faults.bad_numbers != "rollback" or rejected.in_a_row >= faults.most_in_a_row:
                 raise
             context.watchdog.waiting("a checkpoint to go back to")
+            # A checkpoint on its way to disk is newer than any that is there.
             session.checkpoints.wait()
             state = restore_latest(session.program, session.data, session.checkpoints)
             step = int(state.step)

@@ -92,6 +92,7 @@ def memory_limit(program: Program, context: RunContext, moment: str) -> int | No
     if not (program.config.faults.memory_check and memory.checks()):
         return None
     on_cpu = program.layout.platform == "cpu"
+    # The devices of a process are alike, so the first stands for all of them.
     own_bytes = memory.device_room(jax.local_devices()[0], jax.local_device_count())
     gathered = context.processes.gather(f"memory/{moment}", (socket.gethostname(), own_bytes))
 
@@ -107,6 +108,7 @@ def memory_limit(program: Program, context: RunContext, moment: str) -> int | No
             shares.append(free_bytes // sharers)
         return min(shares, default=None)
 
+    # All processes must decide alike, or one would refuse while the others wait for it.
     return context.processes.broadcast(f"memory/{moment}/least", least)
 
 
@@ -160,6 +162,7 @@ def _steps_in_flight(program: Program, step: jax.stages.Compiled, limit: int | N
     if program.layout.platform != "cpu" or limit is None or analysis is None:
         return IN_FLIGHT
     temporary = analysis.temp_size_in_bytes
+    # One step's temporaries are always there. Only those of queued steps are to be spared.
     spare = limit // 2 - analysis.argument_size_in_bytes - program.state_bytes - temporary
     return max(0, min(IN_FLIGHT, spare // max(1, temporary)))
 
@@ -191,10 +194,12 @@ def compiled(
         from mupax.train.run.resume import CopyCheck
 
         copies = CopyCheck(processes)
+        # Before compiling, which takes minutes that a wrong start would waste.
         copies.check_start(start.state, data, start.step)
 
     began = time.monotonic()
     step_fn = program.compile_train()
+    # In the training step's memory layouts, so that no parameter is copied for an evaluation.
     eval_fn = program.compile_eval(step_fn)
     if limit is not None:
         _check_steps(program, step_fn, eval_fn, limit)
@@ -239,7 +244,9 @@ def _earlier_evaluations(
     """Return the evaluations up to the start step, and add their metrics to the checkpoints."""
 
     def earlier_rows() -> list[dict[str, Any]]:
-        return rows_until(context.files, start.step) if start.keep_metrics else []
+        if not start.keep_metrics:
+            return []
+        return rows_until(context.files, start.step)
 
     rows = context.processes.broadcast("evaluations", earlier_rows)
     evaluations = Evaluations(context.config, rows)
@@ -268,6 +275,7 @@ def out_of_memory(program: Program) -> Iterator[None]:
             raise
         from mupax.train.core.costs import fit
 
+        # The original error stays visible as the cause.
         raise memory.OutOfMemory(f"{description}. {fit.advice(program)}") from error
 
 
@@ -285,6 +293,7 @@ def load_data(program: Program, context: RunContext) -> Data:
     """
     config = program.config
     settings, problem = own_settings(config, context)
+    # Process 0 prepares the files. Together, all of them would download and write them at once.
     with context.processes.leader_first("data"):
         data = data_sources.load(
             settings, config.model, seed=config.data_seed, note=context.console.print
@@ -400,6 +409,7 @@ def check_data(data: Data, processes: Processes, name: str = "") -> None:
     """
     digest = data.facts.get("digest")
     leader_digest = processes.broadcast(f"data digest/{name}", lambda: digest)
+    # Batch k is computed from (seed, k) on every host, so other data would be other batches.
     if leader_digest != digest:
         raise DataError(
             f"process {processes.index} has {data.facts['name']} with digest {digest}, process 0 "
@@ -465,7 +475,9 @@ def _new_start(program: Program, data: Data, context: RunContext) -> StartState:
     console = context.console
     announce(program, data, console)
     if context.resumed or program.config.resume:
-        reason = "no checkpoint yet, " if context.resumed else ""
+        reason = ""
+        if context.resumed:
+            reason = "no checkpoint yet, "
         console.print(f"nothing to resume in {context.folder.name}: {reason}starting at step 0")
     state = _initial_state(program, source, console)
     return StartState(state, step=0, keep_metrics=context.resumed)
@@ -493,6 +505,7 @@ def _resumed_start(
 def _branch_off(checkpoints: Checkpoints, context: RunContext, step: int) -> None:
     """Move what the run did after `step` into a branch of the workdir, and say so."""
     files = [context.files / metrics.FILE_NAME, context.folder / workdir.RECORD]
+    # Only process 0 moves files. The others wait here until they are in place.
     line = context.processes.broadcast(
         "branch", lambda: checkpointer.branch_off(checkpoints, step, files)
     )
@@ -541,7 +554,9 @@ def restore_latest(
     if checkpoints.latest_of_all() is None:
         return _initial_state(program, _read_source(program, data), rich_console(quiet=True))
     # Facts that differ from those of the checkpoint are refused; `None` compares nothing.
-    facts = None if "data" in program.config.resume_change else data.facts
+    facts = data.facts
+    if "data" in program.config.resume_change:
+        facts = None
     return checkpoints.restore(program.abstract, facts, only_step)
 
 

@@ -147,6 +147,7 @@ class Attention(nnx.Module):
         """
         q_BTHN, k_BSKN, v_BSKN = self._projected(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
+            # Before the rotation: a norm's gain differs by entry, and would not commute with it.
             q_BTHN = self.query_norm(q_BTHN)
             k_BSKN = self.key_norm(k_BSKN)
         if self.rope_theta is not None:
@@ -325,6 +326,7 @@ class Block(nnx.Module):
         self.attention_norm = Norm(kind, init.scope("attention_norm"), eps, activation)
         self.attention = Attention(config, init.scope("attention"))
         self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, activation)
+        # A model with experts has an MLP only for its shared experts.
         self.mlp = MLP(config, init.scope("mlp")) if config.dense_dim else None
         self.experts = _experts(config, init.scope("experts")) if config.experts else None
         self.attention_gain = init.maybe("attention_gain")
@@ -403,7 +405,9 @@ class Block(nnx.Module):
         """
         skip = self.skip[...].astype(h_BTD.dtype)
         branch = self.branch[...].astype(h_BTD.dtype)
-        gain = self.attention_gain if place == 0 else self.mlp_gain
+        gain = self.mlp_gain
+        if place == 0:
+            gain = self.attention_gain
         if self.post_norm is not None:
             y_BTD = self.post_norm(y_BTD)
         if gain is not None:

@@ -139,7 +139,9 @@ class Config(ModelFile):
         self._settings = Fields({**settings, "lr": peak}, source, _OPTIMIZER_DEFAULTS)
 
     def _optional_count(self, name: str) -> int | None:
-        return self._fields.count(name) if name in self._fields else None
+        if name not in self._fields:
+            return None
+        return self._fields.count(name)
 
     def dump(self) -> Dump:
         return self._dump(self._sizes)
@@ -186,18 +188,24 @@ class Config(ModelFile):
 
     def _width_ratio(self, sizes: Sizes) -> float:
         """Return m: the width divided by the base width, 1 without muP."""
-        return sizes.width / self._base_width if self._base_width else 1.0
+        if not self._base_width:
+            return 1.0
+        return sizes.width / self._base_width
 
     def _mlp_ratio(self, sizes: Sizes) -> float:
         """Return m_F: the MLP's size divided by the base size, 1 if the file names none."""
-        return sizes.mlp / self._base_mlp if self._base_mlp else 1.0
+        if not self._base_mlp:
+            return 1.0
+        return sizes.mlp / self._base_mlp
 
     def _output_multiplier(self, sizes: Sizes) -> float:
         fields = self._fields
         if self._base_width is None:
             return 1.0
         ratio = self._width_ratio(sizes)
-        divisor = ratio if fields.flag("scale_output_logits_by_d") else ratio**0.5
+        divisor = ratio**0.5
+        if fields.flag("scale_output_logits_by_d"):
+            divisor = ratio
         return fields.number("output_logits_alpha") / divisor
 
     def _initializer_std(self, *names: str) -> float:
@@ -248,7 +256,11 @@ class Config(ModelFile):
 
         lr = settings.number("lr")
         if in_block and not is_vector:
-            lr /= self._mlp_ratio(sizes) if role == "block.mlp_out" else self._width_ratio(sizes)
+            # The learning rate falls with the fan-in, which for the MLP's output is F.
+            if role == "block.mlp_out":
+                lr /= self._mlp_ratio(sizes)
+            else:
+                lr /= self._width_ratio(sizes)
 
         multiplier = 1.0
         if role == "readout":
@@ -262,10 +274,14 @@ class Config(ModelFile):
         else:
             std = stds[role]
             weight_decay = settings.number("weight_decay")
+        # SGD and Lion have no eps.
+        eps = None
+        if self._optimizer == "adamw":
+            eps = settings.number("eps")
         return {
             "std": std,
             "lr": lr,
             "wd": weight_decay,
-            "eps": settings.number("eps") if self._optimizer == "adamw" else None,
+            "eps": eps,
             "multiplier": multiplier,
         }

@@ -120,7 +120,9 @@ class Config(ModelFile):
             )
 
         stds = self._stds()
-        output = sizes.width**-0.5 if model.flag("scale_logits") else 1.0
+        output = 1.0
+        if model.flag("scale_logits"):
+            output = sizes.width**-0.5
         tied = model.flag("weight_tying")
         names = self._parameter_names(tied)
         columns = {role: self._columns(role, stds.get(role), output, optimizer) for role in names}
@@ -164,12 +166,23 @@ class Config(ModelFile):
             decays = settings.flag("decay_norm_and_bias")
         elif role in ("token_embedding", "position"):
             decays = settings.flag("decay_embeddings")
+        lr = settings.number("learning_rate")
+        weight_decay = 0.0
+        if decays:
+            weight_decay = settings.number("weight_decay")
+        # Lion has no eps.
+        eps = None
+        if optimizer == "adamw":
+            eps = settings.number("eps")
+        multiplier = 1.0
+        if role == "readout":
+            multiplier = output
         return {
             "std": std,
-            "lr": settings.number("learning_rate"),
-            "wd": settings.number("weight_decay") if decays else 0.0,
-            "eps": settings.number("eps") if optimizer == "adamw" else None,
-            "multiplier": output if role == "readout" else 1.0,
+            "lr": lr,
+            "wd": weight_decay,
+            "eps": eps,
+            "multiplier": multiplier,
         }
 
     def _stds(self) -> dict[str, float]:
@@ -179,7 +192,9 @@ class Config(ModelFile):
         init_fn = model.get("init_fn")
         std = model.number("init_std")
         # 0 counts as not given.
-        embedding_std = model.number("emb_init_std") if "emb_init_std" in model else 0.0
+        embedding_std = 0.0
+        if "emb_init_std" in model:
+            embedding_std = model.number("emb_init_std")
 
         if init_fn == "normal":
             stds = dict.fromkeys([*_NAMES, "position", "readout"], std)
