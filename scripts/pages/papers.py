@@ -89,6 +89,7 @@ PAPERS: Mapping[str, Paper] = {
     "2503.04715": Paper("Li et al.", "Step Law"),
     "2505.01618": Paper("Dey et al.", "CompleteP"),
     "2505.13738": Paper("Bergsma et al.", "Power Lines"),
+    "2505.16932": Paper("Amsel et al.", "Polar Express"),
     "2506.15025": Paper("Hayou and Liu"),
     "2507.07101": Paper("Marek et al."),
     "2510.15262": Paper("Fan et al."),
