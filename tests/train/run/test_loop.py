@@ -25,6 +25,7 @@ import pytest
 from jax.experimental.layout import Format, Layout
 
 from mupax.__main__ import main
+from mupax.train.config.metrics import METRICS, row_name
 from mupax.train.config.record import from_json
 from mupax.train.core import step as core_step
 from mupax.train.core.program import Program
@@ -148,27 +149,24 @@ def test_a_run_ends_well(plain: Done) -> None:
 
 @pytest.mark.core
 def test_metrics_have_a_row_per_step_and_per_evaluation(plain: Done) -> None:
+    training_names = {name for name, metric in METRICS.items() if metric.in_training}
+    assert training_names >= {"loss", "loss_per_byte", "accuracy"}
     steps = rows("plain")
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     for row in steps:
-        assert row.keys() == {
-            "step",
-            "loss",
-            "loss_per_byte",
-            "accuracy",
-            "lr",
-            "grad_norm",
-            "tokens",
-            "seconds",
-        }
+        assert row.keys() == {"step", "lr", "grad_norm", "tokens", "seconds"} | training_names
         assert row["tokens"] == 16 * 16
         assert row["loss"] > 0 < row["grad_norm"]
     assert steps[0]["lr"] == pytest.approx(steps[1]["lr"] / 2)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    evaluation_names = {
+        row_name(name) for name, metric in METRICS.items() if metric.shown != "eval"
+    }
+    assert evaluation_names >= {"eval_loss", "eval_loss_per_byte", "eval_accuracy"}
     records = evaluations("plain")
     assert [row["step"] for row in records] == [4, STEPS]
     for row in records:
-        assert row.keys() == {"step", "eval_loss", "eval_loss_per_byte", "eval_accuracy"}
+        assert row.keys() == {"step"} | evaluation_names
         assert 0 < row["eval_accuracy"] < 1
     assert records[1]["eval_loss"] < records[0]["eval_loss"] < steps[0]["loss"]
 
