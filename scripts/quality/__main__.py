@@ -130,7 +130,10 @@ class Study:
             is_searched = False
         if is_searched:
             start = _extrapolated(settings)
-            settings.append(self.work.searched(arm, size, start, self.tuned(arm)))
+            # With the constants that joined, trying all neighbours at every move costs twice as much.
+            in_turn = bool(self._joined.get(arm.label))
+            constants = self.tuned(arm)
+            settings.append(self.work.searched(arm, size, start, constants, in_turn=in_turn))
         else:
             settings.append(settings[-1])
 

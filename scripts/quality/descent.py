@@ -81,3 +81,63 @@ def descend(
     raise ValueError(
         f"no minimum within {2 * FAR} moves of {dict(start)}: the last was {dict(centre)}"
     )
+
+
+def descend_in_turn(
+    losses: Losses,
+    start: Setting,
+    constants: Sequence[str],
+    seeds: int,
+    final: int,
+    finalists: int,
+) -> Setting:
+    """Return the setting whose mean loss over seeds is less than that of all its neighbours.
+
+    The search moves along one constant until neither neighbour is better, then along the next one.
+    It ends after a round without a move. All neighbours of the last setting are then trained, as by
+    `descend`. With seven constants it trains about half as many settings.
+
+    Args:
+        losses: Function that trains settings and returns their losses.
+        constants: Constants to search, in the order of the search.
+        seeds: Number of seeds of every move.
+        final: Number of seeds of the last comparison, at least `seeds`.
+        finalists: Number of settings in the last comparison.
+
+    Raises:
+        ValueError: There is no minimum within `FAR` rounds, or along one constant.
+    """
+    centre = start
+    for _ in range(FAR):
+        before = centre
+        for constant in constants:
+            centre = _lowest_along(losses, centre, constant, seeds)
+        if centre != before:
+            continue
+        settings = neighbours(centre, constants)
+        means = np.mean(losses(settings, seeds), axis=1)
+        ranked = np.argsort(means, kind="stable")[:finalists]
+        last = [settings[index] for index in ranked]
+        final_means = np.mean(losses(last, final), axis=1)
+        return last[int(np.argmin(final_means))]
+    raise ValueError(
+        f"no minimum within {FAR} rounds from {dict(start)}: the last was {dict(centre)}"
+    )
+
+
+def _lowest_along(losses: Losses, start: Setting, constant: str, seeds: int) -> Setting:
+    """Return the setting that one step of a constant, down or up, does not improve.
+
+    Raises:
+        ValueError: There is none within `2 * FAR` moves.
+    """
+    centre = start
+    for _ in range(2 * FAR):
+        settings = neighbours(centre, [constant])
+        means = np.mean(losses(settings, seeds), axis=1)
+        # Equal losses keep the centre, which is the first.
+        best = settings[int(np.argmin(means))]
+        if best == centre:
+            return centre
+        centre = best
+    raise ValueError(f"no minimum of {constant} within {2 * FAR} moves of {dict(start)}")

@@ -11,7 +11,7 @@ import numpy as np
 from mupax.train.parallel.processes import StopRequest
 from mupax.train.studies.sweep.sweep import Sweep
 from scripts.quality.cells import Arm, Cell, octaves
-from scripts.quality.descent import Setting, descend
+from scripts.quality.descent import Setting, descend, descend_in_turn
 
 FIRST = 2
 """Seeds of a search's moves."""
@@ -71,16 +71,29 @@ class Measuring:
                 break
         return self.losses(arm, size, [setting], seeds)[0]
 
-    def searched(self, arm: Arm, size: int, start: Setting, constants: Sequence[str]) -> Setting:
-        """Search an arm's best setting at a size and return it."""
-        optimum = descend(
-            lambda settings, seeds: self.losses(arm, size, settings, seeds),
-            start,
-            constants,
-            FIRST,
-            FINAL,
-            self.cell.finalists,
-        )
+    def searched(
+        self,
+        arm: Arm,
+        size: int,
+        start: Setting,
+        constants: Sequence[str],
+        *,
+        in_turn: bool = False,
+    ) -> Setting:
+        """Search an arm's best setting at a size and return it.
+
+        Args:
+            in_turn: True to search one constant after another, which is cheaper for many constants.
+        """
+
+        def losses(settings: Sequence[Setting], seeds: int) -> np.ndarray:
+            return self.losses(arm, size, settings, seeds)
+
+        finalists = self.cell.finalists
+        if in_turn and finalists is not None:
+            optimum = descend_in_turn(losses, start, constants, FIRST, FINAL, finalists)
+        else:
+            optimum = descend(losses, start, constants, FIRST, FINAL, finalists)
         print(
             f"  {self.cell.name} {arm.label}, {self.cell.axis} {size}: "
             f"{octaves(dict(optimum)) or 'as the recipe'}",

@@ -13,7 +13,7 @@ from mupax.train.studies.sweep.rows import Row, Rows, has_rows
 from scripts.quality import cells, page
 from scripts.quality.__main__ import without_curves
 from scripts.quality.cells import CELLS
-from scripts.quality.descent import Setting, descend, neighbours, setting
+from scripts.quality.descent import Setting, descend, descend_in_turn, neighbours, setting
 
 pytestmark = pytest.mark.core
 
@@ -76,6 +76,28 @@ def test_finalists_alone_have_all_seeds():
     best = descend(losses, (), ("lr", "readout"), seeds=2, final=4, finalists=2)
     assert best == setting({"lr": 3, "readout": -2})
     assert len({one for one, seed in points if seed == 3}) == 2
+
+
+@pytest.mark.parametrize("where", [(0, 0), (3, -2), (-4, 5)])
+def test_one_constant_after_another_ends_at_the_same_setting_with_fewer_runs(
+    where: tuple[int, int],
+):
+    losses, points = bowl(*where)
+    best = descend_in_turn(losses, (), ("lr", "readout"), 2, 4, 2)
+    assert best == setting({"lr": where[0], "readout": where[1]})
+    assert {one for one, _ in points} >= set(neighbours(best, ("lr", "readout")))
+    assert len({one for one, seed in points if seed == 3}) == 2
+    losses, crosses = bowl(*where)
+    descend(losses, (), ("lr", "readout"), seeds=2, final=4, finalists=2)
+    assert len(points) <= len(crosses)
+
+
+def test_one_constant_that_falls_forever_is_said():
+    def losses(settings: Sequence[Setting], seeds: int) -> np.ndarray:
+        return np.array([[-dict(one).get("x", 0)] * seeds for one in settings])
+
+    with pytest.raises(ValueError, match="no minimum of x within"):
+        descend_in_turn(losses, (), ("lr", "x"), 1, 1, 1)
 
 
 def test_neighbours_move_one_constant_each():
