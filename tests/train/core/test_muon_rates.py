@@ -148,3 +148,8 @@ def test_a_tuned_preset_with_one_peak_replaces_a_recipes_two(
     config = cli.parse("two-peaks", recipe, ["--preset", word]).config
     assert config.optimizer.adam_lr is None
     assert config.optimizer.orthogonalizer == "newton_schulz"
+
+
+def test_the_screen_names_both_peaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses("--optimizer.adam-lr 0.16", tmp_path / "run")
+    assert "muon at 0.02 and Adam at 0.16" in capsys.readouterr().out.replace("\n", " ")

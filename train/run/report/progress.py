@@ -534,9 +534,13 @@ def announce(program: Program, data: Data, console: Console) -> None:
     frozen = f" ({program.frozen:,} frozen)" if program.frozen else ""
     base = config.preset.base
     form = f" relative to {base}" if base else " in absolute form"
+    optimizer = config.optimizer
+    rates = f"{optimizer.name} at {optimizer.peak_lr:g}"
+    if optimizer.adam_peak is not None:
+        rates += f" and Adam at {optimizer.adam_peak:g}"
     console.print(
         f"[bold]{config.recipe}[/bold]: {program.definition.count():,} parameters{frozen} under "
-        f"{program.preset.name}{form}, {config.optimizer.name} at {config.optimizer.peak_lr:g}",
+        f"{program.preset.name}{form}, {rates}",
         highlight=False,
     )
     examples = "sequences" if data.kind == "tokens" else "images"

@@ -344,6 +344,8 @@ def _optimizer_rows(config: Config, estimates: StudyEstimates, source: str) -> l
         scaled = f"scaled by joint rule {joint_rule}"
         lines.append(PlanRow("rate at the base", f"{at_base.peak_lr:.4g}", "", scaled))
 
+    if optimizer.adam_peak is not None:
+        lines.append(PlanRow("peak rate of Adam", f"{optimizer.adam_peak:.4g}", "", rule))
     reads = OPTIMIZERS[optimizer.name].reads
     if "b1" in reads:
         lines.append(PlanRow("betas", f"{optimizer.b1:.4g}, {optimizer.b2:.4g}", "", rule))
