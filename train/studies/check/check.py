@@ -434,6 +434,7 @@ class Series:
                     measured[LAYERS.format(name)] = np.stack(values)
                 else:
                     ends = [np.stack([array.min(-1), array.max(-1)], -1) for array in values]
+                    # Models of different depth have only their extreme layers to compare.
                     measured[ENDS.format(name)] = np.stack(ends)
                 values = [np.sqrt(np.mean(array**2, axis=-1)) for array in values]
             measured[name] = np.stack(values)
