@@ -279,7 +279,7 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
     count = examples(max(lengths.values()))
     decoded = tokens(outputs, lengths["targets"], count)
     source = _zipf_tokens(rng, outputs, (count, lengths["inputs"]))
-    # Every source has at least one position: a softmax over padding alone is NaN.
+    # Every source has at least one position, or the decoder would attend to padding alone.
     source_lengths = rng.integers(1, lengths["inputs"] + 1, (count, 1))
     mask = np.arange(lengths["inputs"]) < source_lengths
     return {
