@@ -140,6 +140,7 @@ def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.n
     x_BHW = np.clip(x_BHW, 0, last)
     top = np.minimum(y_BHW.astype(np.int32), max(0, last - 1))
     left = np.minimum(x_BHW.astype(np.int32), max(0, last - 1))
+    # Differs from top + 1 only in an image of one pixel.
     bottom = np.minimum(top + 1, last)
     right = np.minimum(left + 1, last)
     down = (y_BHW - top)[..., None].astype(np.float32)

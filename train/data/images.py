@@ -74,6 +74,7 @@ def randaugmented(
         magnitude: Strength of the operations, from 0 to 10.
         white: Value of white. The default is 255.
     """
+    # The operations are defined on bytes, as in PIL.
     levels = np.clip(np.rint(images * (255 / white)), 0, 255).astype(np.uint8)
     operations = list(OPERATIONS.values())
     for image, layers in zip(levels, uniforms, strict=True):
@@ -122,6 +123,7 @@ def moved(image: np.ndarray, matrix: tuple[float, ...]) -> np.ndarray:
 
 def _nearest(coordinates: np.ndarray) -> np.ndarray:
     """Round coordinates to whole numbers, halves away from zero."""
+    # np.rint rounds halves to even, PIL does not.
     return np.trunc(coordinates + np.copysign(0.5, coordinates)).astype(int)
 
 
@@ -146,6 +148,7 @@ def _equalize(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
 def _equalized(channel: np.ndarray) -> np.ndarray:
     """Return a channel [H, W] whose histogram is equalized."""
     counts = np.bincount(channel.ravel(), minlength=256)
+    # As in PIL, the largest level does not count.
     step = (channel.size - counts[channel.max()]) // 255
     if step == 0:
         return channel
@@ -174,6 +177,7 @@ def _solarize(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
 
 
 def _solarize_add(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
+    # Added as int, because uint8 would wrap around at 256.
     added = np.minimum(image.astype(int) + int(strength * _ADDITION), 255).astype(np.uint8)
     return np.where(image < 128, added, image)
 
@@ -348,6 +352,7 @@ class LabelledData(Data):
         group = transforms.mix_group or self.batch_size
         before = own - own % group + (own - 1) % group
         needed = np.concatenate([own, before])
+        # Most rows are needed twice, as themselves and by the row after, but are decoded once.
         unique_rows, places = np.unique(needed, return_inverse=True)
         inputs, targets = self._transformed(k, unique_rows)
         labels = soft_labels(targets, len(self.class_names or ()), transforms.label_smoothing)
@@ -376,6 +381,7 @@ class LabelledData(Data):
 
         if transforms.randaug_layers is not None:
             shape = (self.batch_size, transforms.randaug_layers, RANDAUG_NUMBERS)
+            # Drawn for the global batch, so that a row's numbers do not depend on the processes.
             uniforms = interface.rng(self.seed, interface.RANDAUG, k).random(shape)[rows]
             raw = randaugmented(raw, uniforms, transforms.randaug_magnitude, self.white)
         return normalized(raw, self.pixels, self.white), targets
@@ -393,6 +399,7 @@ def normalized(raw: np.ndarray, pixels: PixelsConfig, white: float = 255.0) -> n
     """
     mean = np.array(pixels.mean)
     std = np.array(pixels.std)
+    # In float64 first, so that only the final factor is rounded.
     scale = (1 / (white * std)).astype(np.float32)
     return raw * scale - (mean / std).astype(np.float32)
 

@@ -128,6 +128,7 @@ def _count_not_finite(value: np.ndarray) -> int:
     flat = np.asarray(value).reshape(-1)
     count = 0
     for start in range(0, flat.size, _CHECKED_VALUES):
+        # In chunks, because a float32 copy of a complete bfloat16 matrix may not fit in memory.
         chunk = flat[start : start + _CHECKED_VALUES].astype(np.float32)
         # Times zero, a NaN or infinite value is NaN: one product is quicker than a look at each
         # value.

@@ -103,6 +103,7 @@ class ParamTransfer:
         # for independent gradients.
         if self.copies > 1:
             values = values / self.copies
+        # w' = s w has the gradient g / s, and its square g^2 / s^2.
         return plain.times(values, self.scale**-power)
 
     def _entries(self, array: np.ndarray, along: tuple[Index, ...]) -> np.ndarray:
@@ -114,6 +115,7 @@ class ParamTransfer:
         for axis, index in enumerate(along):
             # An unchanged axis needs no copy of the array.
             if not np.array_equal(index, np.arange(array.shape[axis])):
+                # New entries have index -1, and any old entry stands in: the caller masks them.
                 array = np.take(array, np.maximum(index, 0), axis)
         return array
 

@@ -98,6 +98,7 @@ class Piece:
             try:
                 data.decode()
             except UnicodeDecodeError as error:
+                # A few bytes around the error let a user find the place in an editor.
                 near = data[max(0, error.start - 20) : error.start + 10]
                 advice = "convert the file, or use data.tokenizer bytes"
                 return error.start, f"is not UTF-8 near {near!r}; {advice}"
@@ -123,6 +124,7 @@ def side(name: str | bytes) -> Split:
 
 def rank(name: str | bytes) -> float:
     """Return the BLAKE2 hash of a path or text as a number in [0, 1)."""
+    # File names on Linux are bytes and may be no UTF-8.
     content = name.encode(errors="surrogateescape") if isinstance(name, str) else name
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
@@ -154,6 +156,7 @@ def python_files(library: Path | None = None) -> list[tuple[str, Path]]:
             f"no sources of the Python standard library in {library}; "
             "use a Python installed with them"
         )
+    # `os.walk` lists in the order of the file system, which differs between machines.
     return sorted(modules)
 
 

@@ -21,6 +21,7 @@ _PART_BYTES = 1 << 24
 """Bytes of text of a part, about."""
 _BATCH_ROWS = (4096, 1024, 256, 64, 16, 4, 1)
 """Numbers of rows that may be decoded at once."""
+# A page's size is unknown without its header, so rows from a bucket are few at a time.
 _REMOTE_ROWS = 64
 """Number of rows that are decoded at once from a bucket."""
 _BATCH_BYTES = 1 << 27
@@ -184,6 +185,7 @@ class Table:
                 self._unpacked += int(sizes.sum()) + _ROW_BYTES * len(sizes)
                 bounds.check_ratio(str(self.path), self._unpacked, self._packed, self.broken.limits)
             yield batch, sizes
+        # Only now, so that a part whose reading failed is counted when it is read again.
         self._counted.add(part)
 
     def _texts(self, batch: Any, sizes: np.ndarray, first: int, tally: Tally) -> list[bytes]:
@@ -448,10 +450,12 @@ def decoded_sizes(array: Any) -> np.ndarray:
     arrow_type = array.type
     if types.is_dictionary(arrow_type):
         sizes = decoded_sizes(array.dictionary)
+        # A null index is no row of the dictionary; any valid one stands in for it.
         indices = np.asarray(array.indices.fill_null(0))
         return sizes[indices] if len(sizes) else np.zeros(len(indices), np.int64)
     if types.is_list(arrow_type) or types.is_large_list(arrow_type):
         offsets = np.asarray(array.offsets).astype(np.int64)
+        # A slice shares the values of its parent, so only those within its offsets count.
         values = array.values[offsets[0] : offsets[-1]]
         value_sizes = decoded_sizes(values) + _ROW_BYTES
         cumulative = np.concatenate([[0], np.cumsum(value_sizes)])
@@ -479,6 +483,7 @@ def opened(path: Path, dictionaries: list[str] | None = None) -> Iterator[Any]:
 
     with (
         path.open("rb") as file,
+        # pre_buffer would read whole column chunks into memory.
         parquet.ParquetFile(file, read_dictionary=dictionaries, pre_buffer=False) as table,
     ):
         yield table
@@ -497,6 +502,7 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pyarrow.ArrowException) as error:
+        # Arrow raises OSError for damaged content, too, but only the system's errors have an errno.
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
         reason = (str(error) or type(error).__name__).splitlines()[0]

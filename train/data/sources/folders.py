@@ -137,6 +137,7 @@ class Folder(NamedTuple):
         Args:
             classes: Classes of a model in its order. They must include all classes of the folder.
         """
+        # File systems differ in how they compose accents: NFC makes equal names equal.
         label_of = {nfc(name): label for label, name in enumerate(classes)}
         labels = [label_of[name] for name in self.classes]
 
@@ -236,6 +237,7 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
             if _checked_pixels(image, name, limits) > _LARGE_PIXELS:
                 stack.enter_context(_LARGE_IMAGES)
             yield image
+        # A lack of memory is not the file's fault, and a DataError says already what is wrong.
         except (MemoryError, DataError):
             raise
         except Image.DecompressionBombError as error:
@@ -309,6 +311,7 @@ def decoded(
 def _pixels(image: Image.Image, channels: int, background: str, side: int | None) -> np.ndarray:
     """Return the pixels of an opened image, upright, uint8 [h, w, channels]."""
     if side is not None:
+        # Must come before `load`; afterwards `draft` does nothing.
         image.draft(None, (side, side))
     # Before the orientation is read, because PIL turns TIFF files itself when it loads them.
     image.load()
@@ -339,6 +342,7 @@ def _pixels(image: Image.Image, channels: int, background: str, side: int | None
     # Not ImageOps.exif_transpose: it writes the EXIF data anew, and PIL cannot write all values
     # that cameras write.
     turn = _TURNS.get(orientation) if isinstance(orientation, int) else None
+    # A turned view has negative strides and would keep the original alive.
     return pixels if turn is None else np.ascontiguousarray(turn(pixels))
 
 
@@ -346,6 +350,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     """Return an image with 8 bits per value."""
     # `convert` would clip 16 bits at 255.
     if image.mode.startswith("I;16"):
+        # 65535 // 257 = 255.
         return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     return image
 
@@ -417,6 +422,7 @@ def opened(
     for line in scan.cautions(vision.channels, pixels.background):
         note(line)
 
+    # After broken images are left out, so that the digest is of what is trained on.
     facts: dict[str, str | int] = {"digest": folder.digest}
     if scan.broken:
         facts["broken_images"] = len(scan.broken)

@@ -115,6 +115,7 @@ def sizes(config: DataConfig) -> ImageSizes | None:
         return None
     if not labels.size or not test_labels.size:
         return None
+    # A class may occur among the test labels alone.
     num_classes = int(max(labels.max(), test_labels.max())) + 1
     return ImageSizes(num_classes, 1, pixels.shape[1], scaled=False)
 
@@ -213,6 +214,7 @@ def _array(file: Path, stream: Any, stored_bytes: int, limits: LimitsConfig) -> 
     starts = range(0, len(sizes), 4)
     shape = tuple(int.from_bytes(sizes[start : start + 4], "big") for start in starts)
     size = math.prod(shape)
+    # Checked by the header alone, before anything is unpacked.
     if size > max(_UNCHECKED_BYTES, limits.ratio * stored_bytes // 10):
         raise bounds.too_packed(str(file), 10 * size, stored_bytes, limits)
 

@@ -147,6 +147,7 @@ def text_documents(
             for side, split in data_set.splits.items()
         }
 
+    # Without a suffix at 100 %, so that the cache of a complete data set keeps its name.
     part = "" if config.train_percent == 100 else f"-{config.train_percent}"
     name = config.name.replace("/", "-").replace(":", "-")
     return f"{name}-{content}{part}", documents
@@ -285,6 +286,7 @@ def find(name: str, data_dir: str | None) -> DataSet:
     """
     base = path_of(data_dir) if data_dir else cache.data_sets(None)
     dataset, _, version = name.partition(":")
+    # The name becomes a path, so it must not climb out of the folder of data sets.
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.+-]*)?", dataset):
         raise DataError(unknown(name, base))
 
@@ -360,6 +362,7 @@ def _versions(folder: Path) -> list[str]:
     """Return the versions that are prepared in a folder, oldest first."""
     names = [file.parent.name for file in folder.glob("*/dataset_info.json")]
     versions = [name for name in names if _VERSION.fullmatch(name)]
+    # As numbers, because "10.0.0" sorts before "3.0.1" as text.
     return sorted(versions, key=lambda version: tuple(map(int, version.split("."))))
 
 

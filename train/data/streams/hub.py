@@ -173,6 +173,7 @@ def _check_archive(file: Path, limits: LimitsConfig) -> None:
     """Raise an error if a zip file unpacks to much more than its size."""
     try:
         with zipfile.ZipFile(file) as archive:
+            # The sizes in the directory of the archive; nothing is unpacked.
             size = sum(member.file_size for member in archive.infolist())
     except (OSError, zipfile.BadZipFile, ValueError) as error:
         raise DataError(
@@ -360,6 +361,7 @@ def _place(name: str) -> tuple[Path | tuple[str, str | None], str | None]:
 
 def _commit(name: str, repository: str, revision: str | None) -> str:
     """Return the commit that a revision of a data set on the hub names now."""
+    # An optional package, of the extra "hf".
     from huggingface_hub import HfApi
 
     with _asking(name):

@@ -160,6 +160,7 @@ def _pack_side(
     path = folder / f"{side}.bin"
     shared_parts = 0
     last_note = time.monotonic()
+    # Opened to append, so that a pass that was killed goes on.
     with path.open("ab") as file, path.with_suffix(".jsonl").open("a+b") as lines:
         facts = {**_resumed(lines, file.tell() // itemsize), "dtype": dtype}
         # Ids after the last complete line are written again.
@@ -209,6 +210,7 @@ def _write(file: BinaryIO, content: bytes) -> None:
     """Write some bytes and wait until they are on disk."""
     file.write(content)
     file.flush()
+    # Without fsync a machine that dies may keep the line and lose its ids.
     os.fsync(file.fileno())
 
 
@@ -228,6 +230,7 @@ def _resumed(lines: BinaryIO, tokens: int) -> dict[str, Any]:
         except disk.JsonError:
             break
         quoted = step.pop("quoted", None)
+        # A line without its end was cut off by a crash.
         if not line.endswith(b"\n") or not isinstance(quoted, dict):
             break
         if _field_types(step) != _field_types(_STEP):

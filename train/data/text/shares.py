@@ -211,6 +211,7 @@ def _write(
             quotes.append(quoted([document], tokenizer))
         sizes += [len(part) for part in step]
 
+    # Hosts may share the folder, so a process id alone is not unique.
     temporary = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}.part")
     with temporary.open("wb") as file:
         np.savez(
@@ -222,6 +223,7 @@ def _write(
         )
         file.flush()
         os.fsync(file.fileno())
+    # Atomic: a reader sees the complete share or none.
     temporary.replace(path)
 
 

@@ -101,9 +101,11 @@ class Generator:
         # The multipliers are applied once here, not at every token.
         self.weights = jax.jit(multiply_all)(networks, inputs.factors.multiplier)
 
+        # Tokens go to the host, which needs a whole copy of them.
         replicated = program.layout.replicated
         state = _DecoderState(None, replicated, replicated)
         self._fill = jax.jit(self._read_prompt, out_shardings=state)
+        # The state is donated, or every call would copy the caches.
         self._extend = jax.jit(
             self._write_tokens, donate_argnums=2, out_shardings=(state, replicated)
         )
@@ -171,6 +173,7 @@ class Generator:
             if state is None or context == limit:
                 context_BT = text_BT
                 if state is not None:
+                    # Half, so that a full context is read again only once in S/2 tokens.
                     context_BT = text_BT[:, -max(limit // 2, 1) :]
                 context = context_BT.shape[1]
                 state = self._fill(
@@ -260,6 +263,7 @@ class Generator:
             weights, forward, text_BT, empty, length - 1, fresh=True
         )
         token_B = self._draw(logits_BV, key, number, sampling)
+        # The padding was written into the caches, too; the next tokens overwrite it.
         caches = tuple(cache._replace(length=length) for cache in caches)
         return _DecoderState(caches, token_B, _all_finite(logits_BV))
 
@@ -338,6 +342,7 @@ class Generator:
     ) -> jax.Array:
         """Draw the token with a given number in each row, int32 [B]."""
         rows_B = jnp.arange(logits_BV.shape[0])
+        # Keys depend on the token's number and row alone, not on how many tokens a call makes.
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), rows_B)
         sampling = self._sampling if traced_sampling is None else traced_sampling
         assert sampling is not None, "a generator without a sampling is told one with every text"

@@ -177,6 +177,7 @@ class Seq2SeqGenerator:
         networks: list[Any] = [
             self._definition.bind(params, self._forward, layout=self._layout) for params in weights
         ]
+        # The encoder runs once per input and not once per beam.
         memories = [net.remember(*arrays).repeated(self._beams) for net in networks]
         empty = tuple(kv_cache.empty(self._model, num_rows) for _ in weights)
         # All beams of an input begin alike. Only the first may go on, or all would be copies of it.
@@ -198,6 +199,7 @@ class Seq2SeqGenerator:
             return self._step(networks, memories, key, state)
 
         end = jax.lax.while_loop(has_open_text, step, start)
+        # Without the division longer texts would lose to shorter ones at every further token.
         mean_score_R = end.score_R / jnp.maximum(end.count_R, 1) ** self._penalty
         score_BK = mean_score_R.reshape(-1, self._beams)
         best_B = jnp.arange(len(score_BK)) * self._beams + jnp.argmax(score_BK, axis=1)
@@ -222,6 +224,7 @@ class Seq2SeqGenerator:
             logits.append(net.read(h_R1D)[:, 0])
             caches.append(filled)
         logits_RV = centered(logits)
+        # The maximum is NaN if any logit is, and forbidden tokens may be -inf.
         finite = state.finite & jnp.all(jnp.isfinite(jnp.max(logits_RV, axis=-1)))
 
         logp_RV = jax.nn.log_softmax(logits_RV, axis=-1)
@@ -237,9 +240,11 @@ class Seq2SeqGenerator:
         out_RT = state.out_RT[parent_R]
         done_R = state.done_R[parent_R]
         count_R = state.count_R[parent_R]
+        # Other texts go on, so a text that has ended is filled up with end tokens.
         token_R = jnp.where(done_R, self._end, chosen.token_R)
         out_RT = jax.lax.dynamic_update_slice(out_RT, token_R[:, None], (0, state.number))
         if self._beams > 1:
+            # Keys and values belong to the text that a row goes on with.
             caches = [_reordered(cache, parent_R) for cache in caches]
         ended_R = done_R | (token_R == self._end)
         return _DecoderState(

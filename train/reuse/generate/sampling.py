@@ -100,6 +100,7 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling | TracedSam
 
     if isinstance(sampling, TracedSampling):
         branches = (take_likeliest, draw_among_all, draw_among_likeliest)
+        # Sorting is skipped where top_p keeps all tokens.
         random_branch = 1 + (sampling.top_p < 1).astype(jnp.int32)
         branch = jnp.where(sampling.temperature == 0, 0, random_branch)
         return jax.lax.switch(branch, branches)
@@ -157,4 +158,5 @@ def _likelier_mass(sorted_BK: jax.Array) -> jax.Array:
         sorted_BK: Logits [B, K], the largest first.
     """
     share_BK = jax.nn.softmax(sorted_BK, axis=-1)
+    # Without the token's own share, so that the likeliest token is in every nucleus.
     return jnp.cumsum(share_BK, axis=-1) - share_BK

@@ -129,6 +129,7 @@ class Slots:
         replicated = generator.layout.replicated
         self._read = jax.jit(self._prompt_read, out_shardings=replicated)
         self._draw = jax.jit(self._drawn, out_shardings=replicated)
+        # The caches are donated, or a step would need memory for them twice.
         self._step = jax.jit(self._stepped, donate_argnums=2, out_shardings=replicated)
         self._insert = jax.jit(_inserted, donate_argnums=0, out_shardings=replicated)
         self._extract = jax.jit(_extracted, out_shardings=replicated)
@@ -184,6 +185,7 @@ class Slots:
         """Empty the text's slot, and keep its cache in host memory so that it can join again."""
         assert text.slot is not None
         saved = self._call("extract", self._extract, self._caches, np.int32(text.slot))
+        # On the host, because memory of the device is what is short.
         text.saved = jax.tree.map(np.asarray, saved)
         self.leave(text)
 
@@ -260,6 +262,7 @@ class Slots:
         """Read a context, draw the token after it, and keep the cache in `text.saved`."""
         generator = self._generator
         if text.key is None:
+            # On the host, where the rows of all texts are assembled for every call.
             text.key = np.asarray(jax.random.key_data(jax.random.key(text.seed, impl=PRNG)))
         padded_1P = generator.padded(context_P[None])
         size = np.int32(context_P.size)
@@ -285,6 +288,7 @@ class Slots:
     def _call(self, name: Any, program: Callable, *arguments: Any) -> Any:
         """Call a program and wait for its result."""
         with self.watched(name):
+            # Waits inside of `watched`, which times the call, and so that errors are raised here.
             return jax.block_until_ready(program(*arguments))
 
     @contextlib.contextmanager
@@ -355,6 +359,7 @@ class Slots:
             )
             token_B, new_finite_B = self._drawn(logits_BV, rows)
             out_BT = jax.lax.dynamic_update_slice(out_BT, token_B[:, None], (0, index))
+            # Empty slots compute, too, because shapes are fixed; only their counts stand still.
             moved_B = rows.active_B.astype(jnp.int32)
             rows = rows._replace(
                 token_B=token_B,
@@ -387,6 +392,7 @@ def _rows_of(texts: Sequence[Text | None]) -> _Rows:
         row_B=np.zeros(count, np.int32),
         key_B2=np.zeros((count, 2), np.uint32),
         temperature_B=np.zeros(count, np.float32),
+        # A top_p of 1 keeps all tokens.
         top_p_B=np.ones(count, np.float32),
     )
     for index, text in enumerate(texts):

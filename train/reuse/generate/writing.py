@@ -96,6 +96,7 @@ class StreamingText:
         new = self._until_end(ids)
         text = held + self._decoder.add(new)
         if self.finish:
+            # No further bytes come, so an incomplete character is written as it is.
             text += self._decoder.finish()
         stop = self._first_stop(text)
         if stop is not None:
@@ -155,6 +156,7 @@ class StreamingText:
         if not self._stops:
             return 0
         longest = max(map(len, self._stops))
+        # The longest match first, because a shorter one would release characters of a stop string.
         for size in range(min(longest - 1, len(text)), 0, -1):
             end = text[-size:]
             if any(stop.startswith(end) for stop in self._stops):

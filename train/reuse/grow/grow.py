@@ -103,6 +103,7 @@ class Growth(Plan):
         axis = move.copies_axis
         split_shape = (*weight.shape[:axis], -1, move.copies, *weight.shape[axis + 1 :])
         experts = weight.reshape(split_shape)
+        # Differences of sum zero leave the mean of the copies, and so the function, as it was.
         centred = experts - experts.mean(axis + 1, keepdims=True)
         return np.where(move.transplanted(), centred.reshape(weight.shape), silent)
 
@@ -187,6 +188,7 @@ def _scale(spec: ParamSpec, small: TransformerConfig, large: TransformerConfig) 
     scale = 1.0
     is_query = Role.QUERY in (spec.role, spec.of)
     if is_query and spec.role is not Role.NORM_GAIN:
+        # Logits are q.k over head_dim^1/2, so queries make up for the larger divisor.
         scale = (large.heads_dim / small.heads_dim) ** 0.5
 
     if small.norm_gain:
@@ -215,6 +217,7 @@ def _centre(weight: np.ndarray) -> np.ndarray:
 def _silent(spec: ParamSpec, along: Sequence[Index]) -> np.ndarray | None:
     """Return a mask of new entries that are zero, or `None` if all start as the preset says."""
     if spec.role in (*EMBEDS, *OUTS):
+        # New units must not change the stream; they get gradients through it all the same.
         return np.ones([1] * len(along), bool)
     if spec.role is not Role.KEY:
         return None
@@ -244,6 +247,7 @@ def _notes(
             "rmsnorm, keeps it)"
         )
         return False, notes
+    # The mean square falls by the ratio if new entries are 0, and eps must fall with it.
     exact_eps = small.norm_eps / ratio
     if ratio > 1 and not np.isclose(large.norm_eps, exact_eps, rtol=1e-3):
         error = large.norm_eps * (ratio - 1) / 2

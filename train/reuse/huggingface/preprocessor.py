@@ -96,6 +96,7 @@ def _pixels(fields: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
     if fields.get("do_resize") is False:
         raise ConfigError("do_resize is false, and images of any size are to be read")
 
+    # The defaults of the processors' classes, which files may leave out.
     default_filter = "bilinear" if processor.startswith("ViT") else "bicubic"
     resample = fields.get("resample", _RESAMPLE.index(default_filter))
     # bool is a subclass of int and no filter.
@@ -154,6 +155,7 @@ def _normalization(fields: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
         factor = fields.get("rescale_factor", 1 / 255)
     mean = _channels(fields.get("image_mean", 0.5), "image_mean")
     std = _channels(fields.get("image_std", 0.5), "image_std")
+    # Images are then left as rescaled: mean 0 and deviation 1.
     if fields.get("do_normalize") is False:
         mean = (0.0,)
         std = (1.0,)

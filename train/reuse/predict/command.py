@@ -75,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
             line = as_json(path, best, model.images)
         else:
             line = as_line(path, best, model.images)
+        # Flushed, so that a program at the other end of a pipe gets each answer at once.
         print(line, flush=True)
 
     summary = f"{len(paths) - num_failed} of {len(paths)} images by {model.described}"
@@ -140,6 +141,7 @@ def _images_below(folder: Path) -> list[Path]:
 def _listed(text: Path) -> list[Path]:
     """Return the paths in a text file. At least one of them must be a file."""
     try:
+        # Editors on Windows write a byte order mark, which would become part of the first path.
         content = text.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise command_line.UsageError(f"{text} is no text: {error}") from error

@@ -102,6 +102,7 @@ def _calibration_error(logits: np.ndarray, hits: np.ndarray) -> float | None:
     confidence = softmax(logits).max(axis=1)
     # A confidence of exactly 1 belongs to the last bin.
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    # Sums per bin: |mean difference| times the bin's count is |sum of differences|.
     gaps = np.bincount(bins, confidence - hits, minlength=BINS)
     return float(np.abs(gaps).sum() / len(logits))
 

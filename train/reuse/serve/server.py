@@ -163,6 +163,7 @@ class LimitedProtocol(H11Protocol):
     def _give_up(self) -> None:
         """Close the connection without sending the rest of an answer."""
         if not self.transport.is_closing():
+            # `close` would wait for the client to read what is buffered, and it does not read.
             self.transport.abort()
 
 
@@ -193,6 +194,7 @@ def listening(host: str, port: int, backlog: int) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
+        # A server that is started again soon would find its port in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(backlog)
@@ -349,6 +351,7 @@ class App:
         async def watched_receive() -> Any:
             message = await receive()
             if message["type"] == "http.request" and not message.get("more_body", False):
+                # A refusal may then close the connection without waiting for further bytes.
                 scope[_BODY_READ] = True
             return message
 

@@ -220,6 +220,7 @@ class Answer:
         self.prompts = prompts
         self._worker = worker
         self._deadline = time.monotonic() + max_seconds
+        # Kept, because the worker delivers events from another thread.
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self.writings = [writing for prompt in prompts for writing in prompt.writings]
@@ -227,6 +228,7 @@ class Answer:
         self._indices = []
         """Index in `writings` of each text of the job. A writing of no tokens has no text."""
         for number, prompt in enumerate(prompts):
+            # Seeds of their own, or equal prompts of one request would get equal answers.
             seed = request.seed + number
             for row, writing in enumerate(prompt.writings):
                 if not writing.finish:

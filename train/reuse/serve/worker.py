@@ -153,6 +153,7 @@ class Worker:
         self._stopped = False
         self._is_idle = True
         self._last_progress = time.monotonic()
+        # A daemon, so that a call that hangs in JAX cannot keep the process alive.
         self._thread = threading.Thread(target=self._run, name="mupax-serve", daemon=True)
         self._thread.start()
 
@@ -283,6 +284,7 @@ class Worker:
             self.slots.leave(text)
             self._slot_began.pop(text, None)
             job, _ = self._owners.pop(text)
+            # Frees the cache at once, although the job may live on in a reader.
             text.saved = None
             with contextlib.suppress(ValueError):
                 job.waiting.remove(text)
@@ -369,6 +371,7 @@ class Worker:
         candidates = []
         for text in self.slots.active:
             owner, _ = self._owners[text]
+            # A text keeps its slot for a while, because moving its cache costs time.
             if owner is not job and now - self._slot_began[text] > TURN_S:
                 candidates.append(text)
         if not candidates:
@@ -391,6 +394,7 @@ class Worker:
         owner, _ = self._owners[text]
         del self._slot_began[text]
         owner.waiting.append(text)
+        # Behind all others, so that texts take turns.
         owner.order = next(self._order)
         return True
 

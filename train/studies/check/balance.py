@@ -109,13 +109,16 @@ def balance(
             f"measured scales cannot start keys as queries, as {reference.label} does; "
             f"write key_start=own"
         )
+    # Independent decay, because lr * wd of the reference must not change with the new rates.
     factors = resolve(reference, definition, config.name, "independent")
+    # Initialized once: the output scale is a multiplier and changes no stored parameter.
     params = jax.jit(lambda seed, stds: definition.initialize(seed, stds, normals))(
         np.uint32(seed), init_stds(reference, definition)
     )
 
     @jax.jit
     def measure(params: Arrays, factors: Factors, batch: Batch) -> tuple[Speeds, Parts, Arrays]:
+        # Directions need no rates, and the rates come from them.
         unit = direction(definition, factors, config)
 
         def flow(grads: Arrays) -> Arrays:
@@ -197,6 +200,7 @@ def next_scale(tried: Sequence[tuple[float, float]]) -> float:
     if len(tried) > 1:
         last_scale, last_speed = tried[-2]
         power = math.log(speed / last_speed) / math.log(scale / last_scale)
+        # Bounds keep a noisy pair from a power near 0, at which the next scale would be infinite.
         power = min(max(power, -4.0), -0.25)
     return scale * speed ** (-1 / power)
 
@@ -206,6 +210,7 @@ def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -
 
     u is the optimizer's first update, without clipping or decay.
     """
+    # Clipping would tie all layers' updates to one norm, and the formula needs each layer's own.
     tx = chains.build(dataclasses.replace(config, clip_norm=None), definition.specs)
     hyper = chains.OptimizerHyperparams(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
 
@@ -308,6 +313,7 @@ def _shared_rates(
             if group in layer_slopes:
                 part = len(layers) * len(layer_slopes)
                 candidates.append(1 / (part * layer_slopes[group]))
+        # The least of the parts, so that no layer gets more than its share from this group.
         rates[group] = functools.reduce(jnp.minimum, candidates)
     return rates
 
@@ -341,6 +347,7 @@ def _check_gradients(parts: Parts) -> None:
         )
     for group, norms in parts.gradient.items():
         for layer, part in enumerate(norms.tolist()):
+            # `not >`, so that NaN is refused, too.
             is_rounding = not part > _ROUNDING * norm
             if is_rounding or not float(parts.slope[group][layer]) > 0:
                 raise PresetError(
@@ -367,6 +374,7 @@ def _table(definition: Definition, factors: Factors, reference: Preset, optimize
     for name, spec in definition.specs.items():
         numbers = {field: _number(column[name]) for field, column in columns.items()}
         row = Scales(**numbers)
+        # A table has a row per group, so two parameters of a group cannot differ.
         if scales.setdefault(spec.group, row) != row:
             raise PresetError(
                 f"{name}: {reference.name} gives another of the group {spec.group} other numbers; "
@@ -379,6 +387,7 @@ def _table(definition: Definition, factors: Factors, reference: Preset, optimize
     encoder_residual: tuple[tuple[tuple[float, float], ...], ...] = ()
     has_encoder = ENCODER.axis in sizes
     if "branch" in kinds:
+        # A decoder with an encoder has a third branch, cross-attention.
         residual = _residual_scales(reference, sizes, CROSSED if has_encoder else OWN)
     if has_encoder:
         encoder_residual = _residual_scales(reference, sizes, ENCODER)

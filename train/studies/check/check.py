@@ -114,6 +114,7 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
     heads = changes.get("num_heads", model.num_heads)
     width = changes.get("width", model.width)
     if "num_kv_heads" not in written and model.num_kv_heads is not None:
+        # The ratio of query to key heads is structure, so it stays at fewer heads.
         changes["num_kv_heads"] = max(1, heads * model.kv_heads // model.num_heads)
     if "mlp_ratio" not in written:
         # Hidden sizes are whole numbers.
@@ -160,6 +161,7 @@ def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> CheckModel:
             notes.append(_size_note(words[name], name, new_sizes[name], model_size))
 
     small_model = dataclasses.replace(model, **new_sizes)
+    # All limits count as written now, or `smallest` would shrink them to 16 and 64 again.
     return CheckModel(small_model, {*written, *limits}, notes)
 
 
@@ -277,6 +279,7 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
     count = examples(max(lengths.values()))
     decoded = tokens(outputs, lengths["targets"], count)
     source = _zipf_tokens(rng, outputs, (count, lengths["inputs"]))
+    # Every source has at least one position, or the decoder would attend to padding alone.
     source_lengths = rng.integers(1, lengths["inputs"] + 1, (count, 1))
     mask = np.arange(lengths["inputs"]) < source_lengths
     return {
@@ -387,6 +390,7 @@ class Series:
             "parameters and state of the largest size",
             "Write fewer --sizes",
         )
+        # Some optimizers move nothing at first; their step 1 is the first that moves.
         still_steps = OPTIMIZERS[config.name].still_steps
         self._programs = []
         for definition in definitions:
@@ -414,6 +418,7 @@ class Series:
         Raises:
             PresetError: The sizes have different observables, so that no slope can be fitted.
         """
+        # A grown model with other parameters would give rows that some sizes lack.
         records = self._records(preset, batch, seeds)
         if any(record.keys() != records[0].keys() for record in records):
             raise PresetError(
@@ -423,14 +428,17 @@ class Series:
         measured: dict[str, np.ndarray] = {}
         for name in records[0]:
             values = [np.asarray(record[name], np.float64) for record in records]
+            # [seeds, steps + 1] is one number per step; a third axis holds layers.
             if values[0].ndim > 2:
                 if len({array.shape for array in values}) == 1:
                     measured[LAYERS.format(name)] = np.stack(values)
                 else:
                     ends = [np.stack([array.min(-1), array.max(-1)], -1) for array in values]
+                    # Models of different depth have only their extreme layers to compare.
                     measured[ENDS.format(name)] = np.stack(ends)
                 values = [np.sqrt(np.mean(array**2, axis=-1)) for array in values]
             measured[name] = np.stack(values)
+        # Last, because a gradient that is rounding is judged by its mean over layers.
         groups.without_rounding(measured, self.definitions[0].specs)
         return measured
 
@@ -438,6 +446,7 @@ class Series:
         self, preset: Preset, batch: Mapping[str, np.ndarray], seeds: int
     ) -> list[dict[str, np.ndarray]]:
         """Return every size's observables, [seeds, steps + 1] or [seeds, steps + 1, layers]."""
+        # One more than the steps, because the last observation takes a step as well.
         hyper = hyperparams(self.config, self.steps + 1)
         records = []
         sizes_with_programs = zip(self._programs, self.numbers(preset), strict=True)
@@ -447,6 +456,7 @@ class Series:
             # the base. They share their trainings.
             key = (index, self.steps, digest(data))
             trained = self._recorded.setdefault(key, [])
+            # Earlier calls with fewer seeds are extended, not repeated.
             for seed in range(len(trained), seeds):
                 trained.append(program(np.uint32(seed), *data, self.steps))
 

@@ -95,6 +95,7 @@ def measure(
         for layer, w, delta in zip(layers, weights, deltas, strict=True):
             x = layer(w, x)
             if delta is not None:
+                # `tree.map`, because a feature of an encoder-decoder is a pair of streams.
                 x = jax.tree.map(jnp.add, x, delta)
             features.append(x)
         return loss(readout, x), features
@@ -106,14 +107,17 @@ def measure(
     (value, features), (grads, signals) = value_and_gradients(params, zeros)
 
     velocities = flow(grads)
+    # One JVP along the whole flow: df_v/dt sums over all weights before v at once.
     _, speeds = jax.jvp(lambda p: forward(p, zeros)[1], (params,), (velocities,))
     dots = jnp.stack([-dot(df, b) for df, b in zip(speeds, signals, strict=True)])
     speed = jnp.stack([norm(df) for df in speeds])
     backward = jnp.stack([norm(b) for b in signals])
     feature = jnp.stack([norm(f) for f in features])
+    # 0 / 0 stays NaN on purpose: a feature that stands still has no angle.
     cosine = dots / (speed * backward)
     contributions = []
     for g, w in zip(parts(grads), parts(velocities), strict=True):
+        # w = -lr u, so the minus makes a fall of the loss positive.
         contributions.append(-dot(g, w))
     contribution = jnp.stack(contributions)
     entries = [sum(x.size for x in jax.tree.leaves(f)) for f in features]
@@ -179,11 +183,13 @@ def of_model(
         multipliers = dict(factors.multiplier)
         forward = dict(factors.forward)
         if index is not None:
+            # NNX blocks are stacks, so one layer is bound as a stack of length 1.
             stacked = {name for name in weights if definition.specs[name].stacked}
             weights = {name: w[None] if name in stacked else w for name, w in weights.items()}
             multipliers |= {name: multipliers[name][index : index + 1] for name in stacked}
             for name, x in forward.items():
                 if name.startswith(stack):
+                    # Forward factors of the other stack (encoder or decoder) keep their own length.
                     forward[name] = x[index : index + 1]
         return definition.model({**params, **weights}, multipliers, forward)
 
@@ -197,11 +203,13 @@ def of_model(
     def block(index: int, weights: Arrays, h_BTD: jax.Array) -> jax.Array:
         layer = first_layer(bound(weights, index).block)
         if getattr(layer, "period", 1) > 1:
+            # Blocks may alternate in kind, and a stack of one no longer knows its place.
             layer = layer.at(index)
         return layer(h_BTD)
 
     def embed_both(weights: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
         model = bound(weights)
+        # An encoder without a table of its own shares the decoder's.
         table = model.token if model.encoder.token is None else model.encoder.token
         return model.encoder.first(table, batch["inputs"]), model.embed(batch["decoder_inputs"])
 
@@ -212,6 +220,7 @@ def of_model(
         model = bound(weights, index, "encoder.block.")
         e_BSD = first_layer(model.encoder.block)(e_BSD, batch["input_mask"] > 0, None)
         if index == definition.sizes["encoder_layers"] - 1:
+            # The last norm ends the encoder, because every decoder block reads its result.
             e_BSD = model.encoder.norm(e_BSD)
         return e_BSD, h_BTD
 
@@ -220,11 +229,13 @@ def of_model(
         layer = first_layer(bound(weights, index).block)
         h_BTD = layer(h_BTD, memory_BSD, batch["input_mask"] > 0, None)
         is_last = index == definition.sizes["layers"] - 1
+        # After the last block nothing reads the memory, so it is no part of the last feature.
         return h_BTD if is_last else (memory_BSD, h_BTD)
 
     def loss(weights: Arrays, h_BTD: jax.Array) -> jax.Array:
         logits = bound(weights).read(h_BTD)
         if centered:
+            # At initialization f - f is 0, but its gradient is that of f.
             logits = logits - jax.lax.stop_gradient(logits)
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return jnp.sum(nll * batch["weights"]) / jnp.sum(batch["weights"])
@@ -293,6 +304,7 @@ def chain(definition: Definition) -> list[dict[str, int | None]]:
         is_embedding = spec.role in EMBEDDINGS or spec.of in EMBEDDINGS
         if spec.stacked:
             (encoder if is_encoder else block).append(name)
+        # The norm of the embedding has no role of its own to tell it from the last norm.
         elif is_embedding or "embedding_norm" in name.split("."):
             embed.append(name)
         else:
@@ -307,6 +319,7 @@ def chain(definition: Definition) -> list[dict[str, int | None]]:
         depth = definition.sizes["layers"]
         layers = [dict.fromkeys(block, index) for index in range(depth)]
     if memory:
+        # `None` as index: the encoder's last norm is outside of the stack.
         encoder_layers[-1] |= dict.fromkeys(memory)
     return [dict.fromkeys(embed), *encoder_layers, *layers, dict.fromkeys(read)]
 

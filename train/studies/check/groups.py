@@ -69,9 +69,11 @@ def slopes(
 
     for name, label in labels(specs).items():
         spec = specs[name]
+        # The step of such a bias comes from expert loads and not from a gradient, so no row has it.
         if spec.moved_by_loads:
             continue
         row = preset.row(spec)
+        # Biases start at exactly zero, which has no log-log slope.
         if spec.role not in BIASES:
             exponents[f"weight/{label}", 0] = limit.x(row.multiplier * row.init_std)
 
@@ -101,11 +103,13 @@ def _movement(
     row = preset.row(spec)
     family = limit.family
     rate = limit.x(row.multiplier * row.lr(family))
+    # Muon orthogonalizes matrices only; everything else takes its Adam step.
     matrix = limit.names.get(spec.role)
 
     if family == "muon" and matrix is not None and limit.orthogonal(matrix):
         return limit.of(spec.part).step(matrix)
     if family == "sgd":
+        # SGD's step is the gradient itself, so it is as uncertain as the gradient's exponent.
         return None if gradient_exponent is None else rate + gradient_exponent
     if family == "muon" and row.muon is not None:
         return None
@@ -162,16 +166,19 @@ def at_base(
 
         if not spec.part:
             fan_in = math.prod(sizes[axis] for axis in spec.fan_in)
+            # Std of one output for inputs of unit variance, a sum over fan_in independent terms.
             output_stds[spec.role] = multiplier * std * fan_in**0.5
         numbers[f"weight/{label}", 0] = multiplier * std
         numbers[f"movement/{label}", 1] = multiplier * _of_middle_layer(scales.lr)
         numbers[f"gradient/{label}", 0] = _of_middle_layer(scales.eps)
 
     has_attention = Role.QUERY in output_stds and Role.KEY in output_stds
+    # With k = q a logit is a sum of squares, which this product of independent stds does not give.
     if has_attention and not preset.key_as_query:
         is_normed = any(
             spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in specs.values()
         )
+        # A QK-norm makes entries of unit size, whatever the matrices are.
         entries = 1.0 if is_normed else output_stds[Role.QUERY] * output_stds[Role.KEY]
         numbers["attention", 0] = entries * preset.logit_scale(sizes) * sizes["head_dim"] ** 0.5
     return numbers
@@ -195,6 +202,7 @@ def wrong_base(
     """
     if preset.base is None:
         return {}
+    # A base may name axes that this model lacks, such as experts; they change nothing here.
     model_base = {axis: sizes[axis] for axis in preset.base if axis in sizes}
     if model_base == preset.base:
         return {}
@@ -251,6 +259,7 @@ def without_rounding(measured: dict[str, np.ndarray], specs: Mapping[str, ParamS
         key = f"gradient/{label_of[name]}"
         if spec.shared and spec.role is Role.BIAS and key in measured:
             values = measured[key]
+            # Values that are all exactly zero stay, because "frozen" is a finding.
             if values.any() and values.max() < ROUNDING * typical:
                 del measured[key]
 
@@ -266,6 +275,7 @@ def gradient(
         aligned: Whether some steps were taken. At initialization the heads that share a gain add up
             as independent terms.
     """
+    # dL/dw = m dL/d(m w): the stored gradient has the multiplier once more.
     stored = limit.x(preset.row(spec).multiplier)
     if spec.part == "encoder" and not aligned:
         # The encoder's signal is a sum over the decoder's blocks, whose branches are independent at
@@ -308,6 +318,7 @@ def _summed(spec: ParamSpec, limit: Limit, aligned: bool) -> float:
     1.03 after ten.
     """
     shared = sum(limit.growth.get(axis, 0.0) for axis in spec.shared)
+    # Independent gradients add up as the root of their number.
     return shared if aligned else shared / 2
 
 
@@ -346,6 +357,7 @@ def _vector(
 
     if not spec.in_block:
         if spec.of is Role.READOUT:
+            # A readout's bias adds to the logits themselves, whose gradient is Theta(1).
             return 0.0
         return effective["embedding"] if spec.of in EMBEDDINGS else limit.weight("readout")
 

@@ -68,6 +68,7 @@ class Finding:
         smallest size has to be right. An interval that is NaN meets no band.
         """
         inside = self.low <= self.expected.high and self.high >= self.expected.low
+        # log, because half and twice the expected value are equally wrong.
         return inside and self.layer is None and abs(math.log(self.base)) <= _BASE
 
     @property
@@ -77,6 +78,7 @@ class Finding:
         A foretold explosion counts only if the slope is measured to grow.
         """
         foretold_growth = self.expected.slope > 0 and self.expected.trouble == "explodes"
+        # `not >`, so that a NaN slope (all zeros) counts as no growth.
         if foretold_growth and not self.slope > _MOVES:
             return None
         return self.expected.trouble
@@ -133,6 +135,7 @@ def judge(
         expected: (observable, step) to theory, from `mupax.train.studies.check.theory.of`.
     """
     x = np.log2(np.asarray(sizes, np.float64))
+    # Centered sizes make the slope x.y / x.x, without an intercept.
     centered_x = x - x.mean()
     base_ratios = _base_ratios(measured, expected)
 
@@ -171,12 +174,14 @@ def _fit(x: np.ndarray, values: np.ndarray) -> _SlopeFit:
     """
     has_signal = np.any(values, axis=(0, 1))
     y = np.log2(np.maximum(values, _FLOOR))
+    # Without this a row of zeros would have the slope 0 of the floor and agree with a flat theory.
     slopes = np.where(has_signal, np.tensordot(x, y, 1) / (x @ x), math.nan)
 
     seeds = len(slopes)
     if seeds > 1:
         half_width = slopes.std(axis=0, ddof=1) * _half_width_in_deviations(seeds)
     else:
+        # One seed has no spread, so its slope must lie inside of the band itself.
         half_width = np.zeros(slopes.shape[1:])
     return _SlopeFit(slopes.mean(axis=0), half_width, has_signal * 2.0 ** y.mean(axis=1))
 
@@ -218,6 +223,7 @@ def _outlier(
     if ends is not None:
         return "one layer"
     distance = np.abs(fit.mean - expected.slope)
+    # argmax would stop at NaN; a layer that is frozen is the worst one.
     distance = np.where(np.isnan(fit.mean), math.inf, distance)
     return f"layer {np.argmax(np.where(inside, -1, distance))}"
 
@@ -238,6 +244,7 @@ def _base_ratios(
             ratios[name, step] = float(np.exp(np.mean(np.log(smallest)))) / theory.base
 
     movements = [ratio for (name, _), ratio in ratios.items() if name.startswith("movement")]
+    # A factor that all steps have in common is the optimizer's and no fault of the table.
     typical = float(np.median(movements)) if movements else 1.0
     for name, step in ratios:
         if name.startswith("movement"):
@@ -250,4 +257,5 @@ def passes(findings: Sequence[Finding]) -> bool:
 
     A check without findings does not pass.
     """
+    # all([]) is true, and a check that measured nothing proves nothing.
     return bool(findings) and all(finding.ok for finding in findings)

@@ -104,6 +104,7 @@ def program(
         rows_read = {name: start[name] for name in _rows_read(definition, state.params)}
         start = {name: jnp.where(state.step == 0, x, start[name]) for name, x in now.items()}
 
+        # The reference must be these initial parameters, which the caller's inputs do not know.
         centered = inputs._replace(reference=initial)
         grads, _sums = gradients(definition, state.params, centered, dict(batch), 1)
 
@@ -141,10 +142,12 @@ def program(
         records = []
         for count in range(-still_steps, steps + 1):
             hyper = inputs.hyper._replace(schedule=schedule[max(count, 0)])
+            # Steps that move nothing are taken at the rate of step 0, so they use up no schedule.
             now = inputs._replace(hyper=hyper)
             state, start, record = step(state, initial, start, now, batch)
             if count >= 0:
                 records.append(record)
+        # Read once at the end, because a read at every step would wait for the device.
         fetched = jax.device_get(records)
         return {name: np.stack([record[name] for record in fetched]) for name in fetched[0]}
 
@@ -275,6 +278,7 @@ def along_targets(change: jax.Array, batch: Batch) -> jax.Array:
         batch: Batch with "targets" and "weights", [B] or [B, T].
     """
     of_targets = jnp.take_along_axis(change, batch["targets"][..., None], axis=-1)[..., 0]
+    # Softmax ignores a shift of all logits, so only the rise above their mean counts.
     raised = of_targets - jnp.mean(change, axis=-1)
     return jnp.abs(jnp.sum(raised * batch["weights"])) / jnp.sum(batch["weights"])
 
@@ -301,6 +305,7 @@ def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
     if where is None:
         return jnp.sqrt(jnp.mean(squares))
     # A mask that is false everywhere gives 0, which is judged as frozen, and not 0 / 0.
+    # The count must be of entries, and the mask may have axes of size 1.
     mask = jnp.broadcast_to(where, squares.shape)
     return jnp.sqrt(jnp.sum(squares, where=mask) / jnp.maximum(jnp.sum(mask), 1))
 
@@ -374,6 +379,7 @@ def _cross(
         bias: Relative position bias of self-attention, or `None`.
     """
     h_BTD = block.add_branch(h_BTD, 0, block.attention(attended_BTD, None, bias))
+    # On a stream of zeros `add_branch` leaves the scaled branch alone.
     zeros_BTD = jnp.zeros_like(h_BTD)
     out_BTD = block.cross(block.cross_norm(h_BTD), memory_BSD, mask_BS)
     return block.add_branch(zeros_BTD, 1, out_BTD)

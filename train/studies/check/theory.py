@@ -35,6 +35,7 @@ ENCODED = " with an encoder"
 _MARGIN = {"weight": 0.04, "movement": 0.08}
 """Room around theory in addition to the allowance, by kind of observable."""
 _DEFAULT_MARGIN = 0.12
+# Exponents come from sums of floats, so an exact 0 may come out as rounding.
 _GROWS = 0.01
 """An exponent above this counts as growth."""
 _FIRST_GRADIENT = ((0, "gradient"), (1, "movement"), (1, "update query"), (1, "update key"))
@@ -102,6 +103,7 @@ def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str,
             f"give the check models of growing size"
         )
 
+    # Slopes are fitted against the fastest axis, so every other axis is a power of it.
     fastest = max(octaves.values())
     exponents = {axis_name: value / fastest for axis_name, value in octaves.items()}
     return exponents, 2.0**fastest
@@ -140,6 +142,7 @@ def of(
 
     # A tied table is never zero.
     if preset.zero_readout and first.tied_readout is None:
+        # An exact zero has no log, so these rows could only be judged as "zero" or "frozen".
         return {key: value for key, value in expected.items() if not _waits_for_readout(*key)}
     return expected
 
@@ -183,6 +186,7 @@ class _Theory:
         slope = self.slopes[name, step]
         if (step, kind) in _FIRST_GRADIENT:
             slope = self.first_gradient_slopes[name, step]
+        # At step 0 growth may be wanted (the first gradient, a logit); only changes can explode.
         grows = step > 0 and slope > _GROWS
 
         trouble = self.troubles.get((name, step))
@@ -218,6 +222,7 @@ class _Theory:
         elif step > 1:
             below += self.fastest_growth
 
+        # Only a model with a QK-norm has this row.
         gain_movement = (f"movement/{groups.QUERY_GAIN}", 1)
         if name == "update attention" and gain_movement in self.slopes:
             # The step of a QK-norm's gain changes each logit by N terms of either sign. This is
@@ -271,6 +276,7 @@ def _derive_theory(
     is_tied = first.tied_readout is not None
     part = _expert_part(first)
 
+    # A copy, because `_grown_size` must not see heads that the model lacks.
     limit_growth = dict(exponents)
     if "heads" not in first.sizes:
         # In a model without attention, the attention of the theory grows evenly with the width.
@@ -291,6 +297,7 @@ def _derive_theory(
     # between a full N^1/2 less and the exponent in the limit.
     lost_alignment = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
     unaligned_preset = with_smaller_logits(lost_alignment)
+    # The lost alignment is written in powers of head_dim, so `with_logits` can carry it.
     unaligned_limit = limit_of(unaligned_preset)
     slowest_preset = with_smaller_logits(0.5)
     slowest_limit = limit_of(slowest_preset)
@@ -413,6 +420,7 @@ def allowance(observable: str, step: int) -> str:
         observable: Name from `mupax.train.studies.check.observables`.
         step: Number of optimizer steps taken.
     """
+    # "gradient/block.norm_gain/mlp_norm" keeps kind and group, and drops the part of the group.
     group = "/".join(observable.split("/")[:2])
     return f"{group} @{step}"
 
@@ -426,6 +434,7 @@ def _waits_for_readout(name: str, step: int) -> bool:
     is_readout = group.startswith("readout")
     if step == 0:
         return name in ("logits", "weight/readout") or (kind == "gradient" and not is_readout)
+    # The first step moves the readout alone, so all other changes begin at the second step.
     return step == 1 and name != "change logits" and not is_readout
 
 
@@ -497,6 +506,7 @@ def _slopes(
         ("logits", 0): limit.random("readout"),
     }
     if definition.tied_readout is not None:
+        # Only a tied readout has E_t . E_t in the input token's own logit.
         slopes["contact logit", 0] = limit.contact
     change = _DecoderChange(limit.features, limit.d_output)
     if "encoder_layers" in definition.sizes:
@@ -525,6 +535,7 @@ def _change_with_encoder(limit: Limit) -> _DecoderChange:
     Changes of the encoder reach the decoder through branches that are independent of them.
     """
     encoder = limit.of("encoder")
+    # Independent branches add up as the root of their number, hence layers / 2.
     by_encoder = limit.branch + limit.layers / 2 - limit.stream + encoder.features
     return _DecoderChange(max(limit.features, by_encoder), max(limit.d_output, encoder.d_output))
 

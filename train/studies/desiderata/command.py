@@ -110,6 +110,7 @@ class BlockProbe:
         k_BSKN = self.mapping(f"{part}k", k_BSKN)
         v_BSKN = self.mapping(f"{part}v", v_BSKN)
         groups = q_BTHN.shape[2] // k_BSKN.shape[2]
+        # Repeated after `mapping`, so that shared keys are measured once and not per query head.
         k_BSHN = jnp.repeat(k_BSKN, groups, axis=2)
         v_BSHN = jnp.repeat(v_BSKN, groups, axis=2)
 
@@ -186,6 +187,7 @@ def forward(
     ) -> jax.Array:
         """Apply all blocks of a stack to its embedding, and record their mappings."""
         graph, stacked = nnx.split(block)
+        # These two are added outside of the scan, which only takes arrays with an axis of layers.
         ends = {f"{label}embedding", f"{label}stream"}
         block_zeros = {}
         for name, x in zeros.items():
@@ -273,6 +275,7 @@ def measure(
         layers = definition.sizes[spec.blocks] if spec.stacked else 1
         squares = jnp.sum(g.reshape(layers, -1) ** 2, axis=1)
         moves = name in NAMES or name.endswith("block.mlp.gate")
+        # rate = 1 / (layers ‖∇‖²) takes equal parts off the loss; a weight without gradient stays.
         rate = jnp.where(squares > 0, 1 / layers / squares, 0.0) * moves
         if spec.stacked:
             trailing = [1] * (g.ndim - 1)
@@ -281,11 +284,13 @@ def measure(
             flow[name] = -g * rate[0]
         if name in NAMES:
             parts[NAMES[name]] = jnp.sum(factors.lr[name] * squares)
+    # stop_gradient on every input leaves the speed that a mapping's own weights cause.
     _, speeds = jax.jvp(lambda p: loss(p, {}, jax.lax.stop_gradient)[1], (params,), (flow,))
 
     stacks = ("", "encoder ") if "encoder_layers" in definition.sizes else ("",)
     for stack in stacks:
         stream = outputs[f"{stack}stream"]
+        # What all branches add, relative to the stream that the readout's norm divides by.
         outputs[f"{stack}branches"] = (stream - outputs[f"{stack}embedding"]) / rms(stream)
     signal = jax.tree.map(rms, dict(outputs))
     speed = jax.tree.map(rms, dict(speeds))
@@ -361,6 +366,7 @@ def _sizes(dimension: str, factor: int, *, denoises: bool, text: bool) -> dict[s
             sizes["depth"] *= 4 * factor
         case "encoder_depth":
             sizes["encoder_depth"] = 8 * factor
+    # Set last, because `match` may have changed width and hidden size alike.
     sizes["mlp_ratio"] = hidden / sizes["width"]
     return sizes
 
@@ -374,6 +380,7 @@ def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
     examples = 1 if dimension in OF_TOKENS else 2
     arrays = {name: array[:examples] for name, array in check.even_batch(model).items()}
     if model.denoises:
+        # Padding would make the number of tokens random, and it is one of the dimensions.
         arrays["input_mask"] = np.ones_like(arrays["inputs"])
     return arrays
 
@@ -426,6 +433,7 @@ class Series:
             params = definition.initialize(seed, stds)
             return measure(definition, params, numbers, batch, masked=masked)
 
+        # `map` and not `vmap`, so that one seed at a time needs memory.
         return jax.jit(lambda seeds, *arrays: jax.lax.map(lambda s: of_seed(s, *arrays), seeds))
 
     def slopes(self, preset: Preset) -> dict[str, dict[str, float]]:
@@ -450,6 +458,7 @@ class Series:
         for field, mappings in records[0].items():
             slopes[field] = {}
             for name in mappings:
+                # Geometric, because slopes are of logs and a single seed may be far off.
                 means = [np.exp(np.mean(np.log(record[field][name]))) for record in records]
                 slopes[field][name] = float(x @ np.log2(means) / (x @ x))
         return slopes

@@ -139,10 +139,12 @@ def fitted(points: Points) -> ScalingLaw:
     seed_noise = 0.0
     if num_seeds > 1:
         variance = np.nanmean(rows.seed_residuals**2) * num_seeds / (num_seeds - 1)
+        # n / (n - 1), because residuals are from the mean over the same seeds.
         seed_noise = float(np.sqrt(variance))
     # Only parameters of the least loss are fitted to the settings' levels.
     num_loss_parameters = sum(name not in RATE for name in rows.names)
     freedom = max(0, num_settings - num_loss_parameters)
+    # A setting's mean over seeds is itself only known to seed_noise / sqrt(n).
     central = _central_fit(rows, freedom, seed_noise / num_seeds**0.5)
     if not np.isfinite(central.theta).all() or central.setting_noise > MISFIT:
         raise NoLaw(
@@ -156,6 +158,7 @@ def fitted(points: Points) -> ScalingLaw:
     loss_growth, rate_growth = _error_growths(
         rows, central.theta, whitening, central.setting_noise, scatter
     )
+    # A fixed seed, so that the same rows give the same intervals.
     rng = np.random.default_rng(0)
     # The noise is itself an estimate: its square follows a scaled inverse chi-square.
     chi_square = rng.chisquare(freedom + PRIOR_FREEDOM, SAMPLES)
@@ -325,6 +328,7 @@ def _rate_scatter(rows: Rows, theta: np.ndarray) -> float:
         has_optimum = np.isfinite(rows.optima)
         best = best_rate(rows.names, theta[None], rows.scale)[0]
         deviations = (rows.optima - best)[has_optimum]
+    # Each fitted parameter takes up one of the optima.
     freedom = max(0, len(deviations) - len(rate_names))
     return _deviation(deviations**2, freedom, SCATTER)
 
@@ -347,6 +351,7 @@ def _resampled_fits(
     log_losses = predicted(rows, central.theta[None]) + shared[:, rows.setting]
     log_losses = log_losses + _row_draws(rows, central.row_noise, rng)
     mean, width = rows.prior
+    # Moving the prior means puts the priors' widths into the intervals of what rows do not tell.
     prior_means = mean + width * rng.standard_normal((SAMPLES, len(mean)))
     start = np.broadcast_to(central.theta, prior_means.shape)
     samples, _ = fit(rows, start, log_losses, prior_means, whitening)
@@ -370,12 +375,14 @@ def _row_draws(rows: Rows, row_noise: float, rng: np.random.Generator) -> np.nda
 
     # Gamma(1) weights, divided by their sum, are those of the Bayesian bootstrap.
     weight = rng.gamma(1.0, size=(SAMPLES, num_settings, num_columns))[:, rows.setting]
+    # Seeds that were not run must not take a part of the weights.
     weight = weight * is_run
     moved = (weight * residuals).sum(axis=2) / weight.sum(axis=2)
     # The bootstrap of n seeds has (n - 1) / (n + 1) of the variance of a mean.
     moved = moved * np.sqrt((num_seeds + 1) / np.maximum(num_seeds - 1, 1))
     sums = np.stack([np.bincount(rows.setting, draw) for draw in moved])
     num_rates = np.bincount(rows.setting)
+    # What all rates of a setting share is drawn by `misses` already.
     moved = moved - sums[:, rows.setting] / num_rates[rows.setting]
     return np.where(num_seeds > 1, moved, row_noise * rng.standard_normal(moved.shape))
 
@@ -423,6 +430,7 @@ def _error_growths(
     rate_squares: list[float] = []
     folds = _folds(rows)
     if folds:
+        # All folds are fitted in one call, as samples that differ in their weights.
         weight = np.stack([~fold.left_out[rows.setting] for fold in folds]).astype(float)
         repeats = (len(folds), 1)
         start = np.tile(theta, repeats)
@@ -438,6 +446,7 @@ def _error_growths(
             loss_squares.append(float(np.mean(excess / octaves**2)))
             if "x0" not in rows.names:
                 continue
+            # Optima that are NaN (no minimum in the grid) drop out by nanmean below.
             best = best_rate(rows.names, sample[None], rows.scale)[0]
             deviations = (rows.optima - best)[fold.left_out]
             rate_excess = np.maximum(0, deviations**2 - scatter**2)

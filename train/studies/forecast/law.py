@@ -115,6 +115,7 @@ def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
     index = np.repeat(np.arange(len(settings)), num_rates)
     num_seeds = max(setting.losses.shape[1] for setting in settings)
     rates = []
+    # NaN marks seeds that a setting does not have, since settings may differ in their seeds.
     losses = np.full((len(index), num_seeds), np.nan)
     for number, (setting, window) in enumerate(zip(settings, windows, strict=True)):
         rates.append(setting.x[window])
@@ -131,6 +132,7 @@ def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
 
     scale = np.array([setting.scale for setting in settings])
     centre = scale.mean(axis=0)
+    # Rounded, because equal sizes may differ in the last bits of their log2.
     varies = [len(set(np.round(column, SIZE_DECIMALS))) > 1 for column in scale.T]
     return Rows(
         scale=scale - centre,
@@ -183,6 +185,7 @@ def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.n
             cost = np.logaddexp2(0, batch - value["B_crit"])
             tokens = tokens - cost + np.logaddexp2(0, -value["B_crit"])
         terms.append(value["C"] - np.exp(value["b"]) * math.log(2) * tokens)
+    # E, A and C are logs, so the sum of the law is a log-sum-exp and cannot underflow.
     return np.logaddexp.reduce(np.stack(terms), axis=0)
 
 
@@ -203,6 +206,7 @@ def predicted(rows: Rows, theta: np.ndarray) -> np.ndarray:
         rows: Rows to which the law is fitted.
         theta: Values of the parameters, [R, P].
     """
+    # Computed once per setting and spread over its rows, which differ in the rate alone.
     least = log_loss(rows.names, theta, rows.scale)[:, rows.setting]
     if "c" not in rows.names:
         return least
@@ -220,6 +224,7 @@ def whitened(rows: Rows, setting_noise: float, row_noise: float) -> np.ndarray:
         row_noise: Standard deviation of what they do not share.
     """
     same_setting = rows.setting[:, None] == rows.setting[None, :]
+    # All rates of a setting miss the law together, so a setting counts nearly as one observation.
     covariance = setting_noise**2 * same_setting + row_noise**2 * np.eye(len(rows.setting))
     return np.linalg.inv(np.linalg.cholesky(covariance))
 
@@ -265,13 +270,16 @@ def fit(
         size = np.abs(residuals)
         huber = np.where(size <= HUBER, residuals**2, 2 * HUBER * size - HUBER**2).sum(axis=1)
         penalty = (((theta - prior_mean) / prior_deviation) ** 2).sum(1)
+        # 1e-12 only avoids 0 / 0; residuals below HUBER have weight 1 anyway.
         huber_weight = np.minimum(1, HUBER / np.maximum(size, 1e-12))
         return _Misfit(residuals, huber_weight, huber + penalty)
 
     theta = start.copy()
+    # Each sample has a damping of its own, because samples converge at different speed.
     damping = np.full(len(start), 1e-2)
     misfit = evaluate(theta)
     for _ in range(ITERATIONS):
+        # Residuals are whitened, so their slopes must be, too.
         slopes_RMP = whitening @ _slopes(rows, theta)
         slopes_RMP = slopes_RMP * np.broadcast_to(weight, misfit.residuals.shape)[..., None]
         weighted_RPM = (slopes_RMP * misfit.huber_weight[..., None]).swapaxes(1, 2)
@@ -288,6 +296,7 @@ def fit(
         new = evaluate(proposal)
         better = new.cost < misfit.cost
         better_R1 = better[:, None]
+        # 1 + cost: a fit with a cost near 0 would otherwise never converge.
         converged = np.abs(misfit.cost - new.cost) < CONVERGED * (1 + misfit.cost)
         theta = np.where(better_R1, proposal, theta)
         misfit = _Misfit(

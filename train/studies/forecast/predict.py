@@ -91,6 +91,7 @@ def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Pred
     _refuse_other_runs(law, target)
     scale = target.scale - rows.centre
     octaves = _octaves_beyond(law, scale)
+    # Errors beyond the rows are taken as independent from axis to axis, so their squares add up.
     distance = float(np.sqrt((octaves**2).sum()))
 
     # Draws of parameters, noise of the run and error beyond the rows, [DRAWS * R].

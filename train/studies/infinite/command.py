@@ -84,6 +84,7 @@ def numbers(config: Config) -> LimitConfig:
     stds = {}
     rates = {}
     for name, path in PATHS.items():
+        # Momentum has the table of SGD, because both steps are proportional to the gradient.
         scales = preset.scales(specs[path], sizes, "sgd")
         shape = (model.depth,) if name in BLOCK else ()
         multiplier = np.broadcast_to(np.asarray(scales.multiplier, float), shape)
@@ -210,6 +211,7 @@ def patches(images_BHWC: np.ndarray, size: int) -> np.ndarray:
     """
     batch, side, _, channels = images_BHWC.shape
     grid = side // size
+    # [B, row, y, column, x, C]: y and column change places, so that a patch is contiguous.
     x = images_BHWC.reshape(batch, grid, size, grid, size, channels).swapaxes(2, 3)
     return x.reshape(batch, grid * grid, size * size * channels)
 
@@ -274,6 +276,7 @@ class Trajectory:
         memory = []
         kernels = []
         for states in networks:
+            # Sums over thousands of channels lose digits in float32.
             x_TBD = np.asarray(states.features, np.float64)
             _, num_examples, width = x_TBD.shape
             logits.append(np.asarray(states.logits, np.float64))
@@ -335,6 +338,7 @@ def limit(
             dtype=dtype,
         )
         snapshots = [stack.step(inputs, targets) for _ in range(config.steps)]
+        # The state after the last step, which has no step of its own to report it.
         snapshots.append(stack.look(inputs, targets))
         # A stack holds one network here, so the axis of draws becomes that of steps.
         states = _NetworkStates(
@@ -394,6 +398,7 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
         for _ in range(config.steps):
             state, _ = step(state, step_inputs, batch)
             outputs.append(outputs_of(state.params, step_inputs))
+        # Fetched after all steps, because each fetch would wait for the device.
         logits = np.stack(jax.device_get([logits for logits, _ in outputs]))
         features = np.stack(jax.device_get([features for _, features in outputs]))
         networks.append(_NetworkStates(logits, features, attention=np.zeros(0)))
@@ -524,6 +529,7 @@ def _with_model_flag(argv: Sequence[str]) -> list[str]:
 
 def mean(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean over networks, axis 0, and its standard error."""
+    # ddof=1 needs two networks, which `Dynamics` demands.
     return values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
 
 
@@ -566,6 +572,7 @@ def picture(
     Args:
         nets: Finite models by their number of heads. Only their losses are drawn.
     """
+    # `Figure` and not pyplot, which keeps figures in global state and may ask for a display.
     from matplotlib.figure import Figure
 
     from mupax.train.run.report.plotting import INK, style

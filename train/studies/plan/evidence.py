@@ -117,12 +117,14 @@ def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
             continue
         distances = tuned.distance(model.base_sizes()).values()
         larger = max((abs(distance) for distance in distances), default=0.0)
+        # A shorter run counts as no distance; only extrapolation beyond the study does.
         longer = max(0.0, math.log2(tokens / tuned.provenance["seen"]))
         doublings = max(larger, longer)
         is_unproven = tuned.evidence != "transfers"
         candidates.append(_Candidate(doublings > FAR, is_unproven, doublings, tuned.use, tuned))
     if not candidates:
         return None
+    # Without the preset itself, which has no order.
     best = min(candidates, key=lambda candidate: candidate[:4])
     tuned = best.tuned
     optimum = tuned.provenance["log2_optimum"]
@@ -199,6 +201,7 @@ def _published(model: ModelConfig) -> Evidence | None:
         source=f"{tuned.use}, {study['source']['name']}",
         preset=tuned.use,
         peak_lr=tuned.optimizer["peak_lr"],
+        # A batch of 0 stands for a source that names none.
         batch=study["batch"] or None,
         doublings=doublings,
         applies=doublings <= FAR,

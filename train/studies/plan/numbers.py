@@ -289,6 +289,7 @@ def _without_law(
         rate = RateSource("", RECIPE)
         return StudyEstimates(config, rate, points=points, cautions=cautions)
     source = f"best of the largest of {_origin(points)}; that it stays is the preset's claim"
+    # Rounded to what the command prints, so that the printed command trains this very run.
     run = at_rate(config, float(f"{2.0**log2_lr:.4g}"))
     rate = RateSource(ranges.NONE, source)
     return StudyEstimates(run, rate, points=points, cautions=cautions)

@@ -93,6 +93,7 @@ def _function(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, 
     except (ImportError, AttributeError) as error:
         raise UsageError(f"{args.name} cannot be imported here: {error}") from None
     finally:
+        # Removed again, so that later imports cannot pick up modules of the user's folder.
         sys.path.remove(os.getcwd())
     from mupax.train.studies.roles import models
 

@@ -351,8 +351,10 @@ class Flow:
             current, plain = entry
             choice = next((user for user in self.users(current) if user.op == "top_k"), None)
             if choice is not None:
+                # `top_k` carries no signal, but a router is known by it alone.
                 yield Destination(choice, current, plain)
             for consumer, step_plain in self.consumers.get(current, []):
+                # A slice of fused projections without this parameter is another projection's way.
                 if param and param not in consumer.info.get("selected", (param,)):
                     continue
                 is_branch_end = (

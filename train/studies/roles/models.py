@@ -158,6 +158,7 @@ class _Interpreter:
         node = self._result(op, params, operands, output)
         if node.kind == "derived" and op == "sub" and _is_zero(operands):
             node.kind = "constant"
+            # x - stop_gradient(x) is 0 whatever x is, so it uses no parameter.
             node.params = frozenset()
         # A lookup has recorded its use itself.
         if node.kind == "activation" and node.op != "lookup":
@@ -215,6 +216,7 @@ class _Interpreter:
         carry = operands[num_consts : num_consts + num_carry]
         xs = operands[num_consts + num_carry :]
         rounds = []
+        # Two rounds show the recurrence, and depth does not change any role.
         for index in range(min(params["length"], 2)):
             rows = [self._row(x, index, 0) for x in xs]
             results = self.run(*body, [*consts, *carry, *rows])
@@ -304,6 +306,7 @@ def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
     base = Sample(base_sizes, _shapes(params))
     samples = [base]
     for axis, size in sizes.items():
+        # One axis alone, so that a dimension that changes is that axis.
         doubled_sizes = _Sizes({**sizes, axis: 2 * size})
         doubled_params, _, _ = build(doubled_sizes)
         doubled = Sample(doubled_sizes, _shapes(doubled_params))
@@ -397,6 +400,7 @@ def variations(config: ModelConfig) -> list[ModelConfig]:
         try:
             variation = dataclasses.replace(config, **fixed | doubled)
         except ConfigError:
+            # Heads that do not divide the width, say: this field cannot change alone.
             continue
         if variation.sizes() != config.sizes():
             result.append(variation)

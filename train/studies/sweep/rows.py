@@ -147,8 +147,10 @@ class Rows(dict[str, Row]):
         # Behind the last line end there is nothing, unless a write was cut short.
         *lines, half_line = content.split(b"\n")
         if half_line:
+            # Cut off, or the next row would be appended to the half line.
             os.truncate(self.path, len(content) - len(half_line))
 
+        # Compressed rows first, because a newer row of the same point replaces them.
         without_digest = self._read(_compressed_lines(folder), folder / COMPRESSED_NAME)
         without_digest += self._read(lines, self.path)
         if without_digest:
@@ -189,6 +191,7 @@ class Rows(dict[str, Row]):
         row = self.get(key)
         if row is None:
             return False
+        # A diverged point counts as finished, or it would train again at every start.
         return row.diverged or row.eval_loss is not None or not evaluated
 
     def add(self, row: Row) -> None:
@@ -212,11 +215,13 @@ class Rows(dict[str, Row]):
 
     def _append(self, line: bytes) -> None:
         """Append a line to the file, or leave the file as it was and raise OSError."""
+        # Unbuffered, so that a full disk raises here and not at close.
         with self.path.open("ab", buffering=0) as file:
             end = os.fstat(file.fileno()).st_size
             try:
                 if file.write(line) < len(line):
                     raise OSError(errno.EIO, "only a part of a line was written")
+                # `add` promises a row on disk; its checkpoint is deleted right after.
                 os.fsync(file.fileno())
             except OSError:
                 # Half a line would spoil the file for the next row.

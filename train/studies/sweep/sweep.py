@@ -229,6 +229,7 @@ class ExecutionTrial:
 
         together = self._compiled(key, points[0], batch_size)
         batch = list(points[:batch_size])
+        # The compiled program takes exactly `batch_size` points, so a trial repeats the last one.
         batch += [batch[-1]] * (batch_size - len(batch))
         seconds = self._step_seconds(together, batch) / batch_size
         self._together_is_slower = seconds >= in_turn.seconds
@@ -295,12 +296,14 @@ class ExecutionTrial:
         try:
             state, step_inputs = trainer.begin(points)
             times = []
+            # Closed, because the loop ends before the generator, whose stream may hold open files.
             with contextlib.closing(self._batches.train(trainer.program, 0)) as batches:
                 for step, batch in zip(range(TRIAL_STEPS + 1), batches, strict=False):
                     if step == 1:
                         barrier.wait()
                     began = time.monotonic()
                     state, metrics = trainer.step(state, step_inputs, batch)
+                    # Dispatch is asynchronous; without this only the enqueueing would be timed.
                     jax.block_until_ready(metrics)
                     times.append(time.monotonic() - began)
         except threading.BrokenBarrierError:
@@ -355,12 +358,14 @@ def key_of(config: Config, data_digest: str) -> str:
     Args:
         data_digest: Digest of the data that the point sees.
     """
+    # Resolved first, so that a default and the same value written out have one name.
     bare = with_defaults(without_reports(config.resolved()), ("layout", "processes"))
     fields = to_json(bare)
     for path in _unnamed_fields(bare):
         _delete(fields, path)
     for section in _unnamed_sections(bare):
         _delete(fields, section)
+    # Sorted, because a moved field in the config must not rename a point.
     content = json.dumps([fields, data_digest], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -449,6 +454,7 @@ def grouped(
         program = programs[shape].with_config(config)
         # A preset may have a factor that others do not have.
         structure = repr(jax.tree.map(jax.typeof, program.inputs))
+        # Another structure of inputs is another compilation, even at one shape.
         groups.setdefault((shape, structure), []).append((index, program))
     return groups
 

@@ -117,6 +117,7 @@ def _compile_together(program: Program, count: int, evaluated: bool) -> Trainer:
         jax.vmap(step_of_one, in_axes=(0, 0, None), spmd_axis_name=axis_name),
         in_shardings=(state_shardings, inputs_shardings, program.layout.batch(abstract_batch)),
         out_shardings=(state_shardings, over_points),
+        # The old state is given up, or two states would have to fit in memory.
         donate_argnums=0,
     )
     compiled = step.lower(abstract_state, abstract_inputs, abstract_batch).compile(
@@ -140,6 +141,7 @@ def _compile_together(program: Program, count: int, evaluated: bool) -> Trainer:
         stds = _stacked_stds(points)
         step_inputs = _stack([point.inputs for point in points])
         if program.config.model.centered:
+            # A computation of its own, because the step donates the state but keeps the reference.
             step_inputs = step_inputs._replace(reference=initialize(seeds, stds))
         state = state_of(initialize(seeds, stds))
         return state, jax.device_put(step_inputs, inputs_shardings)
@@ -231,6 +233,7 @@ class Batches:
         """Function that prints a line about work that takes time."""
         self._data: dict[Any, Data] = {}
         self._cached: dict[Any, list[Any]] = {}
+        # Reentrant: `train` holds the lock while it asks for `data_of`.
         self._lock = threading.RLock()
 
     def data_of(self, program: Program) -> Data:
@@ -277,5 +280,6 @@ class Batches:
         """Return a key that is equal for programs with the same batches."""
         config = program.config
         shapes = tuple((name, leaf.shape) for name, leaf in program.train_feed().abstract.items())
+        # A data seed that follows the run's seed must count as that number.
         data = dataclasses.replace(config.data, seed=config.data_seed)
         return data, shapes, getattr(config.model, "vocab_size", None)

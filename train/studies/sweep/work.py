@@ -144,6 +144,7 @@ class _Progress:
 
     def save(self, step: int, state: TrainState) -> None:
         """Save the state and the losses after `step` steps."""
+        # Losses first: a checkpoint names their digest, so it must never be newer than they are.
         digest = save_losses(self.folder, self.losses[:step])
         self.checkpoints.save(step, state, {**self.data.facts, "losses": digest}, last=True)
 
@@ -220,6 +221,7 @@ class Work:
 
             began = time.monotonic()
             state = self._run_steps(state, step_inputs, steps_done, progress)
+            # Shared by points that trained at once, so the seconds of all rows add up to the whole.
             seconds = (time.monotonic() - began) / len(points) / self.concurrent
             scores = None
             # An evaluation scores all points at once, even if some of them have diverged.
@@ -246,6 +248,7 @@ class Work:
         if not finite.all():
             diverged_at = int(np.argmin(finite)) + 1
             score = None
+        # inf and not NaN, so that a diverged point compares as worse than any other.
         loss, curve = summarized(np.where(finite, losses, np.inf))
         return Row(
             key=self.keys[index],
@@ -277,6 +280,7 @@ class Work:
                 "beginning again"
             )
             return None
+        # The compiled step refuses arrays in another layout than the one it was compiled for.
         state = trainer.program.placed(state, trainer.step)
         self.watcher.note(f"going on at step {step} with {description}")
         return _Restored(state, step, losses)
@@ -334,6 +338,7 @@ class Work:
             for batch in batches:
                 sums = score(state.evaluated, step_inputs, feed.shard_batch(batch))
                 batch_sums.append(jax.device_get(sums))
+        # Sums and weights, because batches may count different numbers of targets.
         total = jax.tree.map(lambda *leaves: sum(leaves), *batch_sums)
         loss = np.asarray(total.loss, np.float64)
         weight = np.asarray(total.weight, np.float64)

@@ -224,6 +224,7 @@ class Forecaster:
             )
         logs = np.log2(self.fit.table.values["parameters"])
         sizes = 2.0 ** np.arange(logs.min() - 4, logs.max() + 6, 0.125)
+        # Sizes that would see fewer tokens than a tenth of their parameters are no sensible runs.
         sizes = sizes[flops / (6 * sizes) >= sizes / 10]
         centers = np.zeros(len(sizes))
         slopes = np.zeros((len(sizes), len(self.fit.numbers)))
@@ -277,6 +278,7 @@ class Forecaster:
                 slopes = derivatives[best]
                 carried = float(goal @ self.fit.covariance @ slopes)
                 total = float(slopes @ self.fit.covariance @ slopes) + rest
+                # Variance of a Gaussian after it is conditioned on one more observation.
                 left = variance - carried**2 / total
                 named = {axis: float(column[best]) for axis, column in grid.items()}
                 candidates.append(
@@ -299,6 +301,7 @@ class Forecaster:
 
     def _numbers(self) -> np.ndarray:
         """Return draws of the law's numbers, around the fitted ones [P, R]."""
+        # 1e-12 keeps a covariance that rounding made singular positive definite.
         root = np.linalg.cholesky(self.fit.covariance + 1e-12 * np.eye(len(self.fit.numbers)))
         return root @ self._generator.standard_normal((len(self.fit.numbers), DRAWS))
 
@@ -378,6 +381,7 @@ def _candidates(tried: np.ndarray, goal: float) -> list[float]:
     """Return values of an axis for a next run: the table's, and those an octave apart up to the goal."""
     values = [float(value) for value in np.unique(tried)]
     value = values[-1]
+    # 1.01, so that a goal of a whole number of octaves is reached despite rounding.
     while value * 2 < goal * 1.01:
         value *= 2
         values.append(value)

@@ -290,6 +290,7 @@ def form_of(table: RunTable) -> Form:
         TableError: All runs have one size and length.
     """
     logs = {axis: np.log2(table.values[axis]) for axis in AXES if axis in table.values}
+    # 1e-3 octaves, because a count computed twice may differ in its last digits.
     varying = tuple(axis for axis, column in logs.items() if column.max() - column.min() > 1e-3)
     if not {"parameters", "tokens", "flops"} & set(varying):
         sizes = ", ".join(
@@ -350,7 +351,9 @@ def fitted(table: RunTable, form: Form | None = None) -> Fit:
     form = form or form_of(table)
     setting = settings_of(table)
     excess = table.log_loss - lowest_of(table)[setting]
+    # Excess needs a law and a law needs noise, so the first round guesses.
     noise = Noise()
+    # The first fit knows excess only from measured losses; later ones use the law's own minimum.
     fit = _once(table, form, setting, noise, excess, None)
     for _ in range(ROUNDS - 1):
         predicted, _ = fit.log_loss(table.values)
@@ -393,6 +396,7 @@ def _once(
     seed_variance = (table.seed_deviation or 0.0) ** 2
     scale = np.sqrt(noise.of_run(excess) ** 2 + seed_variance / table.seeds)
     means = np.concatenate([mean, np.zeros(member.shape[1])])
+    # Effects are unknowns with a prior of their own, fitted together with the law.
     deviations = np.concatenate([deviation, np.full(member.shape[1], noise.shared)])
 
     def residuals(unknowns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -420,13 +424,16 @@ def _once(
         max_nfev=200,
     )
     residual, derivatives = residuals(solution.x)
+    # Weights of iteratively reweighted least squares for pseudo-Huber.
     weight = 1 / np.sqrt(1 + residual**2)
     precision = (derivatives * weight[:, None]).T @ derivatives + np.diag(deviations**-2.0)
+    # Laplace's approximation: the inverse curvature at the most probable law.
     covariance = np.linalg.inv(precision)
     return Fit(
         table=table,
         form=form,
         numbers=solution.x[:count],
+        # The effects of settings are marginalized by leaving out their rows after the inverse.
         covariance=covariance[:count, :count],
         noise=noise,
         effects=solution.x[count:],
@@ -447,6 +454,7 @@ def _pseudo_huber_slope(residual: np.ndarray) -> np.ndarray:
     """Return the derivative of `_pseudo_huber`."""
     root = np.sqrt(1 + residual**2)
     value = np.sqrt(2 * (root - 1))
+    # The limit at 0 is 1, where the quotient is 0 / 0.
     return np.where(value < 1e-4, 1.0, np.abs(residual) / (root * np.maximum(value, 1e-12)))
 
 
@@ -471,6 +479,7 @@ def _noise(fit: Fit, missed: np.ndarray, excess: np.ndarray) -> Noise:
         growth = (far_deviation - near) / float(np.median(excess[far_runs]))
         far = max(LEAST_FAR, growth)
     # Variances are averaged, each weighed by its number of settings.
+    # Estimated effects are shrunk to 0; their variances give back what shrinking took.
     squares = float((fit.effects**2 + fit.effect_variances).sum())
     freedom = SHARED_FREEDOM + len(fit.effects)
     shared = math.sqrt((SHARED_FREEDOM * SHARED_PRIOR**2 + squares) / freedom)

@@ -251,6 +251,7 @@ def _parse_csv(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]]:
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise TableError(f"{path} has two columns {repeated[0]!r}; rename one of them")
+    # From 2: the first line has the names.
     for number, row in enumerate(rows, 2):
         # `DictReader` has surplus fields under None, and None for fields that are absent.
         if None in row or None in row.values():
@@ -309,6 +310,7 @@ def _source(word: str, text: str, names: Sequence[str]) -> _Source:
         text: Part behind the `=`.
         names: Names of the file's columns, which may have these signs themselves.
     """
+    # A column may be named "a/b" itself, so the whole text is tried first.
     if text in names:
         return _Source(text, 1.0)
     match = re.fullmatch(r"(.+)([*/])([^*/]+)", text)
@@ -371,6 +373,7 @@ def _number(value: Any) -> float | None:
         return float(value)
     if value is None:
         return None
+    # Spreadsheets write 1,000,000 and Python 1_000_000.
     text = str(value).strip().replace(",", "").replace("_", "").lower()
     if text in ("nan", "inf", "-inf", "infinity", "diverged"):
         return math.nan
@@ -393,6 +396,7 @@ def _check_unit(path: Path, column: Column, numbers: np.ndarray, text: str) -> N
         )
     if column.name == "loss" and not (finite > 0).all():
         raise TableError(f"{path}: {text} has a loss that is not above 0; write nats per token")
+    # The median, because a few diverged runs may have any loss.
     median = float(np.median(finite))
     if not column.min_median <= median <= column.max_median:
         raise TableError(
@@ -446,6 +450,7 @@ def _merged(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
             distinct = _rows_of_seeds(path, rows, loss, seeds)
             num_repeats += len(rows) - len(distinct)
             logs = np.log(loss[distinct])
+            # inf and not NaN, so that `min` never picks a diverged run over a finite one.
             logs = np.where(np.isfinite(logs), logs, math.inf)
             if len(logs) > 1 and np.isfinite(logs).all():
                 variances.append(float(np.var(logs, ddof=1)))
@@ -481,6 +486,7 @@ def _rows_by_setting(values: Mapping[str, np.ndarray], num_rows: int) -> list[li
     """
     columns = dict(values)
     if "peak_lr" in columns:
+        # A rate of one sweep may be written with more or fewer digits from row to row.
         columns["peak_lr"] = np.round(np.log2(columns["peak_lr"]) / SAME_RATE)
     groups: dict[tuple[float, ...], list[int]] = {}
     for row in range(num_rows):

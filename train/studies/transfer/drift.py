@@ -202,12 +202,14 @@ def _scatter(curve: Curve, fitted_curve: Fit, seeds: int) -> Scatter:
         return Scatter(math.nan, math.nan)
     x = np.asarray(fitted_curve.used)
     losses = curve.losses[np.isin(curve.x, fitted_curve.used), :seeds]
+    # At the vertex the mean's slope is 0, so a seed's slope tells how far its own vertex lies.
     _, slope_map, curvature_map = projection(x, fitted_curve.optimum)
     optima = -(slope_map @ losses) / (2 * fitted_curve.curvature)
     # Seeds differ in their level and their slope. The rest is noise of single runs.
     deviations = losses - losses.mean(axis=1, keepdims=True)
     lines = np.stack([np.ones_like(x), x - x.mean()], axis=1)
     residuals = deviations - lines @ np.linalg.lstsq(lines, deviations, rcond=None)[0]
+    # Two numbers per seed are fitted, and one seed's worth goes to the mean.
     freedom = (len(x) - 2) * (seeds - 1)
     variance = float((residuals**2).sum()) / freedom
     curvature_variance = variance * float(curvature_map @ curvature_map) / seeds
@@ -233,6 +235,7 @@ def _half_width(deviations: np.ndarray, seeds: int, quantile: float = CONFIDENCE
     total = float(variances.sum())
     if total == 0:
         return 0.0
+    # Welch and Satterthwaite: nearly all degrees count if the terms are of one size.
     freedom = total**2 / float((variances**2).sum()) * (seeds - 1)
     return float(stdtrit(freedom, quantile)) * math.sqrt(total)
 
@@ -278,10 +281,12 @@ def _price(
     own = fits[index]
     if base.trouble or own.trouble or not curve.x[0] <= base.optimum <= curve.x[-1]:
         return Interval(math.nan, -math.inf, math.inf)
+    # The smallest size is the reference and pays nothing by definition.
     if index == 0:
         return Interval(0.0, 0.0, 0.0)
     if not own.used[0] <= base.optimum <= own.used[-1]:
         return _measured_price(curve, base, own, scatters[0], seeds)
+    # price = a u^2: the linear term is 0 at the size's own vertex.
     octaves = base.optimum - own.optimum
     price = own.curvature * octaves**2
     deviations = np.array([scatters[0].optimum, scatters[index].optimum])

@@ -91,6 +91,7 @@ class Curve:
             return np.zeros(len(mean), bool)
 
         distance = np.abs(self.x - self.x[self.best])
+        # 1e-9, so that a rate exactly an octave away is in despite rounding.
         near = (distance <= max(OCTAVE, UNEVEN * self.gap) + 1e-9) & is_finite
         excess = mean - mean[self.best]
         positive = excess[near & (excess > 0)]
@@ -110,6 +111,7 @@ class Curve:
         """
         mean = self.mean
         if not np.isfinite(mean).any():
+            # Every rate diverged, so the search goes on below the smallest one.
             return [float(self.x[0]) - step * n for n in range(1, 2 * SIDES + 1)]
 
         best = self.x[self.best]
@@ -164,6 +166,7 @@ def projection(x: np.ndarray, centre: float) -> np.ndarray:
     """
     # On a coarse grid the reach grows, so that three rates have weight wherever the centre is.
     reach = max(REACH, REACH * float((x[2:] - x[:-2]).max()))
+    # Powers of x itself would make the normal matrix ill-conditioned.
     u = x - centre
     weight = np.clip(1 - np.abs(u / reach) ** 3, 0, None) ** 3
     powers = np.array((np.ones_like(u), u, u * u))
@@ -193,6 +196,7 @@ def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
         vertex = centre + offset
         loss = c + b * offset + a * offset**2
         curvature = a
+        # Without the clip a far vertex would leave no rate with weight, and the solve is singular.
         centre = float(np.clip(vertex, x[0], x[-1]))
     return vertex, loss, curvature
 
@@ -211,6 +215,7 @@ def fit(curve: Curve, seeds: int) -> Fit:
 def _fitted(curve: Curve, seeds: int) -> Fit:
     """Fit a curve. Arguments as for `fit`."""
     window = curve.window()
+    # A rate at which a later seed diverged leaves the fit but stays in the window.
     trained = window & np.isfinite(curve.losses[:, :seeds]).all(axis=1)
     used = tuple(float(x) for x in curve.x[trained])
 

@@ -219,6 +219,7 @@ class Frugal(Measured):
         optimum = base
         for seeds, most_deviation in ((1, ONE_SEED), (2, TWO_SEEDS)):
             centres: set[int] = set()
+            # Centres that were tried end the loop, which might otherwise go back and forth.
             while centre not in centres:
                 missing = self._untrained(index, self._three(index, centre), range(seeds))
                 if missing:
@@ -307,10 +308,13 @@ class Frugal(Measured):
             normal[-1, -1] += (AGREE * base.curvature) ** -2
             right[-1] += base.curvature / (AGREE * base.curvature) ** 2
 
+            # A seed whose runs all have weight 0 makes the matrix singular.
             inverse = np.linalg.pinv(normal)
             *_, tilt, bend = inverse @ right
+            # A floor, because noise may bend three points downwards and the vertex is a ratio.
             curvature = max(float(bend), 0.3 * base.curvature)
             moved = centre - tilt / (2 * curvature)
+            # Farther out all tricube weights are 0, and the next fit would see no loss.
             vertex = float(np.clip(moved, x.min() - OCTAVE, x.max() + OCTAVE))
             deviation = math.sqrt(max(float(inverse[-2, -2]), 0.0)) / (2 * curvature)
             if abs(vertex - centre) < _CLOSE:
@@ -382,6 +386,7 @@ def _noise(losses: np.ndarray, prior_noise: float) -> float:
 
     squares = prior_freedom * prior_noise**2 if has_prior else 0.0
     if freedom:
+        # Residuals of rate + seed: both have effects, and what neither explains is noise.
         rest = losses - losses.mean(axis=0) - losses.mean(axis=1, keepdims=True) + losses.mean()
         squares += float((rest**2).sum())
     return max(math.sqrt(squares / (freedom + prior_freedom)), SMALLEST_NOISE)

@@ -186,6 +186,7 @@ def _numbers(config: Config) -> list[np.ndarray]:
     import jax
     import numpy as np
 
+    # Compared by numbers and not by names, because different rules may give equal factors.
     from mupax.train.core.factors import init_stds, resolve
     from mupax.zoo.definition import definition
 

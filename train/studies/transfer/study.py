@@ -212,6 +212,7 @@ class Measured:
             # Noise may leave a size without a minimum. All its seeds then choose its rates anew.
             for index, fitted in enumerate(analysis.fits):
                 if fitted.trouble in NOISE and analysis.seeds > self._first(index):
+                    # From then on all seeds choose the window, which the first ones misplaced.
                     self.chosen[index] = analysis.seeds
             points = self._rates()
 
@@ -256,9 +257,11 @@ class Measured:
                     transferred = None if fitted.trouble else fitted.optimum / STEP
                 elif transferred is not None:
                     # Losses around the smallest size's optimum give the price of not tuning.
+                    # The optimum lies between two rates of the grid, and the price is interpolated.
                     rates = [math.floor(transferred), math.ceil(transferred)]
 
             if index in self.chosen:
+                # A window that moved may hold rates without the later seeds.
                 rates += [round(x / STEP) for x in curve.x[curve.window()]]
             points = self._untrained(index, rates, range(self._first(index)))
             if points:
@@ -302,6 +305,7 @@ class Measured:
             return self._stop("fewer than two sizes have a minimum; more seeds would not help")
         fitted = sum(not f.trouble for f in analysis.fits)
         noisy = sum(f.trouble in NOISE for f in analysis.fits)
+        # A noisy size may still get a minimum by more seeds; any other trouble stays.
         if fitted + noisy < 2:
             return self._stop("fewer than two sizes have a minimum; more seeds would not help")
         if analysis.settled and not noisy:
@@ -309,6 +313,7 @@ class Measured:
         if analysis.seeds >= max_seeds:
             return self._stop(f"all {max_seeds} seeds are used")
         points = self.seed_points(analysis)
+        # Checked before a seed begins, because half a seed helps no interval.
         if self.seconds + self.seconds_of(points) > 60 * minutes:
             return self._stop(f"the {minutes:g} minutes would not hold another seed")
         return points

@@ -75,6 +75,7 @@ def race(losses: np.ndarray, looks: int) -> Elimination:
     trained = ~np.isnan(losses)
     finite = np.isfinite(losses)
     diverged = np.any(trained & ~finite, axis=1)
+    # A point that diverged on one seed is bad, and its other seeds would only widen sigma.
     used = finite & ~diverged[:, None]
     effects = _fit_effects(losses, used)
     sigma = effects.sigma
@@ -90,13 +91,16 @@ def race(losses: np.ndarray, looks: int) -> Elimination:
         freedom = better_effects.freedom
 
     means = np.where(diverged, np.inf, effects.means)
+    # No point need be better for a diverged one to go, so it names itself.
     dropped = np.where(diverged, np.arange(len(losses)), -1)
     if not freedom:
         return Elimination(means, dropped, sigma, freedom, critical=math.inf)
 
+    # sqrt(2): a difference of two losses has twice the variance of one.
     critical = math.sqrt(2) * sigma * float(stdtrit(freedom, 1 - ERROR / looks))
     pairs_PPS = used[:, None] & used[None]
     count_PP = pairs_PPS.sum(axis=2)
+    # Zeros in place of inf and NaN, because 0 * inf in the product below is NaN.
     values = np.where(used, losses, 0.0)
     differences_PPS = (values[:, None] - values[None]) * pairs_PPS
     # The sum over n seeds divided by sqrt(n) is the mean times sqrt(n).
@@ -134,6 +138,7 @@ def _fit_effects(losses: np.ndarray, used: np.ndarray) -> _Effects:
     # One column per point, then one per seed but the first, whose effect is 0.
     fitted_points = np.unique(point)
     num_points = len(fitted_points)
+    # Seeds of a point are the first ones, so the largest index tells their number.
     num_seeds = int(seed.max()) + 1
     design = np.zeros((len(point), num_points + num_seeds - 1))
     design[np.arange(len(point)), np.searchsorted(fitted_points, point)] = 1.0
@@ -146,6 +151,7 @@ def _fit_effects(losses: np.ndarray, used: np.ndarray) -> _Effects:
     # Rounded, so that points of equal losses have equal means.
     means[fitted_points] = np.round(solution[:num_points] + seed_effects.mean(), 10)
 
+    # The rank and not the number of columns, because points without common seeds lose freedom.
     freedom = len(point) - int(rank)
     residual = float(((values - design @ solution) ** 2).sum())
     sigma = math.sqrt(residual / freedom) if freedom > 0 else math.nan

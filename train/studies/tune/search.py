@@ -82,6 +82,7 @@ class Search:
         """Return the config of a point and seed."""
         point, seed = run
         config = with_point(self.config, self.constants, point)
+        # Seeds count from the run's own, so the start at seed 0 is the run itself.
         return grids.point(config, config.optimizer.peak_lr, config.seed + seed)
 
     @property
@@ -121,6 +122,7 @@ class Search:
 
     def race(self) -> Elimination:
         """Return which points stay after the seeds that they have."""
+        # Bonferroni counts the whole search, so the error does not depend on when one looks.
         return race(self.losses, self.limits.points * self.limits.seeds)
 
     @property
@@ -131,6 +133,7 @@ class Search:
         """
         standing = self.race()
         num_seeds = self._num_seeds()
+        # A stopped search may not have given any point all seeds.
         max_seeds = max(num_seeds[standing.stays], default=0)
         complete = standing.stays & (num_seeds == max_seeds)
         means = np.where(complete, standing.means, np.inf)
@@ -185,6 +188,7 @@ class Search:
         """Return whether the minutes hold these runs and the comparison at the end."""
         # Without a row the mean is 0, so that the first round always has time.
         mean_seconds = self.seconds / max(len(self.rows), 1)
+        # The comparison of winner and start must fit, or the search ends without a result.
         remaining_runs = len(runs) + 2 * self.limits.confirm
         return self.seconds + mean_seconds * remaining_runs <= 60 * self.limits.minutes
 
@@ -219,6 +223,7 @@ class Search:
         if tried > SPREAD * len(self.constants):
             means = self.race().means
             return surrogate.ask(self.constants, self.points, means, count, self.limits.seed)
+        # The start is a point but no term of the sequence, hence tried - 1.
         spread = surrogate.spread(self.constants, tried - 1, count - len(first), self.limits.seed)
         # Two coordinates of the sequence may round to the same grid point.
         distinct = dict.fromkeys(first + spread)

@@ -46,6 +46,7 @@ def spread(constants: Sequence[Constant], first: int, count: int, seed: int) -> 
     for _ in range(50):
         ratio = (1 + ratio) ** (1 / (size + 1))
     shift = np.random.default_rng(seed).random(size)
+    # From term 1 on: term 0 is the shift alone.
     terms = np.arange(first + 1, first + count + 1)
     unit = (shift + np.outer(terms, ratio ** -np.arange(1, size + 1))) % 1
     return _points(constants, unit)
@@ -66,6 +67,7 @@ def ask(
         count: Number of new points. Fewer are returned if the grid has no more.
         seed: Seed of the candidates. The same seed and losses give the same points.
     """
+    # The number of points changes with every round, so no round draws the candidates of another.
     rng = np.random.default_rng([seed, len(points)])
     unit = _unit(constants, points)
     values = squashed(losses)
@@ -75,6 +77,7 @@ def ask(
     for _ in range(count):
         candidates = _candidates(unit, values, rng)
         gains = _improvement(process, candidates, float(values.min()))
+        # The grid may round the best candidate to a point that was tried, so all are ranked.
         best_first = _points(constants, candidates[np.argsort(-gains, kind="stable")])
         point = next((point for point in best_first if point not in tried), None)
         if point is None:
@@ -87,6 +90,7 @@ def ask(
         believed = process.predict(new)
         unit = np.concatenate([unit, new])
         values = np.concatenate([values, believed])
+        # Believed values must not change the length scales, so the kernel is used again.
         process = fitted(unit, values, process)
     return proposals
 
@@ -135,8 +139,10 @@ def importance(
     for index in range(size):
         mixed = first.copy()
         mixed[:, index] = second[:, index]
+        # Saltelli's estimator f: half of the mean square over the change of one constant.
         squares = (means - process.predict(mixed)) ** 2
         share = float(squares.mean() / 2 / max(variance, 1e-12))
+        # Sampling may carry the estimate above 1.
         shares.append(min(share, 1.0))
     return shares
 
@@ -169,6 +175,7 @@ def fitted(unit: np.ndarray, values: np.ndarray, previous: Any = None) -> Any:
     Returns:
         A `GaussianProcessRegressor` of scikit-learn.
     """
+    # Imported late: scikit-learn takes long to import and only a search needs it.
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
 
@@ -192,6 +199,7 @@ def fitted(unit: np.ndarray, values: np.ndarray, previous: Any = None) -> Any:
 def _improvement(process: Any, candidates: np.ndarray, least: float) -> np.ndarray:
     """Return the expected improvement on the value `least` at every candidate, [n]."""
     mean, deviation = process.predict(candidates, return_std=True)
+    # At a point that was tried the deviation is 0, and z would be 0 / 0.
     deviation = np.maximum(deviation, 1e-9)
     z = (least - mean) / deviation
     return deviation * (z * ndtr(z) + np.exp(-z * z / 2) / np.sqrt(2 * np.pi))
@@ -207,6 +215,7 @@ def _unit(constants: Sequence[Constant], points: Sequence[Point]) -> np.ndarray:
     """Return points as coordinates in the unit cube, [n, D]. The ranges are its sides."""
     low, high = _bounds(constants)
     steps = np.array(points, float).reshape(len(points), len(constants))
+    # A range of one step has no width to divide by.
     return (steps - low) / np.maximum(high - low, 1)
 
 
