@@ -1,4 +1,7 @@
-"""`mupax plan --from TABLE.csv`: the best rate and batch of a size and length, and its loss, by a law of anybody's runs."""
+"""Command `mupax plan --from TABLE.csv`, which plans a run by a law of anybody's runs.
+
+It prints the best rate and batch of a size and length, and the loss.
+"""
 
 from __future__ import annotations
 
@@ -16,63 +19,75 @@ from mupax.command_line import Repeated, UsageError
 from mupax.train.config import joint
 from mupax.train.studies import report
 from mupax.train.studies.tables import table as tables
-from mupax.train.studies.tables.forecast import Forecaster, Interval, Recommendation
+from mupax.train.studies.tables.forecast import Forecaster, Recommendation
 
 PROG = "mupax plan"
 FORMAT = "table plan 1"
+SEARCHED_AXES = ("peak_lr", "batch_sequences")
+"""Axes that the best run is searched over."""
 FAR = 1.0
-"""Octaves beyond the runs from which on a forecast gets a caution."""
+"""Smallest distance beyond the runs that a forecast gets a caution for, in octaves."""
 PRIOR_SHARE = 0.7
-"""Deviation that the runs leave, over the prior's, from which on they have said next to nothing."""
+"""Share of the prior's deviation from which on the runs hardly determine a number of the law."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlan:
-    """Plan a run from a table of runs, whoever trained them: best learning rate and batch, and the loss, each with a 90 % interval.
+    """Plan a run from a table of runs, whoever trained them.
 
-    The law is fitted to all rows at once. A table has a row a run, with the columns parameters, tokens (or flops alone) and loss, and
-    peak_lr, batch_sequences, weight_decay and seed where it has them; --columns names them where the file calls them otherwise.
+    Prints the best learning rate and batch, and the loss, each with a 90 % interval. The law is
+    fitted to all rows at once. A table has a row for each run, with the columns parameters, tokens
+    (or flops alone) and loss, and optionally peak_lr, batch_sequences, weight_decay and seed. Use
+    --columns if the file has other names for them.
     """
 
     table: Annotated[Repeated, conf.arg(aliases=("--from",), metavar="TABLE")] = ()
     """A CSV, TSV or JSONL file of runs."""
     columns: Annotated[tuple[str, ...], conf.arg(metavar="NAME=COLUMN ...")] = ()
-    """The file's name of a column, with a factor to its unit: `parameters=N tokens=D*1e9 peak_lr=lr`."""
+    """The file's names of columns, each with a factor to its unit if needed:
+    `parameters=N tokens=D*1e9 peak_lr=lr`."""
     parameters: Annotated[str | None, conf.arg(metavar="N")] = None
     """Size of the model to plan, counted as the table counts: 1.07e9, 350m."""
     tokens: Annotated[str | None, conf.arg(metavar="N")] = None
     """Tokens to train on: 10b, 300m, 2e9."""
     flops: Annotated[str | None, conf.arg(metavar="N")] = None
-    """Training FLOPs in place of both: the best size and length for them, counted as 6 N D (or the loss, of a table of FLOPs)."""
+    """Training FLOPs in place of both, counted as 6 N D: plan the best size and length for them.
+    For a table of FLOPs, the FLOPs of the run to plan."""
     peak_lr: Annotated[float | None, conf.arg(metavar="X")] = None
-    """Say the loss at this peak rate, too."""
+    """Also print the loss at this peak rate."""
     batch_sequences: Annotated[float | None, conf.arg(metavar="N")] = None
-    """And at this batch."""
+    """Also print the loss at this batch, in sequences."""
     out: Annotated[Path | None, conf.arg(metavar="PATH")] = None
     """Write the plan as JSON."""
     json: bool = False
-    """Print it as JSON."""
+    """Print the plan as JSON."""
 
 
 def asks_for_table(argv: Sequence[str]) -> bool:
-    """Return whether one of the words names a table behind `--from`."""
-    words = ["", *argv]
-    for flag, word in zip(words, argv, strict=False):
-        name, _, value = word.partition("=")
-        if flag in ("--from", "--table") and tables.is_table(word):
+    """Return True if one of the words names a table behind `--from` or `--table`."""
+    previous_words = ["", *argv]
+    for previous, word in zip(previous_words, argv, strict=False):
+        if previous in ("--from", "--table") and tables.is_table(word):
             return True
+        name, _, value = word.partition("=")
         if name in ("--from", "--table") and tables.is_table(value):
             return True
     return False
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan and print; raise TableError or UsageError for what does not fit."""
+    """Plan a run from a table and print the plan. Return the exit code.
+
+    Raises:
+        UsageError, ConfigError: The words do not say one table and one run.
+        TableError: No law can be fitted to the table, or the table says nothing of the run.
+        DiskError: The table cannot be read, or the plan cannot be written.
+    """
     options = command_line.parse(TablePlan, PROG, argv)
     if len(options.table) != 1:
         raise UsageError("a law is fitted to one table; write one --from FILE, with all runs in it")
     path = Path(options.table[0])
-    request = _place_of(options)
+    request = _request(options)
     forecaster = Forecaster.of_table(tables.read(path, options.columns))
     content = _content(forecaster, options, request)
     if options.out is not None:
@@ -84,8 +99,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _place_of(options: TablePlan) -> dict[str, float]:
-    """Return the size and length, or the FLOPs, that are asked for."""
+def _request(options: TablePlan) -> dict[str, float]:
+    """Return the size and length, or the FLOPs, that the options ask for.
+
+    Raises:
+        UsageError: The options name no run or two runs, or a rate or batch is not above 0.
+        ConfigError: A size, length or budget is no number above 0.
+    """
     request: dict[str, float] = {}
     for name in ("parameters", "tokens", "flops"):
         text = getattr(options, name)
@@ -97,7 +117,8 @@ def _place_of(options: TablePlan) -> dict[str, float]:
         raise UsageError(
             "say which run: write --parameters N --tokens N, as 1.07e9 and 10b, or --flops N"
         )
-    for name in ("peak_lr", "batch_sequences"):
+
+    for name in SEARCHED_AXES:
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(f"--{name.replace('_', '-')} is {value}; write a number above 0")
@@ -119,6 +140,7 @@ def _content(
             "used": len(fit.table.log_loss),
         },
     }
+    # FLOPs are an axis of a table that has them alone. Otherwise they are a budget.
     if "flops" in request and "flops" not in fit.table.values:
         size, tokens, _ = forecaster.compute_optimal(request["flops"])
         place = {"parameters": size.value, "tokens": tokens.value}
@@ -126,20 +148,19 @@ def _content(
             "parameters": dataclasses.asdict(size),
             "tokens": dataclasses.asdict(tokens),
         }
+
     forecaster.check(place)
     best = forecaster.best(place)
     content["asked"] = request
     content["place"] = place
     content["best"] = _best_json(best)
-    chosen = {
-        name: value
-        for name in ("peak_lr", "batch_sequences")
-        if (value := getattr(options, name)) is not None
-    }
+
+    chosen = _chosen(options)
     if chosen:
         forecaster.check({**place, **chosen})
         values = {**place, **_best_values(best), **chosen}
-        content["at"] = {**chosen, "loss": dataclasses.asdict(forecaster.at(values))}
+        content["at"] = {**chosen, "loss": dataclasses.asdict(forecaster.loss_at(values))}
+
     content["next"] = [dataclasses.asdict(run) for run in forecaster.next_runs(place)]
     content["law"] = _law_json(forecaster)
     content["notes"] = list(fit.table.notes)
@@ -147,8 +168,18 @@ def _content(
     return content
 
 
+def _chosen(options: TablePlan) -> dict[str, float]:
+    """Return the rate and the batch that the options choose, without those left open."""
+    chosen: dict[str, float] = {}
+    for name in SEARCHED_AXES:
+        value = getattr(options, name)
+        if value is not None:
+            chosen[name] = value
+    return chosen
+
+
 def _best_values(best: Recommendation) -> dict[str, float]:
-    """Return the recommended rate and batch, as far as the table says them."""
+    """Return the best rate and batch, without those that do not vary in the table."""
     values = {}
     if best.peak_lr is not None:
         values["peak_lr"] = best.peak_lr.value
@@ -171,117 +202,162 @@ def _best_json(best: Recommendation) -> dict[str, Any]:
 
 
 def _law_json(forecaster: Forecaster) -> dict[str, Any]:
-    """Return the law's numbers, each with its deviation and whether the runs say more of it than its prior."""
+    """Return the numbers and the noise of a law as JSON has them.
+
+    `of_runs` of a number says that the runs, and not its prior, determine it.
+    """
     fit = forecaster.fit
     deviations = fit.covariance.diagonal() ** 0.5
-    _, prior = fit.form.prior
-    numbers = {
-        name: {
+    _, priors = fit.form.prior
+    numbers = {}
+    for name, value, deviation, prior in zip(
+        fit.form.names, fit.numbers, deviations, priors, strict=True
+    ):
+        numbers[name] = {
             "value": round(float(value), 4),
             "deviation": round(float(deviation), 4),
-            "of_runs": bool(deviation < PRIOR_SHARE * before),
+            "of_runs": bool(deviation < PRIOR_SHARE * prior),
         }
-        for name, value, deviation, before in zip(
-            fit.form.names, fit.numbers, deviations, prior, strict=True
-        )
-    }
+
+    middle = [round(float(value), 4) for value in fit.form.centre]
+    noise = dataclasses.asdict(fit.noise)
+    beyond = forecaster.beyond
     return {
         "numbers": numbers,
         "lowest_loss": round(fit.form.loss, 6),
-        "middle_log2": dict(
-            zip(fit.form.axes, (round(float(value), 4) for value in fit.form.centre), strict=True)
-        ),
-        "noise": {name: round(value, 5) for name, value in dataclasses.asdict(fit.noise).items()},
-        "beyond_an_octave": {
-            axis: round(deviation, 5) for axis, (deviation, _) in forecaster.beyond.items()
-        },
+        "middle_log2": dict(zip(fit.form.axes, middle, strict=True)),
+        "noise": {name: round(value, 5) for name, value in noise.items()},
+        "beyond_an_octave": {axis: round(deviation, 5) for axis, (deviation, _) in beyond.items()},
     }
 
 
 def _cautions(
     forecaster: Forecaster, place: dict[str, float], chosen: dict[str, float]
 ) -> list[str]:
-    """Return what to know before the plan is believed, a sentence each."""
+    """Return sentences on the limits of a plan.
+
+    Args:
+        place: Numbers of the planned size and length.
+        chosen: Rate and batch that the options choose.
+    """
     fit = forecaster.fit
     cautions = []
     for axis, octaves in forecaster.distance(place).items():
         if octaves >= FAR:
             tried = fit.table.values[axis]
+            deviation, _ = forecaster.beyond[axis]
             cautions.append(
-                f"{axis} {place[axis]:,.4g} is {2**octaves:.2g} times beyond the table's, which go from {tried.min():,.4g} to "
-                f"{tried.max():,.4g}; the interval counts {forecaster.beyond[axis][0]:.2%} of the loss for each octave"
+                f"{axis} {place[axis]:,.4g} is {2**octaves:.2g} times beyond the table's, which "
+                f"go from {tried.min():,.4g} to {tried.max():,.4g}; the interval counts "
+                f"{deviation:.2%} of the loss for each octave"
             )
+
     for name, value in chosen.items():
         tried = fit.table.values[name]
         if not tried.min() * 0.9 <= value <= tried.max() * 1.1:
             cautions.append(
                 f"{name} {value:g} is outside of the table's, {tried.min():g} to {tried.max():g}"
             )
+
     for axis in place:
         if axis in fit.form.axes and forecaster.prior_share(place, axis) >= PRIOR_SHARE:
             cautions.append(
-                f"the runs hardly say how the loss goes with {axis}: what is said of it is mostly the law's prior, whose width is in the "
-                "interval"
+                f"the runs hardly say how the loss goes with {axis}: what is said of it is mostly "
+                "the law's prior, whose width is in the interval"
             )
+
     grid = fit.grid(place)
     losses, _ = fit.log_loss(grid)
-    for axis in ("peak_lr", "batch_sequences"):
-        if axis in grid:
-            value = grid[axis][int(losses.argmin())]
-            if value <= grid[axis].min() * 1.01 or value >= grid[axis].max() * 0.99:
-                cautions.append(
-                    f"the best {axis} is at the end of the table's ({value:.4g}); a better one may be beyond it"
-                )
+    best = int(losses.argmin())
+    for axis in SEARCHED_AXES:
+        if axis not in grid:
+            continue
+        column = grid[axis]
+        if column[best] <= column.min() * 1.01 or column[best] >= column.max() * 0.99:
+            cautions.append(
+                f"the best {axis} is at the end of the table's ({column[best]:.4g}); a better one "
+                "may be beyond it"
+            )
     return cautions
 
 
 def _print(content: dict[str, Any], options: TablePlan) -> None:
-    """Print the conclusion, what to type next, the table and the cautions."""
-    place = content["place"]
+    """Print the conclusion, the tables of the plan and of the next runs, and the remarks.
+
+    Args:
+        content: Plan as `_content` returns it.
+    """
+    sections = [report.Section(terminal.filled(_plan_rows(content)))]
+    if content["next"]:
+        title = (
+            "runs that would narrow the interval of the loss most, each at a quarter of the FLOPs "
+            "or less"
+        )
+        sections.append(report.Section(terminal.filled(_next_rows(content["next"])), title))
+
+    remarks = [f"note: {note}" for note in content["notes"]]
+    remarks += [f"caution: {caution}" for caution in content["cautions"]]
+    if options.out is not None:
+        remarks.append(f"plan in {options.out}")
+    report.Report([_conclusion(content)], sections=sections, remarks=remarks).show()
+
+
+def _conclusion(content: dict[str, Any]) -> str:
+    """Return a sentence with the planned run, its loss and its best rate and batch."""
     best = content["best"]
-    run = " and ".join(f"{value:,.4g} {axis}" for axis, value in place.items())
+    run = " and ".join(f"{value:,.4g} {axis}" for axis, value in content["place"].items())
     settings = []
     if best["peak_lr"]:
         settings.append(f"a peak rate of {best['peak_lr']['value']:.3g}")
     if best["batch_sequences"]:
         settings.append(f"a batch of {best['batch_sequences']['value']:.0f} sequences")
-    at = f" at {' and '.join(settings)}" if settings else ""
+
     loss = best["loss"]
-    answer = f"{run}: the loss should be {loss['value']:.4f} [{loss['low']:.4f} to {loss['high']:.4f}]{at}"
-    rows = [("", "value", "90 % interval", "from")]
-    source = f"law over {content['table']['used']} of {content['table']['rows']} runs of {content['table']['file']}"
+    interval = f"[{loss['low']:.4f} to {loss['high']:.4f}]"
+    conclusion = f"{run}: the loss should be {loss['value']:.4f} {interval}"
+    if settings:
+        conclusion += f" at {' and '.join(settings)}"
+    return conclusion
+
+
+def _plan_rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table of the plan, with its heads first: each value, its interval and source."""
+    rows: list[tuple[str, ...]] = [("", "value", "90 % interval", "from")]
+    table = content["table"]
+    source = f"law over {table['used']} of {table['rows']} runs of {table['file']}"
     for axis, interval in content.get("optimal", {}).items():
         budget = f"lowest loss at {content['asked']['flops']:.3g} FLOPs, 6 N D"
-        rows.append((f"best {axis}", *_cells(interval, "{:,.4g}"), budget))
-    for name, shown in (("peak_lr", "{:.3g}"), ("batch_sequences", "{:.0f}"), ("loss", "{:.4f}")):
-        if best[name]:
-            rows.append((name.replace("_", " "), *_cells(best[name], shown), source))
+        rows.append((f"best {axis}", *_cells(interval, ",.4g"), budget))
+
+    specs = {"peak_lr": ".3g", "batch_sequences": ".0f", "loss": ".4f"}
+    for name, spec in specs.items():
+        interval = content["best"][name]
+        if interval:
+            rows.append((name.replace("_", " "), *_cells(interval, spec), source))
+
     if "at" in content:
-        settings_text = ", ".join(
-            f"{name} {value:g}" for name, value in content["at"].items() if name != "loss"
-        )
-        rows.append((f"loss at {settings_text}", *_cells(content["at"]["loss"], "{:.4f}"), source))
-    sections = [report.Section(terminal.filled(rows))]
-    if content["next"]:
-        title = "runs that would narrow the interval of the loss most, each at a quarter of the FLOPs or less"
-        sections.append(report.Section(terminal.filled(_next_rows(content["next"])), title))
-    remarks = [f"note: {note}" for note in content["notes"]]
-    remarks += [f"caution: {caution}" for caution in content["cautions"]]
-    if options.out is not None:
-        remarks.append(f"plan in {options.out}")
-    report.Report([answer], sections=sections, remarks=remarks).show()
+        chosen = {name: value for name, value in content["at"].items() if name != "loss"}
+        settings = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
+        rows.append((f"loss at {settings}", *_cells(content["at"]["loss"], ".4f"), source))
+    return rows
 
 
 def _next_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a table of runs that would narrow the interval, names first."""
+    """Return the table of runs that would narrow the interval, with its heads first.
+
+    Args:
+        runs: Fields of `NextRun` of each run.
+    """
     rows = [("", "peak rate", "batch", "FLOPs", "interval after it")]
     for run in runs:
         values = run["values"]
+        rate = f"{values['peak_lr']:.3g}" if "peak_lr" in values else ""
+        batch = f"{values['batch_sequences']:.0f}" if "batch_sequences" in values else ""
         rows.append(
             (
                 f"{values['parameters']:,.4g} parameters, {values['tokens']:,.4g} tokens",
-                f"{values['peak_lr']:.3g}" if "peak_lr" in values else "",
-                f"{values['batch_sequences']:.0f}" if "batch_sequences" in values else "",
+                rate,
+                batch,
                 f"{run['flops']:.2g}",
                 f"{run['half_width']:.0%} of now",
             )
@@ -289,9 +365,14 @@ def _next_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _cells(interval: dict[str, float] | Interval, shown: str) -> tuple[str, str]:
-    """Return a value and its interval as two cells."""
-    values = dataclasses.asdict(interval) if isinstance(interval, Interval) else interval
-    return shown.format(
-        values["value"]
-    ), f"{shown.format(values['low'])} to {shown.format(values['high'])}"
+def _cells(interval: dict[str, float], spec: str) -> tuple[str, str]:
+    """Return a value and its interval as two cells.
+
+    Args:
+        interval: Fields of an `Interval`.
+        spec: Format specification of a number, such as `.4f`.
+    """
+    value = format(interval["value"], spec)
+    low = format(interval["low"], spec)
+    high = format(interval["high"], spec)
+    return value, f"{low} to {high}"

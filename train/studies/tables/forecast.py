@@ -1,8 +1,12 @@
-"""What a law of a table says of runs that nobody has trained: best rate and batch, losses, each with an interval.
+"""Forecasts from a law of the loss: best rate and batch, and losses, each with a 90 % interval.
 
-An interval has four parts: the Gaussian around the fit; what the runs of a new setting share (Student's t, as settings are few);
-the noise of one run; and distance, which is what the law misses the largest size and the longest run by, for each octave, when it
-is fitted without them.
+The interval of a loss has four parts:
+
+* the Gaussian around the fitted numbers of the law;
+* the effect that the runs of a new setting share, with Student's t, since settings are few;
+* the noise of one run;
+* the distance beyond the runs of the table. Its deviation per octave is measured by fits without
+  the largest and the smallest value of an axis.
 """
 
 from __future__ import annotations
@@ -17,49 +21,54 @@ import numpy as np
 from mupax.train.studies.tables.law import AXES, Fit, Form, fitted, form_of, settings_of
 from mupax.train.studies.tables.table import RunTable, TableError
 
+SETTING_AXES = ("parameters", "tokens", "flops")
+"""Axes that a setting, which is a model and a length of training, has numbers of."""
 DRAWS = 2000
+"""Number of draws R that an interval is made from."""
 LOW, HIGH = 0.05, 0.95
-"""Quantiles of an interval: 90 %."""
+"""Quantiles at the ends of a 90 % interval."""
 SHARED_FREEDOM = 6
-"""Degrees of freedom of Student's t for what a setting's runs share."""
+"""Degrees of freedom of Student's t for the effect that the runs of a setting share."""
 RUN_FREEDOM = 4
-"""The same of one run's noise: some runs are off by many deviations."""
+"""Degrees of freedom of Student's t for the noise of a run, since some runs are far off."""
 BEYOND, BEYOND_FREEDOM = 0.003, 3
-"""Deviation of the log loss for each octave beyond the runs, as if so many fits had shown it."""
+"""Prior deviation of the log loss per octave beyond the runs, and the fits that it counts as."""
 SEARCHED_PER_OCTAVE = 2
-"""Rates and batches an octave of the search whose best run an interval of rate and batch is for."""
+"""Rates per octave, and batches per octave, of the search that `Forecaster.best` assumes."""
 LEAST_SIZES = 3
-"""Values of an axis that a fit without the largest of them needs."""
+"""Smallest number of distinct values of an axis for a fit without the largest or smallest."""
+BEST_RUNS = 0.02
+"""Excess of the log loss over the best of a setting below which `_prediction_errors` uses a run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A number that is predicted: median and 90 % interval."""
+    """Median and 90 % interval of a predicted number."""
 
     low: float
     value: float
     high: float
 
     @classmethod
-    def of(cls, draws: np.ndarray) -> Interval:
-        """Return the interval of many draws."""
+    def from_draws(cls, draws: np.ndarray) -> Interval:
+        """Return the median and the interval of draws [R]."""
         low, value, high = np.quantile(draws, [LOW, 0.5, HIGH])
         return cls(float(low), float(value), float(high))
 
     @property
     def half_width(self) -> float:
-        """Half of the interval over its value."""
+        """Half of the width of the interval, as a share of the median."""
         return (self.high - self.low) / 2 / self.value
 
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """Settings of the best run of a size and length.
+    """Best rate and batch of a size and length.
 
     Attributes:
-        peak_lr: best rate at the best batch; None where the table's rate does not vary.
-        batch_sequences: best batch; None where the table's batch does not vary.
-        loss: of one run there.
+        peak_lr: Best rate at the best batch; `None` if the rate does not vary in the table.
+        batch_sequences: Best batch; `None` if the batch does not vary in the table.
+        loss: Loss of one run with this rate and batch.
     """
 
     peak_lr: Interval | None
@@ -69,12 +78,13 @@ class Recommendation:
 
 @dataclasses.dataclass(frozen=True)
 class NextRun:
-    """A run that would narrow the forecast.
+    """Run that would narrow a forecast.
 
     Attributes:
-        values: its size, length, rate and batch.
-        flops: it would take, 6 N D.
-        half_width: of the interval of the best loss after it, over what it is now.
+        values: Number of each axis of the law: size, length, rate and batch.
+        flops: Training FLOPs of the run, counted as 6 N D.
+        half_width: Half-width of the interval of the best loss after the run, as a share of the
+            half-width before it.
     """
 
     values: Mapping[str, float]
@@ -83,11 +93,12 @@ class NextRun:
 
 
 class Forecaster:
-    """Forecasts of a table's law.
+    """Forecasts from a fitted law.
 
     Args:
-        fit: the law. Of one that was stored, the table has the ends of each axis alone.
-        beyond: as the attribute `beyond`, of a law that was stored; measured from the table's runs unless given.
+        fit: Law. The table of a stored law has only the smallest and largest value of each axis.
+        beyond: Value of the property `beyond`, as a stored law has it. By default it is measured
+            from the runs of the table.
     """
 
     def __init__(self, fit: Fit, beyond: Mapping[str, tuple[float, int]] | None = None) -> None:
@@ -97,151 +108,174 @@ class Forecaster:
 
     @classmethod
     def of_table(cls, table: RunTable, form: Form | None = None) -> Forecaster:
-        """Return the forecasts of a table's law.
+        """Fit a law to a table and return its forecasts.
 
         Args:
-            table: of runs.
-            form: terms of the law; those that the table can say something about unless given.
+            form: Terms of the law, by default those of `form_of`.
 
         Raises:
-            TableError: as `fitted`.
+            TableError: All runs have one size and length, or fewer than 3 did not diverge.
         """
         return cls(fitted(table, form or form_of(table)))
 
     @functools.cached_property
     def beyond(self) -> Mapping[str, tuple[float, int]]:
-        """Deviation of the log loss for each octave beyond the runs, with its degrees of freedom, of each axis of the size."""
+        """Deviation of the log loss per octave beyond the runs, and its degrees of freedom.
+
+        The keys are the axes of the law that are in `SETTING_AXES`.
+        """
         if self._stored_beyond is not None:
             return self._stored_beyond
-        return {
-            axis: _beyond(self.fit, axis)
-            for axis in self.fit.form.axes
-            if axis in ("parameters", "tokens", "flops")
-        }
+        axes = [axis for axis in self.fit.form.axes if axis in SETTING_AXES]
+        return {axis: _deviation_per_octave(self.fit, axis) for axis in axes}
 
     def distance(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the octaves of each axis of the size by which a setting is beyond the runs; 0 within them."""
+        """Return how many octaves a setting is beyond the runs, for each axis of size and length.
+
+        An axis within the range of the runs has the distance 0.
+        """
         octaves = {}
         for axis in self.beyond:
             logs = np.log2(self.fit.table.values[axis])
-            place = math.log2(values[axis])
-            octaves[axis] = max(0.0, place - float(logs.max()), float(logs.min()) - place)
+            log = math.log2(values[axis])
+            octaves[axis] = max(0.0, log - float(logs.max()), float(logs.min()) - log)
         return octaves
 
     def check(self, values: Mapping[str, float]) -> None:
-        """Refuse a setting of which the table says nothing.
+        """Refuse a setting that the table says nothing of.
 
         Raises:
-            TableError: an axis is not given, is no column of the table, or does not vary there and has another value.
+            TableError: The table has no column for one of `values`, a size or length that the law
+                needs is absent, or a number differs from the only one in the table by over 5 %.
         """
+        table = self.fit.table
         for axis in values:
-            if axis not in self.fit.table.values:
+            if axis not in table.values:
                 flag = axis.replace("_", "-")
                 raise TableError(
-                    f"{self.fit.table.source} has no column {axis}, so nothing is said of it; leave --{flag} out, or name the column with "
-                    f"--columns {axis}=COLUMN"
-                )
-        for axis in AXES:
-            if axis not in self.fit.table.values:
-                continue
-            tried = self.fit.table.values[axis]
-            if axis in self.fit.form.axes:
-                if axis in ("parameters", "tokens", "flops") and axis not in values:
-                    raise TableError(f"say of which {axis}: write --{axis} N, as 1.07e9 or 10b")
-            elif axis in values and not math.isclose(values[axis], float(tried[0]), rel_tol=0.05):
-                raise TableError(
-                    f"{self.fit.table.source} says nothing of {axis} {_text(values[axis])}: all its runs have {_text(float(tried[0]))}; "
-                    "add runs of other values"
+                    f"{table.source} has no column {axis}, so nothing is said of it; leave "
+                    f"--{flag} out, or name the column with --columns {axis}=COLUMN"
                 )
 
-    def at(self, values: Mapping[str, float]) -> Interval:
+        for axis in AXES:
+            if axis not in table.values:
+                continue
+            if axis in self.fit.form.axes:
+                if axis in SETTING_AXES and axis not in values:
+                    raise TableError(f"say of which {axis}: write --{axis} N, as 1.07e9 or 10b")
+                continue
+            # The axis does not vary, so the first run has the number of all runs.
+            only = float(table.values[axis][0])
+            if axis in values and not math.isclose(values[axis], only, rel_tol=0.05):
+                raise TableError(
+                    f"{table.source} says nothing of {axis} {_number_text(values[axis])}: all its "
+                    f"runs have {_number_text(only)}; add runs of other values"
+                )
+
+    def loss_at(self, values: Mapping[str, float]) -> Interval:
         """Return the loss of one run.
 
         Args:
-            values: of every axis of the law.
+            values: Number of every axis of the law.
         """
-        draws = self._draws(values)
-        return Interval.of(
-            np.exp(
-                self._losses(
-                    values, {axis: np.array([values[axis]]) for axis in self.fit.form.axes}, draws
-                )[0]
-            )
-        )
+        draws = self._draw(values)
+        point = {axis: np.array([values[axis]]) for axis in self.fit.form.axes}
+        losses = self._draw_losses(values, point, draws)
+        return Interval.from_draws(np.exp(losses[0]))
 
     def points(
         self, values: Mapping[str, float], points: Mapping[str, np.ndarray]
     ) -> list[Interval]:
-        """Return the losses of single runs of one size and length.
+        """Return the loss of each of several runs of one size and length.
 
         Args:
-            values: size and length.
-            points: rates and batches [M], of every axis of the law.
+            values: Number of each axis of the size and length, by its name in `AXES`.
+            points: Numbers of the runs [M], for every axis of the law.
         """
-        losses = self._losses(values, points, self._draws(values))
-        return [Interval.of(np.exp(row)) for row in losses]
+        losses = self._draw_losses(values, points, self._draw(values))
+        return [Interval.from_draws(np.exp(row)) for row in losses]
 
     def lowest(self, values: Mapping[str, float], points: Mapping[str, np.ndarray]) -> Interval:
-        """Return the lowest loss of a search, which noise makes lower than the loss at the best rate and batch.
+        """Return the lowest loss of a search over rates and batches.
+
+        The noise of the runs makes it lower than the loss of one run at the best rate and batch.
 
         Args:
-            values: size and length.
-            points: rates and batches that are tried [M].
+            values: Number of each axis of the size and length, by its name in `AXES`.
+            points: Numbers of the runs of the search [M], for every axis of the law.
         """
-        draws = self._draws(values)
-        return Interval.of(np.exp(self._losses(values, points, draws).min(axis=0)))
+        losses = self._draw_losses(values, points, self._draw(values))
+        return Interval.from_draws(np.exp(losses.min(axis=0)))
 
     def best(self, values: Mapping[str, float]) -> Recommendation:
-        """Return the best rate and batch of a size and length, within the rates and batches of the table.
+        """Return the best rate and batch of a size and length, within those of the table.
 
-        Their intervals hold nine in ten of the best runs of a search with two rates and two batches an octave: its noise counts.
+        The intervals of rate and batch hold nine in ten of the best runs of a search with two rates
+        and two batches per octave. They count the noise of the runs of that search.
         """
         grid = self.fit.grid(values)
-        center, _ = self.fit.log_loss(grid)
-        place = int(np.argmin(center))
+        grid_losses, _ = self.fit.log_loss(grid)
+        best = int(np.argmin(grid_losses))
+
         searched = self.fit.grid(values, SEARCHED_PER_OCTAVE)
-        chosen = self._losses(values, searched, self._draws(values)).argmin(axis=0)
+        search_losses = self._draw_losses(values, searched, self._draw(values))
+        best_runs = search_losses.argmin(axis=0)
+
         intervals: dict[str, Interval | None] = {}
         for axis in ("peak_lr", "batch_sequences"):
             if axis not in grid:
                 intervals[axis] = None
                 continue
-            low, high = np.quantile(searched[axis][chosen], [LOW, HIGH])
-            value = float(grid[axis][place])
+            low, high = np.quantile(searched[axis][best_runs], [LOW, HIGH])
+            value = float(grid[axis][best])
+            # The value is from the finer grid, so it may be outside of the quantiles.
             intervals[axis] = Interval(min(float(low), value), value, max(float(high), value))
-        loss = self.at({axis: float(column[place]) for axis, column in grid.items()})
+
+        loss = self.loss_at({axis: float(column[best]) for axis, column in grid.items()})
         return Recommendation(intervals["peak_lr"], intervals["batch_sequences"], loss)
 
     def compute_optimal(self, flops: float) -> tuple[Interval, Interval, Recommendation]:
-        """Return size, tokens and settings of the lowest loss for so many training FLOPs, 6 N D.
+        """Return the size, the tokens and the best settings for a budget of training FLOPs, 6 N D.
+
+        Sizes from 4 octaves below the runs to 6 octaves beyond them are compared, as far as the
+        budget leaves a token for every 10 parameters.
 
         Raises:
-            TableError: the law is not of both size and length.
+            TableError: The law is not a function of both size and length.
         """
         if not {"parameters", "tokens"} <= set(self.fit.form.axes):
             raise TableError(
-                f"{self.fit.table.source} does not vary both parameters and tokens, so nothing is said of the best of both"
+                f"{self.fit.table.source} does not vary both parameters and tokens, so nothing is "
+                "said of the best of both"
             )
         logs = np.log2(self.fit.table.values["parameters"])
         sizes = 2.0 ** np.arange(logs.min() - 4, logs.max() + 6, 0.125)
-        # Sizes that would see fewer tokens than a tenth of their parameters are no sensible runs.
         sizes = sizes[flops / (6 * sizes) >= sizes / 10]
-        centers = np.zeros(len(sizes))
+
+        # Best log loss of each size, and its derivatives by the numbers of the law.
+        lowest = np.zeros(len(sizes))
         slopes = np.zeros((len(sizes), len(self.fit.numbers)))
         for index, size in enumerate(sizes):
             grid = self.fit.grid({"parameters": size, "tokens": flops / (6 * size)})
             losses, derivatives = self.fit.log_loss(grid)
-            place = int(np.argmin(losses))
-            centers[index] = losses[place]
-            slopes[index] = derivatives[place]
-        drawn = centers[:, None] + slopes @ self._numbers()
-        best = sizes[drawn.argmin(axis=0)]
-        size = float(sizes[centers.argmin()])
-        low, high = (float(end) for end in np.quantile(best, [LOW, HIGH]))
+            best = int(np.argmin(losses))
+            lowest[index] = losses[best]
+            slopes[index] = derivatives[best]
+
+        drawn_losses = lowest[:, None] + slopes @ self._draw_numbers()
+        drawn_sizes = sizes[drawn_losses.argmin(axis=0)]
+        low, high = np.quantile(drawn_sizes, [LOW, HIGH])
+        low_size = float(low)
+        high_size = float(high)
+        size = float(sizes[lowest.argmin()])
         tokens = flops / (6 * size)
+
+        # The largest size leaves the fewest tokens.
+        low_tokens = flops / (6 * high_size)
+        high_tokens = flops / (6 * low_size)
         return (
-            Interval(min(low, size), size, max(high, size)),
-            Interval(min(flops / (6 * high), tokens), tokens, max(flops / (6 * low), tokens)),
+            Interval(min(low_size, size), size, max(high_size, size)),
+            Interval(min(low_tokens, tokens), tokens, max(high_tokens, tokens)),
             self.best({"parameters": size, "tokens": tokens}),
         )
 
@@ -250,83 +284,94 @@ class Forecaster:
     ) -> list[NextRun]:
         """Return the runs that would narrow the interval of the best loss most.
 
-        Candidates are the table's own sizes and lengths and those between and beyond them, up to the setting's, each at its best
-        rate and batch. What a run narrows follows from the Gaussian around the fit alone.
+        Candidates are the sizes and lengths of the table, and doublings of the largest of them up
+        to `values`, each with its best rate and batch. The narrowing follows from the Gaussian
+        around the fit alone. A law that is not of both size and length gets no runs.
 
         Args:
-            values: size and length of the forecast.
-            share: of the setting's FLOPs that a candidate may take.
-            count: of runs that are returned.
+            values: Numbers of the size and length of the forecast.
+            share: Largest FLOPs of a candidate, as a share of the FLOPs of the forecast.
+            count: Largest number of runs to return, 3 by default.
         """
         if not {"parameters", "tokens"} <= set(self.fit.form.axes):
             return []
-        goal = self._slopes_at_best(values)
         noise = self.fit.noise
-        variance = float(goal @ self.fit.covariance @ goal)
-        rest = noise.shared**2 + noise.near**2
+        covariance = self.fit.covariance
+        goal = self._slopes_at_best(values)
+        variance = float(goal @ covariance @ goal)
+        noise_variance = noise.shared**2 + noise.near**2
         limit = 6 * values["parameters"] * values["tokens"] * share
+
         candidates: list[NextRun] = []
         for size in _candidates(self.fit.table.values["parameters"], values["parameters"]):
             for length in _candidates(self.fit.table.values["tokens"], values["tokens"]):
                 flops = 6 * size * length
                 if flops > limit:
                     continue
-                place = {"parameters": size, "tokens": length}
-                grid = self.fit.grid(place)
+                grid = self.fit.grid({"parameters": size, "tokens": length})
                 losses, derivatives = self.fit.log_loss(grid)
                 best = int(np.argmin(losses))
                 slopes = derivatives[best]
-                carried = float(goal @ self.fit.covariance @ slopes)
-                total = float(slopes @ self.fit.covariance @ slopes) + rest
-                # Variance of a Gaussian after it is conditioned on one more observation.
-                left = variance - carried**2 / total
-                named = {axis: float(column[best]) for axis, column in grid.items()}
-                candidates.append(
-                    NextRun(named, flops, math.sqrt((left + rest) / (variance + rest)))
-                )
+
+                # Variance of the goal given one noisy observation of the candidate.
+                cross_covariance = float(goal @ covariance @ slopes)
+                run_variance = float(slopes @ covariance @ slopes) + noise_variance
+                variance_after = variance - cross_covariance**2 / run_variance
+                narrowing = (variance_after + noise_variance) / (variance + noise_variance)
+                run = {axis: float(column[best]) for axis, column in grid.items()}
+                candidates.append(NextRun(run, flops, math.sqrt(narrowing)))
         return sorted(candidates, key=lambda run: run.half_width)[:count]
 
     def prior_share(self, values: Mapping[str, float], axis: str) -> float:
-        """Return how uncertain the law is of what twice an axis does to the best loss, over what it is without any run."""
-        twice = {**values, axis: values[axis] * 2}
-        change = self._slopes_at_best(twice) - self._slopes_at_best(values)
-        _, deviation = self.fit.form.prior
-        before = float(np.sqrt(((change * deviation) ** 2).sum()))
-        return float(np.sqrt(change @ self.fit.covariance @ change)) / max(before, 1e-12)
+        """Return the share of the prior's uncertainty about an axis that the runs leave.
+
+        The uncertainty is the standard deviation of the change of the best log loss when `axis`
+        doubles: that of the fitted law over that of the prior.
+        """
+        doubled = {**values, axis: values[axis] * 2}
+        change = self._slopes_at_best(doubled) - self._slopes_at_best(values)
+        _, prior_deviations = self.fit.form.prior
+        prior = float(np.sqrt(((change * prior_deviations) ** 2).sum()))
+        return float(np.sqrt(change @ self.fit.covariance @ change)) / max(prior, 1e-12)
 
     def _slopes_at_best(self, values: Mapping[str, float]) -> np.ndarray:
         """Return the derivatives of a setting's best log loss by the numbers of the law [P]."""
         losses, slopes = self.fit.log_loss(self.fit.grid(values))
         return slopes[int(np.argmin(losses))]
 
-    def _numbers(self) -> np.ndarray:
-        """Return draws of the law's numbers, around the fitted ones [P, R]."""
-        # 1e-12 keeps a covariance that rounding made singular positive definite.
-        root = np.linalg.cholesky(self.fit.covariance + 1e-12 * np.eye(len(self.fit.numbers)))
-        return root @ self._generator.standard_normal((len(self.fit.numbers), DRAWS))
+    def _draw_numbers(self) -> np.ndarray:
+        """Return draws of the deviations of the law's numbers from the fitted ones [P, R]."""
+        count = len(self.fit.numbers)
+        root = np.linalg.cholesky(self.fit.covariance + 1e-12 * np.eye(count))
+        return root @ self._generator.standard_normal((count, DRAWS))
 
-    def _draws(self, values: Mapping[str, float]) -> _Draws:
-        """Return draws of the law and of a new setting's effect."""
-        self._generator = np.random.default_rng(
-            0
-        )  # the same draws for every setting, so that an answer does not depend on others
-        numbers = self._numbers()
+    def _draw(self, values: Mapping[str, float]) -> _Draws:
+        """Return draws of the law's numbers and of the effect that a new setting's runs share."""
+        # Every setting gets the same draws, so that a forecast does not depend on earlier ones.
+        self._generator = np.random.default_rng(0)
+        numbers = self._draw_numbers()
         effect = self.fit.noise.shared * self._generator.standard_t(SHARED_FREEDOM, DRAWS)
         for axis, octaves in self.distance(values).items():
             deviation, freedom = self.beyond[axis]
             effect = effect + octaves * deviation * self._generator.standard_t(freedom, DRAWS)
         return _Draws(numbers, effect)
 
-    def _losses(
+    def _draw_losses(
         self, values: Mapping[str, float], points: Mapping[str, np.ndarray], draws: _Draws
     ) -> np.ndarray:
-        """Return draws of the log loss of runs of one setting, with their noise [M, R]."""
-        grid, grid_slopes = self.fit.log_loss(self.fit.grid(values))
-        center, slopes = self.fit.log_loss(points)
-        # The best of the grid, to first order: the minimum moves with the numbers, its place does not.
-        place = int(np.argmin(grid))
-        lowest = grid[place] + grid_slopes[place] @ draws.numbers
-        losses = center[:, None] + slopes @ draws.numbers
+        """Return draws of the log loss of runs of one setting, with the noise of each run [M, R].
+
+        Args:
+            values: Number of each axis of the size and length, by its name in `AXES`.
+            points: Numbers of the runs [M], for every axis of the law.
+        """
+        grid_losses, grid_slopes = self.fit.log_loss(self.fit.grid(values))
+        point_losses, slopes = self.fit.log_loss(points)
+        # The lowest loss is exact to first order in the numbers: their change moves the minimum,
+        # but a move of its position does not change the loss.
+        best = int(np.argmin(grid_losses))
+        lowest = grid_losses[best] + grid_slopes[best] @ draws.numbers
+        losses = point_losses[:, None] + slopes @ draws.numbers
         deviation = self.fit.noise.of_run(losses - lowest)
         noise = self._generator.standard_t(RUN_FREEDOM, losses.shape)
         return losses + deviation * noise + draws.effect
@@ -334,54 +379,70 @@ class Forecaster:
 
 @dataclasses.dataclass(frozen=True)
 class _Draws:
-    """Draws of what a forecast does not know: numbers of the law [P, R], and what a setting's runs share [R]."""
+    """Draws of the unknowns of a forecast, other than the noise of each run.
+
+    Attributes:
+        numbers: Deviations of the law's numbers from the fitted ones [P, R].
+        effect: Effect on the log loss that the runs of the setting share [R].
+    """
 
     numbers: np.ndarray
     effect: np.ndarray
 
 
-def _beyond(fit: Fit, axis: str) -> tuple[float, int]:
-    """Return what an octave beyond the runs adds, from fits without the largest and the smallest values of an axis."""
+def _deviation_per_octave(fit: Fit, axis: str) -> tuple[float, int]:
+    """Return the deviation of the log loss per octave beyond the runs, and its degrees of freedom.
+
+    A law is fitted without the largest value of the axis, and another without the smallest. The
+    errors of their predictions for the runs left out are averaged with the prior `BEYOND`.
+    """
     logs = np.log2(fit.table.values[axis])
     distinct = np.unique(np.round(logs, 3))
     squares: list[float] = []
     if len(distinct) >= LEAST_SIZES:
         for end, neighbor in ((distinct[-1], distinct[-2]), (distinct[0], distinct[1])):
-            without = np.abs(logs - end) > 1e-2
+            retained = np.abs(logs - end) > 1e-2
             octaves = abs(float(end - neighbor))
             try:
-                partial = fitted(fit.table.subset(without))
+                partial = fitted(fit.table.subset(retained))
             except TableError:
+                # Too few runs are left, or all of them have one size and length.
                 continue
-            missed = _missed(partial, fit.table.subset(~without))
-            excess = float(np.mean(missed**2)) - partial.noise.shared**2
+            errors = _prediction_errors(partial, fit.table.subset(~retained))
+            # The effect that a setting's runs share explains a part of the error.
+            excess = float(np.mean(errors**2)) - partial.noise.shared**2
             squares.append(max(0.0, excess) / octaves**2)
     freedom = BEYOND_FREEDOM + len(squares)
     return math.sqrt((BEYOND_FREEDOM * BEYOND**2 + sum(squares)) / freedom), freedom
 
 
-def _missed(fit: Fit, table: RunTable) -> np.ndarray:
-    """Return what a law misses each setting of other runs by, as a median over its better runs [K]."""
+def _prediction_errors(fit: Fit, table: RunTable) -> np.ndarray:
+    """Return the error of a law's log loss for each setting of a table [K].
+
+    The error of a setting is the median over its runs that are within 2 % of its best loss.
+    """
     setting = settings_of(table)
-    missed = []
+    errors = []
     for index in range(setting.max() + 1):
         runs = table.subset(setting == index)
-        near = runs.log_loss - runs.log_loss.min() < 0.02
-        predicted, _ = fit.log_loss(runs.subset(near).values)
-        missed.append(float(np.median(predicted - runs.log_loss[near])))
-    return np.array(missed)
+        near_best = runs.log_loss - runs.log_loss.min() < BEST_RUNS
+        predicted, _ = fit.log_loss(runs.subset(near_best).values)
+        errors.append(float(np.median(predicted - runs.log_loss[near_best])))
+    return np.array(errors)
 
 
-def _text(value: float) -> str:
-    """Return a value of an axis for a person."""
+def _number_text(value: float) -> str:
+    """Return a number of an axis as messages show it: from 10,000 on as a whole number."""
     return f"{value:,.0f}" if value >= 1e4 else f"{value:g}"
 
 
 def _candidates(tried: np.ndarray, goal: float) -> list[float]:
-    """Return values of an axis for a next run: the table's, and those an octave apart up to the goal."""
+    """Return the distinct numbers of an axis in the table, and doublings of the largest.
+
+    The doublings end at `goal`, with a tolerance of 1 %.
+    """
     values = [float(value) for value in np.unique(tried)]
     value = values[-1]
-    # 1.01, so that a goal of a whole number of octaves is reached despite rounding.
     while value * 2 < goal * 1.01:
         value *= 2
         values.append(value)
