@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -105,15 +106,30 @@ def test_each_edit_changes_one_file() -> None:
     ]
 
 
-@pytest.mark.slow
-def test_the_edits_make_flags_that_train_and_pass_their_tests(tmp_path: Path) -> None:
-    folder = source_copy(tmp_path)
-    for edit in EDITS:
+def applied(edits: Sequence[str], folder: Path) -> None:
+    """Apply the page's edits, in order, to the files in a folder."""
+    for edit in edits:
         words = ["git", "apply", "--unidiff-zero", "--recount", "-"]
         done = subprocess.run(
             words, cwd=folder, input=edit, text=True, capture_output=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.core
+def test_the_edits_fit_the_files_of_today(tmp_path: Path) -> None:
+    for name in ("train/config/sections.py", "train/core/optimizer.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    applied(EDITS, tmp_path)
+    with pytest.raises(AssertionError, match="patch failed"):
+        applied(EDITS[:1], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_edits_make_flags_that_train_and_pass_their_tests(tmp_path: Path) -> None:
+    folder = source_copy(tmp_path)
+    applied(EDITS, folder)
     (folder / "words.txt").write_text("a few words to train on. " * 300)
     assert "step 4/4" in done_in(folder, "mupax", *RUN.split())
     listed = done_in(folder, "mupax", "train", "checkpoints", "run")

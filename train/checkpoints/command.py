@@ -75,8 +75,8 @@ class Checkpoints:
 
     Losses are those of metrics.jsonl at the step, in nats per token, image or target. The best is
     that of --checkpoint.best-metric among the checkpoints that are there; a run without evaluations
-    has none. The column "stays as" says why a checkpoint is kept: newest, best, or every N
-    (--checkpoint.keep, keep-best and keep-every). One without a reason is deleted at the next save.
+    has none. The column "stays as" says which flag keeps a checkpoint: --checkpoint.keep the newest,
+    keep-best the best, keep-every every N. One without a reason is deleted at the next save.
     Health compares the checkpoint with its manifest: the sizes of its files, and the run's assets.
     With --verify every file and every array is read and compared with its digest. Nothing is
     changed. Exit code 0 if all are good, 1 if one is damaged.
