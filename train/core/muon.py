@@ -143,9 +143,7 @@ def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
     return {name: spec for name, spec in specs.items() if spec.role not in not_hidden}
 
 
-def with_adam_lr(
-    lr: Mapping[str, Any], specs: Specs, adam_lr: float, peak_lr: Any
-) -> dict[str, Any]:
+def with_adam_lr(lr: Mapping[str, Any], specs: Specs, adam_lr: Any, peak_lr: Any) -> dict[str, Any]:
     """Return learning-rate factors with which the Adam part of Muon peaks at `adam_lr`.
 
     All factors are relative to `peak_lr`, the peak of the matrices. Both peaks are thus data to
@@ -154,6 +152,7 @@ def with_adam_lr(
     Args:
         lr: Factor of every trained parameter, from the preset.
         specs: Specs that tell which parameters are hidden matrices.
+        adam_lr: Number, which may be traced.
         peak_lr: Number above 0, which may be traced.
     """
     ratio = adam_lr / peak_lr
