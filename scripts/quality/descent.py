@@ -100,9 +100,7 @@ def descend_in_turn(
     Args:
         losses: Function that trains settings and returns their losses.
         constants: Constants to search, in the order of the search.
-        seeds: Number of seeds of every move.
         final: Number of seeds of the last comparison, at least `seeds`.
-        finalists: Number of settings in the last comparison.
 
     Raises:
         ValueError: There is no minimum within `FAR` rounds, or along one constant.

@@ -152,8 +152,7 @@ def with_adam_lr(lr: Mapping[str, Any], specs: Specs, adam_lr: Any, peak_lr: Any
     Args:
         lr: Factor of every trained parameter, from the preset.
         specs: Specs that tell which parameters are hidden matrices.
-        adam_lr: Number, which may be traced.
-        peak_lr: Number above 0, which may be traced.
+        peak_lr: Number above 0, which may be traced in place of a Python number, as `adam_lr` may.
     """
     ratio = adam_lr / peak_lr
     matrix_specs = hidden_matrices(specs)
