@@ -112,17 +112,19 @@ class Block:
     def forward(
         self, h: np.ndarray, examples: int, *, initial: bool
     ) -> tuple[np.ndarray, np.ndarray, Vjp]:
-        """Apply the block to the stream.
+        """Apply the block to the stream, for D draws of the model at once.
 
         Args:
-            h: Stream before the block, [D, R, width].
+            h: Stream before the block, [D, R, width]. The R = B T rows are the positions of all
+                examples.
             examples: Number of examples B.
             initial: Whether to use the weights before training.
 
         Returns:
-            The stream after the block [D, R, width], the block's part of `Snapshot.attention`
-            [D, 2], and the function that takes the gradient of the output to that of the input and
-            keeps the gradients of the weights.
+            The stream after the block [D, R, width]. The mean over heads of the squared attention
+            logits and the square of their mean over heads, [D, 2] (`Snapshot.attention`). The
+            function that takes the gradient of the output to that of the input, and keeps the
+            gradients of the weights for `step`.
         """
         config = self.config
         weights = self.weights
@@ -176,7 +178,11 @@ class Block:
             weight.step()
 
     def _split_heads(self, x: np.ndarray, examples: int) -> np.ndarray:
-        """Return [D, R, width] as [D, B, H, T, N]."""
+        """Return rows [D, R, width] as heads [D, B, H, T, N], where R = B T and width = H N.
+
+        Args:
+            examples: Number of examples B.
+        """
         heads = self.config.heads
         x = x.reshape(*x.shape[:-2], examples, -1, heads, self.config.head_dim)
         return np.swapaxes(x, -2, -3)

@@ -157,10 +157,13 @@ class TrainedOutput:
         return branch
 
     def backward(self, w: np.ndarray) -> np.ndarray:
-        """Return the product of the transpose with the readout, [G N].
+        """Return the product of the matrix' transpose with the readout, [G N].
+
+        The matrix is W_O / (N H)^(1/2) as it is now: its start and the changes of all steps.
 
         Args:
-            w: Readout [M], at least as long as those of earlier steps.
+            w: Readout in coordinates of the stream, [M]. The stream gains coordinates in training,
+                so M is at least that of the readouts passed to `step`.
         """
         o = self.initial.backward(w)
         for change in self._changes:

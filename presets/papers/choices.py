@@ -305,7 +305,11 @@ CHOICES = (
 
 
 def of(preset: str, constant: str) -> list[Choice]:
-    """Return the choices of a preset's constant. The list is empty if any value may be given."""
+    """Return the known values of a constant of a preset, each with its rule and source.
+
+    The list is empty for a constant without a record, which may have any value. A constant with
+    choices must have one of them, except `decay_width` (`listed`).
+    """
     matching = []
     for choice in CHOICES:
         if preset in choice.presets and constant == choice.constant:

@@ -76,7 +76,14 @@ class Table:
             self._check_scales(group)
 
     def _check_residual(self, name: str, residual: Residual, stack: Stack) -> None:
-        """Raise `PresetError` if pairs do not fit the layers and branches of their stack."""
+        """Raise `PresetError` if the residual scales do not fit the sizes of their stack.
+
+        Unless they are empty, they need one entry per layer, with a pair (skip, branch) for each
+        branch of the stack. Every number must be at least 0 and in the range of float32.
+
+        Args:
+            name: Field that has the scales, for the message.
+        """
         layers = self.sizes.get(stack.axis)
         if residual and len(residual) != layers:
             _refuse(

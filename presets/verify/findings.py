@@ -41,10 +41,15 @@ Observables = list[tuple[str, Entry]]
 
 
 def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[Finding]:
-    """Return faults, then cautions. Parameters with the same difference are one finding.
+    """Return what is wrong with the dumps: faults first, then cautions.
+
+    Parameters with the same difference are one finding. A difference that goes away once another
+    one is corrected is left out.
 
     Args:
         reference: Preset, with the differences of the dumps from it.
+        line: The dumped models as a series, which says what grows.
+        family: Family of the dumps' optimizer, such as "adam".
     """
     wrong = _wrong_differences(reference)
     causes = [d for d in wrong if not _follows(d, wrong)]

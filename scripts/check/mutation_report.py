@@ -36,11 +36,13 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     lines = [
         "## Wrong rules",
         "",
-        "A mutant is the right rule (`mup`, growing head_dim) with one column of one parameter",
-        "group wrong by a power of m, the ratio of the width to its base. The mutant is trained",
-        f"at {SIZES} sizes with {SEEDS} seeds ({MORE_SEEDS} if it passes) and compared with theory",
-        "of the right rule. Encoder-decoders grow heads, on the first and the third size; expert",
-        f"models have four experts in each layer. `{command}` makes this section; `mutations.json`",
+        "A mutant is the right rule (`mup`, growing head_dim) with one error: a column (init_std,",
+        "multiplier, lr or eps) of one parameter group is wrong by a power of m, the ratio of the",
+        f"width to its base. It takes a step at {SIZES} sizes with {SEEDS} seeds, and the check",
+        "compares that with theory of the right rule. A mutant that is not caught is tried again",
+        f"with {MORE_SEEDS} seeds. Encoder-decoders grow in heads instead, and at two sizes: the",
+        "base and four times its heads. Expert models have four experts in each layer.",
+        f"`{command}` makes this section; `mutations.json`",
         "has each mutant's power and the observable that caught it.",
         "",
         f"Of {len(mutants)} mutants {len(training)} change training, and the check catches "

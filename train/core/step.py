@@ -415,7 +415,13 @@ def _summed_gradients(
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return zeros to which the results of microbatches are added."""
+    """Return zeros to which the results of microbatches are added.
+
+    They are float32 in place of bfloat16, and otherwise have the dtype of the result.
+
+    Args:
+        shape: Shape and dtype of a result of one microbatch.
+    """
     # Sums of many microbatches are float32: bfloat16 would lose the small ones.
     dtype = jnp.float32 if shape.dtype == jnp.bfloat16 else shape.dtype
     return jnp.zeros(shape.shape, dtype)

@@ -253,14 +253,18 @@ class TrainedModel:
         }
 
     def plain_weights(self, part: Literal["params", "ema"] = "params") -> WeightsSource:
-        """Return the weights with their scales in the plain network, on the host.
+        """Return the stored weights and their factors in the plain network, on the host.
+
+        The plain network has no multipliers. `WeightsSource.params` has its weights, each the
+        stored array times its factor. Class names, assets and notes of this model come along.
 
         Args:
-            part: parameters or moving average of a run, independent of `weights`.
+            part: Part of a run that is read, whichever part `weights` names. Weights without a run
+                have only "params".
 
         Raises:
-            WeightsError, TensorFileError, WorkdirError: no such part, files that do not fit
-                together, or values that are NaN or infinite.
+            WeightsError, TensorFileError, WorkdirError: There is no such part, files do not fit
+                together, or values are NaN or infinite.
         """
         run = self.run
         if part == "ema" and run is None:

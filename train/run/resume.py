@@ -271,7 +271,14 @@ def check_exact(
 
 
 def _rounds(affects: Affects | None) -> bool:
-    """Return whether a field may change the bits of a run, but not the run that is described."""
+    """Return whether a field may change the last bits of a run, and nothing else.
+
+    Such fields say how a run is computed, as kernels and the mesh do. `resume_exact` refuses
+    a change of them.
+
+    Args:
+        affects: Declaration of the field. `None`, as for plugins' models, is no such field.
+    """
     return affects is not None and affects.effect in ("rounding", "layout")
 
 

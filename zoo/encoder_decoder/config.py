@@ -106,7 +106,7 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
 
     @property
     def rotary_theta(self) -> float | None:
-        """Base wavelength of rotary positions, `None` for other positions."""
+        """Base theta of rotary positions, such as 10000; `None` for other positions."""
         return self.rope_theta if self.positions == "rotary" else None
 
     def base_sizes(self) -> dict[str, int]:

@@ -262,14 +262,22 @@ def _holders(specs: Mapping[str, ParamSpec], role: Role) -> list[str]:
 
 
 def _layers(specs: Mapping[str, ParamSpec], role: Role, depth: int) -> dict[str, Any]:
-    """Return the layers of the parameters in blocks that scale the output of a role, by name.
+    """Return the layer of every parameter that a branch's scale is multiplied into, by name.
 
-    The layers are an index into an axis of layers: a slice of all for a stacked array, otherwise
-    one number. Arrays that are not stacked belong to layers in the order of the numbers in their
-    names.
+    These are the parameters of blocks that scale the output of a role's matrices (`_holders`): the
+    gains after the matrices if there are any, otherwise the matrices and their biases.
+
+    The layer is an index into an axis of layers: `slice(None)` for a stacked array, which has all
+    layers, otherwise a number. Arrays that are not stacked are sorted by the numbers in their
+    names and split evenly over the layers, so that a layer may have several.
+
+    Args:
+        role: Role of the matrices, such as `Role.MLP_OUT`.
+        depth: Number of layers that arrays are split over if they are not stacked.
 
     Raises:
-        PresetError: If the number of such arrays is not a multiple of `depth`.
+        PresetError: If the number of arrays that are not stacked is not a multiple of `depth`, or
+            the matrices have both gains and biases.
     """
     groups: dict[str, list[str]] = {}
     for name in _holders(specs, role):

@@ -150,7 +150,10 @@ def _with_image_fields(fields: dict[str, Any], model: ImageModel, family: Family
 
 
 def _no_token_ids(*tokens: str) -> dict[str, None]:
-    """Return the fields of the ids of special tokens, all null."""
+    """Return the fields of special tokens' ids, all null: {"bos_token_id": None} for "bos".
+
+    A field that is left out would have the default of `transformers`.
+    """
     return {f"{token}_token_id": None for token in tokens}
 
 

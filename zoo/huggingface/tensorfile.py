@@ -78,8 +78,12 @@ class Tensors:
     def read(self, name: str) -> np.ndarray:
         """Return one tensor as float32.
 
+        Args:
+            name: A name in `shapes`.
+
         Raises:
-            TensorFileError: The file changed since it was opened.
+            TensorFileError: The tensor cannot be read, because the file was cut off since it was
+                opened, for example.
         """
         try:
             tensor = self._files[name].get_tensor(name)

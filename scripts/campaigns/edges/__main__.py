@@ -151,9 +151,10 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         link = f"[{name}](edges/{name}.json)"
         cells.append([link, CAMPAIGNS[name], str(len(rows)), str(num_ok), str(num_faults)])
     text = (
-        "Each trial starts a command as a user would, while something around it is unusual. **ok** "
-        "is a right result, or one line that says what is wrong. A fault is lost work, a wrong "
-        f"result, a missing message, a hang, a traceback or a crash. `{COMMAND}`"
+        "Each trial starts a command as a user would, while something around it is unusual, such "
+        "as a full disk. **ok** is a right result, or one line that says what is wrong. A fault is "
+        "lost work, a wrong result, a missing message, a hang, a traceback or a crash. The trials "
+        f"are those of `{COMMAND}`."
     )
     return "\n".join(["## Faults at the edges", "", text, "", table(cells), ""])
 

@@ -94,8 +94,9 @@ FIGURE = Figure(
     title="The effective theory's family on a ViT: what the first step moves",
     source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), the family from neural tangent (s = 0) "
     "to maximal update (s = 1)",
-    about="A ViT of depth 2 whose heads and width grow together, under AdamW at a learning rate "
-    "so small that the first step is of first order. At the smallest width the three "
+    about="How much the first step of AdamW changes the residual stream and the output of a ViT of "
+    "depth 2, as heads and width grow together, at a learning rate so small that the change is "
+    "proportional to it. At the smallest width the three "
     "members of the family are one model; `standard` starts with variances of its own.",
     **settings_of(__name__),
     measure=measure,

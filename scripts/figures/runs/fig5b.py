@@ -97,8 +97,9 @@ def _limits(data: Data) -> tuple[float, float]:
 FIGURE = Figure(
     title="Figure 5b: loss against compute in depth",
     source="figure 5b of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss of the paper's ViT on the endless image set against training FLOPs, as "
-    "depth grows from one base model by either rule. At the base, branches and all "
+    about="Training loss of the paper's ViT against training FLOPs, on the endless set of rendered "
+    "shapes (`--data.name shapes`), as depth L grows from one base model with branches of L^-1 or "
+    "of L^-1/2 (alpha_L = 1 or 1/2). At the base, branches and all "
     "learning rates are the same under both rules. The paper's two runs have other widths "
     "and learning rates.",
     **settings_of(__name__),

@@ -695,9 +695,13 @@ def _with_mesh(program: Program, *, data: int, fsdp: int) -> Program | None:
 
 
 def _evaluating(data: DataConfig, num_shards: int) -> DataConfig:
-    """Return the config with the largest smaller evaluation batch that splits over the devices.
+    """Return the config with an evaluation batch that splits over the devices.
 
-    The evaluation batch changes no result.
+    It is the largest such batch up to the present one, or one row per device if even that is
+    larger. The evaluation batch changes no result.
+
+    Args:
+        num_shards: Number of devices that the examples split over.
     """
     batch_size = data.eval_batch_size or data.batch_size
     per_shard = max(1, batch_size // num_shards)

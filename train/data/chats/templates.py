@@ -362,7 +362,11 @@ def _fields(path: Path) -> Mapping[str, Any]:
 
 
 def _environment(dated: bool) -> Any:
-    """Return the sandbox of jinja2 in which templates run."""
+    """Return the sandbox of jinja2 in which templates run.
+
+    Args:
+        dated: True if templates may ask for today's date (`strftime_now`).
+    """
     from mupax.train.data.chats import sandbox
 
     return sandbox.environment(dated, MARKS)

@@ -198,6 +198,10 @@ class Stream(TextWindows):
 
     @functools.lru_cache(maxsize=256)  # noqa: B019
     def _offset(self, lane: int, epoch: int) -> int:
-        """Return the token at which an epoch's first window begins."""
+        """Return a random number of tokens in [0, T) that moves an epoch's windows in a lane.
+
+        It is for epochs after the first, which has no offset, so that each cuts the lane's text at
+        other places.
+        """
         rng = interface.rng(self._seed, interface.WINDOWS, lane, epoch)
         return int(rng.integers(self._seq_len))

@@ -139,7 +139,7 @@ class Bytes:
 
     @property
     def adds_space(self) -> bool:
-        """True if the first token of a text begins with a space that the text does not have."""
+        """False: no space is put before the first token of a text, as some tokenizers do."""
         return False
 
     def token_bytes(self) -> np.ndarray:
@@ -538,9 +538,9 @@ def _num_leading_ones(mask: Sequence[int]) -> int:
 def _common_edge(stops: np.ndarray, starts: np.ndarray, first: int, last: int) -> int:
     """Return the character at which two overlapping stretches of a text are joined.
 
-    One stretch ends a token there and the next begins a token there. Of several such characters in
-    (first, last) the one nearest to the middle is taken. Without any, an end of a token in the
-    first stretch is taken, and without these, `last`.
+    It is the one nearest to the middle of the overlap at which the first stretch ends a token and
+    the second begins one. If there is none, it is the nearest at which the first stretch ends a
+    token. If there is none of these either, it is `last`.
 
     Args:
         stops: Ends of the tokens of the first stretch, ascending.

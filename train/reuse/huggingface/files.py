@@ -123,7 +123,10 @@ def _training(source: WeightsSource) -> list[str]:
 
 
 def _tuned(source: WeightsSource) -> list[str]:
-    """Return the paragraphs on the study of the run's tuned preset."""
+    """Return the model card's paragraphs on the study that the run's tuned preset comes from.
+
+    The list is empty for weights without a run, and for a run whose preset is not a tuned one.
+    """
     if source.run is None:
         return []
     config, _ = source.run

@@ -118,10 +118,17 @@ def _pixels(fields: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
 def _fit_and_resize(
     fields: Mapping[str, Any], processor: str, model: ImageModel
 ) -> tuple[str, int | None]:
-    """Return the fit, and the size to which images are scaled (`None` for the model's size).
+    """Return `fit` and `resize` of a `PixelsConfig`, from the fields of a preprocessor_config.json.
+
+    The fit is "squash" or "edge". Resize is the size to which images are scaled before the crop,
+    `None` if they are squashed to the model's size.
+
+    Args:
+        processor: Class name of the processor, which says what a bare number of `size` means.
 
     Raises:
-        ConfigError: scaled images do not have the model's size.
+        ConfigError: Images come out of another size than the model's, or a size is neither a
+            square nor a shortest edge.
     """
     image_size = model.image_size
     fit = "squash"
@@ -189,10 +196,14 @@ def _size(value: Any, field: str) -> Any:
 
 
 def _channels(value: Any, field: str) -> tuple[float, ...]:
-    """Return one number per channel, or a single number for equal channels.
+    """Return one number per channel, or a single number if all channels have the same.
 
     Args:
-        value: value of the field, of any JSON type.
+        value: Value of the field, of any JSON type: a number or a list of numbers.
+        field: Name of the field, for the message.
+
+    Raises:
+        ConfigError: The value is anything else, or a number is too large.
     """
     values = value if isinstance(value, list) else [value]
     if not values or not all(type(x) in (int, float) and -_FAR < x < _FAR for x in values):

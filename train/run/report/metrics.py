@@ -334,7 +334,12 @@ class MetricsWriter:
             )
 
     def _raise_error(self) -> None:
-        """Raise the error of the writing thread once, as an error that a user can read."""
+        """Raise the error that the writing thread has kept, if any, and forget it.
+
+        Raises:
+            DiskError: The file could not be written. The text says how to go on.
+            RuntimeError: Any other error of the thread.
+        """
         if self._error is None:
             return
         error = self._error
@@ -528,8 +533,10 @@ class Evaluations:
     def _stop_reason(self) -> str:
         """Return the reason why the evaluations end the run, or "" if they do not.
 
-        An improvement is a value that is better than the best before it by more than `min_delta`.
-        A value that is not finite is none.
+        A run ends after `stop.patience` evaluations in a row without an improvement. An
+        improvement is a finite value that is better than the best before it by more than
+        `min_delta`; the first finite value is one. The last step does not count: it ends the run
+        anyway.
         """
         patience = self._config.patience
         metric = self._config.metric

@@ -57,11 +57,15 @@ LABELS = {name: f"{name}/{_NUMBERS[column]}" for name, column in joint_limits.OB
 
 
 def runs(config: Config, grows: str, count: int) -> list[Config]:
-    """Return the run at the batch and tokens of its base, and runs with one of the two doubled.
+    """Return runs whose batch or tokens double from one to the next.
+
+    The first run has the batch and tokens of the config's base, or of the config itself under the
+    joint rule "none". All have the config's optimizer as it is: no rule has scaled it.
 
     Args:
         config: Run whose optimizer has the hyperparameters of the base.
-        grows: "batch" (at the same tokens) or "tokens".
+        grows: "batch" (at the same tokens) or "tokens" (at the same batch).
+        count: Number of runs, the first one too.
 
     Raises:
         ConfigError: A run has no whole number of steps, the optimizer or rule does not fit, or eps

@@ -160,18 +160,22 @@ def _model_inputs(batch: Batch) -> dict[str, Any]:
 
 
 def _activations(model: Any, now: Arrays, start: Arrays, inputs: Batch, tied: bool) -> Arrays:
-    """Return activations, their changes, and the variance of attention logits over heads.
+    """Return root mean squares of activations and of their changes, and a variance over heads.
 
-    "X" is an activation and "change X" its change since initialization. "update X" is the change of
-    queries, keys and attention logits through their own weights alone.
+    "X" is an activation, and "change X" its change since initialization. "update X" is the change
+    of queries, keys and attention logits through their own weights alone: present weights act on
+    the inputs before training. "variance over heads" is that of the attention logits. Values are
+    float32 [], or [layers] for the activations in `_BY_LAYER`.
 
     With a tied readout, "logits" leaves out the logit of the input token itself, which is "contact
     logit". At initialization this logit is a E_t . h / rms(h) with h = E_t + other terms: a sum of
-    D squares, where every other logit is a sum of D products of either sign. It is D^1/2 times
-    larger: of order one under `mup`, whose other logits vanish as D^-1/2, and D^1/2 under `ntk`.
+    D squares (D is the width), where every other logit is a sum of D products of either sign. It is
+    D^1/2 times larger: of order one under `mup`, whose other logits vanish as D^-1/2, and D^1/2
+    under `ntk`.
 
     Args:
         now: Activations of this step, from `internals`.
+        start: Activations before the first step, by the same names.
         inputs: Arrays that the model is called with.
         tied: Whether the readout is tied to the embedding.
     """

@@ -155,7 +155,17 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
 
 
 def _added_to_logits(use: OperandUse, in_block: bool) -> Constraint:
-    """Return the constraint on a parameter that is added to logits of attention."""
+    """Return the constraint to the role of a relative bias.
+
+    Distances of positions must look the parameter up.
+
+    Args:
+        use: Use of the parameter as a summand of attention logits.
+        in_block: Whether the sum is in a residual branch.
+
+    Raises:
+        Refusal: The parameter is added to the logits in another way, for which there is no role.
+    """
     for (param, _), index_kind in use.view.picks:
         # Distances of positions do not depend on the batch, so their index is a constant.
         if param == use.param and index_kind == "constant":

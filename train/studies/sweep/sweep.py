@@ -288,10 +288,14 @@ class ExecutionTrial:
     def _median_seconds(
         self, trainer: Trainer, points: Sequence[Program], barrier: threading.Barrier
     ) -> float:
-        """Return the median time of a few steps, whose result is dropped.
+        """Train a few steps, drop their result, and return the median time of a step.
+
+        The first step is not counted, unless the run has no other. The result is 0 if another
+        thread failed, which raises its error itself.
 
         Args:
-            barrier: Barrier at which all threads wait before the first step that is timed.
+            points: Points that the trainer trains at once.
+            barrier: Barrier at which all threads wait before the first step that is counted.
         """
         try:
             state, step_inputs = trainer.begin(points)

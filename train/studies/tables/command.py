@@ -64,7 +64,10 @@ class TablePlan:
 
 
 def asks_for_table(argv: Sequence[str]) -> bool:
-    """Return True if one of the words names a table behind `--from` or `--table`."""
+    """Return whether --from or --table is followed by a file of runs, by the ending of its name.
+
+    The value may be the next word or come after "=".
+    """
     previous_words = ["", *argv]
     for previous, word in zip(previous_words, argv, strict=False):
         if previous in ("--from", "--table") and tables.is_table(word):
@@ -234,11 +237,14 @@ def _law_json(forecaster: Forecaster) -> dict[str, Any]:
 def _cautions(
     forecaster: Forecaster, place: dict[str, float], chosen: dict[str, float]
 ) -> list[str]:
-    """Return sentences on the limits of a plan.
+    """Return what to know before the plan is believed, a sentence each.
+
+    Reasons are a run far beyond the table's, an axis of which the table says little, and a rate or
+    batch at or beyond the end of the table's.
 
     Args:
-        place: Numbers of the planned size and length.
-        chosen: Rate and batch that the options choose.
+        place: Planned run: parameters and tokens (or FLOPs), by their names in `COLUMNS`.
+        chosen: Peak rate and batch that the user named, if any, by the same names.
     """
     fit = forecaster.fit
     cautions = []

@@ -150,7 +150,10 @@ class Fit:
 
     @property
     def why(self) -> str:
-        """Trouble, and the rates that may end it."""
+        """Reason why there is no optimum, and the rates to train at to find one.
+
+        Empty if there is an optimum.
+        """
         rates = ", ".join(power(2.0**x) for x in self.missing)
         return f"{self.trouble}; train at {rates} too" if rates else self.trouble
 

@@ -96,13 +96,14 @@ def ask(
 
 
 def _candidates(unit: np.ndarray, values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return candidates for the next point in the unit cube, [2 * CANDIDATES, D].
+    """Draw candidates for the next point in the unit cube, [2 * CANDIDATES, D].
 
-    The first half lies anywhere, the second half near the best points.
+    The first half is uniform. The second half moves some coordinates of the `NEAREST` points with
+    the least values.
 
     Args:
         unit: Points so far, [n, D].
-        values: Values at these points, [n].
+        values: Values at these points [n]. Less is better.
     """
     best = unit[np.argsort(values, kind="stable")[:NEAREST]]
     near = best[rng.integers(0, len(best), CANDIDATES)]

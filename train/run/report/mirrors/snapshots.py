@@ -148,7 +148,14 @@ def _shown(
 
 
 def _spread(params: Arrays, earlier_params: Arrays) -> dict[str, dict[str, jax.Array]]:
-    """Return the numbers of a histogram of each parameter and of its change, by tag."""
+    """Return what `_histogram` needs of each parameter and of its change, by tag.
+
+    Tags are "parameters/NAME" and "changes/NAME". The numbers (`_numbers`) are the range, counts,
+    sum and sum of squares of the array's finite entries.
+
+    Args:
+        earlier_params: Parameters from which the change is counted.
+    """
     spread = {}
     for name, param in params.items():
         spread[f"parameters/{name}"] = _numbers(param.astype(jnp.float32))
