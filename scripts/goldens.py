@@ -145,11 +145,7 @@ def goldens() -> Iterator[tuple[str, str]]:
 
 
 def _family(family: str) -> Iterator[tuple[str, str]]:
-    """Yield file name and text of each golden table of one family.
-
-    Args:
-        family: key of `MODELS`.
-    """
+    """Yield file name and text of each golden table of one family."""
     base, *grown = MODELS[family]
     specs = dict(sorted(base.parameters().items()))
     factors = base.factors().values()

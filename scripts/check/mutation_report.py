@@ -27,7 +27,9 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     Args:
         command: Command that makes the section, which the section names.
     """
-    mutants = [outcome for study in outcomes.values() for outcome in study]
+    mutants: list[Outcome] = []
+    for study in outcomes.values():
+        mutants += study
     training = [outcome for outcome in mutants if not outcome.trains_alike]
     num_caught = sum(outcome.by is not None for outcome in training)
     num_by_activations = sum(outcome.by_activations is not None for outcome in training)

@@ -199,7 +199,6 @@ def at_compute(of_axis: Mapping[str, Any], index: int, flops: float) -> np.ndarr
 
     Args:
         of_axis: What `measure` returned for the axis.
-        flops: Training FLOPs.
     """
     compute = np.asarray(of_axis["steps"], float) * of_axis["flops"][index]
     return np.array([np.interp(flops, compute, loss) for loss in of_axis["loss"][index]])

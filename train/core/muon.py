@@ -152,7 +152,7 @@ def with_adam_lr(lr: Mapping[str, Any], specs: Specs, adam_lr: Any, peak_lr: Any
     Args:
         lr: Factor of every trained parameter, from the preset.
         specs: Specs that tell which parameters are hidden matrices.
-        peak_lr: Number above 0, which may be traced in place of a Python number, as `adam_lr` may.
+        peak_lr: Number above 0. Like `adam_lr`, it may be traced.
     """
     ratio = adam_lr / peak_lr
     matrix_specs = hidden_matrices(specs)

@@ -238,7 +238,6 @@ def _case_rows(name: str, steps: Sequence[int], heads: Sequence[int], distances:
         name: Name of the case in its rows.
         steps: Steps at which nets and limit were compared.
         heads: Numbers of heads `H` of the nets.
-        distances: Result of `compared`.
     """
     table = []
     for description in ("outputs", "kernels"):

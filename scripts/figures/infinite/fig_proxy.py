@@ -107,7 +107,6 @@ def terms(settings: Settings, data: Data, draws: np.ndarray | None = None) -> Te
     b follows from the limits alone, and a from the proxies with the largest head dimension.
 
     Args:
-        data: What `measure` returned.
         draws: Indices of the limit's draws to use; all by default.
     """
     limit = np.asarray(data["limit"])
@@ -129,7 +128,6 @@ def squared_errors(data: Data, end: np.ndarray) -> np.ndarray:
     """Return the squared relative errors [N, D, seeds] of the proxies' outputs.
 
     Args:
-        data: What `measure` returned.
         end: Outputs [B C] of the infinite model.
     """
     return ((np.asarray(data["proxies"]) - end) ** 2).sum(-1) / (end @ end)

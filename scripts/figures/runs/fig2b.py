@@ -104,7 +104,6 @@ def _nearer_prediction(settings: Settings, variance: np.ndarray, alpha: float) -
 
     Args:
         variance: Variance over heads [N, seeds].
-        alpha: Exponent `alpha_A`.
     """
     caption = CAPTION[alpha]
     central_limit = CENTRAL_LIMIT[alpha]
