@@ -26,7 +26,7 @@ LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hash
 # in a comment at the end, which `lock` cuts off.
 ADDED_ONLY = $$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package \1/p' requirements.txt | sort -u)
 
-.PHONY: help train quick test check costs parity tpu schedulers core figures site links report wheels release lock clean
+.PHONY: help train quick test check costs parity tpu gpu schedulers core figures site links report wheels release lock clean
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -41,7 +41,7 @@ quick: $(VENV)/.locked-dev ## The near and cheap tests, in a minute; PKG=presets
 	$(BIN)/python -m pytest -q $(if $(PKG),,-n $(JOBS) --dist loadfile) -m quick tests/$(PKG) $(ARGS)
 
 test: check ## Install, then check format, lint and types and run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not parity and not tpu and not schedulers and not release"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not parity and not tpu and not gpu and not schedulers and not release"
 
 check: $(VENV)/.locked-dev ## Format, lint and types only
 	$(BIN)/ruff format --check .
@@ -49,7 +49,7 @@ check: $(VENV)/.locked-dev ## Format, lint and types only
 	PYRIGHT_PYTHON_GLOBAL_NODE=0 $(BIN)/pyright --pythonpath $(BIN)/python
 
 costs: $(VENV)/.locked-dev ## Record the processor time of every test file, which orders them and says which are quick (ARGS=tests/zoo: of some)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not parity and not tpu and not schedulers and not release" --costs $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not parity and not tpu and not gpu and not schedulers and not release" --costs $(ARGS)
 
 parity: $(VENV)/.locked-dev ## Logits and text against transformers, tasks of the lm-eval harness (Python 3.11; installs torch and it, in no lock file)
 	$(PIP) install --quiet "torch==2.13.0" "transformers>=5,<6" "lm-eval>=0.4.9,<0.5"
@@ -60,6 +60,11 @@ tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a T
 	$(PIP) install --quiet --upgrade --no-deps --target .cache/libtpu/$(notdir $(VENV)) \
 		"$$($(BIN)/python -c 'from importlib.metadata import requires; print(*(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')"
 	JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=.cache/libtpu/$(notdir $(VENV)) $(BIN)/python -m pytest -m tpu $(ARGS)
+
+gpu: $(VENV)/.locked-dev ## What the GPU compiler makes of the step, without a GPU (Linux x86-64; puts JAX's CUDA plugin and cuDNN, which no lock file has, in .cache)
+	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && $(PIP) install --quiet --upgrade --no-deps \
+		--target .cache/cuda/$(notdir $(VENV)) jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12
+	JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=.cache/cuda/$(notdir $(VENV)) $(BIN)/python -m pytest -m gpu $(ARGS)
 
 schedulers: $(VENV)/.locked-dev ## Runs under a real SLURM, Open MPI and Ray; files for SkyPilot, JobSet and XPK by their parsers (tools into .cache)
 	scripts/launch/install_schedulers.sh $(BIN)/python .cache/schedulers

@@ -94,6 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     costs = json.loads(COSTS.read_text())
     items.sort(key=lambda item: -costs.get(file_of(item), math.inf))
     libtpu = importlib.util.find_spec("libtpu")
+    cuda = importlib.util.find_spec("jax_cuda12_plugin")
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         cost = costs.get(file_of(item), math.inf)
@@ -106,6 +107,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ):  # `make tpu` brings the compiler; a run of everything does without
             item.add_marker(
                 pytest.mark.skip(reason="libtpu, the TPU compiler, is not installed (make tpu)")
+            )
+        if "gpu" in marks and cuda is None:
+            item.add_marker(
+                pytest.mark.skip(reason="the CUDA plugin of JAX is not installed (make gpu)")
             )
 
 

@@ -83,6 +83,20 @@ class Layout:
         """Name of the kind of device in JAX, such as "NVIDIA H100 80GB HBM3"."""
         return self.mesh.devices.flat[0].device_kind
 
+    @functools.cached_property
+    def capabilities(self) -> frozenset[str]:
+        """Compute capabilities of the mesh's GPUs, such as "9.0". Empty on other platforms.
+
+        GPUs of other vendors report names such as gfx90a.
+        """
+        if self.platform != "gpu":
+            return frozenset()
+        return frozenset(
+            str(device.compute_capability)
+            for device in self.mesh.devices.flat
+            if hasattr(device, "compute_capability")
+        )
+
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
         """Return the mesh axes that split a logical axis, without those of size 1."""
         return tuple(name for name in self.rules.get(axis or "", ()) if self.mesh.shape[name] > 1)

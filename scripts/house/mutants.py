@@ -58,7 +58,7 @@ SEED = 38
 COUNT = 60
 MOST_FILES = 3
 """Largest number of test files for one module. Some modules are imported by a dozen."""
-MARKS = "not parity and not tpu and not schedulers and not release"
+MARKS = "not parity and not tpu and not gpu and not schedulers and not release"
 """Expression that selects the tests of the first command of `make test`."""
 UNJUDGED = "tests fail without it"
 """Outcome of a mutant whose tests did not pass in the unchanged copy."""

@@ -1,4 +1,4 @@
-"""`mupax compile RECIPE --topology v5e:16x16`: compile a step for a TPU pod, without a TPU."""
+"""`mupax compile RECIPE --topology v5e:16x16`: compile a step for TPUs or GPUs, without one."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from mupax.train.config.run import Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compile:
-    """A recipe's step compiled for a TPU pod, without a TPU.
+    """A recipe's step compiled for a TPU pod or for GPUs, without any of them.
 
-    The real TPU compiler (extra `tpu`) compiles the run's own step for devices that are not here,
-    and says what a device would need: memory, FLOPs, collectives, clock cycles. Every flag of the
-    recipe applies (`mupax train RECIPE --help` lists them). Nothing is allocated or trained.
+    The real compiler (extra `tpu` or `cuda`) compiles the run's own step for devices that are not
+    here, and says what a device would need: memory, FLOPs, collectives, clock cycles of a TPU.
+    Every flag of the recipe applies (`mupax train RECIPE --help` lists them). Nothing is allocated
+    or trained.
     """
 
     recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE|FILE")]
     """A recipe of `mupax train`, or a config file; `--config FILE` says the same."""
-    topology: Annotated[str, conf.arg(metavar="CHIP:AxB")]
-    """v5e:16x16, v5p:4x4x4, v6e:16x16, v7x:4x4x4, v4:4x4x4, ..."""
+    topology: Annotated[str, conf.arg(metavar="CHIP:SHAPE")]
+    """TPUs as v5e:16x16, v5p:4x4x4, v6e:16x16, v7x:4x4x4, v4:4x4x4; GPUs as h100:8 for one host,
+    h100:2x8 for two, and a100, h200, b200."""
     slices: Annotated[int, conf.arg(metavar="N")] = 1
-    """So many of them, joined by the slow network."""
+    """So many slices of TPUs, joined by the slow network."""
     json: Annotated[Path | None, conf.arg(metavar="PATH")] = None
     """Write the report as JSON."""
     hlo: Annotated[Path | None, conf.arg(metavar="PATH")] = None
@@ -66,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     recipe = cli.recipe(args.recipe)
     config = cli.parse(args.recipe, recipe, remaining, command_line.flags(Compile)).config
     # Sets the environment, so it comes before JAX is imported.
-    topology.ready()
+    topology.ready(args.topology)
     title = f"{config.recipe} on {args.topology}"
     if args.slices > 1:
         title += f" x {args.slices} slices"
@@ -162,6 +164,8 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
         result = f"fits, {gib(limit - peak)} to spare"
     else:
         result = f"does not fit by {gib(peak - limit)}"
+    if report["platform"] == "gpu":
+        result += f" (an estimate; JAX leaves arrays {gib(limit)} of {gib(report['memory_bytes_per_device'])})"
     expected = report["expected_bytes_per_device"]
     terms = ", ".join(f"{name} {gib(size)}" for name, size in expected.items())
     return {
@@ -180,9 +184,10 @@ def _roofline_facts(report: dict[str, Any]) -> dict[str, str]:
     roofline = report["roofline"]
     kinds = ("argument", "temporary", "output", "code")
     sizes = [f"{kind} {gib(report[f'{kind}_bytes_per_device'])}" for kind in kinds]
+    is_gpu = report["platform"] == "gpu"
     clock = f"{roofline['cycles']:.3g} s" if roofline["cycles"] else "clock not published"
     resources = ["compute", "memory", "network"]
-    if report["slices"] > 1:
+    if roofline["slow_network"]:
         resources.append("slow_network")
     times = ", ".join(f"{name.replace('_', ' ')} {roofline[name]:.3g}" for name in resources)
     bound = roofline["bound"].replace("_", " ")
@@ -192,16 +197,27 @@ def _roofline_facts(report: dict[str, Any]) -> dict[str, str]:
     traced_flops = f"{report['traced_flops_per_step']:.3g} with recomputation"
     overlapped = f"{gib(sent - sent_alone)} beside computation"
     step_time = f"at least {roofline['step_seconds']:.3g} s, bound by {bound}"
-    return {
+    waited = roofline["alone"] + roofline["slow_alone"]
+    if is_gpu:
+        sizes.append(f"workspace of attention {gib(report['workspace_bytes_per_device'])}")
+    facts = {
         "of it": f"{', '.join(sizes)} (output in place of arguments)",
         "arguments": f"{report['arguments_over_expected']:.2f} of state and batch",
         "FLOPs a step": f"{model_flops}, {traced_flops}",
         "memory traffic": f"{gib(report['hbm_traffic_per_device'])} a step and chip",
         "estimated cycles": f"{report['estimated_cycles']:,}, {clock}",
         "sent": f"{gib(sent)} by a chip: {overlapped}, {gib(sent_alone)} alone",
-        "step time": f"{step_time} ({times}; alone {roofline['alone']:.3g})",
+        "step time": f"{step_time} ({times}; alone {waited:.3g})",
         "MFU": f"at most {roofline['mfu']:.1%}",
     }
+    if is_gpu:
+        # The GPU compiler estimates no cycles.
+        del facts["estimated cycles"]
+        flags = ", ".join(
+            f"{name}={value}" for name, value in report["flags_without_a_gpu"].items()
+        )
+        facts["not as in a run"] = f"products by cuBLASLt and not chosen by timing: {flags}"
+    return facts
 
 
 def _collective_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:

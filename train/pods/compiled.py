@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import re
 import tempfile
 import time
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mupax.errors import MupaxError
 from mupax.terminal import gib
 from mupax.train.config.run import Config
 from mupax.train.core import loss
@@ -57,6 +59,26 @@ _USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
 _TEMPORARIES = re.compile(rf"temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 NAMED_SHARE = 0.01
 """Smallest share of the peak at which a report names a temporary."""
+
+
+WITHOUT_A_GPU = {
+    # The autotuner, which chooses among kernels for a product by timing them, needs a GPU. Without
+    # it every product becomes a call of cuBLASLt and not a kernel of Triton with untuned tiles.
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_enable_cublaslt": True,
+}
+"""XLA's flags of a step that is compiled for GPUs, which a real run does not set."""
+MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Environment variable with the share of a GPU's memory that JAX takes for arrays."""
+_DEFAULT_MEM_FRACTION = 0.75
+NCCL_BYTES = 2 * 32 * 2**22
+"""Bytes of NCCL's buffers for one set of devices that communicate.
+
+Up to 32 channels have a buffer of NCCL_BUFFSIZE, 4 MiB, for each of two neighbours in a ring
+(docs.nvidia.com/deeplearning/nccl, environment variables).
+"""
+_BACKWARD_KERNEL = "__cudnn$fmhaSoftmaxBackward"
 
 
 def problems(
@@ -420,12 +442,13 @@ class Roofline:
     Attributes:
         compute: Matrix products at the chip's peak.
         memory: Traffic of main memory.
-        network: Collectives within slices.
-        slow_network: Transfers between slices.
+        network: Collectives within slices, or within hosts of GPUs.
+        slow_network: Transfers between slices or hosts.
         cycles: Compiler's estimated clock cycles, without collectives. `None` if the chip's clock
-            is not known.
+            is not known, and on GPUs.
         alone: Part of the network's time that computation waits for, because the compiler overlaps
             the collectives with nothing.
+        slow_alone: The same part of the slow network's time.
     """
 
     compute: float
@@ -434,6 +457,7 @@ class Roofline:
     slow_network: float
     cycles: float | None
     alone: float = 0.0
+    slow_alone: float = 0.0
 
     @property
     def bound(self) -> str:
@@ -447,14 +471,18 @@ class Roofline:
 
         It is a lower bound, so the utilization is an upper bound.
         """
-        waiting = self.alone if self.bound != "network" else 0.0
+        waiting = 0.0
+        if self.bound != "network":
+            waiting += self.alone
+        if self.bound != "slow_network":
+            waiting += self.slow_alone
         return self._resources()[self.bound] + waiting
 
     def _resources(self) -> dict[str, float]:
         """Return the seconds by resource, 0 for unknown ones."""
         resources = {}
         for name, value in dataclasses.asdict(self).items():
-            if name != "alone":
+            if name not in ("alone", "slow_alone"):
                 resources[name] = value or 0.0
         return resources
 
@@ -490,8 +518,10 @@ class Compiled:
         chip: Chip that the step is compiled for.
         seconds: Time to compile.
         traced_flops: FLOPs of all matrix products as traced, with recomputation.
-        used_bytes: Main memory that a device needs at the peak, as the compiler allocates it.
-        limit_bytes: Main memory that a device has.
+        used_bytes: Main memory that a device needs at the peak, as the compiler allocates it. On
+            GPUs also the workspace of attention, which the compiler does not know.
+        limit_bytes: Main memory that arrays of a device can take.
+        workspace_bytes: Part of `used_bytes` for the workspace of attention on GPUs.
         module: Optimized program. `module` and all fields after it are empty if the step does not
             fit.
         text: HLO text of the optimized program.
@@ -506,6 +536,7 @@ class Compiled:
     traced_flops: float
     used_bytes: int
     limit_bytes: int
+    workspace_bytes: int = 0
     module: hlo.Module | None = None
     text: str = ""
     memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -523,7 +554,10 @@ class Compiled:
         if self.module is None:
             return []
         mesh = self.program.mesh
-        return collectives(self.module, dict(mesh.shape), topology.across(mesh))
+        hosts = []
+        if self.chip.gpu is not None:
+            hosts = topology.islands(mesh.devices.flat)
+        return collectives(self.module, dict(mesh.shape), topology.across(mesh), hosts)
 
     def roofline(self) -> Roofline | None:
         """Return the least time of a step, or `None` if the step does not fit."""
@@ -533,6 +567,7 @@ class Compiled:
         network = 0.0
         slow_network = 0.0
         alone = 0.0
+        slow_alone = 0.0
         for collective in self.collectives:
             if collective.between_slices:
                 bandwidth = chip.dcn_bandwidth
@@ -541,12 +576,13 @@ class Compiled:
             seconds = 0.0
             if bandwidth:
                 seconds = collective.wire_bytes * collective.times / bandwidth
+            waited = 0.0 if collective.overlapped else seconds
             if collective.between_slices:
                 slow_network += seconds
+                slow_alone += waited
             else:
                 network += seconds
-            if not collective.overlapped:
-                alone += seconds
+                alone += waited
         return Roofline(
             compute=self.traced_flops / self.program.mesh.size / chip.peak_flops,
             memory=self.module.hbm_bytes / chip.hbm_bandwidth,
@@ -554,6 +590,7 @@ class Compiled:
             slow_network=slow_network,
             cycles=self.module.cycles / chip.clock_hz if chip.clock_hz else None,
             alone=alone,
+            slow_alone=slow_alone,
         )
 
     def _loss(self) -> dict[str, Any]:
@@ -606,10 +643,14 @@ class Compiled:
             "compute": dataclasses.asdict(config.model.compute),
             "loss": self._loss(),
             "flags": self.program.compiler_options(),
+            "flags_without_a_gpu": dict(WITHOUT_A_GPU) if self.chip.gpu else {},
+            "platform": "gpu" if self.chip.gpu else "tpu",
             "parameters": self.program.definition.count(),
             "hbm_bytes_per_device": self.limit_bytes,
             "peak_bytes_per_device": self.used_bytes,
             "spare_bytes_per_device": self.limit_bytes - self.used_bytes,
+            "memory_bytes_per_device": self.chip.hbm_bytes,
+            "workspace_bytes_per_device": self.workspace_bytes,
             **{f"{name}_bytes_per_device": size for name, size in self.memory.items()},
             "expected_bytes_per_device": expected,
             "peak_over_expected": self.used_bytes / sum(expected.values()),
@@ -642,7 +683,8 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
     """
     program = assemble(config, topology.devices(name, slices))
     chip = topology.chip_of(name)
-    traced = program.trace_train()
+    with topology.kernels_of(chip):
+        traced = program.trace_train()
     flops = _traced_flops(program, traced)
     lowered = traced.lower()
 
@@ -650,6 +692,8 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         options = program.compiler_options() | dump
+        if chip.gpu is not None:
+            options |= WITHOUT_A_GPU
         try:
             with topology.quiet():
                 executable = lowered.compile(compiler_options=options)
@@ -681,19 +725,86 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         # allocated.
         sizes_by_kind["temporary"], total, live = assignment
         needed = total + sizes_by_kind["code"]
+    limit = chip.hbm_bytes
+    workspace = 0
+    if chip.gpu is not None:
+        workspace = attention_workspace(module)
+        needed += workspace
+        limit = array_bytes_of_gpu(chip, communicators(module, program.mesh.size))
     return Compiled(
         program,
         chip,
         seconds,
         flops,
         needed,
-        chip.hbm_bytes,
+        limit,
+        workspace_bytes=workspace,
         module=module,
         text=text,
         memory=sizes_by_kind,
         live=live,
         state_shardings=executable.input_shardings[0][0],
     )
+
+
+def attention_workspace(module: hlo.Module) -> int:
+    """Return the bytes of the workspace of cuDNN's attention on one GPU, 0 without it.
+
+    The backward kernel sums the gradient of the queries in float32. Without a GPU the compiler does
+    not ask cuDNN for this and takes it for nothing. The kernels run one after the other, so the
+    largest counts.
+    """
+    largest = 0
+    for executed in module.executed:
+        instruction = executed.instruction
+        if f'custom_call_target="{_BACKWARD_KERNEL}"' in instruction.attributes:
+            gradient = hlo.array_dims(instruction.shape)[0]
+            largest = max(largest, 4 * math.prod(gradient))
+    return largest
+
+
+def communicators(module: hlo.Module, devices: int) -> int:
+    """Return the number of sets of devices for which NCCL keeps buffers on one GPU.
+
+    Args:
+        devices: Number of partitions of the program.
+    """
+    sets = set()
+    for executed in module.executed:
+        instruction = executed.instruction
+        if instruction.opcode.removesuffix("-start") in hlo.KINDS:
+            groups = hlo.replica_groups(instruction.attributes, devices)
+            sets.add(str(groups))
+    return len(sets)
+
+
+def array_bytes_of_gpu(
+    chip: Chip, num_communicators: int, environment: Mapping[str, str] = os.environ
+) -> int:
+    """Estimate the bytes of a GPU's memory that arrays can take.
+
+    JAX takes a share of the memory at its start. NCCL's buffers are outside that share if they fit
+    there, and otherwise leave less of it.
+
+    Args:
+        num_communicators: Result of `communicators`.
+        environment: Variables with `XLA_PYTHON_CLIENT_MEM_FRACTION`, by default the process's.
+
+    Raises:
+        MupaxError: The variable is no number above 0 and at most 1.
+    """
+    text = environment.get(MEM_FRACTION, "")
+    try:
+        share = float(text) if text else _DEFAULT_MEM_FRACTION
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise MupaxError(
+            f"{MEM_FRACTION} is {text!r}; write a share of a GPU's memory, above 0 and at most 1, "
+            f"such as {_DEFAULT_MEM_FRACTION}"
+        )
+    taken = int(share * chip.hbm_bytes)
+    return min(taken, chip.hbm_bytes - num_communicators * NCCL_BYTES)
 
 
 def _traced_flops(program: Program, traced: Any) -> float:
@@ -725,6 +836,8 @@ def _sizes_of_error(message: str, program: Program) -> tuple[int, int] | None:
 
 def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> float:
     """Return the bytes per second that a chip can send to its neighbors along mesh axes."""
+    if not chip.torus:
+        return chip.ici_bandwidth
     index = tuple(slice(None) if axis in axes else 0 for axis in mesh.shape)
     group: Any = np.ravel(mesh.devices[index])
     places = np.array([device.coords for device in group])

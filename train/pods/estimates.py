@@ -33,6 +33,19 @@ _COMPILERS_KIB = {"TPU v6 lite": 32768}
 16384 on other devices.
 """
 
+GPU_COMPILE_SECONDS = 25.0
+"""Processor seconds of the GPU compiler for one step of gpt2-c4, vit-b16-imagenet or lm-1b."""
+
+_ATTENTION_KERNELS = {
+    "dot_product_attention_fwd_wrapper": 2,
+    "dot_product_attention_bwd_wrapper": 5,
+}
+"""Products of T x S pairs that cuDNN's attention computes, by primitive.
+
+Forward: logits and outputs. Backward: the logits again, and the gradients of weights, values,
+queries and keys.
+"""
+
 _COMPILE_SECONDS = {16384: 120.0, 32768: 340.0, 98304: 580.0}
 """Processor seconds of the compiler per MiB of traced program, by `operation_kib`.
 
@@ -162,9 +175,13 @@ def expert_slots(config: Config, devices: int) -> float:
 def attention_waste(program: Program, chip: Chip) -> float:
     """Return the FLOPs of a splash kernel beyond the model's and remat's, on one device.
 
+    0 on GPUs, which do not use that kernel.
+
     The kernel computes pairs of positions that its mask hides, recomputes its forward pass in the
     backward pass, and waits for keys and values. Waiting is counted as FLOPs.
     """
+    if chip.gpu is not None:
+        return 0.0
     model = program.config.model
     mesh = program.mesh.shape
     sizes = defaultdict(int, program.definition.sizes)
@@ -243,6 +260,18 @@ def causal_share(length: int, block: int) -> float:
     return (1 + 1 / blocks) / 2
 
 
+def _kernel_product_flops(equation: Any) -> float:
+    """Return the FLOPs of one product of queries with keys in cuDNN's attention kernel.
+
+    The kernel skips blocks of pairs that the causal mask hides, about half.
+    """
+    # B batch, T query and S key positions, H heads, N head dimension.
+    batch, queries, heads, size = equation.invars[0].aval.shape
+    keys = equation.invars[1].aval.shape[1]
+    share = 0.5 if "CAUSAL" in str(equation.params["mask_type"]) else 1.0
+    return 2.0 * batch * heads * queries * keys * size * share
+
+
 def _flops(equation: Any, visited: float) -> float:
     """Return the FLOPs of the matrix products of one equation of a jaxpr."""
     name = equation.primitive.name
@@ -258,6 +287,8 @@ def _flops(equation: Any, visited: float) -> float:
             return float(estimate.flops)
         num_programs = math.prod(params["grid_mapping"].grid)
         return visited * num_programs * matmul_flops(params["jaxpr"], visited)
+    if name in _ATTENTION_KERNELS:
+        return _ATTENTION_KERNELS[name] * _kernel_product_flops(equation)
     if name == "cond":
         return max(matmul_flops(branch, visited) for branch in params["branches"])
 

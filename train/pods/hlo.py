@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ class Collective:
         source: Place in the source, file:line.
         overlapped: `True` if matrix products run at the same time: in a fusion with the collective,
             or between its start and its end.
-        between_slices: `True` if hosts send it over the slow network.
+        between_slices: `True` if it crosses the slow network between slices or hosts.
         gathers: `True` for a sum of parts that are each in an array of zeros. The TPU compiler
             makes such sums of some gathers, at twice the bytes.
     """
@@ -118,7 +118,10 @@ class Collective:
 
 
 def collectives(
-    module: Module, mesh: Mapping[str, int], across: Mapping[str, int] | None = None
+    module: Module,
+    mesh: Mapping[str, int],
+    across: Mapping[str, int] | None = None,
+    islands: Sequence[int] = (),
 ) -> list[Collective]:
     """Return every collective that moves something, once each if the compiler cuts it up.
 
@@ -126,12 +129,14 @@ def collectives(
         module: Program, as `parse` returns it.
         mesh: Size by axis name, in the order of the mesh's dimensions.
         across: Number of slices by axis, for axes that cross slices. By default none does.
+        islands: Host of every partition, for GPUs, whose collectives cross hosts themselves. By
+            default only sends cross the slow network, as between slices of TPUs.
     """
     across = across or {}
     by_name: dict[tuple[str, str], Collective] = {}
     for executed in module.executed:
         for part in _parts(module, executed.instruction, executed.computation):
-            collective = _collective(module, executed, part, mesh, across)
+            collective = _collective(module, executed, part, mesh, across, islands)
             if collective is None:
                 continue
             # The parts of a collective that several fusions hold have one chain. A channel would
@@ -156,6 +161,7 @@ def _collective(
     part: _Part,
     mesh: Mapping[str, int],
     across: Mapping[str, int],
+    islands: Sequence[int],
 ) -> Collective | None:
     """Return the collective of an instruction, or `None` if it stays on one device.
 
@@ -164,17 +170,21 @@ def _collective(
         part: Collective's own instruction, `executed` or inside its fusion.
         mesh: Size by axis name, in the order of the mesh's dimensions.
         across: Number of slices by axis, for axes that cross slices.
+        islands: Host of every partition, or nothing.
     """
     instruction = part.instruction
     kind = part.kind
-    # Only transfers between slices are sends.
-    between_slices = instruction.opcode == "send"
-    if between_slices:
+    # Only transfers between slices of TPUs are sends.
+    is_send = instruction.opcode == "send"
+    between_slices = is_send
+    if is_send:
         axes = tuple(across)
         size = math.prod(across.values())
     else:
         groups = replica_groups(instruction.attributes, math.prod(mesh.values()))
         axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
+        if islands:
+            between_slices = any(len({islands[i] for i in group}) > 1 for group in groups)
     if size < 2:
         return None
 
@@ -185,7 +195,7 @@ def _collective(
             sent += computation[name].bytes
     holder = executed.instruction
     overlapped = (
-        between_slices
+        is_send
         or _chain(instruction) is not None
         or _hidden(module, computation, instruction)
         or _hidden(module, module.computations[executed.computation], holder)

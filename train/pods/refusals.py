@@ -1,4 +1,4 @@
-"""Errors for steps that the TPU compiler refuses."""
+"""Errors for steps that the compiler of a TPU or GPU refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_CHARACTERS = 500
 
 
 class RefusedError(MupaxError):
-    """Step that the TPU compiler refuses. The message has the compiler's words and maybe a hint."""
+    """Step that the compiler refuses. The message has the compiler's words and maybe a hint."""
 
 
 def refused(topology: str, message: str, attention_block: int | None) -> RefusedError:

@@ -22,7 +22,7 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.chips import Chip
 from mupax.train.parallel.sharding import MeshError
 from mupax.train.pods import estimates, topology
-from mupax.train.pods.compiled import compile_for
+from mupax.train.pods.compiled import array_bytes_of_gpu, compile_for
 from mupax.train.pods.refusals import RefusedError
 from mupax.zoo import families
 from mupax.zoo.configs import ComputeConfig
@@ -62,6 +62,10 @@ ROOM = 0.75
 For lm-8b on v5e:8x8 the compiler took 1.1 to 1.4 times the estimate.
 """
 
+TIE = 0.1
+"""Relative difference of two step times on GPUs that is a tie. Without a GPU nothing is timed, and
+estimates are not closer than that."""
+
 MOST_ROWS = 1000
 """Most candidates of a record that are only estimated. Large pods have tens of thousands."""
 
@@ -93,6 +97,7 @@ class Candidate:
             "batch": config.data.batch_size,
             "loss": compute.cross_entropy,
             "block": compute.attention_block,
+            "xla_flags": config.xla_flags,
         }
 
     @property
@@ -117,6 +122,8 @@ class Candidate:
         ]
         if kinds["block"]:
             flags.append(f"--model.compute.attention-block {kinds['block']}")
+        if kinds["xla_flags"] != "auto":
+            flags.append(f"--xla-flags {kinds['xla_flags']}")
         return " ".join(flags)
 
 
@@ -135,6 +142,10 @@ def candidates(
     losses = [loss for loss in typing.get_args(fields["cross_entropy"]) if loss != "auto"]
     blocks = _blocks(config, chip)
     batch_sizes = [int(config.data.batch_size * factor) for factor in batches]
+    # Compiler flags are compared on GPUs, whose step they change more than that of a TPU.
+    flag_choices = [config.xla_flags]
+    if chip.gpu is not None and config.xla_flags == "auto":
+        flag_choices.append("none")
     for mesh in _meshes(len(devices), slices, config.mesh):
         split = dataclasses.replace(config, mesh=mesh, accumulation_steps=1)
         try:
@@ -163,11 +174,17 @@ def candidates(
                 estimated = dataclasses.replace(program, config=changed)
                 # The estimate of memory does not depend on attention blocks.
                 peak = peak or sum(estimates.expected(estimated).values())
-                yield Candidate(changed, estimate(estimated, chip, slices), peak)
+                for flags in flag_choices:
+                    flagged = dataclasses.replace(changed, xla_flags=flags)
+                    estimated = dataclasses.replace(program, config=flagged)
+                    yield Candidate(flagged, estimate(estimated, chip, slices), peak)
 
 
 def _blocks(config: Config, chip: Chip) -> list[int | None]:
     """Return the sides of attention blocks to try. `None` is the chip's own."""
+    # The blocks are those of a TPU's kernel.
+    if chip.gpu is not None:
+        return [None]
     length = config.model.sizes()["position"]
     usual = block_of(length, chip.device_kind, causal=config.model.causal)
     core_bytes = 2**10 * estimates.operation_kib(config, chip)
@@ -242,20 +259,44 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     gathered = (2 + again) * weights * config.accumulation_steps
     over_fsdp = ring["fsdp"] * (gathered + 2 * weights)
     over_data = ring["data"] * 4 * weights / mesh["fsdp"]
-    network = (over_fsdp + over_data) / chip.ici_bandwidth
+    speeds = _bandwidths(program, chip)
+    network = over_fsdp / speeds["fsdp"] + over_data / speeds["data"]
 
     # Copies of a block's stream to experts and back. `stream` counts two branches.
     copies = sizes["active"] * stream
-    waited = ring["tensor"] * 2 * (2 + again) * stream + ring["sequence"] * (2 + again) * keys
-    waited += ring["experts"] * (2 + again) * copies
-    # Activations are sent along one dimension of the torus.
-    waits = waited * chip.torus / chip.ici_bandwidth
+    waited = {
+        "tensor": ring["tensor"] * 2 * (2 + again) * stream,
+        "sequence": ring["sequence"] * (2 + again) * keys,
+        "experts": ring["experts"] * (2 + again) * copies,
+    }
+    # Activations are sent along one dimension of the torus, if there is one.
+    dimensions = max(1, chip.torus)
+    waits = sum(size * dimensions / speeds[axis] for axis, size in waited.items())
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth
     loss = memory.loss(config, program.definition, program.layout)
     loss_seconds = loss.traffic / chip.hbm_bandwidth + loss.again / chip.peak_flops
     waits += config.accumulation_steps * loss_seconds
+    if chip.gpu is not None and config.xla_flags == "none":
+        # GPUs put collectives between products unless a flag says otherwise.
+        return compute + network + waits
     return max(compute, network) + 0.1 * min(compute, network) + waits
+
+
+def _bandwidths(program: Program, chip: Chip) -> dict[str, float]:
+    """Return the bytes per second that a device sends along each mesh axis.
+
+    The axes of GPUs that cross hosts use the slow network. TPU slices are counted apart.
+    """
+    slow = {}
+    if chip.gpu is not None:
+        slow = topology.across(program.mesh)
+    speeds = {}
+    for axis in program.mesh.shape:
+        speeds[axis] = chip.ici_bandwidth
+        if axis in slow and chip.dcn_bandwidth:
+            speeds[axis] = chip.dcn_bandwidth
+    return speeds
 
 
 def search(
@@ -297,6 +338,8 @@ def search(
             "write another --data.batch-size"
         )
     memory_budget = ROOM * chip.hbm_bytes
+    if chip.gpu is not None:
+        memory_budget = ROOM * array_bytes_of_gpu(chip, num_communicators=0)
     fitting = [plan for plan in tried if plan.bytes <= memory_budget]
     if fitting:
         ranked = sorted(fitting, key=lambda plan: plan.pace)
@@ -359,6 +402,8 @@ def search(
 
 def _compile_seconds(chosen: Sequence[Candidate], chip: Chip, devices: Any) -> float:
     """Estimate the processor seconds for compiling the candidates, from the first one's size."""
+    if chip.gpu is not None:
+        return len(chosen) * estimates.GPU_COMPILE_SECONDS
     first = chosen[0].config
     program_bytes = len(assemble(first, devices).trace_train().lower().as_text())
     kib = estimates.operation_kib(first, chip)
@@ -452,4 +497,21 @@ def table(reports: list[dict[str, Any]], title: str) -> str:
         peak = gib(report["peak_bytes_per_device"])
         expected = f"{report['expected_seconds']:.3g} s"
         rows.append((report["flags"], fits, peak, expected, step, alone, bound, mfu))
-    return f"{title}\n{terminal.table(rows, left=('flags', 'bound'))}"
+    text = f"{title}\n{terminal.table(rows, left=('flags', 'bound'))}"
+    num_ties = _num_ties(reports)
+    if num_ties > 1:
+        text += (
+            f"\nthe first {num_ties} are a tie: within {TIE:.0%} of each other, and none was timed"
+        )
+    return text
+
+
+def _num_ties(reports: list[dict[str, Any]]) -> int:
+    """Return the number of the best reports of GPUs that no estimate tells apart."""
+    _, best = _rank(reports[0])
+    num_ties = 0
+    for report in reports:
+        is_worse, pace = _rank(report)
+        if report["platform"] == "gpu" and not is_worse and pace <= (1 + TIE) * best:
+            num_ties += 1
+    return num_ties

@@ -1,4 +1,4 @@
-"""Topologies of TPU chips without a TPU: devices that the real compiler compiles for.
+"""Topologies of TPUs and GPUs that are not here: devices that the real compiler compiles for.
 
 If there is no such topology or no compiler, an error says why.
 """
@@ -6,34 +6,42 @@ If there is no such topology or no compiler, an error says why.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mupax import extras
 from mupax.errors import MupaxError
 from mupax.train.parallel.chips import CHIPS, Chip
+from mupax.train.pods import targets
 
-EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16, v7x:4x4x4 or v4:4x4x4"
+EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16, v7x:4x4x4, v4:4x4x4, h100:8 or h100:2x8"
 """Topologies that messages name."""
-_OUTSIDE = {
+_SHAPE = re.compile(r"([\w ]+):(\d+(?:x\d+){0,2})")
+_CUDNN = "nvidia-cudnn-cu12"
+"""Distribution whose version decides which attention kernels a GPU's program has."""
+_NOT_HERE = {
+    # The compiler needs no device, and must not look for one.
+    "JAX_PLATFORMS": "cpu",
+    # A program for devices that are not here cannot be read back from the cache.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+"""Environment variables for compiling for devices that are not here, unless the user set them."""
+_NO_TPU = {
     # No machine to ask: without these libtpu tries the network for a minute, and complains.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
     # Several processes may compile at once where none of them holds a TPU.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    # The compiler needs no TPU, and must not look for one.
-    "JAX_PLATFORMS": "cpu",
-    # A program for devices that are not here cannot be read back from the cache.
-    "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
-"""Environment variables for compiling without a TPU, unless the user has set them."""
+"""Additional variables for TPUs."""
 
 
 class TopologyError(MupaxError):
@@ -41,25 +49,28 @@ class TopologyError(MupaxError):
 
 
 def chip_of(topology: str) -> Chip:
-    """Return the chip of a topology such as v5e:16x16.
+    """Return the chip of a topology such as v5e:16x16 or h100:2x8.
 
     Raises:
-        TopologyError: The text is not CHIP:AxB or CHIP:AxBxC, the chip is not in `CHIPS`, or the
-            chip is wired in fewer dimensions.
+        TopologyError: The text is not CHIP:AxB or CHIP:AxBxC of a TPU, nor GPU:N or GPU:HOSTSxN,
+            the chip is not in `CHIPS`, or it is not wired like that.
     """
-    match = re.fullmatch(r"([\w ]+):(\d+(?:x\d+){1,2})", topology)
+    match = _SHAPE.fullmatch(topology)
     if match is None:
-        raise TopologyError(
-            f"{topology!r} is not a topology; write CHIP:AxB or CHIP:AxBxC, such as {EXAMPLES}"
-        )
+        raise TopologyError(_not_a_topology(topology))
     name = match[1]
-    dims = match[2].split("x")
     if name not in CHIPS:
         raise TopologyError(
             f"no chip is named {name!r}; write one of {', '.join(CHIPS)}, as in {EXAMPLES}"
         )
     chip = CHIPS[name]
-    if len(dims) > chip.torus or math.prod(map(int, dims)) < 1:
+    dims = _dims(topology)
+    if chip.gpu is not None:
+        _check_hosts(topology, chip, dims)
+        return chip
+    if len(dims) < 2:
+        raise TopologyError(_not_a_topology(topology))
+    if len(dims) > chip.torus or math.prod(dims) < 1:
         example = f"{name}:{'x'.join('4' * chip.torus)}"
         raise TopologyError(
             f"{topology}: chips of {name} are wired in {chip.torus} dimensions; "
@@ -68,49 +79,126 @@ def chip_of(topology: str) -> Chip:
     return chip
 
 
-def ready() -> None:
-    """Set up the TPU compiler on a machine without a TPU. Call this before JAX is imported.
+def _not_a_topology(topology: str) -> str:
+    """Return the message for a text that is no topology."""
+    return (
+        f"{topology!r} is not a topology; write CHIP:AxB or CHIP:AxBxC of a TPU, "
+        f"or CHIP:N or CHIP:HOSTSxN of a GPU, such as {EXAMPLES}"
+    )
+
+
+def _check_hosts(topology: str, chip: Chip, dims: list[int]) -> None:
+    """Raise an error unless a topology of GPUs is N in one host, or HOSTS x N."""
+    assert chip.gpu is not None
+    most = chip.gpu.per_host
+    if len(dims) > 2 or math.prod(dims) < 1 or dims[-1] > most:
+        hosts = max(1, -(-math.prod(dims) // most))
+        example = f"{chip.name}:{most}" if hosts == 1 else f"{chip.name}:{hosts}x{most}"
+        raise TopologyError(
+            f"{topology}: a host has 1 to {most} GPUs of {chip.name}, and a topology is {chip.name}:GPUS or "
+            f"{chip.name}:HOSTSxGPUS; write such as {example}"
+        )
+
+
+def _dims(topology: str) -> list[int]:
+    """Return the sizes of a topology, such as [16, 16]."""
+    _, _, shape = topology.partition(":")
+    return [int(size) for size in shape.split("x")]
+
+
+def size(topology: str) -> int:
+    """Return the number of chips of a topology that `chip_of` accepts."""
+    return math.prod(_dims(topology))
+
+
+def ready(topology: str = "v5e:2x2") -> None:
+    """Set up the compiler of a topology's chip. Call this before JAX is imported.
+
+    Args:
+        topology: Topology that `chip_of` accepts. By default one of TPUs.
 
     Raises:
-        TopologyError: libtpu is not installed.
+        TopologyError: The compiler's packages are not installed.
     """
-    extras.require("tpu", "compiling for a TPU, which needs no TPU,", TopologyError)
-    for name, value in _OUTSIDE.items():
+    if chip_of(topology).gpu is None:
+        extras.require("tpu", "compiling for a TPU, which needs no TPU,", TopologyError)
+        variables = _NOT_HERE | _NO_TPU
+    else:
+        extras.require("cuda", "compiling for a GPU, which needs no GPU,", TopologyError)
+        if cudnn_version() is None:
+            raise TopologyError(
+                f"compiling for a GPU needs cuDNN, whose kernels compute attention; "
+                f"run `pip install {_CUDNN}`"
+            )
+        variables = _NOT_HERE
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
+    if chip_of(topology).gpu is not None:
+        # Every CUDA library of JAX complains that there is no driver when it is first imported.
+        with quiet():
+            import jax
+
+            del jax
+
+
+def cudnn_version() -> tuple[int, int, int] | None:
+    """Return the version of the installed cuDNN, or `None` without it."""
+    try:
+        text = importlib.metadata.version(_CUDNN)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    major, minor, patch = text.split(".")[:3]
+    return int(major), int(minor), int(patch)
 
 
 def devices(topology: str, slices: int = 1) -> Sequence[Any]:
     """Return the devices of a topology, none of which exists, for `core.program.assemble`.
 
     Args:
-        topology: Chip and shape of one slice, such as v5e:16x16.
-        slices: Number of slices that the slow network joins, 1 by default.
+        topology: Chip and shape, such as v5e:16x16 for one slice or h100:2x8 for two hosts.
+        slices: Number of TPU slices that the slow network joins, 1 by default.
 
     Raises:
         TopologyError: `chip_of` or `ready` fails, or the compiler does not know the shape.
     """
     chip = chip_of(topology)
-    ready()
-    from jax.experimental import topologies
-
-    options: dict[str, Any] = {"wrap": wraps(topology)}
-    if slices > 1:
-        options["num_slices"] = slices
-    if chip.name == "v4":
-        # Both cores of a chip as one device, as on the machines.
-        options["chip_config_name"] = "megacore"
+    if chip.gpu is not None and slices > 1:
+        gpus = _dims(topology)[-1]
+        raise TopologyError(
+            f"slices are of TPUs; write the hosts of GPUs as {chip.name}:{slices}x{gpus}"
+        )
+    ready(topology)
     try:
         with quiet():
-            name = topology.replace(chip.name, chip.family or chip.name, 1)
-            description = topologies.get_topology_desc(
-                platform="tpu", topology_name=name, **options
-            )
+            description = _description(topology, chip, slices)
     except Exception as error:  # jaxlib's own error, with the reason in its text
         reason = str(error).partition(": ")[2] or str(error)
         raise TopologyError(
             f"no topology {topology}: {reason.strip()}\nwrite such as {EXAMPLES}"
         ) from error
     return description.devices
+
+
+def _description(topology: str, chip: Chip, slices: int) -> Any:
+    """Return JAX's description of a topology."""
+    from jax.experimental import topologies
+
+    if chip.gpu is not None:
+        dnn = cudnn_version()
+        assert dnn is not None
+        *hosts, gpus = _dims(topology)
+        # Partitions, hosts of a partition, GPUs of a host.
+        shape = f"{math.prod(hosts)}x1x{gpus}"
+        target = targets.text(chip, dnn)
+        return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape)
+    options: dict[str, Any] = {"wrap": wraps(topology)}
+    if slices > 1:
+        options["num_slices"] = slices
+    if chip.name == "v4":
+        # Both cores of a chip as one device, as on the machines.
+        options["chip_config_name"] = "megacore"
+    name = topology.replace(chip.name, chip.family or chip.name, 1)
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
 
 
 def wraps(topology: str) -> list[bool]:
@@ -121,12 +209,12 @@ def wraps(topology: str) -> list[bool]:
     cubes of 4x4x4. (Google Cloud's pages of each version; MaxText's `accelerator_to_spec_map`.)
 
     Args:
-        topology: Topology that `chip_of` accepts.
+        topology: Topology of TPUs that `chip_of` accepts.
     """
     # Without this the compiler assumes no rings, and gathers by sums over a whole cube: 8 GB are
     # sent where 4 are needed.
     chip = chip_of(topology)
-    dims = [int(size) for size in topology.split(":")[1].split("x")]
+    dims = _dims(topology)
     if chip.torus == 3:
         is_cubes = len(dims) == 3 and all(size % 4 == 0 for size in dims)
         return [is_cubes] * 3
@@ -134,9 +222,9 @@ def wraps(topology: str) -> list[bool]:
 
 
 def across(mesh: Any) -> dict[str, int]:
-    """Return the number of slices along each mesh axis that crosses slices.
+    """Return the number of islands along each mesh axis that crosses islands.
 
-    The mapping is empty on one slice.
+    The mapping is empty on one slice of TPUs, or one host of GPUs.
 
     Args:
         mesh: `jax.sharding.Mesh`, or any object with its `shape` and `devices`.
@@ -147,15 +235,62 @@ def across(mesh: Any) -> dict[str, int]:
         place: list[Any] = [0] * mesh.devices.ndim
         place[index] = slice(None)
         line = mesh.devices[tuple(place)]
-        slices = {getattr(device, "slice_index", None) or 0 for device in line}
-        if len(slices) > 1:
-            counts[name] = len(slices)
+        num_islands = len(set(islands(line)))
+        if num_islands > 1:
+            counts[name] = num_islands
     return counts
+
+
+def islands(devices: Iterable[Any]) -> list[int]:
+    """Return the island of fast links of every device: its TPU slice, or its host of GPUs."""
+    numbers = []
+    for device in devices:
+        if device.platform == "gpu":
+            numbers.append(device.process_index)
+        else:
+            numbers.append(getattr(device, "slice_index", None) or 0)
+    return numbers
+
+
+@contextlib.contextmanager
+def kernels_of(chip: Chip) -> Iterator[None]:
+    """Context manager in which JAX traces attention kernels for a GPU that is not here.
+
+    JAX itself asks the GPU at hand which head dimensions its kernels have, and without one allows
+    only those of the oldest. Inside, the answer is the chip's. Nothing changes for TPUs.
+    """
+    if chip.gpu is None:
+        yield
+        return
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    capability = chip.gpu.capability
+
+    def at_least(text: str) -> bool:
+        major, _, minor = text.partition(".")
+        return capability >= (int(major), int(minor))
+
+    def equal(text: str) -> bool:
+        major, _, minor = text.partition(".")
+        return capability == (int(major), int(minor))
+
+    replaced = {
+        "check_compute_capability": at_least,
+        "is_cuda_compute_capability_equal": equal,
+    }
+    originals = {name: getattr(attention, name) for name in replaced}
+    for name, function in replaced.items():
+        setattr(attention, name, function)
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(attention, name, function)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that hides what the TPU library writes to the process's stderr."""
+    """Context manager that hides what a compiler writes to the process's stderr."""
     # The library writes to the file descriptor, so replacing `sys.stderr` hides nothing.
     sys.stderr.flush()
     saved = os.dup(2)

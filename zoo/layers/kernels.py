@@ -559,13 +559,12 @@ def _why_not_cudnn(
     if apart and length % 2:
         return f"its mask of documents is for an even number of positions, not {length}"
 
-    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
-    # Major compute capability. A machine without a GPU compiles for one that the kernel supports.
+    # Major compute capabilities of the devices that this is compiled for, which need not be here.
     generations = []
-    for capability in {str(gpu.compute_capability) for gpu in gpus}:
+    for capability in layout.capabilities:
         # GPUs of other vendors report names such as gfx90a.
         if not re.fullmatch(r"\d+\.\d+", capability):
-            return f"the kernel is NVIDIA's, and a GPU here is a {capability}"
+            return f"the kernel is NVIDIA's, and a GPU of the mesh is a {capability}"
         generations.append(int(capability.split(".")[0]))
     generation = min(generations, default=8)
     if generation < 8:

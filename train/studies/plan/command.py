@@ -1,6 +1,6 @@
 """`mupax plan RECIPE --tokens 10b --from FOLDER`: config, cost and loss of a run before training.
 
-Memory, time and cost come from the TPU compiler where there is one, otherwise from a formula. The
+Memory, time and cost come from the chips' compiler where there is one, otherwise from a formula. The
 source is printed beside each value.
 """
 
@@ -52,7 +52,7 @@ class Plan:
     contradict each other. A model is planned as the study's run was (data, batch, optimizer, clip,
     preset and base), where no flag says otherwise. A recipe has its own settings, and a caution
     names those that keep the study's rate from being used. With --chips, mesh and remat are those
-    that the TPU compiler finds to fit. What is not listed here is a flag of the recipe
+    that the chips' compiler finds to fit. What is not listed here is a flag of the recipe
     (`mupax train RECIPE --help`). `mupax plan score FORECAST PLACE` compares a forecast, or a plan,
     with its finished run.
     """
@@ -290,7 +290,7 @@ def with_cost(config: Config, args: Plan, studies: Sequence[Points]) -> tuple[Co
 
 
 def _on_chips(config: Config, args: Plan, chips: str) -> tuple[Config, Cost]:
-    """Return a run as the TPU compiler makes it fit, and its cost.
+    """Return a run as the compiler of its chips makes it fit, and its cost.
 
     Without the compiler the run stays as it is, and the cost is that of `_by_formula`.
 
@@ -300,10 +300,10 @@ def _on_chips(config: Config, args: Plan, chips: str) -> tuple[Config, Cost]:
     from mupax.train.pods import topology
 
     chip = topology.chip_of(chips)
-    count = _count(chips) * args.slices
+    count = topology.size(chips) * args.slices
     place = f"{chips} x {args.slices} slices" if args.slices > 1 else chips
     try:
-        topology.ready()
+        topology.ready(chips)
     except topology.TopologyError as error:
         return config, _by_formula(config, args, count, chip, str(error))
 
@@ -335,7 +335,8 @@ def _compiled_cost(
     mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
     remat = f"{report['compute']['remat']}, {report['accumulation_steps']} microbatches"
     memory = f"{gib(peak)} of {gib(capacity)} a chip"
-    source = f"TPU compiler for {place}"
+    kind = "GPU" if chip.gpu else "TPU"
+    source = f"{kind} compiler for {place}"
     rows = (
         PlanRow("mesh", f"{mesh} ({count} chips)", "", source),
         PlanRow("remat", remat, "", source),
@@ -540,12 +541,6 @@ def _with_flags(config: Config, flags: Sequence[str]) -> Config:
     recipe = cli.recipe(config.recipe)
     parsed = cli.parse(config.recipe, recipe, [*run_flags, *flags])
     return dataclasses.replace(parsed.config, workdir=None)
-
-
-def _count(chips: str) -> int:
-    """Return the number of chips of a topology such as v5e:16x16."""
-    _, _, shape = chips.partition(":")
-    return math.prod(map(int, shape.split("x")))
 
 
 def main(argv: Sequence[str]) -> int:
