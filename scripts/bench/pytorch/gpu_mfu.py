@@ -13,6 +13,9 @@ PyTorch trains the model of `scripts.bench.pytorch.models` as its users do: unde
 with flash attention, autocast to bfloat16 and fused AdamW. Each point runs in a process of its own
 (`scripts.bench.pytorch.gpu_point`), so that one framework's memory never takes from the other's.
 
+Last comes a table of what the compiler alone estimates for the best points of mupax, beside what
+was measured (`scripts.bench.pytorch.gpu_estimate`).
+
 Needs JAX and PyTorch with CUDA, and no data. On another device `--tiny` shows that it runs.
 """
 
@@ -31,6 +34,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mupax.command_line import Switch
+from mupax.terminal import gib, table
+from mupax.train.parallel import chips
 from scripts import harness
 
 BATCHES = {
@@ -174,27 +179,35 @@ def _failed_like(row: dict[str, Any], point: Point) -> bool:
 
 def answer(point: Point, args: Options, timeout_s: float) -> dict[str, Any]:
     """Run a point in a process of its own and return its result, or the reason under `failed`."""
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}
     with tempfile.TemporaryDirectory() as folder:
         words = point.command(args, Path(folder))
-        # A process group of its own: the processes that a point starts, such as compilers, end
-        # with it.
-        process = subprocess.Popen(
-            words,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            output, errors = process.communicate(timeout=timeout_s)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            return {"failed": f"no answer in {timeout_s:.0f} s"}
+        return _output_of(words, timeout_s, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"})
+
+
+def _output_of(words: list[str], timeout_s: float, variables: dict[str, str]) -> dict[str, Any]:
+    """Run a command that prints JSON as its last line. Return that, or the reason under `failed`.
+
+    Args:
+        timeout_s: Time limit in seconds.
+        variables: Environment variables besides those of this process.
+    """
+    # A process group of its own: the processes that a point starts, such as compilers, end with it.
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables},
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return {"failed": f"no answer in {timeout_s:.0f} s"}
 
     lines = output.splitlines()
     if process.returncode or not lines or not lines[-1].startswith("{"):
@@ -246,6 +259,51 @@ def summary(points: list[dict[str, Any]], left_out: Sequence[str] = ()) -> dict[
     return {"benchmark": "gpu_mfu", "best": best, "points": points, "left_out": [*left_out]}
 
 
+def estimated(point: dict[str, Any], args: Options) -> dict[str, Any]:
+    """Return what the compiler alone estimates for a measured point of mupax.
+
+    Returns:
+        Result of `gpu_estimate`, or the reason why there is none under `failed`.
+    """
+    chip = chips.of_kind(point["device"])
+    if chip is None or chip.gpu is None:
+        names = ", ".join(gpu.device_kind for gpu in chips.GPUS.values())
+        return {"failed": f"{point['device']} is none of {names}"}
+    words = ["scripts.bench.pytorch.gpu_estimate", chip.name, point["model"]]
+    words += [str(point["batch_size"]), "--variant", json.dumps(point["variant"] or {})]
+    if args.tiny:
+        words.append("--tiny")
+    return _output_of([sys.executable, "-m", *words], args.timeout, {})
+
+
+def comparison(measured: dict[str, dict[str, Any]], estimates: dict[str, dict[str, Any]]) -> str:
+    """Return the table of estimates beside measurements.
+
+    Args:
+        measured: Best point of mupax by model.
+        estimates: Result of `estimated` by model.
+    """
+    rows = [("compiled estimate beside measured", "memory", "", "ratio", "step, ms", "", "ratio")]
+    reasons = []
+    for model, point in measured.items():
+        estimate = estimates[model]
+        if "failed" in estimate:
+            reasons.append(f"no estimate of {model}: {estimate['failed']}")
+            continue
+        memory = ("-", "-", "-")
+        if point["peak_bytes"]:
+            ratio = f"{estimate['peak_bytes'] / point['peak_bytes']:.2f}"
+            memory = (gib(estimate["peak_bytes"]), gib(point["peak_bytes"]), ratio)
+        least_ms = 1e3 * estimate["least_step_s"]
+        step_ms = 1e3 * point["step_s"]
+        times = (f"at least {least_ms:.1f}", f"{step_ms:.1f}", f"{least_ms / step_ms:.2f}")
+        rows.append((f"{model}, batch {point['batch_size']}", *memory, *times))
+    parts = []
+    if len(rows) > 1:
+        parts.append(table(rows, left=rows[0][:1]))
+    return "\n".join([*parts, *reasons])
+
+
 @dataclass(frozen=True)
 class Options:
     """Flags of the command."""
@@ -295,6 +353,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = summary(rows, left_out)
     if left_out:
         print(f"left out in {args.minutes:g} minutes (--minutes): {'; '.join(left_out)}")
+    best = {model: sides["mupax"] for model, sides in result["best"].items() if "mupax" in sides}
+    result["estimates"] = {model: estimated(point, args) for model, point in best.items()}
+    if best:
+        print(comparison(best, result["estimates"]))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["best"]))

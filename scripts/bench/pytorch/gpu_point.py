@@ -186,7 +186,7 @@ def point(
     profile: Path | None,
     tiny: bool,
 ) -> dict[str, Any]:
-    """Return seconds of a step, units per second, FLOP/s and MFU of one side, model and batch.
+    """Return seconds of a step, units per second, FLOP/s, MFU and memory of one side's point.
 
     Args:
         side: "mupax" or "torch", the framework that trains.
@@ -197,7 +197,7 @@ def point(
         profile: Folder for a trace of `TRACED_STEPS` more steps.
         tiny: Use a small model in place of the named one.
     """
-    from mupax.train.parallel.hardware import peak_flops
+    from mupax.train.parallel.hardware import memory_peak, peak_flops
     from mupax.zoo import families
 
     config = config_of(name, batch_size, variant if side == "mupax" else {}, tiny=tiny)
@@ -220,7 +220,12 @@ def point(
         "flops_per_s": flops_per_s,
         "mfu": flops_per_s / peak if peak else None,
         "device": device,
+        "peak_bytes": None,
     }
+    if side == "mupax":
+        import jax
+
+        result["peak_bytes"] = memory_peak(jax.devices()[:1])
     if profile:
         result["profile"] = str(profile)
     return result
