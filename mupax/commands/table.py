@@ -448,7 +448,7 @@ INSPECT = (
     ),
     Command(
         name="compile",
-        summary="compile a recipe for a TPU pod, without a TPU: memory, collectives, step time",
+        summary="compile a recipe for TPUs or GPUs that are not here: memory, collectives, step time",
         example="compile lm-1b --topology v5e:4x4",
         run=_compile,
         takes_recipe=True,

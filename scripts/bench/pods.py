@@ -32,6 +32,11 @@ PODS = (
     ("lm-30b-a3b", "v5e:16x16"),
     ("lm-1b", "v5e:8x8"),
     ("vit-h14", "v5e:4x4"),
+    ("lm-8b", "h100:8x8"),
+    ("lm-1b", "h100:8"),
+    ("gpt2-c4", "h100:2x8"),
+    ("gpt2-c4", "h100:8"),
+    ("vit-b16-imagenet", "h100:8"),
 )
 """Recipes and topologies to compile, in the order of the page."""
 COSTS = ((256, 2, 8, "float32"), (512, 4, 8, "bfloat16"))
@@ -41,21 +46,23 @@ PAGE = ROOT / "docs" / "howto" / "launch.md"
 
 INTRODUCTION = """## Does it fit a pod?
 
-Compile the run's own step with the TPU compiler (extra `tpu`), on a machine without a TPU:
+Compile the run's own step for TPUs (extra `tpu`) or GPUs (extra `cuda`), without any of them:
 
 ```text
 mupax compile lm-8b --topology v5e:16x16
+mupax compile lm-1b --topology h100:8
 ```
 
-This prints memory, collectives, the largest temporaries and a lower bound on the step's time. The
-recipes made for pods (`python -m scripts.bench.pods`; full reports: `docs/evidence/pods.json`),
-compiled and not measured:
+A GPU's shape is GPUs of a host, or hosts x GPUs (`h100:2x8`). This prints memory, collectives, the
+largest temporaries and a lower bound on the step's time. Recipes made for pods
+(`python -m scripts.bench.pods`; full reports: `docs/evidence/pods.json`), compiled, not measured:
 """
 COLUMNS = """
 - **memory** is what the compiler allocates on a chip; `train/pods/estimates.py` computes
   **expected** from sizes alone.
 - **step** is the longest of: matrix products at the chip's peak, main memory traffic, collectives,
-  estimated cycles. Attention kernels have no estimated cycles.
+  estimated cycles. Attention kernels have no estimated cycles, nor has anything on GPUs.
+- **memory** of GPUs is an estimate. It has what arrays may take (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
 - **program** is the compiled commit. Do not compare figures of different programs.
 """
 
@@ -102,7 +109,7 @@ def compiled(recipe: str, topology: str) -> dict[str, Any]:
     from mupax.train.pods import topology as topologies
 
     # Before JAX is imported.
-    topologies.ready()
+    topologies.ready(topology)
     from mupax.train.config.recipes import RECIPES
     from mupax.train.pods.compiled import compile_for
 
@@ -196,7 +203,7 @@ def _summary(pods: Sequence[dict[str, Any]]) -> str:
                 str(r["batch_size"]),
                 memory if r["fits"] else f"{memory} (does not fit)",
                 expected.removesuffix(" GiB"),
-                f"{r['estimated_cycles']:,}",
+                f"{r['estimated_cycles']:,}" if r.get("platform") != "gpu" else "-",
                 f"{roofline['step_seconds']:.2f}",
                 f"{roofline['mfu']:.0%}",
                 program,

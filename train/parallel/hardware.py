@@ -245,6 +245,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             f"{_JAX_FLAGS}; set in NVIDIA's JAX images, "
             "docs.nvidia.com/jax-toolbox/environment-variables",
         ),
+        Flag(
+            "xla_gpu_experimental_parallel_collective_overlap_limit",
+            4,
+            "lets a collective stay in flight while a loop over layers sends its own. With 1, the "
+            "default, 39 % of gpt2-c4's gradient bytes on two hosts run beside products, with 4 "
+            "77 % (h100:2x8, compiled ahead of time)",
+            "github.com/marin-community/marin, set in its runs on GPUs",
+        ),
         Flag("xla_gpu_all_gather_combine_threshold_bytes", 2**27, _COMBINED, _MAXTEXT_GPU),
         Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", 2**26, _COMBINED, _MAXTEXT_GPU),
         Flag("xla_gpu_all_reduce_combine_threshold_bytes", 2**27, _COMBINED, _MAXTEXT_GPU),

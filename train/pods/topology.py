@@ -59,6 +59,11 @@ def chip_of(topology: str) -> Chip:
     if match is None:
         raise TopologyError(_not_a_topology(topology))
     name = match[1]
+    if re.fullmatch(r"mi\d+\w*", name, re.IGNORECASE):
+        raise TopologyError(
+            f"{name} is a GPU of AMD, whose compiler needs an installation of ROCm; compile on "
+            f"such a machine (`mupax train RECIPE --dry-run`), or write such as {EXAMPLES}"
+        )
     if name not in CHIPS:
         raise TopologyError(
             f"no chip is named {name!r}; write one of {', '.join(CHIPS)}, as in {EXAMPLES}"

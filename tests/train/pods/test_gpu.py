@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
 import sys
@@ -16,7 +15,11 @@ import pytest
 
 from mupax.__main__ import main
 from mupax.errors import MupaxError
+from mupax.train.config import cli
 from mupax.train.config.run import MeshConfig
+from mupax.train.core import muon
+from mupax.train.core.muon import ITERATIONS, newton_schulz, sides
+from mupax.train.parallel import hardware
 from mupax.train.parallel.chips import CHIPS, GPUS
 from mupax.train.parallel.sharding import make_mesh
 from mupax.train.pods import compiled as pods_compiled
@@ -26,6 +29,7 @@ from mupax.train.pods.topology import TopologyError
 from tests.train.pods.test_command import config_of
 
 H100 = GPUS["h100"]
+OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +67,7 @@ def absent(hosts: int, gpus: int) -> list[Any]:
         ("h100", "'h100' is not a topology"),
         ("h101:8", "no chip is named 'h101'; write one of v4, v5e, v5p, v6e, v7x, a100, h100"),
         ("v5e:8", "'v5e:8' is not a topology"),
+        ("mi300x:8", "mi300x is a GPU of AMD, whose compiler needs an installation of ROCm"),
     ],
 )
 def test_a_wrong_topology_of_gpus_is_told_what_to_write(written: str, message: str) -> None:
@@ -279,30 +284,91 @@ def test_gpus_are_searched_with_and_without_flags() -> None:
 gpu = pytest.mark.gpu
 
 
-@functools.cache
-def step(name: str, **changes: Any) -> Compiled:
-    """Compile a small decoder with attention heads of 64 for a topology."""
+def step(name: str, optimizer: str = "adamw", **compute: Any) -> Compiled:
+    """Compile a small decoder with attention heads of 64 for a topology.
+
+    Args:
+        compute: Fields of `ComputeConfig`.
+    """
     devices = topology.size(name)
     hosts = max(1, devices // 8)
     config = config_of(MeshConfig(data=hosts, fsdp=devices // hosts))
-    compute = dataclasses.replace(config.model.compute, attention="auto", **changes)
-    model = dataclasses.replace(config.model, compute=compute)
-    return compile_for(dataclasses.replace(config, model=model), name)
+    fields = {"attention": "auto", **compute}
+    model = dataclasses.replace(
+        config.model, compute=dataclasses.replace(config.model.compute, **fields)
+    )
+    optimizer_config = dataclasses.replace(config.optimizer, name=optimizer)
+    return compile_for(dataclasses.replace(config, model=model, optimizer=optimizer_config), name)
 
 
 @gpu
 @pytest.mark.parametrize("name", ["a100:2", "h100:2", "h200:2", "b200:2"])
 def test_every_gpu_has_cudnn_attention_forward_and_backward(name: str) -> None:
-    text = step(name).text
+    executable = step(name)
+    text = executable.text
     assert 'custom_call_target="__cudnn$fmhaSoftmax"' in text
     assert 'custom_call_target="__cudnn$fmhaSoftmaxBackward"' in text
     assert 'custom_call_target="__cublas$lt$matmul"' in text
-    assert step(name).report()["problems"] == []
+    assert executable.report()["problems"] == []
 
 
 @gpu
 def test_control_float32_has_no_kernel_of_cudnn() -> None:
     assert "__cudnn$fmha" not in step("h100:2", dtype="float32").text
+
+
+def overlapped_share(step: Compiled, axis: str) -> float:
+    """Return the share of gradient bytes summed over a mesh axis that products run beside."""
+    total = 0
+    overlapped = 0
+    for collective in step.collectives:
+        if collective.kind in ("all-reduce", "reduce-scatter") and axis in collective.axes:
+            size = collective.bytes * collective.times
+            total += size
+            overlapped += size * collective.overlapped
+    return overlapped / total
+
+
+@gpu
+@pytest.mark.slow
+def test_gradients_between_hosts_run_beside_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = cli.parse("gpt2-c4", cli.recipe("gpt2-c4"), [], ()).config
+    # The last layer's and the embedding's gradients are ready when no product is left.
+    assert overlapped_share(compile_for(config, "h100:2x8"), "data") > 0.7
+    # The control: one collective in flight, XLA's default.
+    options = hardware.compiler_options
+    monkeypatch.setattr(
+        hardware,
+        "compiler_options",
+        lambda *args, **more: options(*args, **more) | {OVERLAP_LIMIT: 1},
+    )
+    assert overlapped_share(compile_for(config, "h100:2x8"), "data") < 0.5
+
+
+@gpu
+def test_muon_sends_nothing_in_its_iterations() -> None:
+    executable = step("h100:2", "muon")
+    assert executable.report()["problems"] == []
+    assert [row.name for row in executable.collectives if ITERATIONS in row.op_name] == []
+    assert [row for row in executable.collectives if row.kind == "all-to-all"]
+
+
+@gpu
+def test_control_iterations_that_the_compiler_splits_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    def where_they_are(arrays: Any, specs: Any, *, layout: Any, **_: Any) -> dict[str, jax.Array]:
+        results = {}
+        for name, array in arrays.items():
+            order = sides(specs[name], layout).order
+            ordered = array.transpose(order)
+            flat = ordered.reshape(-1, ordered.shape[-2], ordered.shape[-1])
+            orthogonal = jax.vmap(newton_schulz)(flat).reshape(ordered.shape)
+            inverse = sorted(range(len(order)), key=order.__getitem__)
+            results[name] = orthogonal.transpose(inverse)
+        return results
+
+    monkeypatch.setattr(muon, "orthogonalize", where_they_are)
+    executable = step("h100:2", "muon")
+    assert [row for row in executable.collectives if ITERATIONS in row.op_name]
 
 
 @gpu

@@ -7,7 +7,6 @@ source is printed beside each value.
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
