@@ -106,6 +106,13 @@ def _compile(args: Compile, config: Config, title: str) -> dict[str, Any]:
 
     compiled = compile_for(config, args.topology, args.slices)
     report = {"topology": args.topology, "slices": args.slices, **compiled.report()}
+    if compiled.chip.gpu is not None and not compiled.fits:
+        from mupax.train.pods import search
+
+        smallest = search.smallest_that_fits(config, compiled.chip)
+        if smallest is not None:
+            name, plan = smallest
+            report["would_fit"] = {"topology": name, "flags": plan.words, "bytes": plan.bytes}
     if args.hlo is not None:
         args.hlo.write_text(compiled.text)
     print("\n\n".join(_tables(report, title)))
@@ -132,6 +139,11 @@ def _tables(report: dict[str, Any], title: str) -> list[str]:
     facts = _facts(report)
     if report["roofline"]:
         facts |= _roofline_facts(report)
+    if "would_fit" in report:
+        fitting = report["would_fit"]
+        facts["would fit"] = (
+            f"{fitting['topology']} {fitting['flags']} (expected {gib(fitting['bytes'])} a GPU)"
+        )
     for number, problem in enumerate(report["problems"], 1):
         facts[f"problem {number}"] = problem
     facts["compiled in"] = f"{report['compile_seconds']} s"

@@ -62,6 +62,9 @@ ROOM = 0.75
 For lm-8b on v5e:8x8 the compiler took 1.1 to 1.4 times the estimate.
 """
 
+MOST_HOSTS = 128
+"""Most hosts of GPUs among which the smallest number that fits is looked for."""
+
 TIE = 0.1
 """Relative difference of two step times on GPUs that is a tie. Without a GPU nothing is timed, and
 estimates are not closer than that."""
@@ -281,6 +284,36 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
         # GPUs put collectives between products unless a flag says otherwise.
         return compute + network + waits
     return max(compute, network) + 0.1 * min(compute, network) + waits
+
+
+def smallest_that_fits(config: Config, chip: Chip) -> tuple[str, Candidate] | None:
+    """Return the smallest topology of GPUs that a run is expected to fit, with its configuration.
+
+    All parameters and optimizer state are split over all GPUs (fsdp). Nothing is compiled.
+
+    Returns:
+        Topology such as h100:2x8 and the candidate, or `None` if `MOST_HOSTS` hosts are too few.
+    """
+    assert chip.gpu is not None
+    memory_budget = ROOM * array_bytes_of_gpu(chip, num_communicators=1)
+    full = chip.gpu.per_host
+    shapes = [str(gpus) for gpus in range(1, full + 1) if full % gpus == 0]
+    hosts = 2
+    while hosts <= MOST_HOSTS:
+        shapes.append(f"{hosts}x{full}")
+        hosts *= 2
+    split = dataclasses.replace(
+        config, mesh=dataclasses.replace(config.mesh, data=1, fsdp=-1, sequence=1, tensor=1)
+    )
+    for shape in shapes:
+        name = f"{chip.name}:{shape}"
+        try:
+            plan = candidate(split, chip, topology.devices(name), 1)
+        except MeshError:
+            continue
+        if plan.bytes <= memory_budget:
+            return name, plan
+    return None
 
 
 def _bandwidths(program: Program, chip: Chip) -> dict[str, float]:
