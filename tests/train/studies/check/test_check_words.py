@@ -110,7 +110,8 @@ def test_the_committed_table_has_every_preset_and_nothing_against_theory():
 
 
 def test_an_encoder_decoder_grows() -> None:
-    # `check ed-tiny --preset mup --grow heads --sizes 3 --seeds 2`: all 104 observables as predicted.
+    # `check ed-tiny --preset mup --grow heads --sizes 3 --seeds 2` has all 104 observables as
+    # predicted.
     model = dataclasses.replace(configs.get("ed-tiny"), encoder_depth=5)  # pyright: ignore
     small, large = check.grow(model, "heads", 2)
     assert small.sizes()["encoder_layers"] == 2

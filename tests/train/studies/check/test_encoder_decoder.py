@@ -89,7 +89,7 @@ def test_the_encoders_first_gradients_are_expected_to_fall_with_the_decoders_dep
             if name.startswith("gradient/"):
                 by_stack[name.startswith("gradient/encoder")].add(slope)
         assert by_stack == {True: {first}, False: {0.0}}, growth
-        # SGD's step is the gradient: rates are for what it is later, when branches add up in concert.
+        # SGD's step is the gradient. Its rates are for later gradients, when branches add up.
         own = -0.5 if alpha_l == 0.5 and growth != "decoder" else 0.0
         assert sgd["movement/encoder.block.mlp_out @1"] == own + first
     assert slopes("decoder", rule)["movement/encoder.block.mlp_out @1"] == 0

@@ -1,6 +1,7 @@
 """Parameters that are broadcast along a growing axis: tracing, presets and the coordinate check.
 
-The model is a Mixer with the biases of its MLP over patches. B batch, P patches, D channels, S hidden units.
+The model is a Mixer with the biases of its MLP over patches. B batch, P patches, D channels, S
+hidden units.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tune command: one compilation, what it prints and writes, the preset it saves, and what it refuses."""
+"""Command `mupax tune`: one compilation, output, files, the saved preset, and refusals."""
 
 from __future__ import annotations
 
