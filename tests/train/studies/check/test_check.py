@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -95,7 +95,7 @@ def findings_of(
     return check.judge(sized.measure(trained, BATCH, SEEDS), [1, 2 ** doublings(grow)], expected)
 
 
-def preset(name: str, **constants: float) -> Preset:
+def preset(name: str, **constants: Any) -> Preset:
     return presets.get(name, base=check.smallest(LM).base_sizes(), **constants)
 
 
@@ -417,9 +417,8 @@ def test_the_under_trained_model_of_flat_curves_is_caught():
 def test_slopes_of_exact_power_laws_are_found():
     sizes = np.array([1.0, 2.0, 4.0, 8.0])
     values = np.stack([sizes**0.5, sizes**0.5], axis=1)[:, :, None] * np.ones(2)
-    findings = check.judge(
-        {"x": values, "y": values}, sizes, {("x", step): Expected(0.5) for step in (0, 1, 3)}
-    )
+    expected = {("x", step): Expected(0.5) for step in (0, 1, 3)}
+    findings = check.judge({"x": values, "y": values}, list(sizes), expected)
     assert [round(f.slope, 12) for f in findings] == [0.5, 0.5]
     assert findings[0].low == pytest.approx(0.5)
     assert findings[0].high == pytest.approx(0.5)

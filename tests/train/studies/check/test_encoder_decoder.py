@@ -44,7 +44,7 @@ def ends(growth: str, model: configs.ModelConfig = ED) -> tuple[Definition, Defi
     return first, dataclasses.replace(first, sizes=grown[-1].sizes())
 
 
-def preset(name: str = "depth-mup", **constants: float) -> Preset:
+def preset(name: str = "depth-mup", **constants: Any) -> Preset:
     base: Any = check.smallest(ED).base_sizes()
     return presets.get(name, base=base, **constants)
 

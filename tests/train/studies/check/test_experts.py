@@ -56,7 +56,8 @@ RIGHT = presets.get("mup", base=MODEL.base_sizes())
 
 def _wrong(preset: Preset) -> dict[str, str]:
     """Return the slopes that are not what theory says of the right rules, by observable."""
-    expected = theory.of(RIGHT, *_series().definitions, "adam")
+    first, last = _series().definitions
+    expected = theory.of(RIGHT, first, last, "adam")
     measured = _series().measure(preset, check.batch(MODEL), SEEDS)
     failed = {}
     for finding in check.judge(measured, [1.0, GROWN], expected):

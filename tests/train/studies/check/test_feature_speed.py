@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import runpy
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 from mupax import presets
 from mupax.presets import PresetError
 from mupax.presets.tuned import measured
-from mupax.presets.tuned.measured import load, save
+from mupax.presets.tuned.measured import Measured, load, save
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors, optimizer, step
 from mupax.train.core.factors import hyperparams
@@ -74,7 +75,7 @@ def config(name: str, **changes) -> OptimizerConfig:
 
 def count(name: str) -> int:
     """Return the number of layers of the chain: blocks of all stacks, embedding and readout."""
-    chain_model = MODELS[name]
+    chain_model: Any = MODELS[name]
     encoder_blocks = chain_model.encoder_blocks if chain_model.denoises else 0
     return chain_model.depth + encoder_blocks + 2
 
@@ -161,8 +162,8 @@ def test_a_layer_left_out_or_one_too_many_breaks_it(name):
     # A hundred times what the formula is off by.
     assert np.all(np.abs(later / speeds.speed - 1) > 1e-3)
     for layer in range(len(speeds.speed)):
-        others = np.where(np.arange(len(total)) == layer, 0, speeds.contribution)
-        without = np.cumsum(others)[:-1] / signal
+        contributions = np.where(np.arange(len(total)) == layer, 0, speeds.contribution)
+        without = np.cumsum(contributions)[:-1] / signal
         assert np.all(np.abs(without / speeds.speed - 1)[layer:] > 1e-3)
         np.testing.assert_allclose(without[:layer], speeds.speed[:layer], rtol=1e-5)
 
@@ -325,7 +326,7 @@ def test_the_output_scale_is_found_however_steeply_speed_falls(power: float):
 
 
 @functools.cache
-def derived(name: str) -> presets.Preset:
+def derived(name: str) -> Measured:
     definition, batch = model(name)
     optimizer_name, centered = CASES[name]
     return balance(definition, batch, config(optimizer_name), seed=3, centered=centered)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +40,7 @@ RIGHT = presets.get("mup", base=MODEL.base_sizes())
 GAIN = "norm.gain"
 
 
-def batch() -> dict[str, np.ndarray]:
+def batch() -> dict[str, Any]:
     """Return a batch that never reads a tenth of the vocabulary."""
     rng = np.random.default_rng(0)
     shape = (SEQUENCES, CONTEXT)
@@ -61,7 +62,8 @@ def series() -> check.Series:
 
 def judged(measured: dict[str, np.ndarray]) -> dict[str, Finding]:
     """Judge observables of a program by the theory of the right rules."""
-    expected = theory.of(RIGHT, *series().definitions, "adam")
+    first, last = series().definitions
+    expected = theory.of(RIGHT, first, last, "adam")
     findings = check.judge(measured, [1.0, 4.0], expected)
     return {f"{finding.observable} @{finding.step}": finding for finding in findings}
 

@@ -152,7 +152,7 @@ def test_the_check_measures_the_sum(
     adam = train.OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
     # Only first gradients are judged, so no step is taken.
     measured = Series(definitions, adam, steps=0).measure(mup, batch, seeds=8)
-    findings = judge(measured, (1, 4), theory.of(mup, *definitions, "adam"))
+    findings = judge(measured, (1, 4), theory.of(mup, definitions[0], definitions[1], "adam"))
     judged = {
         finding.observable: finding
         for finding in findings

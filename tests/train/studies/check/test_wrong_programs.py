@@ -27,7 +27,7 @@ from tests.train.studies.check.optimized import optimized
 
 LAYERS = 12
 SEEDS = 3
-KEPT = ("width", "num_heads", "num_kv_heads", "depth", "vocab_size", "seq_len")
+WRITTEN = ("width", "num_heads", "num_kv_heads", "depth", "vocab_size", "seq_len")
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def series() -> check.Series:
         transformer(configs.get("lm-proxy"), "a test"),
         width=32, num_heads=4, num_kv_heads=2, depth=LAYERS, qk_norm=True, bias=True, vocab_size=32, seq_len=8,  # pyright: ignore
     )  # fmt: skip
-    grown = check.grow(model, "heads", 3, KEPT)
+    grown = check.grow(model, "heads", 3, WRITTEN)
     adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
     # The ends have the slope.
     return optimized(check.Series([definition(grown[0]), definition(grown[-1])], adam, steps=1))
@@ -56,7 +56,8 @@ def judged(trained: Preset, meant: Preset | None = None) -> list[Finding]:
     tokens = rng.integers(0, 32, (8, 9)).astype(np.int32)
     weights = np.ones((8, 8), np.float32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
-    expected = theory.of(meant or right(), *series().definitions, "adam")
+    first, last = series().definitions
+    expected = theory.of(meant or right(), first, last, "adam")
     return check.judge(series().measure(trained, batch, SEEDS), [1, 4], expected)
 
 

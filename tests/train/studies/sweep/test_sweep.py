@@ -140,8 +140,8 @@ def test_numbers_share_a_program_and_shapes_do_not(text: str) -> None:
     ]
     same = [dataclasses.replace(config, **changes) for changes in numbers]
     assert len(sweep.grouped(same, {})) == 1
-    others = [dataclasses.replace(config, **changes) for changes in shapes]
-    groups = sweep.grouped(others, {}).values()
+    variants = [dataclasses.replace(config, **changes) for changes in shapes]
+    groups = sweep.grouped(variants, {}).values()
     assert [[index for index, _ in group] for group in groups] == [[i] for i in range(len(shapes))]
 
 
@@ -163,7 +163,7 @@ def test_a_shape_compiles_once_and_a_finished_point_never_again(
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, width=32))
     again = sweep.run([*points(config, seeds=1), wider], tmp_path, evaluated=False)
     assert len(compiled) == 2
-    assert compiled[1].config.model.width == 32
+    assert compiled[1].config.model == wider.model
     assert again[:2] == first
     assert len((tmp_path / sweep_rows.FILE_NAME).read_text().splitlines()) == 3
     # Asked for a score that a row has not, the point is trained again; the last row counts.
