@@ -1,4 +1,4 @@
-"""Measuring programs compiled with some optimization: that of a large model computes for longer than it compiles."""
+"""Optimized measuring programs, for large models that compute for longer than they compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OPTIONS = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_pass
 
 
 def optimized(series: Series) -> Series:
-    """The series, whose largest model `tests/conftest.py` would have compiled without optimization."""
+    """Optimize the program of the largest model, which `tests/conftest.py` forbids otherwise."""
     last = series.definitions[-1]
     tx = optimizer.build(series.config, last.specs)
     still_steps = OPTIMIZERS[series.config.name].still_steps

@@ -1,4 +1,4 @@
-"""`mupax presets balance`: what it prints and writes, and that the file is a preset wherever a preset is named."""
+"""Command `mupax presets balance`: its output, and its file as a preset of other commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command of the coordinate check: what wrong words are answered, what a dry run says; models of other kinds, and its committed table."""
+"""Words of the coordinate check, its dry run, models of other kinds, and the committed table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import ROOT
 from scripts.check import theory_and_measurement
+from tests.train.studies.check.optimized import optimized
 
 
 @pytest.mark.parametrize(
@@ -41,31 +41,36 @@ def test_bad_words_get_one_message(words, message, capsys):
 
 
 def test_a_dry_run_of_key_heads_foretells_what_the_check_measures(capsys):
-    """Nothing explodes: the measured change of logits goes as the key heads to +0.02."""
+    # The measured change of logits goes as the key heads to +0.02.
     assert main(["check", "lm-proxy", "--preset", "mup", "--grow", "kv_heads", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "change logits after 1: theory says +0.00\n" in out
     assert "explodes" not in out
     # The control: a size of which an output does grow by theory.
     assert main(["check", "lm-proxy", "--preset", "sp", "--grow", "heads", "--dry-run"]) == 0
-    assert re.search(
-        r"change logits after 1: theory says \+[\d.]+, explodes", capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert re.search(r"change logits after 1: theory says \+[\d.]+, explodes", out)
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["lm-tiny"], "lm-tiny: vocabulary 256, context 128, width 64 to 256, depth 2"),
-        (["lm-tiny", "--model.vocab-size", "65536"], "lm-tiny: vocabulary 65,536, context 16, width 64 to 256, depth 2; "
-         "context 16 in place of 128 (--model.seq-len 128 keeps it)"),
-        (["gpt2"], "vocabulary 32768 in place of 50257 (--model.vocab-size 50257 keeps it); "
-         "context 64 in place of 1024 (--model.seq-len 1024 keeps it)"),
-        (["vit-s16"], "image size 8 in place of 224 (--model.image-size 224 keeps it)"),
+        ("lm-tiny", "lm-tiny: vocabulary 256, context 128, width 64 to 256, depth 2"),
+        (
+            "lm-tiny --model.vocab-size 65536",
+            "lm-tiny: vocabulary 65,536, context 16, width 64 to 256, depth 2; "
+            "context 16 in place of 128 (--model.seq-len 128 keeps it)",
+        ),
+        (
+            "gpt2",
+            "vocabulary 32768 in place of 50257 (--model.vocab-size 50257 keeps it); "
+            "context 64 in place of 1024 (--model.seq-len 1024 keeps it)",
+        ),
+        ("vit-s16", "image size 8 in place of 224 (--model.image-size 224 keeps it)"),
     ],
-)  # fmt: skip
+)
 def test_the_first_line_says_what_was_made_smaller(words, line, capsys):
-    assert main(["check", *words, "--preset", "mup", "--sizes", "3", "--dry-run"]) == 0
+    assert main(["check", *words.split(), "--preset", "mup", "--sizes", "3", "--dry-run"]) == 0
     assert line in capsys.readouterr().out.splitlines()[0]
 
 
@@ -78,8 +83,13 @@ def test_python_refuses_what_two_sizes_cannot_decide():
             check.study(few, mup, adam, {})
 
 
-def test_a_model_from_outside_the_zoo_passes():
-    example = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "howto" / "mixer.py"))
+def test_a_model_from_outside_the_zoo_passes(monkeypatch):
+    def optimized_series(*args):
+        return optimized(series(*args))
+
+    series = check.Series
+    monkeypatch.setattr(check, "Series", optimized_series)
+    example = runpy.run_path(str(ROOT / "docs" / "howto" / "mixer.py"))
     assert example["main"]()
 
 
@@ -89,29 +99,24 @@ def test_the_committed_table_has_every_preset_and_nothing_against_theory():
     rows = json.loads(record.read_text())["studies"]
     page = (ROOT / "docs" / "evidence" / "checks.md").read_text()
     assert {row["preset"] for row in rows} == set(presets.PRESETS)
-    assert not any(
-        o["verdict"].startswith(("contradicts", "zero")) for row in rows for o in row["observables"]
-    )
+    observables = [observable for row in rows for observable in row["observables"]]
+    assert not any(o["verdict"].startswith(("contradicts", "zero")) for o in observables)
     shown = 0
-    for observable in (o for row in rows for o in row["observables"]):
-        interval = f"[{observable['low']:+.2f}, {observable['high']:+.2f}]"
-        shown += (
-            f"| {observable['predicted']:+.2f} \\| {observable['slope']:+.2f} {interval} |" in page
-        )
+    for o in observables:
+        interval = f"[{o['low']:+.2f}, {o['high']:+.2f}]"
+        shown += f"| {o['predicted']:+.2f} \\| {o['slope']:+.2f} {interval} |" in page
     assert shown > 100, "cells of the page's tables"
     assert theory_and_measurement.markdown(rows) in page, "write the section again"
 
 
 def test_an_encoder_decoder_grows() -> None:
-    # `check ed-tiny --preset mup --grow heads --sizes 3 --seeds 2`: all 104 observables as predicted.
+    # `check ed-tiny --preset mup --grow heads --sizes 3 --seeds 2` has all 104 observables as
+    # predicted.
     model = dataclasses.replace(configs.get("ed-tiny"), encoder_depth=5)  # pyright: ignore
     small, large = check.grow(model, "heads", 2)
-    assert (small.sizes()["encoder_layers"], large.sizes()["memory"]) == (
-        2,
-        2 * small.sizes()["memory"],
-    )
+    assert small.sizes()["encoder_layers"] == 2
+    assert large.sizes()["memory"] == 2 * small.sizes()["memory"]
     batch = check.batch(small)
-    assert {name: array.shape[1:] for name, array in batch.items()} == {
-        n: of.shape for n, of in small.example().items()
-    }
+    shapes = {name: field.shape for name, field in small.example().items()}
+    assert {name: array.shape[1:] for name, array in batch.items()} == shapes
     assert batch["input_mask"].any(axis=1).all()

@@ -1,7 +1,4 @@
-"""Depth of an encoder-decoder in the coordinate check: each stack alone, theory's word on the encoder, and wrong rules by name.
-
-One compiled pair of narrow models, whose decoder alone gets deeper.
-"""
+"""Coordinate check of an encoder-decoder's depth: each stack alone, and wrong rules by name."""
 
 from __future__ import annotations
 
@@ -27,62 +24,72 @@ from mupax.zoo.definition import Definition, definition
 ED: Any = dataclasses.replace(configs.get("ed-tiny"), tied=False)  # pyright: ignore[reportCallIssue]
 GROWTHS = ("depth", "decoder", "encoder_depth")
 SEEDS = 3
-one = functools.cache(definition)
+cached_definition = functools.cache(definition)
 
 
 @functools.cache
 def ends(growth: str, model: configs.ModelConfig = ED) -> tuple[Definition, Definition]:
-    """The smallest model, and one eight times as deep: both stacks, the decoder's or the encoder's alone. Nothing is built of it."""
-    written = {"encoder_depth"} if growth == "decoder" else ()
-    start = dataclasses.replace(model, encoder_depth=2) if written else model  # pyright: ignore[reportCallIssue]
-    grown = check.grow(start, "depth" if written else growth, 4, written)
-    return one(grown[0]), dataclasses.replace(one(grown[0]), sizes=grown[-1].sizes())
+    """Return the smallest model, and one whose decoder, encoder or both are 8 times as deep.
+
+    The second is the first with other sizes, because theory asks no more of it.
+    """
+    first_model = model
+    written = set()
+    if growth == "decoder":
+        first_model = dataclasses.replace(model, encoder_depth=2)  # pyright: ignore[reportCallIssue]
+        written = {"encoder_depth"}
+    axis_name = "depth" if growth == "decoder" else growth
+    grown = check.grow(first_model, axis_name, 4, written)
+    first = cached_definition(grown[0])
+    return first, dataclasses.replace(first, sizes=grown[-1].sizes())
 
 
-def preset(name: str = "depth-mup", **constants: float) -> Preset:
-    return presets.get(name, base=check.smallest(ED).base_sizes(), **constants)  # pyright: ignore[reportArgumentType]
+def preset(name: str = "depth-mup", **constants: Any) -> Preset:
+    base: Any = check.smallest(ED).base_sizes()
+    return presets.get(name, base=base, **constants)
 
 
-def slopes(growth: str, of: Preset, optimizer: str = "adam") -> dict[str, float]:
-    expected = theory.of(of, *ends(growth), optimizer, strict=True)
-    return {f"{name} @{step}": round(each.slope, 6) for (name, step), each in expected.items()}
+def slopes(growth: str, table: Preset, optimizer: str = "adam") -> dict[str, float]:
+    expected = theory.of(table, *ends(growth), optimizer, strict=True)
+    return {f"{name} @{step}": round(e.slope, 6) for (name, step), e in expected.items()}
 
 
 def troubles(
-    growth: str, of: Preset, optimizer: str = "adam", model: configs.ModelConfig = ED
+    growth: str, table: Preset, optimizer: str = "adam", model: configs.ModelConfig = ED
 ) -> dict[str, str]:
-    expected = theory.of(of, *ends(growth, model), optimizer)
-    return {
-        f"{name} @{step}": each.trouble for (name, step), each in expected.items() if each.trouble
-    }
+    expected = theory.of(table, *ends(growth, model), optimizer)
+    return {f"{name} @{step}": e.trouble for (name, step), e in expected.items() if e.trouble}
 
 
 @pytest.mark.core
 def test_each_stack_grows_alone_or_both_together():
-    sizes = {
-        growth: tuple(ends(growth)[1].sizes[axis] for axis in ("layers", "encoder_layers"))
-        for growth in GROWTHS
-    }
-    assert sizes == {"depth": (16, 16), "decoder": (16, 2), "encoder_depth": (2, 16)}
-    with pytest.raises(
-        configs.ConfigError, match="a decoder has no encoder, so no encoder_depth; write depth"
-    ):
+    depths = {}
+    for growth in GROWTHS:
+        _, last = ends(growth)
+        depths[growth] = (last.sizes["layers"], last.sizes["encoder_layers"])
+    assert depths == {"depth": (16, 16), "decoder": (16, 2), "encoder_depth": (2, 16)}
+    message = "a decoder has no encoder, so no encoder_depth; write depth"
+    with pytest.raises(configs.ConfigError, match=message):
         check.grow(configs.get("lm-proxy"), "encoder_depth", 2)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("alpha_l", [0.5, 1.0])
 def test_the_encoders_first_gradients_are_expected_to_fall_with_the_decoders_depth(alpha_l: float):
-    """As L_d^(1/2 - alpha_l), in the expectation itself and not as room around it; the encoder's own depth changes nothing of it."""
+    """As L_d^(1/2 - alpha_l), in the expectation itself and not as an allowance around it.
+
+    The encoder's own depth does not change it.
+    """
     rule = preset(alpha_l=alpha_l)
     for growth, first in (("decoder", 0.5 - alpha_l), ("encoder_depth", 0.0)):
-        adam, sgd = slopes(growth, rule), slopes(growth, rule, "sgd")
-        of_encoder = {name for name in adam if name.startswith("gradient/encoder")}
-        assert {adam[name] for name in of_encoder} == {first}, growth
-        assert {
-            adam[name] for name in adam if name.startswith("gradient/") and name not in of_encoder
-        } == {0.0}
-        # SGD's step is the gradient: rates are for what it is later, when branches add up in concert.
+        adam = slopes(growth, rule)
+        sgd = slopes(growth, rule, "sgd")
+        by_stack: dict[bool, set[float]] = {True: set(), False: set()}
+        for name, slope in adam.items():
+            if name.startswith("gradient/"):
+                by_stack[name.startswith("gradient/encoder")].add(slope)
+        assert by_stack == {True: {first}, False: {0.0}}, growth
+        # SGD's step is the gradient. Its rates are for later gradients, when branches add up.
         own = -0.5 if alpha_l == 0.5 and growth != "decoder" else 0.0
         assert sgd["movement/encoder.block.mlp_out @1"] == own + first
     assert slopes("decoder", rule)["movement/encoder.block.mlp_out @1"] == 0
@@ -100,9 +107,8 @@ def test_right_tables_are_good_whichever_stack_grows(growth: str):
 @pytest.mark.core
 def test_a_table_without_a_rule_for_depth_is_named_by_the_stack_that_grows():
     verdicts = troubles("encoder_depth", preset("mup"))
-    assert (
-        verdicts["movement/encoder.block.value @1"] == verdicts["change residual @1"] == "explodes"
-    )
+    assert verdicts["movement/encoder.block.value @1"] == "explodes"
+    assert verdicts["change residual @1"] == "explodes"
     assert not {name for name in verdicts if name.startswith("movement/block.")}
     verdicts = troubles("decoder", preset("mup"))
     assert verdicts["movement/block.cross.attention_out @1"] == "explodes"
@@ -119,7 +125,8 @@ def mistaken(right: Preset, group: str, mistake: Callable[[Rule], Rule]) -> Pres
 
 @pytest.mark.core
 def test_wrong_depth_rules_in_a_table_are_named():
-    right, layers = preset(alpha_l=0.5), axis("layers")
+    right = preset(alpha_l=0.5)
+    layers = axis("layers")
     cross = mistaken(right, "block.cross.attention_out", lambda row: row.times(adam=layers**0.5))
     verdicts = troubles("decoder", cross)
     assert verdicts["movement/block.cross.attention_out @1"] == "explodes"
@@ -144,28 +151,32 @@ def series() -> check.Series:
     }
     grown = check.grow(dataclasses.replace(ED, **fields), "depth", 3, fields)
     adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
-    return check.Series([definition(each) for each in (grown[0], grown[-1])], adam, steps=1)
+    return check.Series([definition(grown[0]), definition(grown[-1])], adam, steps=1)
 
 
 def judged(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[factors.Factors, float], None]
 ) -> list[Finding]:
-    """What the right table's theory says of a program with other numbers: `change` has them, and the depth over the base's."""
-    resolve, (first, last) = factors.resolve, series().definitions
+    """Judge a program that gets other values than the right table has.
+
+    Args:
+        change: Function that changes the factors. It also gets the depth over the base's.
+    """
+    resolve = factors.resolve
+    first, last = series().definitions
     right = presets.get("depth-mup", base=first.sizes, alpha_l=0.5)
 
     def changed(preset: Preset, model: Definition, *args: Any) -> factors.Factors:
-        numbers = resolve(preset, model, *args)
-        numbers.forward["block.branch"] = np.array(numbers.forward["block.branch"])
-        change(numbers, model.sizes["layers"] / first.sizes["layers"])
-        return numbers
+        values = resolve(preset, model, *args)
+        values.forward["block.branch"] = np.array(values.forward["block.branch"])
+        change(values, model.sizes["layers"] / first.sizes["layers"])
+        return values
 
     monkeypatch.setattr(factors, "resolve", changed)
     rng = np.random.default_rng(0)
-    batch = {
-        name: rng.integers(0, 32, (8, 8)).astype(np.int32)
-        for name in ("inputs", "decoder_inputs", "targets")
-    }
+    batch = {}
+    for name in ("inputs", "decoder_inputs", "targets"):
+        batch[name] = rng.integers(0, 32, (8, 8)).astype(np.int32)
     batch |= {"input_mask": np.ones((8, 8), np.int32), "weights": np.ones((8, 8), np.float32)}
     expected = theory.of(right, first, last, "adam")
     assert not groups.not_judged(first.specs, expected)
@@ -173,44 +184,63 @@ def judged(
 
 
 def branches(which: slice) -> Callable[[factors.Factors, float], None]:
-    """Without their factor of depth."""
+    """Take the factor of depth from some branches."""
 
-    def change(numbers: factors.Factors, m: float) -> None:
-        numbers.forward["block.branch"][:, which] *= m**0.5
+    def change(values: factors.Factors, m: float) -> None:
+        values.forward["block.branch"][:, which] *= m**0.5
 
     return change
 
 
 def rates(prefix: str, power: float) -> Callable[[factors.Factors, float], None]:
-    def change(numbers: factors.Factors, m: float) -> None:
-        for name in numbers.lr:
-            numbers.lr[name] = numbers.lr[name] * (m**power if name.startswith(prefix) else 1)
+    def change(values: factors.Factors, m: float) -> None:
+        for name in values.lr:
+            if name.startswith(prefix):
+                values.lr[name] = values.lr[name] * m**power
 
     return change
 
 
 def test_the_right_program_passes(monkeypatch: pytest.MonkeyPatch):
-    findings = judged(monkeypatch, lambda numbers, m: None)
-    assert check.passes(findings), {
-        f"{f.observable} @{f.step}": f.slope for f in findings if not f.ok
-    }
+    findings = judged(monkeypatch, lambda values, m: None)
+    assert check.passes(findings), [finding for finding in findings if not finding.ok]
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (branches(slice(None)), ["contribution contradicts theory", "block.cross.attention_out (contribution"]),
-        (branches(slice(1, 2)), ["contribution contradicts theory", "block.cross.attention_out (contribution"]),
-        (rates("encoder.block", -0.5), ["encoder.block.query (movement)", "encoder.block.mlp_out (movement)"]),
-        (rates("block.cross.out", 0.5), ["block.cross.attention_out (movement)"]),
-        (rates("embedding_norm", -0.5), ["by role: norm_gain (movement of embedding_norm)"]),
-        (rates("encoder.embedding_norm", -0.5), ["by role: encoder.norm_gain (movement of embedding_norm)"]),
+        pytest.param(
+            branches(slice(None)),
+            ["contribution contradicts theory", "block.cross.attention_out (contribution"],
+            id="branches without depth",
+        ),
+        pytest.param(
+            branches(slice(1, 2)),
+            ["contribution contradicts theory", "block.cross.attention_out (contribution"],
+            id="cross-attention without depth",
+        ),
+        pytest.param(
+            rates("encoder.block", -0.5),
+            ["encoder.block.query (movement)", "encoder.block.mlp_out (movement)"],
+            id="encoder by the decoder's depth",
+        ),
+        pytest.param(
+            rates("block.cross.out", 0.5),
+            ["block.cross.attention_out (movement)"],
+            id="rate of cross out",
+        ),
+        pytest.param(
+            rates("embedding_norm", -0.5),
+            ["by role: norm_gain (movement of embedding_norm)"],
+            id="embedding norm as one of a block",
+        ),
+        pytest.param(
+            rates("encoder.embedding_norm", -0.5),
+            ["by role: encoder.norm_gain (movement of embedding_norm)"],
+            id="encoder's embedding norm as one of a block",
+        ),
     ],
-    ids=[
-        "branches without depth", "cross-attention without depth", "encoder by the decoder's depth", "rate of cross out",
-        "embedding norm as one of a block", "encoder's embedding norm as one of a block",
-    ],
-)  # fmt: skip
+)
 def test_a_wrong_depth_rule_fails_by_the_name_of_its_role(
     monkeypatch: pytest.MonkeyPatch, change: Any, named: list[str]
 ):
@@ -222,17 +252,8 @@ def test_a_wrong_depth_rule_fails_by_the_name_of_its_role(
 
 @pytest.mark.core
 def test_the_command_grows_either_stack(capsys: pytest.CaptureFixture[str]):
-    words = [
-        "check",
-        "ed-tiny",
-        "--preset",
-        "depth-mup",
-        "--preset.alpha-l",
-        "1.0",
-        "--sizes",
-        "3",
-        "--dry-run",
-    ]
+    words = ["check", "ed-tiny", "--preset", "depth-mup", "--preset.alpha-l", "1.0"]
+    words += ["--sizes", "3", "--dry-run"]
     assert main([*words, "--grow", "depth"]) == 0
     shown = capsys.readouterr().out
     assert "width 64, 4 heads of 16, depth 8, encoder 8" in shown

@@ -1,4 +1,4 @@
-"""The check of joint rules: a run's own optimizer on gradients of signal and noise. Right rules pass, wrong numbers are named."""
+"""Check of joint rules by a run's optimizer: right rules pass, and wrong values are named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ SHORT = ("--preset.base", "lm-proxy,batch=16,tokens=524288")
 
 @functools.cache
 def suite() -> Suite:
-    """The batch doubled once under `sde`: two programs, which mutants of all but the betas share."""
+    """Return a study of one doubling of the batch under `sde`.
+
+    Mutants of all columns but the betas share its two programs.
+    """
     mutations = Suite("sde", "batch", 2, SHORT)
     assert judge.passes(mutations.right())
     return mutations
@@ -45,8 +48,8 @@ def test_the_command_passes_a_right_rule_and_names_the_numbers_of_none(
     assert (written["program"], written["table"]) == ("pass", "fail")
     out = capsys.readouterr().out
     assert (
-        "the joint rule itself is wrong: by number: peak_lr (displacement by noise: frozen, drift: frozen)"
-        in out
+        "the joint rule itself is wrong: by number: peak_lr "
+        "(displacement by noise: frozen, drift: frozen)" in out
     )
     for number in set(NUMBERS) - {"decay_steps"}:
         assert f"{number} (" in out

@@ -1,4 +1,4 @@
-"""What a check prints: every number whole in a terminal of 80 columns, intervals and bands where there is room."""
+"""Printed checks: numbers fit into 80 columns, with intervals and bands where there is room."""
 
 from __future__ import annotations
 

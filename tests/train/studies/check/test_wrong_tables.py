@@ -1,4 +1,4 @@
-"""Tables that are wrong, whoever wrote them: theory names the role, and the right ones pass on every structure. Compiles nothing."""
+"""Wrong tables, by theory alone: it names their role, and right ones pass on every structure."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def test_right_tables_are_good_under_other_optimizers(model: str, grow: str, opt
 @pytest.mark.parametrize("name", ["mup", "mup-half", "depth-mup", "spectral"])
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_key_heads_alone_change_the_output_by_no_power(name: str, optimizer: str):
-    """They are at most as many as the heads: `check --grow kv_heads` measures +0.02. Of a wrong rate the change does grow."""
+    # They are at most as many as the heads: `check --grow kv_heads` measures +0.02. Under a wrong
+    # rate the change does grow.
     sizes = ends("lm, GQA", "kv_heads")
     table = right(name, sizes[0])
     assert not troubles(table, sizes, optimizer)
@@ -188,8 +189,8 @@ def test_a_table_whose_source_wants_no_lazy_limit_cannot_be_excused():
 
 
 def test_every_parameter_has_an_expectation_or_is_named():
-    """A key's bias before a norm has a gradient by differences alone, gains of a tied table whose contact logit is no constant by no
-    power law: they are named, and nothing else."""
+    # A key's bias before a norm has a gradient by differences alone. Gains of a tied table whose
+    # contact logit is no constant follow no power law. These are named, and nothing else.
     for model in MODELS:
         sizes = ends(model, "heads")
         for optimizer, name in (("adam", "mup"), ("sgd", "mup"), ("adam", "sp")):

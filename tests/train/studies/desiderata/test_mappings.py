@@ -1,4 +1,4 @@
-"""A block cut into mappings is the block, and what its weights take off the loss passes through each of them exactly."""
+"""Mappings of a block are the block, and each carries what its weights take off the loss."""
 
 from __future__ import annotations
 

@@ -24,7 +24,10 @@ STUDIES = 24
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """log(E + A N^-a + C D^-b) + c (x - x*)^2, N and D over the smallest setting's; `bend` bends it beyond the largest."""
+    """Return log(E + A N^-a + C D^-b) + c (x - x*)^2, with N and D relative to the smallest setting.
+
+    `bend` bends it beyond the largest setting.
+    """
 
     E: float = 1.2
     A: float = 0.5
@@ -71,7 +74,10 @@ def study(
     noise: float = 0.005,
     lack: float = 0.003,
 ) -> Points:
-    """A study of three seeds and nine rates; seeds move all rates of a setting, and each of them a little."""
+    """Return a study of three seeds and nine rates.
+
+    A seed moves all rates of a setting alike, and each of them a little.
+    """
     settings = []
     for config in (run(head_dim, length) for head_dim in heads for length in steps):
         n, d = scale(config)

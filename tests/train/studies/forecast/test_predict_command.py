@@ -1,4 +1,4 @@
-"""`transfer --predict`: forecasts written before the run, read again, and refused where they are not as they were."""
+"""`transfer --predict` writes forecasts before the run, and refuses those that were changed."""
 
 from __future__ import annotations
 

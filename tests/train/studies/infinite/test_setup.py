@@ -1,4 +1,4 @@
-"""The limit's arithmetic is that of our own step: from the very matrices that the dice reveal, the zoo's model takes the same path."""
+"""Arithmetic of the limit: from the same matrices, the zoo's model takes the same path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mupax plan --model NAME --tokens N` without a study: the best evidence that applies, and its command."""
+"""`mupax plan` of a model without a study: the best evidence that applies, and its command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mupax plan` and `plan score`: what is printed can be run, and a forecast is held against its own run alone."""
+"""`mupax plan` prints a command that runs, and `plan score` holds a forecast against its run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from mupax.train.studies.plan import ranges, score
 from tests.train.studies.forecast.test_predict_command import Trained, least, study
 
 QUIET = ["--log.no-samples", "--log.no-tensorboard", "--log.no-progress"]
-_TINY = "--model.depth 1 --model.seq-len 16 --data.batch-size 8 --data.eval-examples 8 --optimizer.warmup-steps 0"
-TINY = shlex.split(_TINY)
+TINY = shlex.split(
+    "--model.depth 1 --model.seq-len 16 --data.batch-size 8 --data.eval-examples 8 "
+    "--optimizer.warmup-steps 0"
+)
 BASE = "embed=32,heads=4,kv_heads=4,head_dim=8,mlp=80,layers=1"
 
 
@@ -40,7 +42,8 @@ def planned(
 ) -> tuple[dict[str, Any], str]:
     """A plan at half the smallest width, which is soon trained, and what was printed."""
     words = shlex.split(
-        f"--model.width 16 --preset.base {BASE} --steps 2 --from {folder} --price 2 --tokens-per-second 128"
+        f"--model.width 16 --preset.base {BASE} --steps 2 --from {folder} "
+        "--price 2 --tokens-per-second 128"
     )
     output = plan(capsys, "lm-tiny", *words, *TINY, "--out", str(out))
     return json.loads(out.read_text()), output
@@ -193,7 +196,7 @@ def test_a_study_of_other_data_gives_its_rate_and_no_loss(
 def test_the_same_preset_is_found_however_it_is_written(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """A tuned preset writes constants that a sweep leaves out, and the base's sizes in place of its name."""
+    # A tuned preset writes constants that a sweep leaves out, and the base's sizes for its name.
     words = [
         "lm-tiny",
         "--preset.base",
@@ -237,7 +240,7 @@ def test_a_rate_from_other_data_comes_with_a_caution(
 def test_a_model_alone_is_planned_as_the_studys_run_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Its data, batch, clip and base, where no flag says otherwise; a name behind --model is enough."""
+    # Its data, batch, clip and base are the study's. A name behind --model is enough.
     options = ["--from", str(folder), "--tokens-per-second", "1e3", "--out", str(tmp_path / "plan")]
     config = {}
     for way, words in {
@@ -262,8 +265,8 @@ def test_a_model_alone_is_planned_as_the_studys_run_was(
         assert "model.seq_len 128 (measured: 16)" in cautions
         if way == "longer":
             assert (
-                "not used: it is another at optimizer.clip_norm 0.5 (measured: 1.0); write --optimizer.clip-norm 1.0"
-                in cautions
+                "not used: it is another at optimizer.clip_norm 0.5 (measured: 1.0); "
+                "write --optimizer.clip-norm 1.0" in cautions
             )
             assert lines["peak rate"][1:] == ("", "the recipe")
         else:
@@ -283,8 +286,8 @@ def test_a_recipe_with_another_base_is_told_what_to_write(
     words = ["lm-tiny", "--from", str(folder), "--tokens-per-second", "1e3"]
     output = plan(capsys, *words)
     assert (
-        f"not used: it is another at preset.base lm-proxy (measured: {BASE}); write --preset.base {BASE} to"
-        in output
+        f"not used: it is another at preset.base lm-proxy (measured: {BASE}); "
+        f"write --preset.base {BASE} to" in output
     )
     assert "not used" not in plan(capsys, *words, "--preset.base", BASE)
     assert (
@@ -312,7 +315,8 @@ def test_time_memory_and_cost_have_a_range_or_say_that_they_have_none(
         lines = json.loads((tmp_path / "plan").read_text())["numbers"]
         return {line["what"]: line["interval"] for line in lines}
 
-    # Of the study every row took a second: the largest of its models was the fastest, so that none is faster than what is counted with.
+    # Every row of the study took a second, so its largest model was the fastest, and no model is
+    # faster than the plan assumes.
     low, high = (
         float(word)
         for word in interval("--tokens", "1b")["time"]
@@ -345,7 +349,7 @@ def test_a_roofline_is_the_lower_end_of_a_time():
 def test_a_plan_by_the_compiler_itself(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Mesh, memory and time of a small decoder as the TPU compiler has them, and a command that says that mesh."""
+    # Mesh, memory and time of a small decoder are the TPU compiler's, and the command has the mesh.
     words = [
         "--model",
         "lm-proxy",

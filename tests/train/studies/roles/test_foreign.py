@@ -38,7 +38,10 @@ PLACES = {
         *(f"attention.{{}}.{name}.kernel" for name in ("query", "key", "value", "out")), "up.{}.kernel", "down.{}.kernel",
     ),
 }  # fmt: skip
-"""Where each model keeps its queries, keys, values, output, up and down, by layer. flax.linen numbers what is called last first."""
+"""Names of each model's queries, keys, values, output, up and down, by layer.
+
+flax.linen numbers what is called last first.
+"""
 
 
 @pytest.mark.parametrize("name", traced_roles.FOREIGN)

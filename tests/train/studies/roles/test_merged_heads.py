@@ -1,4 +1,4 @@
-"""Attention as most people write it: a Linear to heads * head_dim, reshaped; of dicts of arrays, flax.linen and an `nnx.State`."""
+"""Roles of attention as most people write it: a Linear to heads * head_dim, reshaped."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ PLACES = {
 
 
 def traced(build: Any, sizes: Sizes) -> tuple[Roles, zoo.FunctionDefinition]:
-    """Return what tracing says, and the definition that takes it, at other sizes than the traced ones."""
+    """Return the traced roles, and the definition that takes them at other sizes."""
     roles = models.roles_of(build, sizes)
     assert roles.refused == {}
     larger = {**sizes, "embed": 48, "heads": 8}

@@ -23,7 +23,10 @@ Branch = Callable[[dict[str, jax.Array], jax.Array], jax.Array]
 def roles_of(
     extra: Shapes, branch: Branch, sizes: Mapping[str, int] = SIZES, outside: Branch | None = None
 ) -> Roles:
-    """Roles of a residual model of patches whose one branch, or what follows it, has the parameters `extra`."""
+    """Return the roles of a residual model of patches with the parameters `extra`.
+
+    They are in its one branch, or in what follows it.
+    """
 
     def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
         shapes = {
@@ -263,7 +266,7 @@ def test_experts_by_products_of_rows_in_groups() -> None:
 
 
 def test_a_hidden_layer_that_is_neither_first_nor_last() -> None:
-    """A control: between the two it is a hidden matrix, and no second way in; a gain of its norm is refused."""
+    # The control: between the two it is a hidden matrix. A gain of its norm is refused.
 
     def extra(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         wide = {
@@ -325,7 +328,7 @@ def test_vectors_without_a_matrix_or_norm() -> None:
 
 
 def test_a_norm_between_branches() -> None:
-    """Post-norm: whether depth rules apply to a gain of the stream itself no declaration here says."""
+    # Post-norm: no declaration says whether depth rules apply to a gain of the stream itself.
 
     def outside(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         x = normed(x) * p["w"]

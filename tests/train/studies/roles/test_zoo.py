@@ -1,4 +1,4 @@
-"""Every declaration of the zoo is what its loss says; a wrong one is seen to differ, by name and with the evidence."""
+"""Declarations of the zoo are what its losses say, and a wrong one differs by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roles found by tracing, on every family of the zoo and three models of others: the table of docs/concepts/roles.md.
+"""Table of docs/concepts/roles.md: roles found by tracing every family and three other models.
 
 python -m tests.train.studies.roles.traced_roles
 """
@@ -75,7 +75,7 @@ CASES: dict[str, ModelConfig] = {
     "encoder-decoder, rotary, embedding norms, scanned": _of("ed-tiny", SCAN),
     "MLP-Mixer (examples/mlp_mixer.py)": mlp_mixer.MIXER,
 }  # fmt: skip
-"""What is traced: every option of every family that makes, moves or changes a parameter, at least once."""
+"""Traced models: every option that makes, moves or changes a parameter, at least once."""
 
 FOREIGN: dict[str, tuple[models.Build, dict[str, int]]] = {
     "dicts of arrays by hand": (foreign_roles.by_hand, foreign_roles.SIZES),
@@ -86,7 +86,7 @@ FOREIGN: dict[str, tuple[models.Build, dict[str, int]]] = {
 
 @functools.cache
 def traced(name: str) -> Roles:
-    """What tracing says of a model of either table."""
+    """Return the roles of a model of either table."""
     return models.roles_of_config(CASES[name]) if name in CASES else models.roles_of(*FOREIGN[name])
 
 

@@ -1,4 +1,4 @@
-"""How a sweep trains its points: all at once, in turn, or some side by side; by memory and by a trial."""
+"""Choice of how a sweep trains points: at once, in turn or side by side, by memory and trials."""
 
 from __future__ import annotations
 
@@ -16,12 +16,28 @@ import pytest
 from mupax.train.studies.sweep import sweep, work
 from mupax.train.studies.sweep import trainer as sweep_pack
 from mupax.train.studies.sweep.rows import Row
-from tests.train.studies.sweep.test_sweep import RATES, STEPS, Noted, config_of, data_of, points
+from tests.train.studies.sweep.small_sweeps import (
+    RATES,
+    STEPS,
+    Noted,
+    config_of,
+    points,
+    shared_trainers,
+    text,
+)
+
+__all__ = ["shared_trainers", "text"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("shared_trainers")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return data_of(tmp_path_factory.mktemp("sweep"))
+@pytest.fixture(autouse=True)
+def _no_second_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no trial pay for another program; a shared one compiles in no time.
+
+    Tests of trials of several points at once set 0.
+    """
+    monkeypatch.setattr(sweep, "MIN_COMPILATIONS", 1e12)
 
 
 @pytest.mark.core
@@ -87,7 +103,7 @@ def test_together_a_later_round_of_fewer_points_compiles_nothing_until_half_a_pa
 
 
 @pytest.fixture(scope="module")
-def on_one(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+def on_one(text: str, shared_trainers: None, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     folder = tmp_path_factory.mktemp("one")
     return sweep.run(points(config_of(text)), folder, how="in-turn", devices=jax.devices()[:1])
 

@@ -23,7 +23,7 @@ from mupax.train.studies.transfer import figure as transfer_figure
 from mupax.train.studies.transfer import tuned as transfer_tuned
 from mupax.zoo import configs
 from scripts.bench.runs import sweep_cost
-from tests.train.studies.sweep.test_sweep import COMMAND, STEPS, config_of, points, text
+from tests.train.studies.sweep.small_sweeps import COMMAND, config_of, points, text
 
 __all__ = ["text"]  # fixtures
 
@@ -31,27 +31,24 @@ __all__ = ["text"]  # fixtures
 def test_the_command_ends_in_a_table_and_a_file(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"sweep {COMMAND} --data.name {text} --lr 2^-9:2^-7:2 --vary preset.rates.readout=0.5,1 --sizes heads=4".split()
+    vary = ["--vary", "preset.rates.readout=0.5,1", "--sizes", "heads=4"]
+    words = words_of(text, tmp_path / "out", "2^-9:2^-7:2", *vary)
     assert main([*words, "--dry-run"]) == 0
     assert "4 points in 1 program" in capsys.readouterr().out
-    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert main(words) == 0
     out = capsys.readouterr().out
     assert "heads 4 rates.readout 0.5" in out
     assert "2^-9" in out
     answer = out.index("With mup rates.readout 0.5: No best learning rate by training loss: ")
-    assert (
-        answer
-        < out.index("Next: train the point of the lowest evaluation loss")
-        < out.index("loss, mean over seeds")
-    )
+    following = out.index("Next: train the point of the lowest evaluation loss")
+    assert answer < following < out.index("loss, mean over seeds")
     record = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert len(record["points"]) == 4
     assert all(point["eval_loss"] > 0 for point in record["points"])
-    assert {
-        point["command"].count("--preset.constants rates.readout=0.5") for point in record["points"]
-    } == {0, 1}
+    flag = "--preset.constants rates.readout=0.5"
+    assert {point["command"].count(flag) for point in record["points"]} == {0, 1}
     assert len({point["loss"] for point in record["points"]}) == 4
-    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert main(words) == 0
     assert "4 of 4 points are done already" in capsys.readouterr().out
 
 
@@ -116,10 +113,7 @@ def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Pa
     losses = [
         1 + (np.log2(p.config.optimizer.peak_lr) - best) ** 2 + 0.01 * p.config.seed for p in plans
     ]
-    rows = [
-        Row(str(i), "", loss, None, None, (), STEPS, 1.0, "in turn")
-        for i, loss in enumerate(losses)
-    ]
+    rows = [row(index, loss) for index, loss in enumerate(losses)]
     judged = sweep_command.judged(plans, rows, "")
     path, word = transfer_tuned.save(str(tmp_path / "mup.mine.json"), "mup", judged, "the command")
     assert word == f"mup:{path}"
@@ -131,6 +125,15 @@ def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Pa
     assert (tmp_path / "sweep.png").stat().st_size > 5000
 
 
+def row(index: int, loss: float, eval_loss: float | None = None) -> Row:
+    return Row(str(index), "", loss, eval_loss, None, (), 4, 1.0, "in turn")
+
+
+def words_of(text: str, folder: Path, lr: str, *more: str) -> list[str]:
+    words = ["sweep", *COMMAND.split(), "--data.name", text, "--lr", lr, "--out", str(folder)]
+    return [*words, *more]
+
+
 def swept(
     lr: str,
     losses: Iterable[float],
@@ -138,29 +141,17 @@ def swept(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     *more: str,
-) -> tuple[int, list[Any]]:
-    """Exit code of the command whose points end with these losses, and the figures that it drew."""
-    rows = [
-        Row(str(i), "", loss, None, None, (), 4, 1.0, "in turn") for i, loss in enumerate(losses)
-    ]
-    drawn: list[Any] = []
-    save = Figure.savefig
+) -> tuple[int, list[Figure]]:
+    """Run the command on points that end with these losses.
+
+    Returns:
+        Exit code, and the figures that it drew. They are not rendered.
+    """
+    rows = [row(index, loss) for index, loss in enumerate(losses)]
+    drawn: list[Figure] = []
     monkeypatch.setattr(sweep.Sweep, "run", lambda self, configs, *_: rows[: len(configs)])
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))
-    )
-    words = [
-        "sweep",
-        *COMMAND.split(),
-        "--data.name",
-        text,
-        "--lr",
-        lr,
-        "--out",
-        str(folder),
-        *more,
-    ]
-    return main(words), drawn
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    return main(words_of(text, folder, lr, *more)), drawn
 
 
 def test_a_sweep_over_whole_octaves_has_a_best_rate_and_all_its_points_in_sight(
@@ -201,56 +192,34 @@ def test_the_best_rate_is_fitted_on_any_spacing(
 def test_where_examples_repeat_the_best_rate_is_that_of_evaluation(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training losses fall with the rate, as the examples are learned by heart; the other ones have a minimum."""
+    """Training losses fall with the rate, because the examples are learned by heart."""
     evaluated = [2.960, 2.799, 2.725, 2.758, 2.885]
-    rows = [
-        Row(str(i), "", 0.1**i, loss, None, (), 4, 1.0, "in turn")
-        for i, loss in enumerate(evaluated)
-    ]
+    rows = [row(index, 0.1**index, loss) for index, loss in enumerate(evaluated)]
     monkeypatch.setattr(sweep.Sweep, "run", lambda self, configs, *_: rows)
     path = tmp_path / "mup.mine.json"
-    words = [
-        *COMMAND.split(),
-        "--data.name",
-        text,
-        "--lr",
-        "2^-8:2^-4:5",
-        "--out",
-        str(tmp_path),
-        "--save-tuned",
-        str(path),
-    ]
-    assert main(["sweep", *words]) == 1
+    words = words_of(text, tmp_path, "2^-8:2^-4:5", "--save-tuned", str(path))
+    assert main(words) == 1
     assert "No best learning rate by training loss" in capsys.readouterr().out
-    assert main(["sweep", *words, "--judge", "evaluation"]) == 0
+    assert main([*words, "--judge", "evaluation"]) == 0
     saved = find.load(path)
     assert np.log2(saved.optimizer["peak_lr"]) == pytest.approx(-6 + 0.041 / 0.214, abs=1e-3)
     assert saved.provenance["loss"] == evaluated
     assert "of evaluation loss: 2^-8 2.9600" in find.described(saved)
-    assert main(["sweep", *words, "--judge", "evaluation", "--no-eval"]) == 2
+    assert main([*words, "--judge", "evaluation", "--no-eval"]) == 2
     assert "--judge evaluation needs what --no-eval leaves out" in capsys.readouterr().err
 
 
 def test_without_evaluation_the_table_has_training_losses_though_an_earlier_sweep_evaluated(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [Row(str(i), "", 3.25 + i, 2.75 + i, None, (), 4, 1.0, "in turn") for i in range(2)]
+    rows = [row(index, 3.25 + index, 2.75 + index) for index in range(2)]
 
     def run(self: sweep.Sweep, configs: list[Any], watcher: sweep.SweepCallback) -> list[Row]:
         watcher.begin(configs, dict(enumerate(rows)))
         return rows
 
     monkeypatch.setattr(sweep.Sweep, "run", run)
-    words = [
-        "sweep",
-        *COMMAND.split(),
-        "--data.name",
-        text,
-        "--lr",
-        "2^-8:2^-7:2",
-        "--out",
-        str(tmp_path),
-    ]
+    words = words_of(text, tmp_path, "2^-8:2^-7:2")
     for flags, shown, hidden in (([], "2.7500", "3.2500"), (["--no-eval"], "3.2500", "2.7500")):
         assert main([*words, *flags]) == 0
         out = capsys.readouterr().out
@@ -310,14 +279,8 @@ def test_a_long_warm_up_is_saved_with_a_caution(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [
-        "--save-tuned",
-        str(tmp_path / "mup.mine.json"),
-        "--steps",
-        "4",
-        "--optimizer.warmup-steps",
-        warmup,
-    ]
+    words = ["--save-tuned", str(tmp_path / "mup.mine.json"), "--steps", "4"]
+    words += ["--optimizer.warmup-steps", warmup]
     code, _ = swept("2^-8:2^-4:5", [3.0, 2.8, 2.7, 2.8, 3.0], text, tmp_path, monkeypatch, *words)
     assert code == 0
     out, err = capsys.readouterr()
@@ -331,12 +294,10 @@ def test_a_tuned_preset_of_several_choices_is_refused_before_training(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sweep.Sweep, "run", lambda *_: pytest.fail("trained"))
-    words = f"sweep {COMMAND} --data.name {text} --lr 2^-8:2^-4:5 --vary preset.gamma0=0.5,1 --save-tuned mine"
-    assert main([*words.split(), "--out", str(tmp_path)]) == 2
-    assert (
-        "--save-tuned mine: the sweep varied more than rate, seed and size"
-        in capsys.readouterr().err
-    )
+    words = words_of(text, tmp_path, "2^-8:2^-4:5")
+    assert main([*words, "--vary", "preset.gamma0=0.5,1", "--save-tuned", "mine"]) == 2
+    err = capsys.readouterr().err
+    assert "--save-tuned mine: the sweep varied more than rate, seed and size" in err
 
 
 def test_the_benchmark_counts_whole_commands(

@@ -1,4 +1,4 @@
-"""Names of a sweep's points: those of rows that are on disk stay what they are as configs get more fields."""
+"""Names of a sweep's points stay those of rows on disk as configs get more fields."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NAMES = {
     "lm-8b": "1c0daea0d7c1fdd4",
     "lm-30b-a3b": "333129f5ca2d54df",
 }
-"""Recipe to the name of its run on data with the digest "data", as the committed studies' rows are named."""
+"""Names of runs on data with the digest "data", by recipe, as in rows of committed studies."""
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("recipe", NAMES)
 def test_a_run_is_named_as_its_row_on_disk_is(recipe: str) -> None:
-    """A new field takes another name only where it has another value than before: or every study trains again (`sweep.py`)."""
+    # A new field changes a name only where its value is new, or every study would train again.
     assert key_of(RECIPES[recipe](), "data") == NAMES[recipe]
 
 

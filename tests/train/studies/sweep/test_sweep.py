@@ -1,15 +1,14 @@
-"""Sweeps: the same losses as runs alone, one compilation per shape, and nothing lost on the way."""
+"""Sweeps have the losses of runs alone, compile once per shape, and lose nothing on the way."""
 
 from __future__ import annotations
 
 import dataclasses
 import gzip
 import json
-import random
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,97 +19,31 @@ import pytest
 from mupax.__main__ import main
 from mupax.train.checkpoints.folder import CheckpointFolder
 from mupax.train.checkpoints.layout import Manifest
-from mupax.train.config.recipes import RECIPES
-from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program
 from mupax.train.studies.sweep import losses as saved
 from mupax.train.studies.sweep import rows as sweep_rows
-from mupax.train.studies.sweep import sweep, work
+from mupax.train.studies.sweep import sweep, trainer, work
 from mupax.train.studies.sweep.rows import Row, Rows
-from mupax.train.studies.sweep.trainer import Trainer
-from mupax.zoo.configs import DecoderConfig
 from scripts.bench.runs import sweep_cost
+from tests.train.studies.sweep.small_sweeps import (
+    RATES,
+    STEPS,
+    Noted,
+    config_of,
+    points,
+    shared_trainers,
+    text,
+)
 
-STEPS = 12
-RATES = (2.0**-9, 2.0**-7)
-
-
-def data_of(folder: Path) -> str:
-    """The name of a text of a few words, written there."""
-    path, choose = folder / "text.txt", random.Random(0)
-    words = (
-        "def",
-        "return",
-        "import",
-        "class",
-        "self",
-        "value",
-        "lambda",
-        "yield",
-        "while",
-        "None",
-    )
-    path.write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
-    return f"text:{path}"
+__all__ = ["shared_trainers", "text"]  # fixtures
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return data_of(tmp_path_factory.mktemp("sweep"))
-
-
-def config_of(text: str, **changes: Any) -> Config:
-    recipe = RECIPES["lm-tiny"]()
-    assert isinstance(recipe.model, DecoderConfig)
-    model = dataclasses.replace(recipe.model, width=16, num_heads=2, depth=1, seq_len=16)
-    return dataclasses.replace(
-        recipe,
-        model=dataclasses.replace(model, **changes.pop("model", {})),
-        data=DataConfig(name=text, batch_size=16, eval_batch_size=16, eval_examples=20, seed=0),
-        optimizer=dataclasses.replace(
-            recipe.optimizer, warmup_steps=2, **changes.pop("optimizer", {})
-        ),
-        steps=STEPS,
-        **changes,
-    )
-
-
-def points(config: Config, rates: Iterable[float] = RATES, seeds: int = 2) -> list[Config]:
-    return [
-        dataclasses.replace(
-            config, seed=seed, optimizer=dataclasses.replace(config.optimizer, peak_lr=lr)
-        )
-        for lr in rates
-        for seed in range(seeds)
-    ]
-
-
-Run = Callable[..., list[Row]]
-
-
-@pytest.fixture(scope="module")
-def run() -> Run:
-    """`sweep.run` of engines that know what those before them have compiled, as one engine does of its own points (below)."""
-    programs: dict[str, Program] = {}
-    trainers: dict[bool, dict[tuple[object, int], Trainer]] = {False: {}, True: {}}
-
-    def run(
-        configs: list[Config],
-        folder: Path,
-        *,
-        watcher: sweep.SweepCallback | None = None,
-        **how: Any,
-    ) -> list[Row]:
-        engine = sweep.Sweep(folder, **how)
-        engine._programs, engine._trial._trainers = programs, trainers[engine._evaluated]
-        return engine.run(configs, watcher)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def in_turn(text: str, run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    return run(points(config_of(text)), tmp_path_factory.mktemp("rows"), how="in-turn")
+def in_turn(
+    text: str, shared_trainers: None, tmp_path_factory: pytest.TempPathFactory
+) -> list[Row]:
+    return sweep.run(points(config_of(text)), tmp_path_factory.mktemp("rows"), how="in-turn")
 
 
 def curves(rows: Iterable[Row]) -> np.ndarray:
@@ -121,26 +54,16 @@ def test_in_turn_a_point_has_the_bits_of_its_run_alone(in_turn: list[Row], tmp_p
     row = in_turn[-1]
     words = shlex.split(row.command)
     assert words[:2] == ["mupax", "train"]
-    assert (
-        main(
-            [
-                *words[1:],
-                "--workdir",
-                str(tmp_path / "alone"),
-                "--log.no-tensorboard",
-                "--log.no-samples",
-            ]
-        )
-        == 0
-    )
-    rows = [
-        json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()
-    ]
+    workdir = tmp_path / "alone"
+    quiet = ["--workdir", str(workdir), "--log.no-tensorboard", "--log.no-samples"]
+    assert main([*words[1:], *quiet]) == 0
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
     # Nine digits tell all float32 apart.
-    assert [float(f"{record['loss']:.9g}") for record in rows if "loss" in record] == list(
-        row.curve
-    )
-    assert [record["eval_loss"] for record in rows if "eval_loss" in record] == [row.eval_loss]
+    losses = [float(f"{record['loss']:.9g}") for record in records if "loss" in record]
+    assert losses == list(row.curve)
+    scores = [record["eval_loss"] for record in records if "eval_loss" in record]
+    assert scores == [row.eval_loss]
     assert row.loss == row.curve[-1] < row.curve[0]
     assert len({point.curve for point in in_turn}) == len(in_turn)
 
@@ -161,26 +84,25 @@ def test_together_points_train_as_in_turn(
     config = config_of(text, **changes)
     two = [points(config, RATES[:1], 1)[0], points(config, RATES[1:], 2)[1]]
     wrong = points(config, (1.01 * RATES[0],), 1)
-    *one, near = sweep.run([*two, *wrong], tmp_path / "turn", how="in-turn", evaluated=False)
-    many = sweep.run(
-        [dataclasses.replace(c, mesh=mesh) for c in two], tmp_path / "all", how="together"
-    )
-    assert [row.how for row in [*one, *many]] == ["in turn"] * 2 + ["together"] * 2
-    np.testing.assert_allclose(curves(many)[:, :10], curves(one)[:, :10], rtol=1e-5)
-    assert [row.key for row in many] == [
-        row.key for row in one
-    ]  # where it runs is no part of what it is
+    *alone, near = sweep.run([*two, *wrong], tmp_path / "turn", how="in-turn", evaluated=False)
+    on_mesh = [dataclasses.replace(point, mesh=mesh) for point in two]
+    together = sweep.run(on_mesh, tmp_path / "all", how="together")
+    assert [row.how for row in alone] == ["in turn"] * 2
+    assert [row.how for row in together] == ["together"] * 2
+    np.testing.assert_allclose(curves(together)[:, :10], curves(alone)[:, :10], rtol=1e-5)
+    # The mesh is no part of what a point is.
+    assert [row.key for row in together] == [row.key for row in alone]
     # The control: a rate of one percent more is seen.
-    assert np.abs(np.array(near.curve[:10]) / one[0].curve[:10] - 1).max() > 3e-5
+    assert np.abs(np.array(near.curve[:10]) / alone[0].curve[:10] - 1).max() > 3e-5
 
 
 def test_a_point_that_diverges_leaves_the_others_as_they_are(
-    text: str, run: Run, in_turn: list[Row], tmp_path: Path
+    text: str, in_turn: list[Row], tmp_path: Path
 ) -> None:
     config = config_of(text)
     wild = points(config, (1e30,), 1)
     for how in ("in-turn", "together"):
-        rows = run([*points(config)[:3], *wild], tmp_path / how, how=how, evaluated=True)
+        rows = sweep.run([*points(config)[:3], *wild], tmp_path / how, how=how, evaluated=True)
         *good, bad = rows
         assert bad.diverged
         assert bad.loss == np.inf
@@ -198,47 +120,42 @@ def test_a_point_that_diverges_leaves_the_others_as_they_are(
 @pytest.mark.core
 def test_numbers_share_a_program_and_shapes_do_not(text: str) -> None:
     config = config_of(text)
-    numbers: list[Callable[[Config], Config]] = [
-        lambda c: dataclasses.replace(c, seed=3),
-        lambda c: dataclasses.replace(
-            c, preset=PresetConfig(name="mup-half", base=None, gamma0=0.3)
-        ),
-        lambda c: dataclasses.replace(
-            c, preset=PresetConfig(name="depth-mup", alpha_l=0.7, beta0=2.0)
-        ),
-        lambda c: dataclasses.replace(c, preset=PresetConfig(name="sp", zero_readout=True)),
-        lambda c: dataclasses.replace(
-            c, optimizer=dataclasses.replace(c.optimizer, weight_decay=0.1, eps=1e-6)
-        ),
-        lambda c: dataclasses.replace(
-            c, optimizer=dataclasses.replace(c.optimizer, warmup_steps=5, schedule="linear")
-        ),
+    numbers: list[dict[str, Any]] = [
+        {},
+        {"seed": 3},
+        {"preset": PresetConfig(name="mup-half", base=None, gamma0=0.3)},
+        {"preset": PresetConfig(name="depth-mup", alpha_l=0.7, beta0=2.0)},
+        {"preset": PresetConfig(name="sp", zero_readout=True)},
+        {"optimizer": dataclasses.replace(config.optimizer, weight_decay=0.1, eps=1e-6)},
+        {"optimizer": dataclasses.replace(config.optimizer, warmup_steps=5, schedule="linear")},
     ]
-    shapes: list[Callable[[Config], Config]] = [
-        lambda c: dataclasses.replace(c, model=dataclasses.replace(c.model, depth=2)),
-        lambda c: dataclasses.replace(
-            c, preset=PresetConfig(name="u-mup", base=None)
-        ),  # moves the skip
-        lambda c: dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, b2=0.99)),
-        lambda c: dataclasses.replace(c, optimizer=OptimizerConfig(name="sgd")),
-        lambda c: dataclasses.replace(c, steps=STEPS + 1),
-        lambda c: dataclasses.replace(c, data=dataclasses.replace(c.data, batch_size=32)),
+    shapes: list[dict[str, Any]] = [
+        {},
+        {"model": dataclasses.replace(config.model, depth=2)},
+        {"preset": PresetConfig(name="u-mup", base=None)},  # moves the skip
+        {"optimizer": dataclasses.replace(config.optimizer, b2=0.99)},
+        {"optimizer": OptimizerConfig(name="sgd")},
+        {"steps": STEPS + 1},
+        {"data": dataclasses.replace(config.data, batch_size=32)},
     ]
-    assert len(sweep.grouped([config, *(change(config) for change in numbers)], {})) == 1
-    groups = sweep.grouped([config, *(change(config) for change in shapes)], {})
-    assert [[i for i, _ in group] for group in groups.values()] == [
-        [i] for i in range(len(shapes) + 1)
-    ]
+    same = [dataclasses.replace(config, **changes) for changes in numbers]
+    assert len(sweep.grouped(same, {})) == 1
+    variants = [dataclasses.replace(config, **changes) for changes in shapes]
+    groups = sweep.grouped(variants, {}).values()
+    assert [[index for index, _ in group] for group in groups] == [[i] for i in range(len(shapes))]
 
 
 def test_a_shape_compiles_once_and_a_finished_point_never_again(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[Program] = []
-    compile_train = Program.compile_train
-    monkeypatch.setattr(
-        Program, "compile_train", lambda self: (compiled.append(self), compile_train(self))[1]
-    )
+    compile_trainer = trainer.compile_trainer
+
+    def noted(program: Program, count: int, evaluated: bool) -> trainer.Trainer:
+        compiled.append(program)
+        return compile_trainer(program, count, evaluated)
+
+    monkeypatch.setattr(trainer, "compile_trainer", noted)
     config = config_of(text)
     engine = sweep.Sweep(tmp_path, how="in-turn", evaluated=False)
     first = engine.run(points(config, RATES[:1], 1)) + engine.run(points(config, RATES, 1))[1:]
@@ -246,7 +163,7 @@ def test_a_shape_compiles_once_and_a_finished_point_never_again(
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, width=32))
     again = sweep.run([*points(config, seeds=1), wider], tmp_path, evaluated=False)
     assert len(compiled) == 2
-    assert compiled[1].config.model.width == 32
+    assert compiled[1].config.model == wider.model
     assert again[:2] == first
     assert len((tmp_path / sweep_rows.FILE_NAME).read_text().splitlines()) == 3
     # Asked for a score that a row has not, the point is trained again; the last row counts.
@@ -258,7 +175,6 @@ def test_a_shape_compiles_once_and_a_finished_point_never_again(
 @pytest.mark.parametrize("how", ["in-turn", "together"])
 def test_what_was_in_training_goes_on(
     text: str,
-    run: Run,
     in_turn: list[Row],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -273,28 +189,29 @@ def test_what_was_in_training_goes_on(
 
     chosen = points(config_of(text))
     with pytest.raises(sweep.Stopped):
-        run(chosen, tmp_path, how=how, stop=stop)
+        sweep.run(chosen, tmp_path, how=how, stop=stop)
     notes: list[str] = []
-    rows = run(chosen, tmp_path, how=how, watcher=Noted(notes))
+    rows = sweep.run(chosen, tmp_path, how=how, watcher=Noted(notes))
     assert [note for note in notes if note.startswith("going on at step 7")]
     np.testing.assert_allclose(curves(rows), curves(in_turn), rtol=1e-5 if how == "together" else 0)
     assert not list((tmp_path / "unfinished").iterdir())
 
 
+@pytest.mark.usefixtures("shared_trainers")
 def test_other_points_do_not_go_on_from_those_in_training(
-    text: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work, "FETCH_EVERY", 1)
     first, second, third = points(config_of(text), (*RATES, 2.0**-5), seeds=1)
     with pytest.raises(sweep.Stopped):
-        run([first, second], tmp_path, how="together", stop=lambda: True, evaluated=False)
+        sweep.run([first, second], tmp_path, how="together", stop=lambda: True, evaluated=False)
     notes: list[str] = []
-    run([first, third], tmp_path, how="together", watcher=Noted(notes), evaluated=False)
+    sweep.run([first, third], tmp_path, how="together", watcher=Noted(notes), evaluated=False)
     assert notes == []
 
 
 def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
-    text: str, run: Run, in_turn: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, in_turn: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work, "FETCH_EVERY", 4)
     monkeypatch.setattr(work, "SAVE_EVERY_S", 0.0)
@@ -314,11 +231,11 @@ def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointFolder, "publish", full)
         with pytest.raises(sweep.Stopped):
-            run(chosen, tmp_path, how="in-turn", stop=stop, watcher=Noted(notes))
+            sweep.run(chosen, tmp_path, how="in-turn", stop=stop, watcher=Noted(notes))
     assert notes == [
         f"checkpoint {k} could not be saved: no space left; the last good one is 4" for k in (8, 9)
     ]
-    (row,) = run(chosen, tmp_path, how="in-turn", watcher=Noted(notes))
+    (row,) = sweep.run(chosen, tmp_path, how="in-turn", watcher=Noted(notes))
     assert notes[2:] == ["going on at step 4 with 1 point"]
     assert row.curve == in_turn[0].curve
 
@@ -326,18 +243,9 @@ def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
 def test_a_signal_stops_the_command_which_then_goes_on(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "sweep",
-        "lm-tiny",
-        *shlex.split(sweep_cost.TINY),
-        "--data.name",
-        text,
-        "--steps",
-        "120",
-        "--how",
-        "in-turn",
-    ]
-    words += ["--lr", "2^-9:2^-6:4", "--no-eval", "--out", str(tmp_path)]
+    words = ["sweep", "lm-tiny", *shlex.split(sweep_cost.TINY), "--data.name", text]
+    words += ["--steps", "120", "--how", "in-turn", "--lr", "2^-9:2^-6:4", "--no-eval"]
+    words += ["--out", str(tmp_path)]
     command = [sys.executable, "-u", "-m", "mupax", *words]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -356,14 +264,6 @@ def test_a_signal_stops_the_command_which_then_goes_on(
     after = (tmp_path / "points.jsonl").read_text()
     assert after.startswith(before)
     assert len(after.splitlines()) == 4
-
-
-class Noted(sweep.SweepCallback):
-    def __init__(self, notes: list[str]) -> None:
-        self.notes = notes
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.mark.core
@@ -399,12 +299,6 @@ def test_rows_of_a_compressed_study_are_read_and_new_rows_follow_them(
         Rows(tmp_path)
 
 
-COMMAND = (
-    "lm-tiny --model.width 16 --model.num-heads 2 --model.depth 1 --model.seq-len 16 --data.batch-size 8 "
-    "--data.eval-examples 20 --optimizer.warmup-steps 2 --steps 4"
-)
-
-
 @pytest.mark.core
 def test_an_edited_row_is_refused_by_its_line(tmp_path: Path, in_turn: list[Row]) -> None:
     rows = Rows(tmp_path)
@@ -421,16 +315,12 @@ def test_an_edited_row_is_refused_by_its_line(tmp_path: Path, in_turn: list[Row]
         {"more": 1},
         {"digest": 3},
     ]
-    broken = [json.dumps({**fields, **edit}) for edit in edits] + [
-        "[" * 100_000,
-        '{"loss": ' + "9" * 6000 + "}",
-        "\ud800",
-    ]
+    broken = [json.dumps({**fields, **edit}) for edit in edits]
+    broken += ["[" * 100_000, '{"loss": ' + "9" * 6000 + "}", "\ud800"]
     for line in broken:
         path.write_text(f"{lines[0]}{line}\n", errors="surrogatepass")
-        with pytest.raises(
-            sweep_rows.RowsError, match=r"points\.jsonl line 2 is not as it was written"
-        ):
+        words = r"points\.jsonl line 2 is not as it was written"
+        with pytest.raises(sweep_rows.RowsError, match=words):
             Rows(tmp_path)
     # Rows of older versions have no digest, and are taken.
     bare = {name: value for name, value in fields.items() if name != "digest"}
@@ -438,7 +328,8 @@ def test_an_edited_row_is_refused_by_its_line(tmp_path: Path, in_turn: list[Row]
     notes: list[str] = []
     assert Rows(tmp_path, notes.append)[in_turn[1].key] == in_turn[1]
     assert notes == [
-        "1 rows of points.jsonl were written without a digest by an older version: taken as they are"
+        "1 rows of points.jsonl were written without a digest by an older version: "
+        "taken as they are"
     ]
 
 

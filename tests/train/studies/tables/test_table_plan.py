@@ -1,6 +1,7 @@
 """`mupax plan --from TABLE.csv`: a law of anybody's runs, and what a table must be like.
 
-The tables are made here, by a law of another form than the one that is fitted: a paraboloid around a best rate and batch.
+The tables follow a law of another form than the fitted one: a paraboloid around a best rate and
+batch.
 """
 
 from __future__ import annotations

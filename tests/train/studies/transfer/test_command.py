@@ -86,7 +86,7 @@ def test_what_is_not_decided_says_how_many_seeds_would_and_the_command_decides_i
         assert words[:2] == ["--max-seeds", f"{seeds + more}"]
         assert command(tmp_path, *words[:2], "--minutes", "99", run=Trained(0.4)) == 0
         out = capsys.readouterr().out
-        # Seeds are added one after another, and each says how many may follow and how long they take.
+        # Seeds are added one by one, and each says how many may follow and how long they take.
         added = f"mup in head_dim is undecided after {seeds} seeds"
         assert re.search(rf"{added} \(drift .* at most {more} more, about [\d.]+ minutes", out)
         seeds += more
@@ -111,7 +111,7 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_key_heads_are_grown_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """At as many heads, relative to one key head; and so many as do not share the heads are refused."""
+    # At as many heads, relative to one key head. Numbers that do not share the heads are refused.
 
     def of(*words: str) -> int:
         return main(["transfer", "lm-tiny", *words, "--dry-run", "--out", str(tmp_path / "x")])

@@ -1,4 +1,4 @@
-"""The frugal search: the best rates from few runs, on made-up curves and on the committed rows, and a size too noisy for it."""
+"""Frugal search for the best rates, on made-up curves and on the committed rows."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_record_is_what_the_committed_rows_give_and_the_control_loses() -> N
 
 
 def test_numbers_chosen_elsewhere_find_nearly_as_many_for_as_little() -> None:
-    """Chosen on ten studies and shown on the eleventh; that 95 % are not found so is on the page."""
+    # Chosen on ten studies and shown on the eleventh. The page says that 95 % are not found so.
     alone = [each for each in RECORD["held_out"] if len(each["held_out"]) == 1]
     assert {each["held_out"][0] for each in alone} == set(RECORD["shipped"]["by_study"])
     weights = [each["settings"] for each in alone]

@@ -1,4 +1,4 @@
-"""Transfer studies: the fit and its intervals on curves whose optimum is known, what a study trains, and its reports."""
+"""Transfer studies: fits and intervals on curves of known optimum, trained runs, and reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def curve(
     shift: float = 0.0,
     rng: np.random.Generator | None = None,
 ) -> Curve:
-    """A parabola of 0.1 nats per octave squared at nine rates, each seed's optimum moved and each loss noisy."""
+    """Return a parabola of 0.1 nats per octave squared at nine rates.
+
+    Each seed's optimum is moved, and each loss is noisy.
+    """
     rng = rng or np.random.default_rng(0)
     x = round(optimum * 2) / 2 + np.arange(-4, 5) / 2
     moved = optimum + shift * rng.normal(size=seeds)
@@ -87,7 +90,11 @@ def test_missing_rates_are_those_beside_the_best():
 
 
 def covered(seeds: int, noise: float = 0.01, trials: int = 150) -> tuple[float, float]:
-    """Shares of trials in which the drift's interval holds the true one, and 1.96 standard errors of the first optimum hold that."""
+    """Return shares of trials whose intervals hold the truth.
+
+    Returns:
+        Share of the drift's interval, and of 1.96 standard errors around the first optimum.
+    """
     rng = np.random.default_rng(seeds)
     hits = 0
     plain = 0
@@ -202,7 +209,8 @@ def test_nothing_transfers_to_a_size_without_a_minimum():
 
 def test_the_price_of_not_tuning():
     prices = [p.value for p in analyse(SIZES, [curve(-8 - i) for i in range(4)]).prices]
-    # On the parabola an octave away, then between measured rates (two octaves are the grid's end), then beyond all.
+    # On the parabola an octave away, then between measured rates (two octaves are the grid's end),
+    # then beyond all.
     assert prices[:3] == pytest.approx([0, 0.1, 0.4], abs=1e-6)
     assert math.isnan(prices[3])
     assert all(p.value < 1e-9 for p in analyse(SIZES, [curve(-8.0) for _ in SIZES]).prices)
@@ -222,7 +230,10 @@ def test_bigger_is_worse_where_it_is():
 
 
 class Trained:
-    """Stands in for the engine: losses of a known optimum, which drifts an octave per doubling of head_dim under sp."""
+    """Stand-in for the engine, whose losses have a known optimum.
+
+    Under sp it drifts an octave per doubling of head_dim.
+    """
 
     def __init__(self, shift: float = 0.05, seconds: float = 1.0) -> None:
         self.configs: list[Config] = []

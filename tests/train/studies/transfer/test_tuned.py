@@ -211,7 +211,7 @@ def test_a_study_without_a_minimum_saves_nothing(tmp_path: Path, monkeypatch: py
 
 
 def recorded_words(use: str) -> tuple[str, list[str]]:
-    """Return the command and the words that made a tuned preset, with the place where its file is kept now."""
+    """Return the command and the words that made a tuned preset, with its file's place now."""
     name, *words = words_of(committed()[use].provenance["command"])
     folder = "docs/evidence/tuned" if use in tuned.MOVED else "presets/tuned"
     words[words.index("--save-tuned") + 1] = f"{folder}/{use.replace(':', '.', 1)}.json"
@@ -247,7 +247,7 @@ def test_what_was_searched_beat_its_start():
 
 @pytest.mark.parametrize("use", DECIDED)
 def test_presets_from_committed_studies_decide(use: str):
-    """Their interval is narrow and meets zero; what is not known says so in its first line (the others)."""
+    # Their interval is narrow and meets zero. The others say in the first line what is not known.
     (grown,) = tuned.find(use).provenance["transfer"]
     low, high = grown["drift"]["low"], grown["drift"]["high"]
     assert (high - low) / 2 <= 0.15

@@ -1,4 +1,4 @@
-"""The tune command: one compilation, what it prints and writes, the preset it saves, and what it refuses."""
+"""Command `mupax tune`: one compilation, output, files, the saved preset, and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mupax.train.studies.sweep import sweep
 from mupax.train.studies.tune import over
 from mupax.train.studies.tune.report import SearchTable
 from mupax.train.studies.tune.search import Limits, Search
-from tests.train.studies.sweep.test_sweep import COMMAND, text
+from tests.train.studies.sweep.small_sweeps import COMMAND, text
 
 __all__ = ["text"]  # fixtures
 OVER = "lr,readout.lr,embedding.std,branch.multiplier,query.decay,weight_decay"

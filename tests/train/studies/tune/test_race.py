@@ -1,4 +1,4 @@
-"""Racing on paired seeds: the best point stays, the bad ones go early, and halving by rank is the control that loses the best."""
+"""Racing on paired seeds keeps the best point; halving by rank is the control that loses it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POINTS, SEEDS, REPEATS, SIGMA = 24, 3, 400, 0.01
 
 
 def raced(truth: np.ndarray, noise: np.ndarray) -> tuple[bool, int]:
-    """Whether the best point (0) stayed to the end, and how many runs were trained."""
+    """Return True if the best point (0) stayed to the end, and the number of trained runs."""
     losses = np.full_like(noise, np.nan)
     losses[:, :1] = (truth[:, None] + noise)[:, :1]
     for seed in range(1, noise.shape[1]):
@@ -21,7 +21,10 @@ def raced(truth: np.ndarray, noise: np.ndarray) -> tuple[bool, int]:
 
 
 def halved(truth: np.ndarray, noise: np.ndarray) -> bool:
-    """Whether the best point survives when the worse two thirds by the mean of their seeds go after each seed."""
+    """Return True if the best point survives halving by rank.
+
+    After each seed the worse two thirds by the mean of their seeds go.
+    """
     left = np.arange(len(truth))
     for seeds in range(1, noise.shape[1] + 1):
         means = truth[left] + noise[left, :seeds].mean(axis=1)
@@ -32,7 +35,7 @@ def halved(truth: np.ndarray, noise: np.ndarray) -> bool:
 
 
 def noises(spread: np.ndarray | float = 1.0) -> np.ndarray:
-    """Noise [REPEATS, POINTS, SEEDS]: a large part that a seed does to all points, and a small one of each run."""
+    """Return noise [REPEATS, POINTS, SEEDS]: a large part of each seed, a small one of each run."""
     rng = np.random.default_rng(0)
     shared = 5 * SIGMA * rng.standard_normal((REPEATS, 1, SEEDS))
     return shared + SIGMA * np.reshape(spread, (-1, 1)) * rng.standard_normal(
@@ -81,9 +84,7 @@ def test_without_a_second_seed_nothing_is_dropped_but_what_diverged() -> None:
     assert race(np.full((2, 3), np.nan), 9).stays.all()
 
 
-def test_a_best_point_much_noisier_than_the_rest_is_lost_more_often_and_hardly_where_it_is_clearly_best() -> (
-    None
-):
+def test_a_much_noisier_best_point_is_lost_more_often_unless_it_is_clearly_best() -> None:
     spread = np.where(np.arange(POINTS) == 0, 3.0, 1.0)
     worse = np.arange(POINTS)
     near, apart = 0.4 * SIGMA * np.sqrt(worse), SIGMA * (2 * (worse > 0) + 0.4 * worse)

@@ -1,4 +1,4 @@
-"""The search on losses that are made up: it finds the valley, drops what is worse, goes on where it was, and keeps its budget."""
+"""Search on made-up losses: it finds the valley, drops worse points and keeps its budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ CURVATURE = (0.1, 0.05, 0.0, 0.01)
 
 
 class Losses:
-    """A runner whose losses are a valley, diverge far above the best rate, and differ from seed to seed."""
+    """Runner whose losses are a valley and differ from seed to seed.
+
+    They diverge far above the best rate.
+    """
 
     def __init__(self, search: Search, after: int | None = None) -> None:
         self.search, self.trained, self.after = search, list[Run](), after
