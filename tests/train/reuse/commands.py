@@ -25,13 +25,7 @@ class Result(NamedTuple):
         return " ".join((self.out + " " + self.err).split())
 
 
-def call(*words: object) -> Result:
-    """Run a command.
-
-    Args:
-        words: Words of the command line. A string holds any number of words, the entries of a list
-            are one word each.
-    """
+def _run(words: tuple[object, ...]) -> Result:
     command_line: list[str] = []
     for word in words:
         if isinstance(word, list):
@@ -42,7 +36,18 @@ def call(*words: object) -> Result:
     err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(command_line)
-    return Result(code, out.getvalue(), " ".join(err.getvalue().split()))
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def call(*words: object) -> Result:
+    """Run a command.
+
+    Args:
+        words: Words of the command line. A string holds any number of words, the entries of a list
+            are one word each.
+    """
+    result = _run(words)
+    return result._replace(err=" ".join(result.err.split()))
 
 
 def succeed(*words: object) -> Result:
@@ -53,12 +58,13 @@ def succeed(*words: object) -> Result:
 
 
 def refuse(*words: object) -> str:
-    """Run a command that must exit with 2, and return its message."""
-    result = call(*words)
-    assert result.code == 2, (words, result)
-    assert not result.out
-    assert "Traceback" not in result.err
-    return result.err
+    """Run a command that must exit with 2 and a short message, and return the message."""
+    code, out, err = _run(words)
+    assert code == 2, (words, out, err)
+    assert not out
+    assert "Traceback" not in err
+    assert 1 <= len(err.splitlines()) <= 10
+    return " ".join(err.split())
 
 
 def read_json(*parts: str | Path) -> dict[str, Any]:
