@@ -31,11 +31,20 @@ LLAMA = DecoderConfig(
 )
 
 
-def random_params(model: Any, seed: int = 0, std: float = 1.0) -> dict[str, np.ndarray]:
-    """Return normal weights of every parameter, float32."""
+def random_params(
+    model: Any, seed: int = 0, std: float = 1.0, drawn_as: Any = np.float32
+) -> dict[str, np.ndarray]:
+    """Return normal weights of every parameter, float32.
+
+    Args:
+        drawn_as: Type of the draws. Other types are other weights.
+    """
     random = np.random.default_rng(seed)
-    shapes = {name: leaf.shape for name, leaf in definition(model).abstract.items()}
-    return {name: std * random.standard_normal(s, np.float32) for name, s in shapes.items()}
+    params = {}
+    for name, leaf in definition(model).abstract.items():
+        normals = random.standard_normal(leaf.shape, drawn_as)
+        params[name] = (std * normals).astype(np.float32)
+    return params
 
 
 def source_of(model: Any, params: dict[str, np.ndarray], **fields: Any) -> WeightsSource:
@@ -45,11 +54,7 @@ def source_of(model: Any, params: dict[str, np.ndarray], **fields: Any) -> Weigh
 
 
 def published(folder: Path, model: Any = LLAMA, seed: int = 0, **tokens: Any) -> Path:
-    """Write a model as Hugging Face has it.
-
-    Args:
-        tokens: Token ids of config.json.
-    """
+    """Write a model as Hugging Face has it, with token ids in its config.json."""
     folder.mkdir(parents=True)
     tensors = weights.to_huggingface(model, random_params(model, seed))
     write_tensors(folder, tensors, metadata={"format": "pt"})
@@ -57,8 +62,9 @@ def published(folder: Path, model: Any = LLAMA, seed: int = 0, **tokens: Any) ->
     return folder
 
 
-def imported(folder: Path, model: Any, seed: int = 0, **options: Any) -> Path:
+def imported(folder: Path, model: Any, seed: int = 3, **options: Any) -> Path:
     """Write a model as `mupax import` does, under sp."""
-    source = source_of(model, random_params(model, seed))
+    # With these weights the model of the tests of serving writes complete characters.
+    source = source_of(model, random_params(model, seed, drawn_as=np.float64))
     write_imported(source, PresetConfig(name="sp"), folder, "a test", **options)
     return folder

@@ -54,11 +54,7 @@ class Response(NamedTuple):
 def request(
     server: Server, fields: Any = None, path: str = COMPLETIONS, **headers: str
 ) -> Response:
-    """Send a GET, or a POST with fields or bytes.
-
-    Args:
-        headers: Headers, such as Content_Type.
-    """
+    """Send a GET, or a POST with fields or bytes. Content_Type is the header Content-Type."""
     method = "GET" if fields is None else "POST"
     content = fields
     if fields is not None and not isinstance(fields, bytes):
