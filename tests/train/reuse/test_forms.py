@@ -134,9 +134,10 @@ class Run(NamedTuple):
         """Train for STEPS steps. Return the state, and the loss of each step."""
         # Decay, eps and schedule are data, so Adam takes AdamW's program.
         name = "adamw" if self.optimizer == "adam" else self.optimizer
-        state = self.start() if state is None else state
-        state, losses = trainer(self.family, name)(state, self.inputs, batch_of(self.family))
-        return state, np.asarray(losses)
+        train = trainer(self.family, name)
+        start = self.start() if state is None else state
+        end, losses = train(start, self.inputs, batch_of(self.family))
+        return end, np.asarray(losses)
 
     def end(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return the losses, and the weights that the model computes with at the end."""
@@ -198,7 +199,7 @@ def test_forms_train_identically(name: str, optimizer_name: str, family: str) ->
     expected = native.end()
     multipliers = native.inputs.factors.multiplier
     assert expected[0][0] != expected[0][-1]
-    other_forms = [form for form in FORMS if form != preset.native_form]
+    other_forms: list[Any] = [form for form in FORMS if form != preset.native_form]
     if "sgd" not in preset.optimizers:
         other_forms = [form for form in other_forms if form != "table-9"]
     assert other_forms
@@ -233,7 +234,7 @@ def test_control_a_column_that_does_not_move_is_seen(column: str) -> None:
 )
 @pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
 def test_forms_agree_to_rounding_where_theta_is_no_power_of_two(
-    optimizer_name: str, constants: dict[str, float]
+    optimizer_name: str, constants: dict[str, Any]
 ) -> None:
     base = BASE | {"embed": 5, "head_dim": 3, "layers": 3}
     losses = [

@@ -216,7 +216,7 @@ def test_what_cannot_be_predicted_is_refused(words: str, message: str, hf: Path)
 
 @pytest.fixture(scope="module")
 def tuned(folder: Path) -> str:
-    """What `finetune` says of a run on `letters`, three digits with other names, from the run."""
+    """The messages of a run on `letters`, three digits with other names, that starts from `vit`."""
     return succeed("finetune vit letters --from vit", TUNE).err
 
 

@@ -178,5 +178,5 @@ def test_what_cannot_be_folded_is_refused() -> None:
 
 
 def test_scales_as_json_keep_layers_apart_only_where_they_differ() -> None:
-    values = (np.float64(3.0), np.array([2.0, 2.0]), np.array([1.0, 2.0]))
+    values: Any = (np.float64(3.0), np.array([2.0, 2.0]), np.array([1.0, 2.0]))
     assert [plain.number(value) for value in values] == [3.0, 2.0, [1.0, 2.0]]

@@ -1,5 +1,7 @@
 """The sampler without a cache, against which the cache is held: context, draws and compilation."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,11 +138,12 @@ def test_a_jitted_model_compiles_once():
         traces.append(tokens.shape)
         return 30.0 * jax.nn.one_hot((tokens + 1) % VOCAB, VOCAB, dtype=jnp.bfloat16)
 
-    before = generate_uncached._row._cache_size()
+    row: Any = generate_uncached._row
+    before = row._cache_size()
     tokens = sample(model, [1], 2 * SEQ_LEN)
     np.testing.assert_array_equal(tokens, (1 + np.arange(1 + 2 * SEQ_LEN)) % VOCAB)
     assert traces == [(1, SEQ_LEN)]
-    assert generate_uncached._row._cache_size() - before == 1
+    assert row._cache_size() - before == 1
 
 
 def test_masked_logits_are_never_drawn():

@@ -105,7 +105,7 @@ def test_exactly_k_of_tied_tokens_and_none_that_is_masked() -> None:
         ({"top_p": 1.5}, "top-p is 1.5"),
     ],
 )
-def test_numbers_out_of_range_are_refused(sampling: dict[str, float], message: str) -> None:
+def test_numbers_out_of_range_are_refused(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(DecodingError, match=message):
         Sampling(**sampling)
 

@@ -67,7 +67,11 @@ class Translator(NamedTuple):
             decoder = jnp.concatenate([start, jnp.broadcast_to(text[:-1], (3, T - 1))], axis=1)
             batch = {"input_mask": self.mask, "decoder_inputs": decoder}
             logits = logits_of(
-                self.program.definition, self.params, self.program.inputs, self.inputs, **batch
+                self.program.definition,
+                self.params,
+                self.program.inputs,
+                jnp.asarray(self.inputs),
+                **batch,
             )
             return jax.nn.log_softmax(logits)
 

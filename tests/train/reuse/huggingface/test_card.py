@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -115,7 +116,7 @@ def test_a_licence_is_in_header_and_text_or_it_is_said_that_there_is_none() -> N
         "LLAMA3.1": "llama3.1",
     }.items():
         text = card("tuned", f"--licence {typed}")
-        header = ModelCard(text).data
+        header: Any = ModelCard(text).data
         assert header.license == identifier
         assert header.library_name == "transformers"
         assert header.tags == ["mupax"]

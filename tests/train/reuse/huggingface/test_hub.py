@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {"width": 8, "depth": 1, "num_heads": 2}
 VIT = ViTConfig(**SIZES, image_size=8, patch_size=4, channels=3, num_classes=2, pool="cls")
 GPT = DecoderConfig(**SIZES, vocab_size=256, seq_len=16, tied=True)
 INDEX = "model.safetensors.index.json"
-BESIDE_WEIGHTS = (
+COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -128,11 +128,11 @@ def test_text_is_written_and_measured_by_a_name(hub: ModelHub) -> None:
 
 
 def test_import_takes_a_name_and_keeps_what_lies_beside_the_weights(hub: ModelHub) -> None:
-    for name in (*BESIDE_WEIGHTS, "tokenizer.model"):
+    for name in (*COMPANION_FILES, "tokenizer.model"):
         Path("gpt", name).write_text("{}")
     hub.add("me/chat", Path("gpt"))
     succeed("import me/chat --out in")
-    for name in BESIDE_WEIGHTS:
+    for name in COMPANION_FILES:
         assert Path("in", name).read_text() == "{}"
     assert not Path("in", "tokenizer.model").exists()  # it is not read
     succeed("import me/vit --revision other --out other-in")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import shutil
@@ -29,14 +28,11 @@ from tests.fixtures.generators import shared_generators
 from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_assets import of_an_older_version
 from tests.train.reuse.commands import call, change_json, read_json, succeed
+from tests.train.reuse.huggingface.parity_marks import needs_transformers
 from tests.train.reuse.random_weights import LLAMA, published
 
 __all__ = ["shared_generators", "shared_programs"]  # fixtures
 
-MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-without_them = pytest.mark.skipif(
-    bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"
-)
 MODEL = dataclasses.replace(LLAMA, width=8, depth=1, mlp_ratio=2.5, vocab_size=300, seq_len=32)
 TINY = (
     "--model.vocab-size 300 --model.width 8 --model.depth 1 --model.num-heads 2 --model.seq-len 32 "
@@ -54,7 +50,7 @@ WITH_TOKENS = (
 )
 TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
 GREEDY = "--temperature 0 --tokens 5 --prompt"
-BESIDE_WEIGHTS = (
+COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -306,7 +302,7 @@ def test_import_and_export_keep_what_lies_beside_weights(
 ) -> None:
     out = tmp_path / "out"
     succeed("export", imported, "--out", out)
-    for name in BESIDE_WEIGHTS:
+    for name in COMPANION_FILES:
         for folder in (imported, out):
             assert (folder / name).read_bytes() == (llama / name).read_bytes()
     expected = read_json(llama, "config.json")
@@ -363,7 +359,7 @@ def test_weights_of_a_run_on_bytes_say_so(tmp_path: Path) -> None:
 def test_scores_of_weights_begin_with_their_begin_token(
     llama: Path, imported: Path, tmp_path: Path
 ) -> None:
-    """As the lm-eval harness has it: the first token comes after <s>, not after an end of text."""
+    """The lm-eval harness does the same: the first token comes after <s>, not after an end."""
     text = "the cat sat on the mat and the dog ran"
     named = tmp_path / "named"  # the token is named, and the tokenizer does not add it
     shutil.copytree(llama, named)
@@ -463,7 +459,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parity
-@without_them
+@needs_transformers
 @pytest.mark.parametrize("run", ["said", "odd", "chat"])
 def test_transformers_tokenizes_as_the_run_and_stops_at_its_end(run: str) -> None:
     import torch
@@ -493,7 +489,7 @@ def test_transformers_tokenizes_as_the_run_and_stops_at_its_end(run: str) -> Non
 
 
 @pytest.mark.parity
-@without_them
+@needs_transformers
 @pytest.mark.parametrize("case", ["own end", "tokens of another file"])
 def test_transformers_renders_conversations_as_the_run(case: str, tmp_path: Path) -> None:
     import transformers
@@ -531,7 +527,7 @@ def test_transformers_renders_conversations_as_the_run(case: str, tmp_path: Path
 
 
 @pytest.mark.parity
-@without_them
+@needs_transformers
 def test_transformers_reads_what_was_imported_and_exported_as_it_was_published(
     llama: Path, imported: Path, tmp_path: Path
 ) -> None:
