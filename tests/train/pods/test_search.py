@@ -1,4 +1,4 @@
-"""Which candidates a search compiles: the best, and one that differs in each thing that is decided. No compiler is needed."""
+"""Candidates that a search compiles: the best, and one that differs in each thing it decides."""
 
 from __future__ import annotations
 
@@ -23,14 +23,33 @@ from mupax.train.pods.search import Candidate, different
 pytestmark = pytest.mark.core
 
 
-def config_of(**compute: Any) -> Config:
-    config = dataclasses.replace(RECIPES["lm-tiny"](), mesh=MeshConfig(data=8))
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            config.model, compute=dataclasses.replace(config.model.compute, **compute)
-        ),
-    )
+REPORT = {
+    "fits": True,
+    "roofline": {"step_seconds": 1.0, "alone": 0.1, "bound": "compute", "mfu": 0.4},
+    "peak_bytes_per_device": 1,
+    "batch_size": 1,
+    "problems": [],
+}
+
+
+def with_compute(config: Config, **compute: Any) -> Config:
+    changed = dataclasses.replace(config.model.compute, **compute)
+    return with_model(config, compute=changed)
+
+
+def with_model(config: Config, **fields: Any) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **fields))
+
+
+def config_of(data: int = 8, **compute: Any) -> Config:
+    config = dataclasses.replace(RECIPES["lm-tiny"](), mesh=MeshConfig(data=data))
+    return with_compute(config, **compute)
+
+
+def compiled(**fields: Any) -> Any:
+    """Return a compiled step with a report."""
+    report = {**REPORT, **fields}
+    return SimpleNamespace(report=lambda: dict(report))
 
 
 def test_near_copies_of_the_best_are_left_out() -> None:
@@ -39,75 +58,68 @@ def test_near_copies_of_the_best_are_left_out() -> None:
         Candidate(dataclasses.replace(config_of(), seed=seed), 1.0 + seed / 100, 0)
         for seed in range(1, 9)
     ]
-    other = [Candidate(config_of(**{name: value}), 2.0 + i, 0) for i, (name, value) in enumerate(
-        {"remat": "block", "cross_entropy": "plain", "attention_block": 512}.items()
-    )]  # fmt: skip
+    changes: list[dict[str, Any]] = [
+        {"remat": "block"},
+        {"cross_entropy": "plain"},
+        {"attention_block": 512},
+    ]
+    other = [Candidate(config_of(**change), 2.0 + i, 0) for i, change in enumerate(changes)]
     chosen = different([best, *copies, *other], 5)
-    assert [one.seconds for one in chosen] == [1.0, 2.0, 3.0, 4.0, 1.01]
+    assert [plan.seconds for plan in chosen] == [1.0, 2.0, 3.0, 4.0, 1.01]
     assert different([best, *copies], 3) == [best, *copies[:2]]
 
 
 def test_candidates_decide_all_that_the_search_says() -> None:
-    config = dataclasses.replace(config_of(), mesh=MeshConfig())
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, seq_len=512, num_heads=2)
-    )
+    config = with_model(config_of(data=-1), seq_len=512, num_heads=2)
     plans = list(search.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1))
-    values = {name: {json.dumps(one.kinds[name]) for one in plans} for name in plans[0].kinds}
-    assert all(len(of) > 1 for of in values.values()), values
-    # What is printed is what makes it.
-    for one in (plans[0], plans[-1], max(plans, key=lambda one: one.config.mesh.fsdp)):
-        flags = [*one.words.split(), "--model.seq-len", "512", "--model.num-heads", "2"]
+    values = {name: {json.dumps(plan.kinds[name]) for plan in plans} for name in plans[0].kinds}
+    assert all(len(choices) > 1 for choices in values.values()), values
+    # The flags that are printed make the candidate.
+    for plan in (plans[0], plans[-1], max(plans, key=lambda plan: plan.config.mesh.fsdp)):
+        flags = [*plan.words.split(), "--model.seq-len", "512", "--model.num-heads", "2"]
         parsed = cli.parse("lm-tiny", cli.recipe("lm-tiny"), flags).config
-        assert dataclasses.replace(one, config=parsed).kinds == one.kinds
+        assert dataclasses.replace(plan, config=parsed).kinds == plan.kinds
     batch = config.data.batch_size
     assert values["batch"] == {str(batch // 2), str(batch), str(2 * batch)}
     same = search.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1, (1,))
-    assert {one.kinds["batch"] for one in same} == {batch}
-    # What splits a layer's activations is waited for.
-    paces = {
-        one.kinds["axes"]: one.seconds for one in reversed(plans) if one.kinds["batch"] == batch
-    }
-    assert paces["tensor",] > paces["fsdp",]
+    assert {plan.kinds["batch"] for plan in same} == {batch}
+    # Splitting a layer's activations has a wait.
+    seconds: dict[Any, float] = {}
+    for plan in reversed(plans):
+        if plan.kinds["batch"] == batch:
+            seconds[plan.kinds["axes"]] = plan.seconds
+    assert seconds["tensor",] > seconds["fsdp",]
     own = search.candidate(config, CHIPS["v5e"], jax.devices()[:2], 1)
     assert (own.config.mesh.data, own.bytes > 0) == (2, True)
     # Larger batches are compared by the example.
-    assert min(one.pace for one in plans) == min(
-        one.seconds / one.config.data.batch_size for one in plans
-    )
+    paces = [plan.seconds / plan.config.data.batch_size for plan in plans]
+    assert min(plan.pace for plan in plans) == min(paces)
 
 
 def test_estimates_know_the_loss_and_the_blocks() -> None:
-    config = dataclasses.replace(RECIPES["lm-8b"](), mesh=MeshConfig(data=1, fsdp=8))
+    large = dataclasses.replace(RECIPES["lm-8b"](), mesh=MeshConfig(data=1, fsdp=8))
 
-    def seconds(chip: str, **compute: Any) -> float:
-        model = dataclasses.replace(
-            config.model, compute=dataclasses.replace(config.model.compute, **compute)
-        )
-        program = search.assemble(dataclasses.replace(config, model=model))
+    def seconds(chip: str, config: Config = large, **compute: Any) -> float:
+        program = search.assemble(with_compute(config, **compute))
         return search.estimate(program, CHIPS[chip], 1)
 
-    # By parts of the vocabulary between the two: 130 M cycles of 122 and 180 (docs/evidence/performance.md).
-    large = config
-    model, data = (
-        dataclasses.replace(config.model, seq_len=4096),
-        dataclasses.replace(config.data, batch_size=8),
-    )
-    config = dataclasses.replace(config, model=model, data=data)
-    plain, vocab, chunked = (
-        seconds("v5e", cross_entropy=loss) for loss in ("plain", "vocab", "chunked")
-    )
+    # By parts of the vocabulary between the two: 130 M cycles of 122 and 180
+    # (docs/evidence/performance.md).
+    data = dataclasses.replace(large.data, batch_size=8)
+    long = dataclasses.replace(with_model(large, seq_len=4096), data=data)
+    plain, vocab, chunked = [
+        seconds("v5e", long, cross_entropy=loss) for loss in ("plain", "vocab", "chunked")
+    ]
     assert plain < vocab < (plain + chunked) / 2
-    config = large
-    # On v6e blocks of 512 wait for keys and values; on v5e larger ones compute more of what the mask hides.
+    # On v6e blocks of 512 wait for keys and values. On v5e larger blocks compute more of the part
+    # that the mask hides.
     assert seconds("v6e", attention_block=512) > seconds("v6e")
     assert seconds("v5e", attention_block=1024) > seconds("v5e")
-    # What attention's kernel gave is not computed again, all else of the block is.
-    assert (
-        seconds("v5e", remat="dots")
-        < seconds("v5e", remat="attention")
-        < seconds("v5e", remat="block")
-    )
+    # The result of attention's kernel is not computed again, all else of the block is.
+    dots, attention, block = [
+        seconds("v5e", remat=remat) for remat in ("dots", "attention", "block")
+    ]
+    assert dots < attention < block
 
 
 def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
@@ -118,96 +130,76 @@ def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
     def compile_for(config: Config, name: str, slices: int) -> Any:
         tried.append(config)
         if len(tried) == 2:
-            raise refused(
-                name,
-                "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem: 20.0M of 16.0M",
-                2048,
-            )
-        report = {
-            "fits": True,
-            "roofline": {"step_seconds": 1.0},
-            "peak_bytes_per_device": 1,
-            "batch_size": 1,
-        }
-        report["flags"] = {"xla_of_the_compiler": True}
-        return SimpleNamespace(report=lambda: report)
+            message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem: 20.0M of 16.0M"
+            raise refused(name, message, 2048)
+        return compiled(flags={"xla_of_the_compiler": True})
 
     monkeypatch.setattr(search, "compile_for", compile_for)
     monkeypatch.setattr(search.topology, "devices", lambda *_: jax.devices()[:2])
-    config = dataclasses.replace(config_of(), mesh=MeshConfig())
     records: list[str] = []
-    reports = search.search(
-        config, "v5e:2x2", 1, 3, keep=lambda record: records.append(json.dumps(record))
-    )
+
+    def keep(record: Any) -> None:
+        records.append(json.dumps(record))
+
+    reports = search.search(config_of(data=-1), "v5e:2x2", 1, 3, keep=keep)
     first, *_, last = map(json.loads, records)
     assert len(records) == 4  # before the first and after each
     assert {row["outcome"] for row in first["rows"]} == {"estimated"}
-    assert [row["outcome"] for row in last["rows"][:4]] == [
-        "compiled",
-        "refused",
-        "compiled",
-        "estimated",
-    ]
-    assert "20.0M of 16.0M" in last["rows"][1]["reason"]
-    assert last["rows"][2]["peak_bytes_per_device"] == 1
-    assert all(row["expected_seconds"] > 0 and row["expected_bytes"] > 0 for row in last["rows"])
-    assert 3 < len(last["rows"]) <= last["estimated"] + 1  # the run itself beside them
-    assert len(last["rows"]) <= search.MOST_ROWS + 3
+    rows = last["rows"]
+    outcomes = [row["outcome"] for row in rows[:4]]
+    assert outcomes == ["compiled", "refused", "compiled", "estimated"]
+    assert "20.0M of 16.0M" in rows[1]["reason"]
+    assert rows[2]["peak_bytes_per_device"] == 1
+    assert all(row["expected_seconds"] > 0 and row["expected_bytes"] > 0 for row in rows)
+    assert 3 < len(rows) <= last["estimated"] + 1  # the run itself beside them
+    assert len(rows) <= search.MOST_ROWS + 3
     assert (len(tried), len(reports)) == (3, 2)
     assert all(report["flags"].startswith("--mesh.data ") for report in reports)
     assert reports[0]["compiler_flags"] == {"xla_of_the_compiler": True}
     shown = " ".join(capsys.readouterr().out.split())
-    assert (
-        "the compiler of v5e:2x2 refuses this step; a core's own memory is too small: write --model.compute."
-        in shown
-    )
-    assert (
-        "attention-block 1024, or more for one operation with --vmem-kib. It says: RESOURCE_EXHAUSTED"
-        in shown
-    )
+    refusal = "the compiler of v5e:2x2 refuses this step; a core's own memory is too small"
+    assert f"{refusal}: write --model.compute." in shown
+    advice = "attention-block 1024, or more for one operation with --vmem-kib"
+    assert f"{advice}. It says: RESOURCE_EXHAUSTED" in shown
 
 
 def test_a_search_says_the_minutes_that_the_flags_of_now_take() -> None:
-    config = config_of()
-    minutes = {
-        name: estimates.compile_seconds(2**20, estimates.operation_kib(config, CHIPS[name], {}))
-        / 60
-        for name in CHIPS
-    }
+    minutes = {}
+    for name, chip in CHIPS.items():
+        kib = estimates.operation_kib(config_of(), chip, {})
+        minutes[name] = estimates.compile_seconds(2**20, kib) / 60
     # Of a step of 1 MiB, lm-8b's (docs/evidence/performance.md).
     assert [round(minutes[name], 1) for name in ("v5e", "v5p", "v6e")] == [5.7, 5.7, 9.7]
     assert minutes["v4"] == 2.0
 
 
-def test_what_one_operation_may_take_is_what_the_step_is_compiled_with() -> None:
-    config = config_of()
-    assert estimates.operation_kib(config, CHIPS["v6e"], {}) == 98304
-    assert (
-        estimates.operation_kib(dataclasses.replace(config, vmem_kib=65536), CHIPS["v6e"], {})
-        == 65536
-    )
-    assert (
-        estimates.operation_kib(dataclasses.replace(config, xla_flags="none"), CHIPS["v6e"], {})
-        == 32768
-    )
-    assert (
-        estimates.operation_kib(dataclasses.replace(config, xla_flags="none"), CHIPS["v5e"], {})
-        == 16384
-    )
-    mine = {"LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=24576"}
-    assert estimates.operation_kib(config, CHIPS["v5e"], mine) == 24576
+MINE = {"LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=24576"}
+
+
+@pytest.mark.parametrize(
+    ("chip", "changes", "environment", "kib"),
+    [
+        ("v6e", {}, {}, 98304),
+        ("v6e", {"vmem_kib": 65536}, {}, 65536),
+        ("v6e", {"xla_flags": "none"}, {}, 32768),
+        ("v5e", {"xla_flags": "none"}, {}, 16384),
+        ("v5e", {}, MINE, 24576),
+    ],
+)
+def test_what_one_operation_may_take_is_what_the_step_is_compiled_with(
+    chip: str, changes: dict[str, Any], environment: dict[str, str], kib: int
+) -> None:
+    config = dataclasses.replace(config_of(), **changes)
+    assert estimates.operation_kib(config, CHIPS[chip], environment) == kib
 
 
 def test_blocks_of_2048_are_tried_where_a_core_holds_them() -> None:
-    config = dataclasses.replace(config_of(), mesh=MeshConfig())
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, seq_len=4096, num_heads=2)
-    )
+    config = with_model(config_of(data=-1), seq_len=4096, num_heads=2)
 
     def blocks(kib: int | None) -> set[int | None]:
         changed = dataclasses.replace(config, vmem_kib=kib)
         plans = search.candidates(changed, CHIPS["v5e"], jax.devices()[:1], 1, (1,))
-        return {one.config.model.compute.attention_block for one in plans}
+        return {plan.config.model.compute.attention_block for plan in plans}
 
     assert blocks(None) == {None, 1024, 2048}  # 32 MiB; 512 is the chip's own
     assert blocks(16384) == {None, 1024}
@@ -224,34 +216,15 @@ def test_a_record_lies_beside_the_workdir_which_must_be_empty_when_a_run_starts(
 def test_the_command_keeps_what_it_tried_and_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = {"step_seconds": 1.0, "alone": 0.1, "bound": "compute", "mfu": 0.4}
-    report = {
-        "fits": True,
-        "roofline": line,
-        "peak_bytes_per_device": 1,
-        "batch_size": 1,
-        "problems": [],
-    }
-    monkeypatch.setattr(
-        search, "compile_for", lambda *_: SimpleNamespace(report=lambda: dict(report))
-    )
+    monkeypatch.setattr(search, "compile_for", lambda *_: compiled())
     monkeypatch.setattr(search.topology, "devices", lambda *_: jax.devices()[:2])
     monkeypatch.setattr(search.topology, "ready", lambda: None)
-    words = [
-        "lm-tiny",
-        "--topology",
-        "v5e:2x2",
-        "--search",
-        "--limit",
-        "2",
-        "--workdir",
-        str(tmp_path / "run"),
-    ]
-    assert main(["compile", *words]) == 0
+    words = "compile lm-tiny --topology v5e:2x2 --search --limit 2 --workdir"
+    assert main([*words.split(), str(tmp_path / "run")]) == 0
     file = tmp_path / "run.search-v5e-2x2.json"
     assert str(file) in "".join(capsys.readouterr().out.split())
     record = json.loads(file.read_text())
     assert (record["recipe"], record["topology"], record["slices"]) == ("lm-tiny", "v5e:2x2", 1)
     assert [row["outcome"] for row in record["rows"][:3]] == ["compiled", "compiled", "estimated"]
-    assert record["rows"][0]["roofline"] == line
+    assert record["rows"][0]["roofline"] == REPORT["roofline"]
     assert not (tmp_path / "run").exists()  # where a run starts only in what is empty

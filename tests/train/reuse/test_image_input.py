@@ -1,4 +1,4 @@
-"""What a line says of classes that are not a source's."""
+"""Names of classes that are not those of the source."""
 
 from __future__ import annotations
 

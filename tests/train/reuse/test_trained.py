@@ -1,37 +1,39 @@
-"""Commands that open a trained model read the same paths, and refuse the others with the same words before anything is compiled."""
+"""Commands that open a trained model read the same paths, and refuse others with the same words.
+
+They refuse them before anything is compiled.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from mupax.__main__ import main
 from mupax.errors import MupaxError
 from mupax.presets.tuned import find
 from mupax.train import load
 from mupax.train.checkpoints.workdir import write_mark
-from mupax.train.config.run import PresetConfig
 from mupax.train.core.program import Program
 from mupax.train.reuse import trained
-from mupax.train.reuse.huggingface.files import write_imported
-from mupax.train.reuse.source import WeightsSource
 from mupax.zoo.configs import EncoderDecoderConfig, ViTConfig
-from mupax.zoo.definition import definition
+from tests.train.reuse.commands import call, succeed
+from tests.train.reuse.random_weights import imported
 
-MODEL = (
-    "--model.width 8 --model.depth 1 --model.num-heads 2 --model.seq-len 8 --model.vocab-size 300"
+RUN = (
+    "lm-tiny --data.name text:text.txt --data.tokenizer bpe:300 --model.width 8 --model.depth 1 "
+    "--model.num-heads 2 --model.seq-len 8 --model.vocab-size 300 --data.batch-size 8 "
+    "--data.eval-examples 8"
 )
-RUN = f"lm-tiny --data.name text:text.txt --data.tokenizer bpe:300 {MODEL} --data.batch-size 8 --data.eval-examples 8"
-SHORT = "--steps 1 --optimizer.warmup-steps 1 --log.no-progress --log.no-samples --log.no-tensorboard --workdir"
+SHORT = (
+    "--steps 1 --optimizer.warmup-steps 1 --log.no-progress --log.no-samples "
+    "--log.no-tensorboard --workdir"
+)
 GPT2 = {
     "model_type": "gpt2",
     "n_embd": 8,
@@ -59,14 +61,14 @@ NEEDS_RUN = {"noise", "grow", "convert"}
 """Commands that go on with a run's state or its data, so that they refuse weights."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Return the current folder, with a run `lm` and what the cases name."""
     path = tmp_path_factory.mktemp("trained")
     with contextlib.chdir(path):
         Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
         Image.new("RGB", (8, 8)).save("image.png")
-        assert main(["train", *RUN.split(), *SHORT.split(), "lm"]) == 0
+        succeed("train", RUN, SHORT, "lm")
         make_cases()
         yield path
 
@@ -91,15 +93,8 @@ def make_cases() -> None:
     sizes: Any = {"width": 8, "depth": 1, "num_heads": 2}
     vit = ViTConfig(**sizes, image_size=8, patch_size=4, channels=3, num_classes=2)
     ed = EncoderDecoderConfig(**sizes, encoder_depth=1, vocab_size=300, seq_len=8)
-    for name, model in (("vit", vit), ("ed", ed)):
-        params = {
-            path: np.ones(leaf.shape, np.float32)
-            for path, leaf in definition(model).abstract.items()
-        }
-        source = WeightsSource(model, params, dict.fromkeys(params, np.ones(())), {}, [])
-        write_imported(
-            source, PresetConfig(name="sp"), Path(name), "nowhere", reads_bytes=name == "ed"
-        )
+    imported(Path("vit"), vit, reads_bytes=False)
+    imported(Path("ed"), ed, reads_bytes=True)
     for name in ("unsaved", "saving", "lost-tokenizer", "no-record", "damaged"):
         shutil.copytree("lm", name)
     shutil.rmtree("unsaved/checkpoints")
@@ -111,14 +106,18 @@ def make_cases() -> None:
 
 def answer(command: str, path: str) -> tuple[int, str]:
     """Return the exit code of a command on a path, and what it wrote to standard error."""
-    err = io.StringIO()
-    words = [path if word == "PATH" else word for word in COMMANDS[command].split()]
     try:
-        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
-            code = main(words)
+        code, _, err = call(COMMANDS[command].replace("PATH", path))
     finally:
         shutil.rmtree("out", ignore_errors=True)
-    return code, err.getvalue()
+    return code, err
+
+
+def check_refused(command: str, path: str, *messages: str) -> None:
+    code, err = answer(command, path)
+    assert code == 2, (command, err)
+    for message in messages:
+        assert message in err, command
 
 
 @pytest.fixture
@@ -154,12 +153,12 @@ FAULTS = {
 
 WITH_EVERY_COMMAND = ("nowhere", "saving/checkpoints/1")
 SHARE = 4
-"""Commands that are tried on each of the other paths; over all of them every command has its turn four times."""
+"""Commands that are tried on each of the other paths. Every command has its turn on some path."""
 
 
 @pytest.mark.usefixtures("nothing_compiles")
 @pytest.mark.parametrize("path", FAULTS)
-def test_every_command_refuses_a_path_with_the_same_words(folder: Path, path: str) -> None:
+def test_every_command_refuses_a_path_with_the_same_words(path: str) -> None:
     message = FAULTS[path]
     commands = [*COMMANDS]
     if path not in WITH_EVERY_COMMAND:
@@ -167,9 +166,7 @@ def test_every_command_refuses_a_path_with_the_same_words(folder: Path, path: st
         commands = [commands[(start + number) % len(commands)] for number in range(SHARE)]
     path = min(find.files()) if path == "TUNED" else path
     for command in commands:
-        code, err = answer(command, path)
-        assert code == 2, (command, err)
-        assert message in err, (command, err)
+        check_refused(command, path, message)
     with pytest.raises(MupaxError) as refused:
         load(path)
     assert message in str(refused.value)
@@ -187,45 +184,19 @@ def test_every_command_refuses_a_path_with_the_same_words(folder: Path, path: st
         ("strange", "model_type is 'mamba'"),
     ],
 )
-def test_folders_of_weights_are_refused_alike(folder: Path, path: str, message: str) -> None:
+def test_folders_of_weights_are_refused_alike(path: str, message: str) -> None:
     for command in ("generate", "predict", "export", "push", "init-from", "grow"):
         if (command, path) == ("push", "strange"):
             continue  # a folder of Hugging Face goes as it is, whatever its model
-        code, err = answer(command, path)
-        assert code == 2, (command, err)
-        expected = (
-            f"{path} holds weights, and no run; `mupax train RECIPE --init-from"
-            if command in NEEDS_RUN
-            else message
-        )
-        assert expected in err, (command, err)
+        needs_run = f"{path} holds weights, and no run; `mupax train RECIPE --init-from"
+        check_refused(command, path, needs_run if command in NEEDS_RUN else message)
 
 
 @pytest.mark.usefixtures("nothing_compiles")
-def test_a_run_that_lost_its_tokenizer_is_refused_by_all_that_read_text(folder: Path) -> None:
-    for command in (
-        "generate",
-        "chat",
-        "serve",
-        "eval",
-        "predict",
-        "noise",
-        "export",
-        "import",
-        "push",
-        "finetune",
-        "grow",
-        "convert",
-    ):
-        code, err = answer(command, "lost-tokenizer")
-        assert code == 2, (command, err)
-        assert (
-            "lost-tokenizer/assets/tokenizer.json is missing; copy the folder assets of the run"
-            in err
-        ), (
-            command,
-            err,
-        )
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "init-from"])
+def test_a_run_that_lost_its_tokenizer_is_refused_by_all_that_read_text(command: str) -> None:
+    message = "assets/tokenizer.json is missing; copy the folder assets of the run"
+    check_refused(command, "lost-tokenizer", f"lost-tokenizer/{message}")
 
 
 OTHER_FAMILY = {
@@ -250,18 +221,13 @@ USE = {
 
 @pytest.mark.usefixtures("nothing_compiles")
 @pytest.mark.parametrize(("command", "path"), OTHER_FAMILY)
-def test_a_model_of_another_family_is_refused(folder: Path, command: str, path: str) -> None:
-    code, err = answer(command, path)
-    assert code == 2, err
-    assert OTHER_FAMILY[command, path] in err
-    if command not in ("eval", "finetune"):
-        assert USE[path] in err
+def test_a_model_of_another_family_is_refused(command: str, path: str) -> None:
+    use = "" if command in ("eval", "finetune") else USE[path]
+    check_refused(command, path, OTHER_FAMILY[command, path], use)
 
 
 @pytest.mark.parametrize("path", ["lm/checkpoints", "no-record"])
-def test_every_command_reads_what_one_reads(
-    folder: Path, path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_reads_what_one_reads(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: these get as far as a program, or are written."""
 
     class ReachedError(BaseException):  # commands make a message of every Exception

@@ -1,4 +1,4 @@
-"""Generation: what is drawn from logits, that texts are those of the uncached model, and what happens at the context's end."""
+"""Generation: draws from logits, and texts as by the uncached model, past the end of the context."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.train.config.run import Config, DataConfig, MeshConfig, PresetConfig
-from mupax.train.core.program import Program, assemble
+from mupax.train.config.run import DataConfig, MeshConfig
+from mupax.train.core.program import assemble
 from mupax.train.core.step import logits_of
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.generate.command import pieces
@@ -20,18 +20,11 @@ from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling, draw
 from mupax.zoo.configs import DecoderConfig
 from tests.fixtures import generate_uncached
+from tests.train.reuse.generate.small_decoders import CENTERED, LLAMA, SEQ_LEN, VOCAB, program_of
 
-SEQ_LEN, VOCAB = 12, 17
-LLAMA = DecoderConfig(
-    width=24, depth=2, num_heads=6, num_kv_heads=2, mlp_ratio=1.25, vocab_size=VOCAB, seq_len=SEQ_LEN, positions="rotary",
-    norm="rmsnorm", activation="swiglu", bias=False,
-)  # fmt: skip
-CENTERED = DecoderConfig(
-    width=20, depth=2, num_heads=5, mlp_ratio=1.5, vocab_size=VOCAB, seq_len=SEQ_LEN, centered=True
-)
 PROMPT = np.array([3, 1, 4, 1, 5])
 LOGITS = jnp.asarray(np.log(np.array([0.05, 0.4, 0.1, 0.3, 0.15], np.float32)))
-"""Of tokens 1, 3, 4, 2, 0 in order of probability: together 0.4, 0.7, 0.85, 0.95, 1."""
+"""Tokens 1, 3, 4, 2, 0 in order of probability have together 0.4, 0.7, 0.85, 0.95, 1."""
 GREEDY = Sampling(temperature=0)
 
 
@@ -45,9 +38,11 @@ def drawn(sampling: Sampling, logits: Any = LOGITS, count: int = 4000) -> np.nda
 
 
 def distribution(probabilities: np.ndarray, top_k: int | None, top_p: float | None) -> np.ndarray:
-    """The filters written out token by token, and what is left made a distribution."""
+    """Return probabilities after the filters, which are written out token by token."""
     order = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i], i))[:top_k]
-    total, left, mass = sum(probabilities[i] for i in order), [], 0.0
+    total = sum(probabilities[i] for i in order)
+    left = []
+    mass = 0.0
     for i in order:
         left.append(i)
         mass += probabilities[i] / total
@@ -110,7 +105,7 @@ def test_exactly_k_of_tied_tokens_and_none_that_is_masked() -> None:
         ({"top_p": 1.5}, "top-p is 1.5"),
     ],
 )
-def test_numbers_out_of_range_are_refused(sampling: dict[str, float], message: str) -> None:
+def test_numbers_out_of_range_are_refused(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(DecodingError, match=message):
         Sampling(**sampling)
 
@@ -118,37 +113,33 @@ def test_numbers_out_of_range_are_refused(sampling: dict[str, float], message: s
 # Texts
 
 
+def new_generator(
+    model: DecoderConfig = LLAMA, sampling: Sampling = GREEDY, samples: int = 1
+) -> Generator:
+    program, inputs, params = program_of(model)
+    return Generator(program, params, inputs, sampling=sampling, samples=samples)
+
+
+generator = functools.cache(new_generator)
+
+
 @functools.cache
-def program_of(model: DecoderConfig = LLAMA) -> tuple[Program, Any, Any]:
-    """A program on one device, its numbers, and parameters that are not what its reference has."""
-    config = Config(
-        recipe="tiny", model=model, data=DataConfig(name="text:x", batch_size=1), mesh=MeshConfig(data=1), steps=1,
-        preset=PresetConfig(name="mup"),
-    )  # fmt: skip
-    program, noise = assemble(config, jax.devices()[:1]), np.random.default_rng(2)
-    params = program.initial_state().params
-    params = {
-        n: w + 0.3 * jnp.asarray(noise.standard_normal(w.shape), w.dtype) for n, w in params.items()
-    }
-    return program, program.step_inputs(), params
-
-
-def generator(model: DecoderConfig = LLAMA, sampling: Sampling = GREEDY, **more: Any) -> Generator:
-    program, numbers, params = program_of(model)
-    return Generator(program, params, numbers, sampling=sampling, **more)
+def logits_program(model: DecoderConfig) -> Any:
+    """Compile the logits of a complete context."""
+    program, inputs, params = program_of(model)
+    return jax.jit(lambda window: logits_of(program.definition, params, inputs, window))
 
 
 def uncached(prompt: np.ndarray, length: int, model: DecoderConfig = LLAMA) -> np.ndarray:
-    """The likeliest tokens by the whole model, with the rule of the context's end written out."""
-    program, numbers, params = program_of(model)
-    logits = jax.jit(lambda window: logits_of(program.definition, params, numbers, window))
-    text, context = list(prompt), list(prompt)[-SEQ_LEN:]
+    """Return the likeliest tokens, with the rule of the context's end written out."""
+    text = list(prompt)
+    context = text[-SEQ_LEN:]
     for _ in range(length):
         if len(context) > SEQ_LEN:
             context = text[-(SEQ_LEN // 2) :]
         window = np.zeros((1, SEQ_LEN), np.int32)
         window[0, : len(context)] = context
-        token = int(np.asarray(logits(window))[0, len(context) - 1].argmax())
+        token = int(np.asarray(logits_program(model)(window))[0, len(context) - 1].argmax())
         text.append(token)
         context.append(token)
     return np.array(text[len(prompt) :])
@@ -165,32 +156,32 @@ def test_greedy_text_is_that_of_the_uncached_model_past_the_contexts_end(
 
 
 def test_within_the_context_it_is_the_text_of_the_plain_sampler() -> None:
-    program, numbers, params = program_of()
-    logits = jax.jit(lambda window: logits_of(program.definition, params, numbers, window))
+    logits = logits_program(LLAMA)
     plain = generate_uncached.sample(logits, PROMPT, SEQ_LEN - 5, seq_len=SEQ_LEN, temperature=0)
     np.testing.assert_array_equal(generator().complete(PROMPT, SEQ_LEN - 5)[0], plain[5:])
 
 
 def test_prompts_of_any_length_are_read() -> None:
-    sampler, random = generator(), np.random.default_rng(0)
+    random = np.random.default_rng(0)
     for size in (1, 2, SEQ_LEN - 1, SEQ_LEN, SEQ_LEN + 1, 3 * SEQ_LEN):
         prompt = random.integers(0, VOCAB, size)
-        np.testing.assert_array_equal(sampler.complete(prompt, 3)[0], uncached(prompt, 3))
+        np.testing.assert_array_equal(generator().complete(prompt, 3)[0], uncached(prompt, 3))
 
 
 def test_a_sample_depends_on_the_seed_and_its_number_alone() -> None:
     warm = Sampling(temperature=1.5, top_k=9, top_p=0.95)
-    three, one = generator(sampling=warm, samples=3), generator(sampling=warm)
+    three = generator(sampling=warm, samples=3)
+    alone = generator(sampling=warm)
     texts = three.complete(PROMPT, 20, seed=1)
     assert texts.shape == (3, 20)
     assert len({tuple(row) for row in texts}) == 3
-    np.testing.assert_array_equal(one.complete(PROMPT, 20, seed=1)[0], texts[0])
+    np.testing.assert_array_equal(alone.complete(PROMPT, 20, seed=1)[0], texts[0])
     np.testing.assert_array_equal(three.complete(PROMPT, 7, seed=1), texts[:, :7])
-    assert not np.array_equal(one.complete(PROMPT, 20, seed=2)[0], texts[0])
+    assert not np.array_equal(alone.complete(PROMPT, 20, seed=2)[0], texts[0])
 
 
 def test_a_stream_gives_the_same_tokens_in_parts_and_compiles_once() -> None:
-    sampler = generator()
+    sampler = new_generator()
     parts = list(sampler.stream(PROMPT, 20))
     assert len(parts) > 3
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), sampler.complete(PROMPT, 20))
@@ -201,7 +192,7 @@ def test_a_stream_gives_the_same_tokens_in_parts_and_compiles_once() -> None:
 
 
 def test_a_mesh_gives_the_same_text() -> None:
-    program, _, params = program_of()
+    program, _, params = program_of(LLAMA)
     split = assemble(
         dataclasses.replace(
             program.config,
@@ -209,10 +200,9 @@ def test_a_mesh_gives_the_same_text() -> None:
             data=DataConfig(name="text:x", batch_size=8),
         )
     )
-    placed = {
-        n: jax.device_put(np.asarray(w), split.abstract.params[n].sharding)
-        for n, w in params.items()
-    }
+    placed = {}
+    for name, w in params.items():
+        placed[name] = jax.device_put(np.asarray(w), split.abstract.params[name].sharding)
     on_mesh = Generator(split, placed, split.step_inputs(), sampling=GREEDY)
     np.testing.assert_array_equal(on_mesh.complete(PROMPT, 15), generator().complete(PROMPT, 15))
 
@@ -224,10 +214,10 @@ def test_a_prompt_that_is_none_is_refused(prompt: np.ndarray) -> None:
 
 
 def test_a_model_that_has_diverged_is_told() -> None:
-    program, numbers, params = program_of()
+    program, inputs, params = program_of(LLAMA)
     params = {**params, "readout": params["readout"].at[0, 0].set(jnp.nan)}
     with pytest.raises(DecodingError, match="the model has diverged"):
-        Generator(program, params, numbers).complete(PROMPT, 1)
+        Generator(program, params, inputs).complete(PROMPT, 1)
 
 
 @pytest.mark.core

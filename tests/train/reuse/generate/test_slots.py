@@ -10,23 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.train.config.run import Config, DataConfig, MeshConfig, PresetConfig
-from mupax.train.core.program import assemble
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import Sampling
 from mupax.train.reuse.generate.slots import Slots, Text
-from mupax.zoo.configs import DecoderConfig
+from tests.train.reuse.generate.small_decoders import CENTERED, LLAMA, program_of
 
-SEQ_LEN = 12
-LLAMA = DecoderConfig(
-    width=24, depth=2, num_heads=6, num_kv_heads=2, mlp_ratio=1.25, vocab_size=17, seq_len=SEQ_LEN, positions="rotary",
-    norm="rmsnorm", activation="swiglu", bias=False,
-)  # fmt: skip
 MODELS = {
     "rotary": LLAMA,
-    "learned positions, centered": DecoderConfig(
-        width=20, depth=2, num_heads=5, mlp_ratio=1.5, vocab_size=17, seq_len=SEQ_LEN, centered=True
-    ),
+    "learned positions, centered": CENTERED,
     "windows and caps in a loop over layers": dataclasses.replace(
         LLAMA,
         window=3,
@@ -50,34 +41,39 @@ SAMPLINGS = (Sampling(0.0), Sampling(1.0), Sampling(0.7, None, 0.5))
 
 @functools.cache
 def generator_of(name: str) -> Generator:
-    config = Config(
-        recipe="tiny", model=MODELS[name], data=DataConfig(name="text:x", batch_size=1), mesh=MeshConfig(data=1), steps=1,
-        preset=PresetConfig(name="mup"),
-    )  # fmt: skip
-    program = assemble(config, jax.devices()[:1])
-    noise = np.random.default_rng(2)
-    params: Any = {}
-    for parameter, w in program.initial_state().params.items():
-        params[parameter] = w + 0.3 * noise.standard_normal(w.shape).astype(np.float32)
-    return Generator(program, params, program.step_inputs(), sampling=None)
+    program, inputs, params = program_of(MODELS[name])
+    return Generator(program, params, inputs, sampling=None)
+
+
+@functools.cache
+def compiled_slots(name: str) -> Slots:
+    return Slots(generator_of(name), 4)
+
+
+def empty_slots(name: str) -> Slots:
+    """Return four slots. Those of a model share what they compile."""
+    slots = compiled_slots(name)
+    slots.reset()
+    return slots
 
 
 def text(seed: int = 7, length: int = 30, sampling: Sampling = SAMPLING) -> Text:
     return Text(np.array([3, 1, 4, 1, 5], np.int32), length, seed, seed % 2, sampling)
 
 
-def written(slots: Slots, one: Text, most: int = 64) -> Any:
-    """The tokens of a text, and its cache when it is complete."""
-    while not one.is_complete:
+def written(slots: Slots, text: Text, most: int = 64) -> tuple[list[int], Any]:
+    """Return the tokens of a text, and its cache when it is complete."""
+    while not text.is_complete:
         slots.step(most)
-    slots.put_aside(one)
-    return one.written_ids, jax.tree.map(np.asarray, one.saved)
+    slots.put_aside(text)
+    return text.written_ids, jax.tree.map(np.asarray, text.saved)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_text_is_bitwise_the_same_alone_and_among_others(name: str) -> None:
-    slots = Slots(generator_of(name), 4)
-    slots.join(alone := text())
+    slots = empty_slots(name)
+    alone = text()
+    slots.join(alone)
     tokens, cache = written(slots, alone)
 
     neighbours = [text(seed, 25 + seed, sampling) for seed, sampling in enumerate(SAMPLINGS)]
@@ -85,7 +81,8 @@ def test_a_text_is_bitwise_the_same_alone_and_among_others(name: str) -> None:
         slots.join(other)
     slots.step(3)
     slots.leave(neighbours[1])
-    slots.join(late := text())  # in another slot, and while neighbours are in the middle of theirs
+    late = text()
+    slots.join(late)  # in another slot, and while neighbours are in the middle of theirs
     slots.join(text(9))
     late_tokens, late_cache = written(slots, late, most=2)
     assert late_tokens == tokens
@@ -100,7 +97,7 @@ def test_a_text_is_bitwise_the_same_alone_and_among_others(name: str) -> None:
 
 def test_the_text_is_that_of_the_generator_and_the_row_counts() -> None:
     generator = generator_of("rotary")
-    slots = Slots(generator, 3)
+    slots = empty_slots("rotary")
     expected = [*generator.stream(text().prompt, 30, 7, sampling=SAMPLING, samples=2)]
     rows = [Text(text().prompt, 30, 7, row, SAMPLING) for row in range(2)]
     for row in rows:
@@ -114,13 +111,16 @@ def test_the_text_is_that_of_the_generator_and_the_row_counts() -> None:
 
 
 def test_a_text_that_is_put_aside_goes_on_as_if_it_had_stayed() -> None:
-    slots = Slots(generator_of("rotary"), 2)
-    slots.join(stays := text())
+    slots = empty_slots("rotary")
+    stays = text()
+    slots.join(stays)
     tokens, _ = written(slots, stays)
-    slots.join(moved := text())
+    moved = text()
+    slots.join(moved)
     slots.step(4)
     slots.put_aside(moved)
-    slots.join(other := text(1))
+    other = text(1)
+    slots.join(other)
     slots.step(5)
     slots.join(moved)
     assert written(slots, moved)[0] == tokens

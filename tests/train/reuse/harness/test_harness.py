@@ -1,9 +1,7 @@
-"""`eval --tasks` with the lm-eval harness itself, on three tasks of files beside this one; `make parity` installs the harness."""
+"""`eval --tasks` with the lm-eval harness, which `make parity` installs, on tasks of local files."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import shutil
@@ -13,19 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.reuse.harness.texts import Texts
+from tests.train.reuse.commands import call, read_json, succeed
 from tests.train.reuse.harness.test_texts import DECODER
-from tests.train.reuse.test_source import published
+from tests.train.reuse.random_weights import published
 
 TASKS = Path(__file__).parent / "tasks"
 
 
-def evaluated(words: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(words.split())
-    return code, out.getvalue(), " ".join(err.getvalue().split())
+def read_lines(path: str) -> list[Any]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 @pytest.mark.parity
@@ -34,41 +29,37 @@ def test_three_tasks_say_what_the_model_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
-    for name, value in {
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(tmp_path / "c"),
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "c"))
     shutil.copytree(TASKS, tmp_path / "tasks")
     monkeypatch.chdir(tmp_path / "tasks")
-    model = Texts(published(tmp_path / "weights", DECODER), tokenizer="bytes")
+    weights = published(tmp_path / "weights", DECODER)
+    model = Texts(weights, tokenizer="bytes")
     prompts = ["abc", "what is read", "counting 0123"]
     written = [model.continued(prompt, ["\n"], max_tokens=4) for prompt in prompts]
-    lines = [
-        {"prompt": p, "written": w} for p, w in zip(prompts, [*written[:2], "another"], strict=True)
-    ]
-    Path("copying.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    words = "--tasks local_choices local_passages local_copying --tasks-from . --data.tokenizer bytes --json numbers.json"
-    code, out, err = evaluated(f"eval {tmp_path / 'weights'} {words}")
-    assert code == 0, err
-    numbers: Any = json.loads(Path("numbers.json").read_text())
+    written[2] = "another"
+    rows = zip(prompts, written, strict=True)
+    lines = [json.dumps({"prompt": prompt, "written": text}) for prompt, text in rows]
+    Path("copying.jsonl").write_text("\n".join(lines))
+    tasks = "--tasks local_choices local_passages local_copying --tasks-from ."
+    words = "--data.tokenizer bytes --json report.json"
+    out = succeed("eval", weights, tasks, words).out
+    report = read_json("report.json")
 
-    docs = [json.loads(line) for line in Path("choices.jsonl").read_text().splitlines()]
-    right = [
-        int(np.argmax([s.logprob for s in model.likelihoods([(d["question"], f" {c}") for c in d["choices"]])])) == d["answer"]
-        for d in docs
-    ]  # fmt: skip
-    assert numbers["local_choices"]["acc"] == pytest.approx(np.mean(right))
-    passages = [
-        json.loads(line)["text"] for line in Path("passages.jsonl").read_text().splitlines()
-    ]
+    is_right = []
+    for document in read_lines("choices.jsonl"):
+        pairs = [(document["question"], f" {choice}") for choice in document["choices"]]
+        scores = [score.logprob for score in model.likelihoods(pairs)]
+        is_right.append(int(np.argmax(scores)) == document["answer"])
+    assert report["local_choices"]["acc"] == pytest.approx(np.mean(is_right))
+    passages = [document["text"] for document in read_lines("passages.jsonl")]
     bits = -sum(model.rolling(passages)) / sum(map(len, passages)) / math.log(2)
-    assert numbers["local_passages"]["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
-    assert numbers["local_copying"]["exact_match"] == pytest.approx(2 / 3)
-    assert numbers["local_choices"]["examples"] == 3
+    assert report["local_passages"]["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+    assert report["local_copying"]["exact_match"] == pytest.approx(2 / 3)
+    assert report["local_choices"]["examples"] == 3
     assert "bits_per_byte" in out
-    code, _, err = evaluated(
-        f"eval {tmp_path / 'weights'} --tasks choices --tasks-from . --data.tokenizer bytes"
-    )
-    assert (code, "no task is named choices; . has local_choices" in err) == (2, True), err
+    words = "--tasks choices --tasks-from . --data.tokenizer bytes"
+    code, _, err = call("eval", weights, words)
+    assert code == 2
+    assert "no task is named choices; . has local_choices" in err

@@ -1,20 +1,15 @@
-"""`examples/own_images.py`: images of one's own, fine-tuned, predicted, exported, and the same answers in `transformers`."""
+"""`examples/own_images.py`: images of one's own from fine-tuning to answers in `transformers`."""
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 from pathlib import Path
 
 import pytest
 
-MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.parity,
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"
-    ),
-]
+from tests.train.reuse.huggingface.parity_marks import needs_transformers
+
+pytestmark = [pytest.mark.parity, needs_transformers]
 EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "own_images.py"
 SMALL = "--log.no-tensorboard --log.no-samples --log.no-progress --steps 150"
 

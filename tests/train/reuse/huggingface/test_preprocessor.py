@@ -1,7 +1,8 @@
-"""Class names and preprocessing travel: from Hugging Face's folders through imports and runs, and out again."""
+"""Class names and preprocessing, from Hugging Face's folders through imports and out again."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,22 @@ from mupax.train.reuse import trained
 from mupax.train.reuse.huggingface import preprocessor
 from mupax.train.reuse.image_input import recorded
 from mupax.zoo.configs import ConfigError, ViTConfig
-from tests.train.reuse.test_source import published, zoo
+from tests.train.reuse.commands import change_json, read_json, refuse, succeed
+from tests.train.reuse.random_weights import published
 
 pytestmark = pytest.mark.core
 
 MODEL = ViTConfig(
-    width=8, depth=1, num_heads=2, mlp_ratio=2, image_size=12, patch_size=4, channels=3, num_classes=3, pool="cls"
-)  # fmt: skip
+    width=8,
+    depth=1,
+    num_heads=2,
+    mlp_ratio=2,
+    image_size=12,
+    patch_size=4,
+    channels=3,
+    num_classes=3,
+    pool="cls",
+)
 NAMES = ("ant", "bee", "cat")
 VIT = {
     "image_processor_type": "ViTImageProcessor",
@@ -32,18 +42,19 @@ VIT = {
     "image_mean": [0.485, 0.456, 0.406],
     "image_std": [0.229, 0.224, 0.225],
 }
-BICUBIC = PixelsConfig(
-    fit="squash", interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), background="none"
-)  # fmt: skip
+SQUASH = PixelsConfig(fit="squash", background="none")
+BICUBIC = dataclasses.replace(
+    SQUASH, interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+)
+EDGE = dataclasses.replace(BICUBIC, fit="edge", resize=14)
 
 
 def folder(
     path: Path, processor: dict[str, Any] | None = VIT, names: tuple[str, ...] = NAMES
 ) -> Path:
-    """A ViT as it is published, with names of its classes."""
-    published(path, MODEL)  # pyright: ignore[reportArgumentType]
-    config = json.loads((path / "config.json").read_text()) | preprocessor.labels(names)
-    (path / "config.json").write_text(json.dumps(config))
+    """Write a ViT as it is published, with names of its classes."""
+    published(path, MODEL)
+    change_json(path / "config.json", **preprocessor.labels(names))
     if processor is not None:
         (path / preprocessor.FILE).write_text(json.dumps(processor))
     return path
@@ -51,45 +62,35 @@ def folder(
 
 def test_names_and_preprocessing_come_in_and_go_out_again(tmp_path: Path) -> None:
     origin = folder(tmp_path / "hf")
-    code, out, err = zoo(
-        "import", origin, "--out", tmp_path / "in", "--preset", "mup", "--base", "vit-proxy"
-    )
-    assert (code, err) == (0, "")
-    assert (
-        "classes: ant, bee, cat; images: squash, bicubic, mean 0.485 0.456 0.406, std 0.229 0.224 0.225"
-        in out
-    )
-    for path in (origin, tmp_path / "in"):
+    imported = tmp_path / "in"
+    result = succeed("import", origin, "--preset mup --base vit-proxy --out", imported)
+    assert not result.err
+    pixels = "squash, bicubic, mean 0.485 0.456 0.406, std 0.229 0.224 0.225"
+    assert f"classes: ant, bee, cat; images: {pixels}" in result.out
+    for path in (origin, imported):
         assert trained.describe(path).images == trained.read(path).images == (NAMES, BICUBIC)
-    assert zoo("export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    out = tmp_path / "out"
+    succeed("export", imported, "--out", out)
+    config = read_json(out, "config.json")
     assert config["id2label"] == {"0": "ant", "1": "bee", "2": "cat"}
     assert config["label2id"] == {"ant": 0, "bee": 1, "cat": 2}
-    assert json.loads((tmp_path / "out" / preprocessor.FILE).read_text()) == {
-        **VIT,
-        "do_convert_rgb": True,
-    }
+    assert read_json(out, preprocessor.FILE) == {**VIT, "do_convert_rgb": True}
 
 
 def test_a_folder_without_the_file_has_the_processors_defaults(tmp_path: Path) -> None:
     source = trained.read(folder(tmp_path / "hf", None, ("LABEL_0", "LABEL_1", "LABEL_2")))
-    assert source.images == (None, PixelsConfig(background="none", fit="squash"))
+    assert source.images == (None, SQUASH)
     assert any("no preprocessor_config.json" in note for note in source.notes)
+
+
+CROP = {"do_center_crop": True, "crop_size": 12}
 
 
 @pytest.mark.parametrize(
     ("change", "pixels"),
     [
-        (
-            {"do_normalize": False},
-            PixelsConfig(
-                background="none", fit="squash", interpolation="bicubic", mean=(0.0,), std=(1.0,)
-            ),
-        ),
-        (
-            {"image_mean": 0.5, "image_std": [0.5] * 3, "resample": 2},
-            PixelsConfig(background="none", fit="squash"),
-        ),
+        ({"do_normalize": False}, dataclasses.replace(BICUBIC, mean=(0.0,), std=(1.0,))),
+        ({"image_mean": 0.5, "image_std": [0.5] * 3, "resample": 2}, SQUASH),
         (
             {
                 "do_rescale": False,
@@ -98,30 +99,16 @@ def test_a_folder_without_the_file_has_the_processors_defaults(tmp_path: Path) -
                 "size": 12,
                 "resample": 0,
             },
-            PixelsConfig(
-                background="none", fit="squash", interpolation="nearest", mean=(0.5,), std=(0.2,)
-            ),
+            dataclasses.replace(SQUASH, interpolation="nearest", mean=(0.5,), std=(0.2,)),
         ),
         (
-            {
-                "size": {"shortest_edge": 14},
-                "do_center_crop": True,
-                "crop_size": {"height": 12, "width": 12},
-            },
-            PixelsConfig(**{**vars(BICUBIC), "fit": "edge", "resize": 14}),
+            {**CROP, "size": {"shortest_edge": 14}, "crop_size": {"height": 12, "width": 12}},
+            EDGE,
         ),
+        ({**CROP, "image_processor_type": "BitImageProcessor", "size": 14}, EDGE),
         (
-            {
-                "image_processor_type": "BitImageProcessor",
-                "size": 14,
-                "do_center_crop": True,
-                "crop_size": 12,
-            },
-            PixelsConfig(**{**vars(BICUBIC), "fit": "edge", "resize": 14}),
-        ),
-        (
-            {"size": {"height": 14, "width": 14}, "do_center_crop": True, "crop_size": 12},
-            PixelsConfig(**{**vars(BICUBIC), "resize": 14}),
+            {**CROP, "size": {"height": 14, "width": 14}},
+            dataclasses.replace(BICUBIC, resize=14),
         ),
     ],
 )
@@ -169,22 +156,18 @@ def test_what_is_not_done_here_is_refused_by_its_field(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path = folder(tmp_path / "hf", {**VIT, **change})
-    code, _, err = zoo("import", path, "--out", tmp_path / "in")
-    assert code == 2
+    err = refuse("import", path, "--out", tmp_path / "in")
+    assert err.count("preprocessor_config.json") == 1
+    assert "remove the file to read the weights without it" in err
     with pytest.raises(ConfigError, match=message):
         trained.describe(path)
-    assert " ".join(err.split()).count("preprocessor_config.json") == 1
-    assert "remove the file to read the weights without it" in " ".join(err.split())
 
 
 def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two classes are called 'ant'"):
         preprocessor.labels(("ant", "bee", "ant"))
     path = folder(tmp_path / "hf")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(
-        json.dumps({**config, "id2label": {"0": "ant", "1": "bee", "3": "cat"}})
-    )
+    change_json(path / "config.json", id2label={"0": "ant", "1": "bee", "3": "cat"})
     with pytest.raises(ConfigError, match="id2label does not name the classes 0 to 2"):
         trained.read(path)
     for fields, message in (

@@ -1,11 +1,11 @@
-"""The images that a model reads here, and what the processor of an exported folder makes of the same files in `transformers`."""
+"""Images as a model reads them, and as the processor of its exported folder in `transformers`."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +15,9 @@ from mupax.train.config.data import PixelsConfig
 from mupax.train.data import crops, images
 from mupax.train.reuse.huggingface import preprocessor
 from mupax.zoo.configs import ViTConfig
+from tests.train.reuse.huggingface.parity_marks import needs_transformers
 
-MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.parity,
-    pytest.mark.skipif(
-        bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"
-    ),
-]
+pytestmark = [pytest.mark.parity, needs_transformers]
 
 MODEL = ViTConfig(
     width=8,
@@ -46,25 +41,36 @@ CASES = {
 }
 
 
-def largest_difference(pixels: PixelsConfig, folder: Path) -> float:
-    """Over random images of several shapes, in normalized values."""
+def theirs(pixels: PixelsConfig, model: ViTConfig, folder: Path) -> Any:
+    """Return a function from an image to the array that the exported processor makes of it."""
     import transformers
 
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps(preprocessor.to_huggingface(pixels, MODEL, "vit"))
-    )
+    fields = preprocessor.to_huggingface(pixels, model, "vit")
+    (folder / "preprocessor_config.json").write_text(json.dumps(fields))
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
-    draw, worst = np.random.default_rng(0), 0.0
+
+    def process(image: np.ndarray, **options: bool) -> np.ndarray:
+        read = processor(Image.fromarray(image), return_tensors="np", **options)
+        return read["pixel_values"].transpose(0, 2, 3, 1)
+
+    return process
+
+
+def ours(pixels: PixelsConfig, size: int, image: np.ndarray) -> np.ndarray:
+    return crops.fitted(pixels, size)([image], np.zeros((1, images.NUMBERS)))
+
+
+def largest_difference(pixels: PixelsConfig, folder: Path) -> float:
+    """Return the largest difference of normalized values, over random images of several shapes."""
+    process = theirs(pixels, MODEL, folder)
+    draw = np.random.default_rng(0)
+    worst = 0.0
     for shape in ((40, 64), (61, 37), (28, 28), (20, 31), (64, 64)):
         image = draw.integers(0, 256, (*shape, 3), dtype=np.uint8)
-        ours = images.normalized(
-            crops.fitted(pixels, 28)([image], np.zeros((1, images.NUMBERS))), pixels
-        )
-        theirs = processor(Image.fromarray(image), return_tensors="np")["pixel_values"].transpose(
-            0, 2, 3, 1
-        )
-        assert ours.shape == theirs.shape == (1, 28, 28, 3)
-        worst = max(worst, float(np.abs(ours - theirs).max()))
+        normalized = images.normalized(ours(pixels, 28, image), pixels)
+        expected = process(image)
+        assert normalized.shape == expected.shape == (1, 28, 28, 3)
+        worst = max(worst, float(np.abs(normalized - expected).max()))
     return worst
 
 
@@ -77,17 +83,10 @@ def test_images_are_the_same(case: str, tmp_path: Path) -> None:
 def test_levels_of_a_shorter_edge_of_eight_sevenths_are_the_same_to_the_bit(
     size: int, tmp_path: Path
 ) -> None:
-    """What runs on images have unless told: files of any size and shape."""
-    import transformers
-
-    pixels, model = (
-        PixelsConfig(fit="edge", resize=round(8 / 7 * size)),
-        dataclasses.replace(MODEL, image_size=size, patch_size=1),
-    )
-    (tmp_path / "preprocessor_config.json").write_text(
-        json.dumps(preprocessor.to_huggingface(pixels, model, "vit"))
-    )
-    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    """The default of runs on images, for files of any size and shape."""
+    pixels = PixelsConfig(fit="edge", resize=round(8 / 7 * size))
+    model = dataclasses.replace(MODEL, image_size=size, patch_size=1)
+    process = theirs(pixels, model, tmp_path)
     draw = np.random.default_rng(0)
     shapes = [
         (size, size),
@@ -99,12 +98,8 @@ def test_levels_of_a_shorter_edge_of_eight_sevenths_are_the_same_to_the_bit(
     ]
     for shape in shapes:
         image = draw.integers(0, 256, (*shape, 3), dtype=np.uint8)
-        ours = crops.fitted(pixels, size)([image], np.zeros((1, images.NUMBERS)))
-        read = processor(
-            Image.fromarray(image), do_rescale=False, do_normalize=False, return_tensors="np"
-        )
-        theirs = read["pixel_values"].transpose(0, 2, 3, 1)
-        np.testing.assert_array_equal(ours, theirs, err_msg=str(shape))
+        expected = process(image, do_rescale=False, do_normalize=False)
+        np.testing.assert_array_equal(ours(pixels, size, image), expected, err_msg=str(shape))
 
 
 def test_control_our_own_crop_is_not_theirs_and_says_so(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every recipe's result is exported, or refused by the fields that have no layout, with what to write instead."""
+"""Every recipe's result is exported, or refused by the fields that have no layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from mupax.train.config import cli
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.factors import init_stds, resolve
-from mupax.train.reuse import plain, source, trained, transplant
+from mupax.train.reuse import plain, trained, transplant
 from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.definition import definition
@@ -26,6 +25,8 @@ from mupax.zoo.transformer import RoutingConfig, TransformerConfig, transformer
 from mupax.zoo.vit.sines import sines
 from scripts.parity import __main__ as parity
 from scripts.parity import models
+from tests.train.reuse.random_weights import source_of
+from tests.train.reuse.scaled_models import forward_program
 
 pytestmark = pytest.mark.core
 
@@ -39,22 +40,27 @@ FAMILIES = {
 }
 """Recipes whose result is exported, and as what."""
 
-CENTERED = "model.centered trains the difference of two networks, and a file holds one; train with --model.no-centered to export"
+CENTERED = (
+    "model.centered trains the difference of two networks, and a file holds one; "
+    "train with --model.no-centered to export"
+)
 REFUSED = {
     "ed-tiny": [
         (
             "--model.positions learned --model.norm layernorm",
-            "transformers' mbart cannot hold this model: it has no rotary positions; train with --model.positions learned --model.norm "
-            "layernorm, which is an MBart, or with --model.positions relative --model.norm rmsnorm --model.no-embedding-norm, which is "
-            "a T5, to export; it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm",
+            "transformers' mbart cannot hold this model: it has no rotary positions; "
+            "train with --model.positions learned --model.norm layernorm, which is an MBart, or "
+            "with --model.positions relative --model.norm rmsnorm --model.no-embedding-norm, which "
+            "is a T5, to export; it has LayerNorm, which subtracts the mean, and model.norm is "
+            "rmsnorm",
         ),
         ("--model.positions relative --model.norm rmsnorm --model.no-embedding-norm", ""),
     ],
     "vit-s16-imagenet": [
         (
             "--model.no-pre-logits",
-            "transformers' siglip cannot hold this model: model.pre_logits is a layer before the readout, which it does not have; train "
-            "with --model.no-pre-logits to export",
+            "transformers' siglip cannot hold this model: model.pre_logits is a layer before the "
+            "readout, which it does not have; train with --model.no-pre-logits to export",
         )
     ],
     "bordelon-vit": [
@@ -62,16 +68,22 @@ REFUSED = {
     ],
     "bordelon-lm": [
         (
-            "--model.no-centered --model.no-qk-norm --model.qk-norm-kind rmsnorm --model.branch-activation none "
-            "--model.no-readout-bias",
-            f"transformers' gpt2 cannot hold this model: {CENTERED}; model.qk_norm normalizes queries and keys, which it does not; train "
-            "with --model.no-qk-norm --model.qk-norm-kind rmsnorm to export; model.branch_activation acts on what branches read, which "
-            "it does not; train with --model.branch-activation none to export; model.readout_bias adds to the logits, which it does not; "
+            "--model.no-centered --model.no-qk-norm --model.qk-norm-kind rmsnorm "
+            "--model.branch-activation none --model.no-readout-bias",
+            f"transformers' gpt2 cannot hold this model: {CENTERED}; "
+            "model.qk_norm normalizes queries and keys, which it does not; "
+            "train with --model.no-qk-norm --model.qk-norm-kind rmsnorm to export; "
+            "model.branch_activation acts on what branches read, which it does not; "
+            "train with --model.branch-activation none to export; "
+            "model.readout_bias adds to the logits, which it does not; "
             "train with --model.no-readout-bias to export",
         )
     ],
 }
-"""Recipes whose result has no layout: flags that the refusal names, which give one that has, and its text."""
+"""Recipes whose result has no layout.
+
+Each row has flags that the refusal names, with which the result has a layout, and the refusal.
+"""
 
 
 def written(name: str, *words: str) -> dict[str, Any]:
@@ -109,43 +121,39 @@ def test_what_is_written_as_another_model_has_the_same_logits(
     name: str, preset: str, tmp_path: Path
 ) -> None:
     config = models.WRITTEN[name]
-    built, fields = definition(config), dataclasses.replace(parity.PRESETS[preset])
+    built = definition(config)
+    fields = parity.PRESETS[preset]
     if preset in ("mup", "depth-mup"):
         fields = dataclasses.replace(fields, base=parity.BASES[config.family])
-    under = preset_for(fields, config)
-    factors = resolve(under, built, under.optimizers[0])
-    params = parity.random_params(built, init_stds(under, built))
-    inputs = parity.inputs_of(config)
-    here = jax.jit(built.apply)(
-        params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs)
-    )
+    resolved = preset_for(fields, config)
+    factors = resolve(resolved, built, resolved.optimizers[0])
+    params = parity.random_params(built, init_stds(resolved, built))
+    inputs = [jnp.asarray(array) for array in parity.inputs_of(config)]
+    expected = forward_program(config)(params, factors.multiplier, factors.forward, *inputs)
+    assert np.abs(expected).max() > 0.1
+
     folded = plain.absorb_multipliers(params, plain.scales(built, factors))
-    record = plain.preset_record(fields, under, built, factors)
-    notes = files.write_huggingface(
-        source.WeightsSource(config, folded, dict.fromkeys(folded, np.ones(())), record, []),
-        tmp_path / "out",
-        "float32",
-    )
+    record = plain.preset_record(fields, resolved, built, factors)
+    weights = source_of(config, folded, preset=record)
+    notes = files.write_huggingface(weights, tmp_path / "out", "float32")
     assert len(notes) == 1
     field = "model.sincos" if "positions" in name else "model.routing.capacity_factor"
     assert notes[0].startswith(field)
-    there = trained.read(tmp_path / "out")
-    assert there.model == equivalent(config).model != config
-    again = definition(there.model)
-    standard = resolve(preset_for(PresetConfig(name="sp"), there.model), again)
-    values: Any = transplant.place(there, again, standard)
+
+    exported = trained.read(tmp_path / "out")
+    assert exported.model == equivalent(config).model != config
+    standard_model = definition(exported.model)
+    standard = resolve(preset_for(PresetConfig(name="sp"), exported.model), standard_model)
+    values: Any = transplant.place(exported, standard_model, standard)
 
     def logits(**changes: np.ndarray) -> np.ndarray:
-        merged: Any = {**values, **changes}
-        outputs = again.apply(
-            merged, standard.multiplier, standard.forward, *map(jnp.asarray, inputs)
-        )
-        return np.asarray(outputs)
+        program = forward_program(exported.model)
+        return program({**values, **changes}, standard.multiplier, standard.forward, *inputs)
 
-    assert np.abs(here).max() > 0.1
-    np.testing.assert_allclose(logits(), here, atol=1e-4)
+    np.testing.assert_allclose(logits(), expected, atol=1e-4)
     if "position" in values and config.family == "vit":  # the control: another table
-        assert np.abs(logits(position=np.roll(values["position"], 1, axis=0)) - here).max() > 1e-3
+        moved = np.roll(values["position"], 1, axis=0)
+        assert np.abs(logits(position=moved) - expected).max() > 1e-3
 
 
 def test_positions_in_the_file_are_the_fixed_table(tmp_path: Path) -> None:

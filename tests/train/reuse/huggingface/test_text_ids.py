@@ -1,24 +1,18 @@
-"""What starts, ends and is forced in the texts of published encoder-decoders: read as `transformers` does, and written so."""
+"""Ids that start, end and are forced in texts of published encoder-decoders, as in `transformers`."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.reuse.huggingface import text_ids
 from mupax.train.reuse.huggingface.text_ids import TextIds, TextIdsError
-from mupax.zoo.definition import definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
-from mupax.zoo.huggingface import weights
-from mupax.zoo.huggingface.config import to_huggingface
-from mupax.zoo.huggingface.tensorfile import write_tensors
+from tests.train.reuse import random_weights
+from tests.train.reuse.commands import call, read_json, refuse, succeed
 
 SIZES: Any = {
     "width": 8,
@@ -31,62 +25,60 @@ SIZES: Any = {
 MODELS = {
     "mbart": EncoderDecoderConfig(**SIZES, activation="gelu_exact"),
     "t5": EncoderDecoderConfig(
-        **SIZES, target_len=11, positions="relative", distance_buckets=8, longest_distance=12, norm="rmsnorm", norm_eps=1e-6,
-        activation="relu", bias=False, embedding_norm=False,
+        **SIZES,
+        target_len=11,
+        positions="relative",
+        distance_buckets=8,
+        longest_distance=12,
+        norm="rmsnorm",
+        norm_eps=1e-6,
+        activation="relu",
+        bias=False,
+        embedding_norm=False,
     ),
-}  # fmt: skip
+}
 IDS = {"decoder_start_token_id": 259, "bos_token_id": 260, "eos_token_id": 261, "pad_token_id": 262}
-FORCED = {
-    "forced_bos_token_id": 104,
-    "forced_eos_token_id": 33,
-}  # h and !, so that a text shows them
-WORDS = ["--data.tokenizer", "bytes", "--prompt", "a text", "--temperature", "0", "--tokens"]
+# h and !, so that a text shows them.
+FORCED = {"forced_bos_token_id": 104, "forced_eos_token_id": 33}
+BYTES = "--data.tokenizer bytes --prompt"
+WORDS = [BYTES, ["a text"], "--temperature 0 --tokens 9"]
 
 
 def published(folder: Path, name: str, **generation: int) -> Path:
-    """A model of random weights that does not end by itself, and what its files say of generation."""
-    draw, folder = np.random.default_rng(5), folder / name
-    params = {
-        k: draw.standard_normal(leaf.shape, np.float32)
-        for k, leaf in definition(MODELS[name]).abstract.items()
-    }
-    folder.mkdir()
-    write_tensors(folder, weights.to_huggingface(MODELS[name], params), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(to_huggingface(MODELS[name], tokens=IDS)))
+    """Write a model that does not end by itself, and its generation config."""
+    folder = random_weights.published(folder / name, MODELS[name], seed=5, tokens=IDS)
     if generation:
         (folder / text_ids.FILE).write_text(json.dumps(generation))
     return folder
 
 
-def run_command(*words: Any) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words])
-    return code, out.getvalue(), " ".join(err.getvalue().split())
-
-
 def test_generation_config_decides_and_alone_says_what_is_forced(tmp_path: Path) -> None:
-    assert text_ids.recorded(tmp_path, {"model_type": "mbart", **IDS}) == {
-        **IDS,
-        "forced_eos_token_id": 2,
-    }
-    assert (
-        text_ids.recorded(tmp_path, {"model_type": "mbart", **IDS, "forced_eos_token_id": None})
-        == IDS
-    )
-    (tmp_path / text_ids.FILE).write_text(
-        json.dumps({"eos_token_id": [5], "forced_bos_token_id": 7})
-    )
-    ids = text_ids.recorded(tmp_path, {"model_type": "mbart", **IDS})
+    config = {"model_type": "mbart", **IDS}
+    assert text_ids.recorded(tmp_path, config) == {**IDS, "forced_eos_token_id": 2}
+    assert text_ids.recorded(tmp_path, {**config, "forced_eos_token_id": None}) == IDS
+    fields = {"eos_token_id": [5], "forced_bos_token_id": 7}
+    (tmp_path / text_ids.FILE).write_text(json.dumps(fields))
+    ids = text_ids.recorded(tmp_path, config)
     assert ids == {**IDS, "eos_token_id": 5, "forced_bos_token_id": 7}
     assert text_ids.of(ids, tmp_path, 263) == TextIds(259, 5, 262, 7, None)
-    for wrong, message in (
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
         ({"eos_token_id": [5, 6]}, r"eos_token_id is \[5, 6\]"),
         ({"forced_bos_token_id": "en"}, "'en'"),
-    ):
-        (tmp_path / text_ids.FILE).write_text(json.dumps(wrong))
-        with pytest.raises(TextIdsError, match=message):
-            text_ids.recorded(tmp_path, IDS)
+    ],
+)
+def test_ids_that_are_none_are_refused(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / text_ids.FILE).write_text(json.dumps(fields))
+    with pytest.raises(TextIdsError, match=message):
+        text_ids.recorded(tmp_path, IDS)
+
+
+def test_ids_must_name_a_start_and_be_in_the_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(TextIdsError, match="nothing says decoder_start_token_id"):
         text_ids.of({"eos_token_id": 5}, tmp_path, 263)
     with pytest.raises(TextIdsError, match="the model has 100 tokens"):
@@ -94,29 +86,22 @@ def test_generation_config_decides_and_alone_says_what_is_forced(tmp_path: Path)
 
 
 def test_forced_tokens_are_written_by_weights_as_published_and_as_imported(tmp_path: Path) -> None:
-    free = published(tmp_path, "t5", **IDS)
-    code, plain, err = run_command("generate", free, *WORDS, 9)
-    assert code == 0, err
-    (free / text_ids.FILE).write_text(json.dumps({**IDS, **FORCED}))
-    code, forced, err = run_command("generate", free, *WORDS, 9)
-    assert code == 0, err
-    assert (forced[0], forced.rstrip("\n")[-1]) == ("h", "!") != (plain[0], plain.rstrip("\n")[-1])
-    assert (
-        run_command(
-            "import", free, "--out", tmp_path / "in", "--preset", "mup", "--base", "ed-proxy"
-        )[0]
-        == 0
-    )
-    assert run_command("generate", tmp_path / "in", *WORDS, 9)[1] == forced
-    assert run_command("export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
-    assert (
-        json.loads((tmp_path / "out" / "config.json").read_text()).items()
-        >= {**IDS, **FORCED}.items()
-    )
-    code, _, err = run_command("generate", free, "--data.tokenizer", "bytes", "--prompt", "x" * 24)
-    assert (code, "the prompt is 25 tokens, and the model reads 1 to 24" in err) == (2, True)
-    code, _, err = run_command("eval", free, "--data.name", "text:x")
-    assert (code, "not what noise it was trained on" in err) == (2, True)
+    weights = published(tmp_path, "t5", **IDS)
+    plain = succeed("generate", weights, *WORDS).out.rstrip("\n")
+    (weights / text_ids.FILE).write_text(json.dumps({**IDS, **FORCED}))
+    forced = succeed("generate", weights, *WORDS).out.rstrip("\n")
+    assert (forced[0], forced[-1]) == ("h", "!") != (plain[0], plain[-1])
+    imported = tmp_path / "in"
+    succeed("import", weights, "--preset mup --base ed-proxy --out", imported)
+    assert succeed("generate", imported, *WORDS).out.rstrip("\n") == forced
+    succeed("export", imported, "--out", tmp_path / "out")
+    config = read_json(tmp_path, "out", "config.json")
+    assert config.items() >= {**IDS, **FORCED}.items()
+    err = refuse("generate", weights, BYTES, "x" * 24)
+    assert "the prompt is 25 tokens, and the model reads 1 to 24" in err
+    code, _, err = call("eval", weights, "--data.name text:x")
+    assert code == 2
+    assert "not what noise it was trained on" in err
 
 
 @pytest.mark.parity
@@ -138,8 +123,7 @@ def test_text_is_that_of_transformers(name: str, beams: int, tmp_path: Path) -> 
             num_beams=beams,
         )[0]
         expected = bytes(i for i in theirs.tolist() if i < 256).decode(errors="replace")
-        code, text, err = run_command("generate", folder, *WORDS, 9, "--beams", beams)
-        assert code == 0, err
+        text = succeed("generate", folder, *WORDS, "--beams", beams).out
         assert text.removesuffix("\n").encode() == expected.encode()
         texts.add(text)
     assert len(texts) == 2

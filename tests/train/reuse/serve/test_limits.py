@@ -1,10 +1,9 @@
-"""The server's edges: hostile requests, clients that leave, a worker that fails, and who comes first."""
+"""Limits of the server: hostile requests, clients that leave, a worker that fails, and order."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
 import json
 import socket
 import threading
@@ -13,72 +12,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from mupax.__main__ import main
-from mupax.train.config.run import PresetConfig
 from mupax.train.data.chats.templates import Template
-from mupax.train.reuse.huggingface import files
-from mupax.train.reuse.serve import command, worker
 from mupax.train.reuse.serve import server as serve_server
+from mupax.train.reuse.serve import worker
 from mupax.train.reuse.serve.logs import one_line
 from mupax.train.reuse.serve.server import Server
-from mupax.train.reuse.serve.service import Service
-from mupax.train.reuse.source import WeightsSource
-from mupax.zoo.configs import DecoderConfig
-from mupax.zoo.definition import definition
+from tests.train.reuse.commands import refuse
+from tests.train.reuse.random_weights import imported
+from tests.train.reuse.serve.serving import CHAT, MODEL, Response, request, service_of, serving
 
-MODEL = DecoderConfig(width=16, depth=1, num_heads=2, mlp_ratio=2, vocab_size=128, seq_len=32)
 ENDLESS = {"prompt": "ab", "max_tokens": 100_000, "temperature": 1, "seed": 1, "ignore_eos": True}
 SHORT = {"prompt": "ab", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+USER = [{"role": "user", "content": "a"}]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("serve") / "tiny"
-    noise = np.random.default_rng(3)
-    shapes = {name: leaf.shape for name, leaf in definition(MODEL).abstract.items()}
-    params: Any = {
-        name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
-    }
-    files.write_imported(
-        WeightsSource(MODEL, params, dict.fromkeys(params, np.ones(())), {}, []),
-        PresetConfig(name="sp"),
-        folder,
-        "a test",
-    )
-    args = command.Serve(workdir=folder, port=0, tokenizer="bytes", slots=2, max_waiting=3)
-    with Server(args.host, args.port) as http_server:
-        http_server.service = command.opened_service(args)
-        thread = threading.Thread(target=http_server.serve_forever)
-        thread.start()
-        try:
-            yield http_server
-        finally:
-            http_server.shutdown()
-            thread.join()
-            http_server.service.close()
+    folder = imported(tmp_path_factory.mktemp("serve") / "tiny", MODEL)
+    with serving(folder, slots=2, max_waiting=3) as http_server:
+        yield http_server
 
 
-def service_of(server: Server) -> Service:
-    assert server.service is not None
-    return server.service
-
-
-def post(server: Server, fields: Any, path: str = "/v1/completions") -> tuple[int, Any, Any]:
-    """Status, answer and headers."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    content = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    connection.request("POST", path, content, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    return answer.status, json.loads(text), answer.headers
+def choices_of(answer: Response) -> Any:
+    return answer.body["choices"]
 
 
 def raw(server: Server, sent: bytes) -> bytes:
-    """Everything that comes back until the server closes the connection."""
+    """Return everything that comes back until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as client:
         client.sendall(sent)
         received = b""
@@ -144,10 +106,10 @@ DEEP = b'{"prompt": "a", "stop": ' + b"[" * 900 + b"]" * 900 + b"}"
     ids=lambda value: repr(value)[:40],
 )
 def test_values_that_no_request_has_are_400(server: Server, body: Any, param: str | None) -> None:
-    status, answer, headers = post(server, body)
+    status, answer, headers = request(server, body)
     assert (status, answer["error"]["param"]) == (400, param)
     assert headers["Connection"] is None  # the body was read: the connection may be used again
-    assert post(server, {**SHORT, "prompt": ["a", "b"], "seed": 2**63 - 2})[0] == 200  # Control.
+    assert request(server, {**SHORT, "prompt": ["a", "b"], "seed": 2**63 - 2})[0] == 200  # Control.
 
 
 @pytest.mark.parametrize(
@@ -188,7 +150,7 @@ def test_bodies_are_bounded_together_and_forgotten(
 ) -> None:
     monkeypatch.setattr(serve_server, "LARGEST", 4000)
     monkeypatch.setattr(serve_server, "LARGEST_TOTAL", 5000)
-    assert post(server, {"prompt": "a" * 5000})[0] == 413
+    assert request(server, {"prompt": "a" * 5000})[0] == 413
     chunked = (
         head("Transfer-Encoding: chunked", "Connection: close")
         + b"1388\r\n"
@@ -199,11 +161,11 @@ def test_bodies_are_bounded_together_and_forgotten(
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as slow:
         slow.sendall(head("Content-Length: 3900") + b"a" * 3500)
         time.sleep(0.1)
-        status, answer, headers = post(server, {"prompt": "a" * 3000})
+        status, answer, headers = request(server, {"prompt": "a" * 3000})
         assert (status, headers["Retry-After"]) == (503, "5")
         assert "large bodies" in answer["error"]["message"]
-        assert post(server, SHORT)[0] == 200
-    until(lambda: post(server, {"prompt": "a" * 3000})[0] == 400)  # the slow client has left
+        assert request(server, SHORT).status == 200
+    until(lambda: request(server, {"prompt": "a" * 3000})[0] == 400)  # the slow client has left
 
 
 def test_a_client_that_sends_slowly_is_cut_off(
@@ -218,9 +180,7 @@ def test_a_client_that_sends_slowly_is_cut_off(
 
 def test_an_empty_template_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_of(server), "template", Template("", "empty.jinja"))
-    status, answer, _ = post(
-        server, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions"
-    )
+    status, answer, _ = request(server, {"messages": USER}, CHAT)
     assert (status, answer["error"]["param"]) == (400, "messages")
 
 
@@ -242,18 +202,16 @@ def test_clients_that_left_block_nobody(server: Server) -> None:
         until(lambda: len(service_of(server).worker._jobs) == 4)
         clients.enter_context(asking(server, {**ENDLESS, "stream": True}))
     until(lambda: not slots.active and not service_of(server).worker._jobs)
-    assert post(server, SHORT)[0] == 200
+    assert request(server, SHORT).status == 200
 
 
 def test_a_request_ends_when_its_time_is_over(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        service_of(server),
-        "limits",
-        dataclasses.replace(service_of(server).limits, max_seconds=0.3),
-    )
-    status, answer, _ = post(server, ENDLESS)
+    service = service_of(server)
+    limits = dataclasses.replace(service.limits, max_seconds=0.3)
+    monkeypatch.setattr(service, "limits", limits)
+    status, answer, _ = request(server, ENDLESS)
     assert status == 200
     assert answer["choices"][0]["finish_reason"] == "length"
     assert 0 < answer["usage"]["completion_tokens"] < ENDLESS["max_tokens"]
@@ -270,14 +228,15 @@ def test_a_full_queue_is_503_and_a_short_request_does_not_wait_for_long_ones(
         for _ in range(3):
             clients.enter_context(asking(server, ENDLESS))
         until(lambda: len(service_of(server).worker._jobs) == 5)
-        status, _, headers = post(server, SHORT)
+        status, _, headers = request(server, SHORT)
         assert (status, headers["Retry-After"]) == (503, "5")
     until(lambda: not service_of(server).worker._jobs)
-    alone = post(server, {**SHORT, "max_tokens": 40})[1]["choices"]
+    longer = {**SHORT, "max_tokens": 40}
+    alone = choices_of(request(server, longer))
     monkeypatch.setattr(worker, "TURN_S", 0.05)
     with asking(server, ENDLESS), asking(server, ENDLESS), asking(server, ENDLESS):
         until(lambda: len(service_of(server).worker._jobs) == 3)
-        assert post(server, {**SHORT, "max_tokens": 40})[1]["choices"] == alone
+        assert choices_of(request(server, longer)) == alone
         # The three go on. The worker drops the short one at its next turn.
         until(lambda: len(service_of(server).worker._jobs) == 3)
 
@@ -288,7 +247,7 @@ def test_a_request_of_many_texts_leaves_slots_for_others(
     monkeypatch.setattr(worker, "TURN_S", 0.05)
     with asking(server, {**ENDLESS, "n": 8}):
         until(lambda: len(service_of(server).worker.slots.active) == 2)
-        assert post(server, SHORT)[0] == 200
+        assert request(server, SHORT).status == 200
 
 
 # A worker that fails
@@ -311,38 +270,29 @@ def test_a_failure_answers_its_request_and_the_worker_lives_on(
     server: Server, monkeypatch: pytest.MonkeyPatch, name: str, message: str, status: int
 ) -> None:
     slots = service_of(server).worker.slots
-    expected = post(server, SHORT)[1]["choices"]
+    expected = choices_of(request(server, SHORT))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            slots if hasattr(slots, name) else service_of(server).worker, name, failing(message)
-        )
-        assert post(server, SHORT)[0] == status
-    assert post(server, SHORT)[1]["choices"] == expected
+        owner: Any = slots if hasattr(slots, name) else service_of(server).worker
+        patch.setattr(owner, name, failing(message))
+        assert request(server, SHORT).status == status
+    assert choices_of(request(server, SHORT)) == expected
 
 
 def test_logprobs_without_memory_are_503_and_the_worker_lives_on(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    generator = service_of(server).worker.generator
     with monkeypatch.context() as patch:
-        patch.setattr(
-            service_of(server).worker.generator,
-            "logprobs",
-            failing("Out of memory allocating 9 bytes"),
-        )
-        assert post(server, {**SHORT, "logprobs": 2})[0] == 503
-    assert post(server, {**SHORT, "logprobs": 2})[0] == 200
+        patch.setattr(generator, "logprobs", failing("Out of memory allocating 9 bytes"))
+        assert request(server, {**SHORT, "logprobs": 2})[0] == 503
+    assert request(server, {**SHORT, "logprobs": 2})[0] == 200
 
 
 def test_health_tells_a_stuck_and_a_dead_worker(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def health() -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-        connection.request("GET", "/health")
-        answer = connection.getresponse()
-        answer.read()
-        connection.close()
-        return answer.status
+        return request(server, path="/health").status
 
     slots = service_of(server).worker.slots
     going_on = threading.Event()
@@ -371,10 +321,10 @@ def test_health_tells_a_stuck_and_a_dead_worker(
     monkeypatch.setattr(dying, "_turn", die)
     monkeypatch.setattr(service_of(server), "worker", dying)
     assert health() == 200
-    status, answer, _ = post(server, SHORT)
+    status, answer, _ = request(server, SHORT)
     assert (status, answer["error"]["type"]) == (503, "server_error")
     until(lambda: health() == 503)
-    assert post(server, SHORT)[0] == 503
+    assert request(server, SHORT).status == 503
 
 
 # The command
@@ -384,8 +334,5 @@ def test_health_tells_a_stuck_and_a_dead_worker(
     "words",
     ["--slots 0", "--max-tokens 0", "--max-seconds nan", "--max-seconds 0", "--max-waiting 0"],
 )
-def test_limits_out_of_range_are_refused(
-    tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", str(tmp_path), *words.split()]) == 2
-    assert words.split()[0] in capsys.readouterr().err
+def test_limits_out_of_range_are_refused(tmp_path: Path, words: str) -> None:
+    assert words.split()[0] in refuse("serve", tmp_path, words)

@@ -1,10 +1,8 @@
-"""Serving: the texts are those of `generate`, requests that are wrong are told so, and one program serves a shape."""
+"""Serving: texts are those of `generate`, wrong requests are refused, one program serves a shape."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
-import http.client
 import io
 import json
 import os
@@ -21,91 +19,67 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.train.config.run import PresetConfig
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.generate.decode import Scores
 from mupax.train.reuse.generate.sampling import Sampling
 from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText
 from mupax.train.reuse.harness.texts import Texts
-from mupax.train.reuse.huggingface import files
-from mupax.train.reuse.serve import command, worker
+from mupax.train.reuse.serve import worker
 from mupax.train.reuse.serve.fields import request as requested
 from mupax.train.reuse.serve.server import Server, is_local
 from mupax.train.reuse.serve.service import Probabilities
-from mupax.train.reuse.source import WeightsSource
-from mupax.zoo.configs import DecoderConfig
-from mupax.zoo.definition import definition
 from scripts.pages import browser
 from tests.fixtures.small_tokenizers import sentencepiece, subwords
+from tests.train.reuse.commands import Result, call, refuse, succeed
+from tests.train.reuse.random_weights import imported
+from tests.train.reuse.serve.serving import CHAT, MODEL, request, service_of, serving
 
-SEQ_LEN, PROMPT = 32, "to be"
-MODEL = DecoderConfig(width=16, depth=1, num_heads=2, mlp_ratio=2, vocab_size=128, seq_len=SEQ_LEN)
-TEMPLATE = "{% for m in messages %}{{ m.role[0] ~ m.content ~ '|' }}{% endfor %}{{ 'a' if add_generation_prompt }}"
+SEQ_LEN = MODEL.seq_len
+PROMPT = "to be"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] ~ m.content ~ '|' }}{% endfor %}"
+    "{{ 'a' if add_generation_prompt }}"
+)
+HI = [{"role": "user", "content": "hi"}]
+GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights alone of a model that writes ASCII, and a chat template."""
-    out, noise = tmp_path_factory.mktemp("serve") / "tiny", np.random.default_rng(3)
-    shapes = {name: leaf.shape for name, leaf in definition(MODEL).abstract.items()}
-    params: Any = {
-        name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
-    }
-    source = WeightsSource(MODEL, params, dict.fromkeys(params, np.ones(())), {}, [])
-    files.write_imported(source, PresetConfig(name="sp"), out, "a test")
+    out = imported(tmp_path_factory.mktemp("serve") / "tiny", MODEL)
     (out / "chat.jinja").write_text(TEMPLATE)
     return out
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with serving(folder, "bytes") as http_server:
+    with serving(folder, chat_template=str(folder / "chat.jinja")) as http_server:
         yield http_server
 
 
-@contextlib.contextmanager
-def serving(folder: Path, tokenizer: str) -> Iterator[Server]:
-    args = command.Serve(
-        workdir=folder, port=0, tokenizer=tokenizer, chat_template=str(folder / "chat.jinja")
-    )
-    with Server(args.host, args.port) as http_server:
-        http_server.service = command.opened_service(args)
-        thread = threading.Thread(target=http_server.serve_forever)
-        thread.start()
-        try:
-            yield http_server
-        finally:
-            http_server.shutdown()
-            thread.join()
-            http_server.service.close()
-
-
-def response(
-    server: Server, body: Any = None, path: str = "/v1/completions", **headers: str
-) -> tuple[int, dict[str, Any] | str]:
-    """Status and answer of a GET, or of a POST where there is a body."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-    content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {
-        "Content-Type": "application/json",
-        **{n.replace("_", "-"): v for n, v in headers.items()},
-    }
-    connection.request("GET" if body is None else "POST", path, content, headers)
-    answer = connection.getresponse()
-    text = answer.read().decode()  # strict: every answer is UTF-8
-    connection.close()
-    return answer.status, json.loads(
-        text
-    ) if answer.headers.get_content_type() == "application/json" else text
+def generated(folder: Path, prompt: str, length: int, tokenizer: str | Path = "bytes") -> str:
+    """Return the greedy text of `generate`, its prompt included."""
+    flags = f"--temperature 0 --tokens {length} --data.tokenizer {tokenizer}"
+    return succeed("generate", folder, flags, ["--prompt", prompt]).out.removesuffix("\n")
 
 
 def completion(server: Server, prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:
-    """The answer of a request that must work, greedy and through ends of documents unless it says otherwise."""
-    fields = {"temperature": 0, "ignore_eos": True, **fields}
-    status, answer = response(server, {"prompt": prompt, **fields})
-    assert status == 200, answer
-    assert isinstance(answer, dict)
-    return answer
+    """Return the answer of a request that must work.
+
+    Args:
+        fields: Fields of the request. By default it is greedy and goes on through ends of documents.
+    """
+    answer = request(server, {"prompt": prompt, **GREEDY, **fields})
+    assert answer.status == 200, answer
+    return answer.body
+
+
+def chat_answer(server: Server, messages: list[Any], **fields: Any) -> dict[str, Any]:
+    """Return the greedy choice of a chat."""
+    answer = request(server, {"messages": messages, "temperature": 0, **fields}, CHAT)
+    assert answer.status == 200, answer
+    return answer.body["choices"][0]
 
 
 def text_of(answer: dict[str, Any], index: int = 0) -> str:
@@ -114,29 +88,21 @@ def text_of(answer: dict[str, Any], index: int = 0) -> str:
 
 
 def events(stream: str) -> list[Any]:
-    """The chunks of a stream, which must end as streams do."""
+    """Return the chunks of a stream, which must end as streams do."""
     lines = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
 
-def test_greedy_text_is_that_of_generate(
-    server: Server, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def streamed(server: Server, path: str = "/v1/completions", **fields: Any) -> list[Any]:
+    """Return the chunks of the answer to a request."""
+    return events(request(server, {**GREEDY, **fields, "stream": True}, path).body)
+
+
+def test_greedy_text_is_that_of_generate(server: Server, folder: Path) -> None:
     length = SEQ_LEN + 9  # past the end of the context
-    words = [
-        "--prompt",
-        PROMPT,
-        "--tokens",
-        str(length),
-        "--temperature",
-        "0",
-        "--data.tokenizer",
-        "bytes",
-    ]
-    assert main(["generate", str(folder), *words]) == 0
     answer = completion(server, max_tokens=length)
-    assert PROMPT + text_of(answer) + "\n" == capsys.readouterr().out
+    assert PROMPT + text_of(answer) == generated(folder, PROMPT, length)
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"] == {
         "prompt_tokens": 5,
@@ -147,8 +113,7 @@ def test_greedy_text_is_that_of_generate(
 
 
 def test_one_program_serves_a_bucket_of_lengths_and_every_sampling(server: Server) -> None:
-    assert server.service is not None
-    slots = server.service.worker.slots
+    slots = service_of(server).worker.slots
     completion(server, max_tokens=3)
     before = slots.compilations
     for prompt in ("abcde", "abcdef", "abcdefgh"):  # one power of two
@@ -164,19 +129,15 @@ def test_one_program_serves_a_bucket_of_lengths_and_every_sampling(server: Serve
 
 
 def test_two_requests_at_once_get_what_each_gets_alone(server: Server) -> None:
-    requests = [
-        {"prompt": p, "seed": s, "temperature": 1, "max_tokens": 40}
-        for p, s in (("ab", 1), ("ba", 2))
-    ]
-    alone = [text_of(completion(server, **request)) for request in requests]
+    def text(fields: dict[str, Any]) -> str:
+        return text_of(completion(server, **fields))
+
+    first = {"prompt": "ab", "seed": 1, "temperature": 1, "max_tokens": 40}
+    requests = [first, {**first, "prompt": "ba", "seed": 2}]
+    alone = [text(fields) for fields in requests]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        together = [
-            text_of(a) for a in pool.map(lambda request: completion(server, **request), requests)
-        ]
-    assert together == alone
-    assert alone[0] != text_of(
-        completion(server, **{**requests[0], "seed": 9})
-    )  # Control: the seed counts.
+        assert list(pool.map(text, requests)) == alone
+    assert alone[0] != text({**first, "seed": 9})  # Control: the seed counts.
 
 
 def test_a_seed_says_every_text_however_many_are_asked_for(server: Server) -> None:
@@ -197,28 +158,22 @@ def test_a_stop_of_several_tokens_ends_the_text_before_it(server: Server) -> Non
     assert text_of(answer) == whole[: whole.find(stop)]
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == whole.find(stop) + len(stop)
-    chunks = events(
-        response(
-            server,
-            {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True, **fields},
-        )[1]
-    )  # pyright: ignore
+    chunks = streamed(server, prompt=PROMPT, **fields)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text_of(answer)
 
 
 def test_a_stream_is_the_same_text_in_pieces(server: Server) -> None:
-    fields = {
+    fields: Any = {
         "prompt": PROMPT,
         "temperature": 1,
         "seed": 3,
         "max_tokens": 20,
         "n": 2,
         "echo": True,
-        "ignore_eos": True,
     }
-    more = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, usage = events(response(server, {**fields, **more})[1])  # pyright: ignore
-    pieces, ends = ["", ""], {}
+    *chunks, usage = streamed(server, **fields, stream_options={"include_usage": True})
+    pieces = ["", ""]
+    ends = {}
     for (choice,) in (chunk["choices"] for chunk in chunks):
         pieces[choice["index"]] += choice["text"]
         ends[choice["index"]] = choice["finish_reason"]
@@ -235,11 +190,10 @@ def test_logprobs_are_those_of_the_text_and_echo_scores_a_prompt(server: Server)
     assert "".join(logprobs["tokens"]) == answer["text"]
     assert logprobs["text_offset"] == list(range(len(answer["text"])))
     assert logprobs["token_logprobs"][0] is None
-    for place in range(
-        len(PROMPT), len(answer["text"])
-    ):  # greedy: each is the likeliest, of which two are named
-        best = logprobs["top_logprobs"][place]
-        assert max(best.values()) == logprobs["token_logprobs"][place] < 0
+    # Greedy: each is the likeliest, of which two are named.
+    for position in range(len(PROMPT), len(answer["text"])):
+        best = logprobs["top_logprobs"][position]
+        assert max(best.values()) == logprobs["token_logprobs"][position] < 0
         assert len(best) == 2
     scored = completion(server, answer["text"], max_tokens=0, logprobs=0, echo=True)["choices"][0]
     np.testing.assert_allclose(
@@ -290,88 +244,56 @@ def test_parts_of_characters_have_bytes_of_their_own() -> None:
 
 
 def test_a_chat_is_its_template_rendered_and_ends_where_that_ends_an_answer(server: Server) -> None:
-    fields = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    status, answer = response(
-        server, {"messages": messages, **fields, "logprobs": True}, "/v1/chat/completions"
-    )
-    assert status == 200, answer
-    assert isinstance(answer, dict)
-    message = answer["choices"][0]["message"]
-    assert message == {
-        "role": "assistant",
-        "content": text_of(completion(server, "uhi|a", max_tokens=20)),
-    }
-    content = answer["choices"][0]["logprobs"]["content"]
-    assert "".join(each["token"] for each in content) == message["content"]
-    _, stream = response(
-        server, {"messages": messages, **fields, "stream": True}, "/v1/chat/completions"
-    )
-    deltas = [chunk["choices"][0]["delta"] for chunk in events(stream)]  # pyright: ignore
+    choice = chat_answer(server, messages, max_tokens=20, ignore_eos=True, logprobs=True)
+    expected = text_of(completion(server, "uhi|a", max_tokens=20))
+    assert choice["message"] == {"role": "assistant", "content": expected}
+    content = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == expected
+    chunks = streamed(server, CHAT, messages=messages, max_tokens=20)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": ""}
-    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
-    assert server.service is not None
-    assert server.service._answer_end == AnswerEnd(frozenset(), ("|",))
+    assert "".join(delta.get("content", "") for delta in deltas) == expected
+    assert service_of(server)._answer_end == AnswerEnd(frozenset(), ("|",))
 
 
 def test_text_is_decoded_after_its_prompt_and_bytes_are_the_tokens_own(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "tokenizer.json"
-    library = sentencepiece("日é".encode(), more_words=100)
-    tokenizer = subwords(file, library)
+    tokenizer = subwords(file, sentencepiece("日é".encode(), more_words=100))
     assert MODEL.vocab_size <= tokenizer.vocab_size  # every id of the model is some text
-    prompt, length = "hello the", 18
-    with serving(folder, str(file)) as server:
-        assert server.service is not None
-        generator = server.service.worker.generator
+    prompt = "hello the"
+    length = 18
+    with serving(folder, str(file), chat_template=str(folder / "chat.jinja")) as server:
+        generator = service_of(server).worker.generator
         prompt_ids = tokenizer.encode([prompt.encode()])[0]
-        (parts,) = zip(*generator.stream(prompt_ids, length, sampling=Sampling(0.0)), strict=True)
-        ids = [*prompt_ids.tolist(), *np.concatenate(parts).tolist()]
-        text = tokenizer.decode(ids)[len(prompt) :]
+        parts = list(generator.stream(prompt_ids, length, sampling=Sampling(0.0)))
+        new_ids = np.concatenate(parts, axis=1)[0].tolist()
+        text = tokenizer.decode([*prompt_ids.tolist(), *new_ids])[len(prompt) :]
         begins = text[:4]
         assert begins.startswith(" ")
-        assert tokenizer.decode(ids[len(prompt_ids) :]) != text  # Control: alone it has no space.
+        assert tokenizer.decode(new_ids) != text  # Control: alone it has no space.
 
         answer = completion(server, prompt, max_tokens=length, logprobs=2, echo=True)["choices"][0]
         assert answer["text"] == prompt + text
-        assert "".join(answer["logprobs"]["tokens"]) == answer["text"]
-        offsets = answer["logprobs"]["text_offset"]
-        assert [
-            answer["text"][i:].startswith(t)
-            for i, t in zip(offsets, answer["logprobs"]["tokens"], strict=True)
-        ]
-        fields = {"temperature": 0, "ignore_eos": True, "max_tokens": length}
-        chunks = events(response(server, {"prompt": prompt, "stream": True, **fields})[1])  # pyright: ignore
+        tokens = answer["logprobs"]["tokens"]
+        assert "".join(tokens) == answer["text"]
+        for offset, token in zip(answer["logprobs"]["text_offset"], tokens, strict=True):
+            assert answer["text"][offset:].startswith(token)
+        chunks = streamed(server, prompt=prompt, max_tokens=length)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
         stopped = completion(server, prompt, max_tokens=length, stop=begins)["choices"][0]
         assert (stopped["text"], stopped["finish_reason"]) == ("", "stop")
 
-        chat = {
-            "messages": [{"role": "user", "content": "hi"}],
-            **fields,
-            "logprobs": True,
-            "top_logprobs": 3,
-        }
-        choice: Any = response(server, chat, "/v1/chat/completions")[1]["choices"][0]  # pyright: ignore
+        fields: Any = {"max_tokens": length, "ignore_eos": True}
+        choice = chat_answer(server, HI, **fields, logprobs=True, top_logprobs=3)
         content = choice["logprobs"]["content"]
         joined = b"".join(bytes(entry["bytes"]) for entry in content)
         assert joined.decode() == choice["message"]["content"]
         assert all(entry["top_logprobs"][0]["bytes"] == entry["bytes"] for entry in content)
-    words = [
-        "--prompt",
-        prompt,
-        "--tokens",
-        str(length),
-        "--temperature",
-        "0",
-        "--data.tokenizer",
-        str(file),
-    ]
-    assert main(["generate", str(folder), *words]) == 0
-    assert capsys.readouterr().out == prompt + text + "\n"
-    assert main(["generate", str(folder), *words, "--samples", "2"]) == 0
-    assert capsys.readouterr().out.count(prompt + text) == 2
+    assert generated(folder, prompt, length, file) == prompt + text
+    assert generated(folder, prompt, length, f"{file} --samples 2").count(prompt + text) == 2
     harness = Texts(folder, tokenizer=str(file))
     assert harness.continued(prompt, [], max_tokens=length) == text
     assert harness.continued(prompt, [begins], max_tokens=length) == ""
@@ -380,75 +302,64 @@ def test_text_is_decoded_after_its_prompt_and_bytes_are_the_tokens_own(
 # The conversation in a terminal
 
 
-def chat(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, *words: str) -> int:
-    """The exit code of a greedy conversation with what is piped in."""
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    template = ["--chat-template", str(folder / "chat.jinja")]
-    flags = ["--chat", "--temperature", "0", "--data.tokenizer", "bytes", *template, *words]
-    return main(["generate", str(folder), *flags])
+class Interrupted(io.StringIO):
+    """Standard input whose reader presses Ctrl-C."""
+
+    def readline(self, size: int = -1) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise KeyboardInterrupt
 
 
 def test_a_conversation_in_the_terminal_is_that_of_the_server(
-    server: Server,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "mupax.train.reuse.generate.chat.end_ids", lambda name, tokenizer: frozenset()
     )
-    assert chat(folder, monkeypatch, "hi\n\nyo", "--tokens", "6", "--system", "be") == 0
-    out, err = capsys.readouterr()
-    messages, answers = [{"role": "system", "content": "be"}], []
+
+    def chat(text: str | io.StringIO, words: str = "--tokens 6") -> Result:
+        """Hold a greedy conversation with what is piped in."""
+        monkeypatch.setattr("sys.stdin", io.StringIO(text) if isinstance(text, str) else text)
+        flags = f"--chat --temperature 0 --chat-template {folder / 'chat.jinja'}"
+        return call("generate", folder, flags, "--data.tokenizer bytes", words)
+
+    code, out, err = chat("hi\n\nyo", "--tokens 6 --system be")
+    assert code == 0
+    messages = [{"role": "system", "content": "be"}]
+    answers = []
     for message in ("hi", "yo"):
         messages.append({"role": "user", "content": message})
-        fields = {"messages": messages, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
-        answer: Any = response(server, fields, "/v1/chat/completions")[1]
-        answers.append(answer["choices"][0]["message"]["content"])
+        choice = chat_answer(server, messages, max_tokens=6, ignore_eos=True)
+        answers.append(choice["message"]["content"])
         messages.append({"role": "assistant", "content": answers[-1]})
     assert out == "".join(f"{answer}\n" for answer in answers)
     assert "--tokens 6" in err
     # A conversation longer than the context loses its oldest messages and goes on.
-    assert chat(folder, monkeypatch, "one two\nthree four\nfive six\n", "--tokens", "6") == 0
-    out, err = capsys.readouterr()
+    code, out, err = chat("one two\nthree four\nfive six\n")
+    assert code == 0
     assert "the context is full" in err
-    assert chat(folder, monkeypatch, "five six\n", "--tokens", "6") == 0
-    alone = capsys.readouterr().out
+    code, alone, _ = chat("five six\n")
+    assert code == 0
     assert out.endswith(f"\n{alone}")
-    assert chat(folder, monkeypatch, "a" * 40 + "\n") == 2  # one message longer than the context
-    assert "write a shorter one" in capsys.readouterr().err
-    assert chat(folder, monkeypatch, "") == 0
-
-    class Interrupted(io.StringIO):
-        def readline(self, size: int = -1) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("sys.stdin", Interrupted())
-    words = ["--chat", "--data.tokenizer", "bytes"]
-    assert (
-        main(["generate", str(folder), *words, "--chat-template", str(folder / "chat.jinja")])
-        == 130
-    )
-    capsys.readouterr()
-    assert main(["generate", str(folder), *words]) == 2
-    assert "--chat-template" in capsys.readouterr().err
+    code, _, err = chat("a" * 40 + "\n", "")  # one message longer than the context
+    assert code == 2
+    assert "write a shorter one" in err
+    assert chat("", "").code == 0
+    assert chat(Interrupted(), "").code == 130
 
 
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
-        ([], "--prompt"),
-        (["--chat", "--prompt", "a"], "--prompt"),
-        (["--chat", "--samples", "2"], "--samples"),
-        (["--chat", "--tokens", "0"], "--tokens"),
-        (["--prompt", "a", "--system", "b"], "--system"),
+        ("", "--prompt"),
+        ("--chat --prompt a", "--prompt"),
+        ("--chat --samples 2", "--samples"),
+        ("--chat --tokens 0", "--tokens"),
+        ("--prompt a --system b", "--system"),
+        ("--chat --data.tokenizer bytes", "--chat-template"),
     ],
 )
-def test_flags_of_a_conversation(
-    folder: Path, words: list[str], flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", str(folder), *words]) == 2
-    assert flag in capsys.readouterr().err
+def test_flags_of_a_conversation(folder: Path, words: str, flag: str) -> None:
+    assert flag in refuse("generate", folder, words)
 
 
 @pytest.mark.parametrize(
@@ -480,61 +391,52 @@ def test_flags_of_a_conversation(
 def test_a_wrong_request_is_refused(
     server: Server, body: Any, status: int, param: str | None, text: str
 ) -> None:
-    code, answer = response(server, body)
-    assert code == status, answer
-    assert isinstance(answer, dict)
-    assert answer["error"]["param"] == param
-    assert answer["error"]["type"] == "invalid_request_error"
-    assert text in answer["error"]["message"]
-    assert (answer["error"]["code"] == "context_length_exceeded") == (
-        "33 tokens, and the model" in text
-    )
+    answer = request(server, body)
+    assert answer.status == status, answer
+    error = answer.body["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert text in error["message"]
+    is_too_long = "33 tokens, and the model" in text
+    assert (error["code"] == "context_length_exceeded") == is_too_long
 
 
 def test_what_comes_elsewhere_or_from_elsewhere_is_refused(server: Server) -> None:
-    assert response(server, path="/v1/nothing")[0] == 404
-    assert response(server, path="/v1/completions")[0] == 405
-    assert response(server, {"prompt": "a"}, Content_Type="text/plain")[0] == 415
-    assert response(server, path="/health", Host="evil.example")[0] == 403
-    assert response(server, path="/health", Host=f"localhost:{server.server_port}") == (
-        200,
-        {"status": "ok"},
-    )
-    answer: Any = response(server, path="/v1/models")[1]
-    (model,) = answer["data"]
+    assert request(server, path="/v1/nothing").status == 404
+    assert request(server, path="/v1/completions").status == 405
+    assert request(server, {"prompt": "a"}, Content_Type="text/plain").status == 415
+    assert request(server, path="/health", Host="evil.example").status == 403
+    health = request(server, path="/health", Host=f"localhost:{server.server_port}")
+    assert (health.status, health.body) == (200, {"status": "ok"})
+    (model,) = request(server, path="/v1/models").body["data"]
     assert (model["id"], model["max_model_len"], model["chat"]) == ("tiny", SEQ_LEN, True)
-    assert response(server, path="/v1/models/tiny?x=1")[1] == model
-    assert response(server, path="/v1/models/%74iny")[1] == model
+    for name in ("tiny?x=1", "%74iny"):
+        assert request(server, path=f"/v1/models/{name}").body == model
     for name in ("other", "org/tiny", "org%2Ftiny", "tiny%2F", "%FF"):
-        status, answer = response(server, path=f"/v1/models/{name}")
-        assert (status, answer["error"]["code"]) == (404, "model_not_found")
-    assert response(server, path="/v1/models/")[0] == 404
-    assert response(server, {}, path="/v1/models/tiny")[0] == 405
-    messages = [{"role": "nobody", "content": "a"}]
-    status, answer = response(server, {"messages": messages}, "/v1/chat/completions")
-    assert status == 400
-    assert "messages[0] has the role 'nobody'" in answer["error"]["message"]
+        answer = request(server, path=f"/v1/models/{name}")
+        assert (answer.status, answer.body["error"]["code"]) == (404, "model_not_found")
+    assert request(server, path="/v1/models/").status == 404
+    assert request(server, {}, path="/v1/models/tiny").status == 405
+    answer = request(server, {"messages": [{"role": "nobody", "content": "a"}]}, CHAT)
+    assert answer.status == 400
+    assert "messages[0] has the role 'nobody'" in answer.body["error"]["message"]
 
 
 def test_without_a_template_a_chat_is_refused_and_a_full_queue_says_so(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert server.service is not None
-    monkeypatch.setattr(server.service, "template", None)
-    status, answer = response(
-        server, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions"
-    )
-    assert status == 400
-    assert "has no chat template" in answer["error"]["message"]
-    full = worker.Worker.submit
+    monkeypatch.setattr(service_of(server), "template", None)
+    answer = request(server, {"messages": HI}, CHAT)
+    assert answer.status == 400
+    assert "has no chat template" in answer.body["error"]["message"]
 
     def submit(self: worker.Worker, job: worker.Job) -> None:
         raise worker.BusyError
 
-    monkeypatch.setattr(worker.Worker, "submit", submit)
-    assert response(server, {"prompt": "a"})[0] == 503
-    monkeypatch.setattr(worker.Worker, "submit", full)
-    assert response(server, {"prompt": "a", "max_tokens": 1})[0] == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.Worker, "submit", submit)
+        assert request(server, {"prompt": "a"}).status == 503
+    assert request(server, {"prompt": "a", "max_tokens": 1}).status == 200
 
 
 # The page
@@ -567,14 +469,8 @@ def test_the_page_writes_in_a_browser(server: Server) -> None:
             "document.getElementById('prompt').value = 'hi'; document.getElementById('run').click()"
         )
         page.until(DONE)
-        fields = {
-            "messages": [{"role": "user", "content": "hi"}],
-            "max_tokens": 20,
-            "temperature": 0,
-        }
-        answer: Any = response(server, fields, "/v1/chat/completions")[1]
         turns = page.value("[...document.querySelectorAll('.turn')].map(turn => turn.textContent)")
-        assert turns == ["hi", answer["choices"][0]["message"]["content"]]
+        assert turns == ["hi", chat_answer(server, HI, max_tokens=20)["message"]["content"]]
         page.go(f"{server.url}#mode=text&prompt={'a' * 33}&run")
         page.until(DONE)
         wrong = page.value("document.querySelector('#status.wrong').textContent")
@@ -582,19 +478,17 @@ def test_the_page_writes_in_a_browser(server: Server) -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: Server) -> None:
-    status, page = response(server, path="/")
-    assert status == 200
-    assert (
-        re.findall(r"""(?:src|href)=["'](?!data:)|https?:|@import|url\(|innerHTML""", str(page))
-        == []
-    )
+    page = request(server, path="/")
+    assert page.status == 200
+    outside = r"""(?:src|href)=["'](?!data:)|https?:|@import|url\(|innerHTML"""
+    assert re.findall(outside, page.body) == []
 
 
 # Texts as they come
 
 
 def written(text: str, *stops: str, ends: tuple[int, ...] = ()) -> tuple[list[str], StreamingText]:
-    """What comes out of a text whose bytes come one by one."""
+    """Return the pieces of a text whose bytes come in turn, and its writer."""
     ids = [*text.encode()]
     writing = StreamingText(Bytes(), (), len(ids), stops, ends)
     return [piece for token in ids if (piece := writing.add([token]))], writing
@@ -653,20 +547,19 @@ def test_ctrl_c_ends_the_command(folder: Path, capfd: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--port", "70000"], "write a number from 0 to 65535"),
-        (["--host", "192.0.2.1", "--port", "0"], "cannot listen at 192.0.2.1"),
-        (["--port", "0"], "no tokenizer at"),
+        ("--port 70000", "write a number from 0 to 65535"),
+        ("--host 192.0.2.1 --port 0", "cannot listen at 192.0.2.1"),
+        ("--port 0", "no tokenizer at"),
         (
-            ["--port", "0", "--data.tokenizer", "bytes", "--data.chat-template", "none.jinja"],
+            "--port 0 --data.tokenizer bytes --data.chat-template none.jinja",
             "no chat template at none",
         ),
     ],
 )
-def test_a_wrong_command_is_told(
-    folder: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", str(folder), *words]) == 2
-    assert text in capsys.readouterr().err
+def test_a_wrong_command_is_refused(folder: Path, words: str, text: str) -> None:
+    code, _, err = call("serve", folder, words)
+    assert code == 2
+    assert text in err
 
 
 def test_local_addresses() -> None:
