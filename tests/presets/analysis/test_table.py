@@ -56,7 +56,8 @@ FAN_IN = {
     "mlp_in": "D",
     "mlp_out": "F",
 }
-MATRICES, ATTENTION = tuple(FAN_IN), ("query", "key")
+MATRICES = tuple(FAN_IN)
+ATTENTION = ("query", "key")
 NO_DECAY = (
     "query_bias",
     "key_bias",
@@ -71,21 +72,22 @@ NO_DECAY += ("final_gain", "patch_bias", "readout_bias")
 
 def page(name: str, m: dict, aa: float, al: float | None, form: str) -> dict[str, Any]:
     """One row of the page as numbers. m: D, N, H, F, L ratios and Din; al None is no depth rule."""
-    D, N = m["D"], m["N"]
+    D = m["D"]
+    N = m["N"]
     sgd_L, adam_L, eps_L = (
         (1, 1, 1) if al is None else (m["L"] ** (2 * al - 1), m["L"] ** (al - 1), m["L"] ** (-al))
     )
     if name in FAN_IN:
         m_in = {"D": D, "NH": N * m["H"], "F": m["F"]}[FAN_IN[name]]
         if name in ATTENTION:
-            sgd, adam, eps = (
-                N ** (2 * aa - 2) * sgd_L,
-                N ** (aa - 1) / m_in * adam_L,
-                N ** (1 - aa) / D * eps_L,
-            )
+            sgd = N ** (2 * aa - 2) * sgd_L
+            adam = N ** (aa - 1) / m_in * adam_L
+            eps = N ** (1 - aa) / D * eps_L
             wd = m_in * N ** (1 - aa) * (1 if al is None else m["L"] ** (1 - al))
         else:
-            sgd, adam, eps = D / m_in * sgd_L, adam_L / m_in, eps_L / D
+            sgd = D / m_in * sgd_L
+            adam = adam_L / m_in
+            eps = eps_L / D
             wd = m_in * (1 if al is None else m["L"] ** (1 - al))
         return {"multiplier": 1, "std": m_in**-0.5, "sgd": sgd, "adam": adam, "eps": eps, "wd": wd}
     rows = {
@@ -137,7 +139,8 @@ def test_every_row_of_the_page(aa: float, al: float | None, optimizer: str):
         preset = presets.get(
             "mup" if al is None else "depth-mup", base=base, form=form, **constants
         )
-        m, all_sizes = ratios(sizes, base), {**sizes, **FINITE}
+        m = ratios(sizes, base)
+        all_sizes = {**sizes, **FINITE}
         for name, spec in SPECS.items():
             row = page(name, m, aa, al, form)
             factors = preset.factors(spec, all_sizes, optimizer)
@@ -239,28 +242,26 @@ def test_mup_has_no_depth_anywhere_and_is_not_alpha_l_zero():
 
 
 def test_gamma0_multiplies_sgd_rates_by_its_square_divides_eps_and_sits_in_the_readout():
-    one, lazy = (
-        presets.get("depth-mup", base=BASE),
-        presets.get("depth-mup", base=BASE, gamma0=0.25),
-    )
+    first = presets.get("depth-mup", base=BASE)
+    lazy = presets.get("depth-mup", base=BASE, gamma0=0.25)
     sizes = {**WIDER, **FINITE}
     for name, spec in SPECS.items():
-        before, after = one.factors(spec, sizes, "sgd"), lazy.factors(spec, sizes, "sgd")
+        before = first.factors(spec, sizes, "sgd")
+        after = lazy.factors(spec, sizes, "sgd")
         assert after.lr / before.lr == 1 / 16, name
         assert after.multiplier / before.multiplier == (
             4 if name in ("readout", "readout_bias") else 1
         ), name
-        before, after = one.factors(spec, sizes, "adam"), lazy.factors(spec, sizes, "adam")
+        before = first.factors(spec, sizes, "adam")
+        after = lazy.factors(spec, sizes, "adam")
         assert after.lr / before.lr == 1, name
         assert after.eps / before.eps == pytest.approx(4), name
 
 
 def test_muon_rows():
     """Derived on the page: sqrt(m_out/m_in) * L^(al-1), query and key also N^(aa-1); the rest stays on Adam."""
-    preset, sizes = (
-        presets.get("depth-mup", base=BASE, alpha_a=0.5, alpha_l=0.5),
-        {**DEEPER, **FINITE},
-    )
+    preset = presets.get("depth-mup", base=BASE, alpha_a=0.5, alpha_l=0.5)
+    sizes = {**DEEPER, **FINITE}
     m = ratios(DEEPER, BASE)
     fans = {
         "query": ("D", "NH"),
@@ -282,7 +283,8 @@ def test_muon_rows():
 
 
 def test_sp_is_fan_in_initialization_and_one_rate():
-    preset, sizes = presets.get("sp", base=BASE), {**WIDER, **FINITE}
+    preset = presets.get("sp", base=BASE)
+    sizes = {**WIDER, **FINITE}
     for name, spec in SPECS.items():
         scales = preset.scales(spec, sizes, "adam")
         fan_in = math.prod(sizes[axis] for axis in spec.fan_in)
@@ -297,7 +299,8 @@ def test_sp_is_fan_in_initialization_and_one_rate():
 
 
 def test_growing_the_mlp_alone_corrects_eps_of_mlp_in_and_warns():
-    preset, sizes = presets.get("mup", base=BASE), {**BASE, **FINITE, "mlp": 48}
+    preset = presets.get("mup", base=BASE)
+    sizes = {**BASE, **FINITE, "mlp": 48}
     factors = {name: preset.factors(spec, sizes) for name, spec in SPECS.items()}
     assert factors["mlp_in"].eps == factors["mlp_bias"].eps == 0.5
     assert (factors["mlp_out"].lr, factors["mlp_out"].eps) == (0.25, 1)

@@ -13,7 +13,9 @@ from mupax.presets.infinite.stack import Stack
 
 pytestmark = pytest.mark.core
 
-DRAWS, STEPS, IMAGES = 200, 4, 2
+DRAWS = 200
+STEPS = 4
+IMAGES = 2
 
 
 def numbers(
@@ -48,7 +50,7 @@ def outputs(seed: int, *, dense: bool = False, responses: bool = True) -> np.nda
                 weight.dice.matrix()
     inputs = np.random.default_rng(0).standard_normal((IMAGES, 3, 2))
     steps = [stack.step(inputs, np.array([0, 2])) for _ in range(STEPS)][1:]
-    return np.stack([*(one.loss for one in steps), *(one.logits[:, 1, 2] for one in steps)], -1)
+    return np.stack([*(step.loss for step in steps), *(step.logits[:, 1, 2] for step in steps)], -1)
 
 
 def z_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -81,7 +83,10 @@ def test_float32_is_the_same_path_to_its_rounding():
 @pytest.mark.parametrize(("responses", "expected"), [(True, 15.96), (False, 1.16)])
 def test_a_deep_linear_net_after_one_step(responses: bool, expected: float):
     """The kernel of the last of 16 layers, 1 + (eta gamma0)^2 L (L + 1) (2 L + 1) / 6, and 1 + L (eta gamma0)^2 without responses."""
-    depth, width, draws, rate = 16, 4096, 24, 0.1
+    depth = 16
+    width = 4096
+    draws = 24
+    rate = 0.1
     rng = np.random.default_rng(4)
     weights = []
     for _ in range(depth - 1):
@@ -90,7 +95,8 @@ def test_a_deep_linear_net_after_one_step(responses: bool, expected: float):
             Weight(LazyGaussian(*sides, rng, responses=responses), width**-0.5, rate=0.0)
         )
     first, last = rng.standard_normal((2, draws, 1, width))
-    h, at = [first], []
+    h = [first]
+    at = []
     for weight in weights:
         at.append(weight.dice.inputs.coordinates(h[-1]))
         h.append(weight.forward(at[-1]))

@@ -18,7 +18,9 @@ from mupax.presets.rule import Decay
 from mupax.zoo.configs import DecoderConfig, ModelConfig
 
 CONFIGS = Path(__file__).parent / "configs"
-LR, EPS, WD = 1e-3, 1e-8, 0.1
+LR = 1e-3
+EPS = 1e-8
+WD = 0.1
 """Of the optimizer, which factors multiply."""
 
 Contents = dict[str, Any]
@@ -32,7 +34,7 @@ def dump(
     optimizer: str = "adamw",
     decay: Decay = "coupled",
 ) -> Contents:
-    """What `verify` reads of a model under a preset relative to a base: values, not factors.
+    """Return the dump of a model under a preset relative to a base: values, not factors.
 
     Args:
         preset: in any form.
