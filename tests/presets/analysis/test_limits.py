@@ -1,4 +1,4 @@
-"""The computed theory says what the page says: section 2, "what each choice does", and section 3 for s = 0, 1/2, 1."""
+"""The computed theory says what sections 2 and 3 of the page say."""
 
 from __future__ import annotations
 

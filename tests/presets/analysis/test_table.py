@@ -1,4 +1,4 @@
-"""Section 2's table, row by row, against formulas written here from the page and evaluated by this file's own arithmetic."""
+"""Section 2's table, row by row, against formulas and arithmetic of this file."""
 
 from __future__ import annotations
 
@@ -9,44 +9,14 @@ from typing import Any
 import pytest
 
 from mupax import presets
-from mupax.presets import ParamSpec, PresetError, Role
+from mupax.presets import PresetError, Role
+from tests.presets.specs import BASE, FINITE, SPECS
 
 pytestmark = pytest.mark.core
 
-BASE = {"embed": 6, "heads": 3, "kv_heads": 3, "head_dim": 2, "mlp": 12, "layers": 2}
 WIDER = {"embed": 70, "heads": 7, "kv_heads": 7, "head_dim": 10, "mlp": 140, "layers": 2}
 DEEPER = {"embed": 15, "heads": 3, "kv_heads": 3, "head_dim": 5, "mlp": 30, "layers": 11}
-FINITE = {"vocab": 17, "patch": 12, "position": 5, "classes": 13}
 
-
-def block(role, axes, fan_in=(), of=None):
-    return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True, of=of)
-
-
-SPECS = {
-    "token": ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed")),
-    "position": ParamSpec(role=Role.POSITION, axes=("position", "embed")),
-    "patch": ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)),
-    "query": block(Role.QUERY, ("embed", "heads", "head_dim"), ("embed",)),
-    "key": block(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "value": block(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "attention_out": block(
-        Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")
-    ),
-    "mlp_in": block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
-    "mlp_out": block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
-    "query_bias": block(Role.BIAS, ("heads", "head_dim"), of=Role.QUERY),
-    "key_bias": block(Role.BIAS, ("kv_heads", "head_dim"), of=Role.KEY),
-    "head_gain": block(Role.NORM_GAIN, ("heads", "head_dim"), of=Role.QUERY),
-    "shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.KEY),
-    "norm_gain": block(Role.NORM_GAIN, ("embed",)),
-    "value_bias": block(Role.BIAS, ("kv_heads", "head_dim"), of=Role.VALUE),
-    "mlp_bias": block(Role.BIAS, ("mlp",), of=Role.MLP_IN),
-    "final_gain": ParamSpec(role=Role.NORM_GAIN, axes=("embed",)),
-    "patch_bias": ParamSpec(role=Role.BIAS, axes=("embed",), of=Role.PATCH_EMBEDDING),
-    "readout": ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",)),
-    "readout_bias": ParamSpec(role=Role.BIAS, axes=("classes",), of=Role.READOUT),
-}
 
 FAN_IN = {
     "query": "D",
@@ -58,16 +28,7 @@ FAN_IN = {
 }
 MATRICES = tuple(FAN_IN)
 ATTENTION = ("query", "key")
-NO_DECAY = (
-    "query_bias",
-    "key_bias",
-    "head_gain",
-    "shared_gain",
-    "norm_gain",
-    "value_bias",
-    "mlp_bias",
-)
-NO_DECAY += ("final_gain", "patch_bias", "readout_bias")
+NO_DECAY = tuple(name for name in SPECS if name.endswith(("bias", "gain")))
 
 
 def page(name: str, m: dict, aa: float, al: float | None, form: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Matrices that are revealed as they are used have the law of matrices that are drawn at the start, adaptive use included."""
+"""Matrices revealed as they are used have the law of matrices drawn at the start."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mupax.presets.infinite.dice import Basis, LazyGaussian, Weight, transposed
+from tests.presets.infinite.samples import z_scores
 
 pytestmark = pytest.mark.core
 
@@ -16,7 +17,7 @@ IN = 5
 def play(
     rng: np.random.Generator, draws: int, *, dense: bool, responses: bool = True
 ) -> np.ndarray:
-    """Numbers of an adaptive game [draws, 6]: every vector is made of what came back for the last."""
+    """Return statistics [draws, 6] of an adaptive game: a vector is made of the last answer."""
     if dense:
         w = rng.standard_normal((draws, OUT, IN))
 
@@ -44,14 +45,6 @@ def play(
     columns = [(y**2).mean((-1, -2)), (x * g).sum((-1, -2)), (g**2).mean((-1, -2)), (y[:, 0] * z[:, 0]).sum(-1),
                (z**2).mean((-1, -2)), (g[:, 0] * b[:, 1]).sum(-1)]  # fmt: skip
     return np.stack(columns, -1)
-
-
-def z_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """By how many standard errors means and variances of two samples [draws, columns] differ, [2, columns]."""
-    z_scores = []
-    for x, y in ((a, b), ((a - a.mean(0)) ** 2, (b - b.mean(0)) ** 2)):
-        z_scores.append((x.mean(0) - y.mean(0)) / np.sqrt(x.var(0) / len(x) + y.var(0) / len(y)))
-    return np.abs(z_scores)
 
 
 def test_what_was_revealed_is_of_the_matrix_that_is_revealed_at_last():
@@ -114,9 +107,10 @@ def test_entries_have_the_moments_of_a_gaussian_matrix_after_an_adaptive_game():
 def test_adaptive_play_has_the_dense_law_and_without_responses_it_has_not():
     draws = 20_000
     dense = play(np.random.default_rng(3), draws, dense=True)
-    assert z_of(dense, play(np.random.default_rng(4), draws, dense=False)).max() < 4
+    assert z_scores(dense, play(np.random.default_rng(4), draws, dense=False)).max() < 4
     assert (
-        z_of(dense, play(np.random.default_rng(5), draws, dense=False, responses=False)).max() > 20
+        z_scores(dense, play(np.random.default_rng(5), draws, dense=False, responses=False)).max()
+        > 20
     )
 
 

@@ -1,4 +1,4 @@
-"""The presets of sections 3 and 5, row by row against formulas written here, and the choices where sources disagree."""
+"""Presets of sections 3 and 5, row by row against formulas written out, and their choices."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 
 from mupax import presets
 from mupax.presets import ParamSpec, Preset, PresetError, Role
+from tests.presets.specs import BASE, FINITE, SPECS, block
 
 pytestmark = pytest.mark.core
 
-BASE = {"embed": 6, "heads": 3, "kv_heads": 3, "head_dim": 2, "mlp": 12, "layers": 2}
-FINITE = {"vocab": 17, "patch": 12, "position": 5, "classes": 13}
 BIG = {"embed": 35, "heads": 5, "kv_heads": 5, "head_dim": 7, "mlp": 70, "layers": 11, **FINITE}
 D = 35 / 6
 NH = 35 / 6
@@ -22,34 +21,19 @@ F = 70 / 12
 L = 11 / 2
 
 
-def block(
-    role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...] = (), of: Role | None = None
-) -> ParamSpec:
-    return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True, of=of)
-
-
 MATRICES = {
-    "query": block(Role.QUERY, ("embed", "heads", "head_dim"), ("embed",)),
-    "key": block(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "value": block(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "attention_out": block(
-        Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")
-    ),
-    "mlp_in": block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
-    "mlp_out": block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
+    name: SPECS[name] for name in ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")
 }
-TOKEN = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed"))
-POSITION = ParamSpec(role=Role.POSITION, axes=("position", "embed"))
-PATCH = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
-READOUT = ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",))
-READOUT_BIAS = ParamSpec(role=Role.BIAS, axes=("classes",), of=Role.READOUT)
-GAIN = block(Role.NORM_GAIN, ("embed",))
-FINAL_GAIN = ParamSpec(role=Role.NORM_GAIN, axes=("embed",))
-VALUE_BIAS = block(Role.BIAS, ("kv_heads", "head_dim"), of=Role.VALUE)
+TOKEN = SPECS["token"]
+POSITION = SPECS["position"]
+PATCH = SPECS["patch"]
+READOUT = SPECS["readout"]
+READOUT_BIAS = SPECS["readout_bias"]
+GAIN = SPECS["norm_gain"]
+FINAL_GAIN = SPECS["final_gain"]
+VALUE_BIAS = SPECS["value_bias"]
 TIED = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
-FANS = {
-    name: (NH if name == "attention_out" else F if name == "mlp_out" else D) for name in MATRICES
-}
+FANS = {**dict.fromkeys(MATRICES, D), "attention_out": NH, "mlp_out": F}
 OUTS = {"query": NH, "key": NH, "value": NH, "attention_out": D, "mlp_in": F, "mlp_out": D}
 ALL = {
     **MATRICES,
@@ -58,10 +42,12 @@ ALL = {
     "patch": PATCH,
     "gain": GAIN,
     "final_gain": FINAL_GAIN,
+    "value_bias": VALUE_BIAS,
+    "readout": READOUT,
+    "readout_bias": READOUT_BIAS,
+    "shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.QUERY),
+    "gain_per_head": SPECS["head_gain"],
 }
-ALL |= {"value_bias": VALUE_BIAS, "readout": READOUT, "readout_bias": READOUT_BIAS}
-ALL |= {"shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.QUERY)}
-ALL |= {"gain_per_head": block(Role.NORM_GAIN, ("heads", "head_dim"), of=Role.QUERY)}
 
 
 def columns(preset: Preset, spec: ParamSpec, optimizer: str = "adam") -> tuple[float, ...]:

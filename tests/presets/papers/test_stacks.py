@@ -1,4 +1,4 @@
-"""An encoder-decoder under every preset: each stack has its own depth, and cross-attention is attention of another fan-in."""
+"""Encoder-decoders under every preset: depths of their own, and the fan-in of the memory."""
 
 from __future__ import annotations
 
