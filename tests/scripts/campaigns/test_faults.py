@@ -11,17 +11,17 @@ import pytest
 
 from scripts.campaigns import PAGE, faults
 from scripts.campaigns.injection import shim
-from tests.scripts.campaigns.campaign import campaign
+from tests.scripts.campaigns.campaign import campaigns
 
 
 @pytest.mark.slow
 def test_runs_end_as_the_undisturbed_one(tmp_path: Path) -> None:
     if shim.compiled(tmp_path) is None:
         pytest.skip("there is no C compiler (cc) for scripts/campaigns/injection/faults.c")
-    rows = campaign(faults, "--count 2", tmp_path)
+    rows = campaigns(tmp_path, {"faults": "--count 2"})["faults"]
     assert {row["phase"] for row in rows} == {"new", "going on"}
     assert sum(bool(row["fired"]) for row in rows) >= 2
-    assert "**2 of 2 ended bitwise" in (tmp_path / "page.md").read_text()
+    assert "**2 of 2 ended bitwise" in (tmp_path / "faults.md").read_text()
 
 
 WRITE = """
