@@ -1,4 +1,4 @@
-"""The drawing in docs/concepts/architecture.md has the arrows of the code, and its walks follow the imports.
+"""The architecture page's drawing has the arrows of the code, and its walks follow imports.
 
 `python -m tests.test_architecture` draws it anew.
 """
@@ -27,7 +27,7 @@ def arrows() -> set[tuple[str, str]]:
 
 
 def drawing(floors: tuple[tuple[str, ...], ...], arrows: set[tuple[str, str]]) -> str:
-    """Return a line for each room, the highest floor first, with letters of the rooms it imports."""
+    """Return a line for each room, the highest floor first, with letters of its imports."""
     letters = dict(zip(itertools.chain(*floors), string.ascii_letters, strict=False))
     width = max(map(len, [*letters, "room"]))
     lines = []
@@ -89,7 +89,7 @@ def walks(text: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def unsound(walk: list[tuple[str, str]], graph: dict[str, set[str]]) -> list[str]:
-    """Return files of a walk without an import to or from one before, and names they do not have."""
+    """Return files of a walk that no import joins to it, and names that they do not have."""
     wrong: list[str] = []
     before: set[str] = set()
     for path, description in walk:

@@ -32,12 +32,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("entry points",),
     ("scripts",),
 )
-"""Rooms by floor, the lowest first; rooms of one floor do not see each other, but for the two of `TOGETHER`.
+"""Rooms by floor, the lowest first; only the two of `TOGETHER` see each other on a floor.
 
 `presets.get` looks presets up by name, so it is above all of them.
 """
 TOGETHER = {"zoo", "zoo/layers"}
-"""A model family is made of layers, and layers read the configs beside it: one room in two folders."""
+"""One room in two folders: a model family is made of layers, which read its configs."""
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "numpy")
 ROOMS = frozenset(itertools.chain.from_iterable(FLOORS))
 PURE = ("presets", "presets/papers", "presets/tuned", "presets/analysis", "presets/verify")
@@ -90,9 +90,9 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "zoo/transformer.py": ("mupax.zoo.lora.layer",),
     "zoo/vit/config.py": ("mupax.zoo.vit.model",),
 }
-"""Files whose entries name what stands above them or is made of them, to the modules that they name.
+"""Files whose entries name modules on floors above them, with these modules.
 
-An entry imports inside a function what is used only where the entry is. So these imports are no dependence of the file.
+An entry imports inside a function, for those who use the entry, so the file does not depend on it.
 """
 IMPORTERS = {
     "mupax/plugins.py": "modules of the user's own, by the name that the user gives",
@@ -102,7 +102,7 @@ IMPORTERS = {
 }
 """Files that import a module by a text that is not written there, with the reason."""
 ARRAYS = "presets/infinite"
-"""The room of theory that computes with arrays: it imports NumPy, and no other of `HEAVY`; no other room of `presets` imports it."""
+"""Room of theory that imports NumPy alone of `HEAVY`; no other room of `presets` imports it."""
 
 pytestmark = pytest.mark.core
 
@@ -168,12 +168,12 @@ def file_of(module: str) -> str | None:
 
 
 def is_entry(path: str, module: str, top: bool) -> bool:
-    """Return whether the file at `path` imports a module for an entry of its table, and not at its top."""
+    """Return whether a file imports a module inside a function, for an entry of its table."""
     return not top and f"{module}.".startswith(tuple(f"{name}." for name in ENTRIES.get(path, ())))
 
 
 def dynamic_imports(source: str) -> list[str]:
-    """Return the calls that import a module of ours, or one whose name is not written in the call."""
+    """Return the calls that import a module of mupax, or one whose name is computed."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     wrong: list[str] = []
     for call in calls:

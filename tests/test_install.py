@@ -63,7 +63,7 @@ def execute(words: list[str], folder: Path, timeout_s: float = 300, **variables:
 def product() -> set[str]:
     """Return the files of the checkout that belong into a distribution, as its paths."""
     command = "git ls-files -co --exclude-standard -- mupax presets zoo train"
-    listed = execute(command.split(), ROOT).splitlines()
+    listed = execute(shlex.split(command), ROOT).splitlines()
     files = {name for name in listed if (ROOT / name).is_file()}  # the links to folders are none
     assert {Path(name).suffix for name in files} == {".py", *DATA}
     return {name if name.startswith("mupax/") else f"mupax/{name}" for name in files}

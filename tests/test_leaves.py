@@ -1,4 +1,4 @@
-"""The core trains without its leaves, and a leaf imports only the core and the leaves that it names.
+"""The core trains without its leaves, and a leaf imports the core and the leaves it names.
 
 `python -m tests.test_leaves` writes the table of docs/concepts/architecture.md.
 """
@@ -104,9 +104,9 @@ REACHED_FROM: dict[str, tuple[str, ...]] = {
 }
 """File of the core to the leaves that it imports, each inside the function that needs it."""
 FRONT = ("train/__init__.py", "train/reuse/model.py")
-"""Files that, like commands, put leaves together: the Python interface of runs and of trained models."""
+"""Files that put leaves together, as commands do: the Python interface."""
 CONFIGS = ("zoo/encoder_decoder/config.py",)
-"""Files of leaves that belong to the core: flags and the records of runs are made of these configs."""
+"""Files of leaves that belong to the core, as flags and records are made of these configs."""
 CONTROL = "mupax.train.core.optimizer"
 
 pytestmark = pytest.mark.core

@@ -1,4 +1,4 @@
-"""Examples of docs/howto/add_a_*.md and extend.md: a reader saves each, at most 30 lines, and it trains."""
+"""Examples of docs/howto/add_a_*.md and extend.md, as a reader saves and runs them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RunPage = Callable[..., Rows]
 @pytest.fixture(autouse=True)
 def unchanged_tables() -> Iterator[None]:
     """Remove what a page has added to the tables."""
-    tables: list[dict[str, Any]] = [OPTIMIZERS, SOURCES, PRESETS]
+    tables: list[Any] = [OPTIMIZERS, SOURCES, PRESETS]
     before = [(table, dict(table)) for table in tables]
     yield
     for table, rows in before:
