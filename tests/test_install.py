@@ -80,8 +80,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert [member.name for member in sdist.getmembers() if not member.isfile()] == []
         names = {member.name.partition("/")[2] for member in sdist.getmembers()}
         sdist.extractall(folder, filter="data")
-    beside = {"PKG-INFO", ".gitignore", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"}
-    assert names - beside == product()
+    extra_files = {
+        "PKG-INFO",
+        ".gitignore",
+        "pyproject.toml",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+    }
+    assert names - extra_files == product()
     execute([*build, "wheel"], archive.with_name(archive.name.removesuffix(".tar.gz")))
     (built,) = folder.glob("*.whl")
     return built

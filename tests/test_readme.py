@@ -133,14 +133,14 @@ def steps_compiled_once() -> Iterator[None]:
     tests/train/core/costs/test_fit.py has the memory of each.
     """
     needs = fit.needs
-    known: dict[Any, fit.MemoryEstimate | None] = {}
+    estimates: dict[Any, fit.MemoryEstimate | None] = {}
 
     def needs_once(program: Program) -> fit.MemoryEstimate | None:
         config = program.config
         key = structure(config.model), config.optimizer.name, config.mesh, program.trained
-        if key not in known:
-            known[key] = needs(program)
-        return known[key]
+        if key not in estimates:
+            estimates[key] = needs(program)
+        return estimates[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "needs", needs_once)
