@@ -1,4 +1,4 @@
-"""Every test runs on eight virtual CPU devices, so that sharding is tested wherever the tests are."""
+"""Tests run on eight virtual CPU devices, so that sharding is tested everywhere."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.fixtures.xla import LEVEL, QUICKLY
 DEVICES = 8
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = Path(__file__).with_name("costs.json")
-"""Processor seconds of each test file, child processes included; `pytest --costs` writes those of the files it runs."""
+"""Processor seconds of each test file with its children; `pytest --costs` measures them."""
 QUICK_SECONDS = 4.5
-"""`make quick` has the core tests of files recorded to cost at most so much."""
+"""Cost of a file up to which `make quick` has its core tests."""
 OTHER_VERSIONS_SECONDS = 10.0
-"""`make core` has the core tests of files recorded to cost at most so much, and the folders that the Makefile names whole."""
+"""Cost of a file up to which `make core` has its core tests; the Makefile names more folders."""
 
 # Read once, when JAX or a BLAS is first imported; the tests' own threads are enough for the cores.
 _USER_FLAGS = os.environ.get("XLA_FLAGS", "")
@@ -36,8 +36,8 @@ os.environ["XLA_FLAGS"] = " ".join(_FLAGS).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "agg"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Prepared data and compiled programs stay in the checkout: away from what its owner uses, and there for the next run,
-# the other worker and every process that a test starts.
+# Prepared data and compiled programs stay in the checkout, for the next run, for other workers and
+# for every process that a test starts.
 os.environ["MUPAX_DATA"] = str(ROOT / ".cache" / "data")
 # Tuned presets and settings of whoever runs the tests must not reach them.
 os.environ["MUPAX_HOME"] = str(ROOT / ".cache" / "home")
@@ -48,19 +48,19 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# `nohup` has the first ignored, a shell's `&` the second, and so would every process that a test starts.
+# `nohup` ignores the first and a shell's `&` the second, and child processes would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 
-# Tracing makes objects by the hundred thousand that live on; looking through them for cycles was a fifth of its time.
+# Tracing makes hundreds of thousands of lasting objects; collecting took a fifth of its time.
 gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_end_with_their_module(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Thousands of compiled programs, each some memory maps, would come to more of those than Linux gives a process."""
+    """Free compiled programs, whose memory maps would come to more than Linux gives a process."""
     if "jax" in sys.modules:  # tests of presets run without
         import jax
 
@@ -75,7 +75,7 @@ def programs_end_with_their_module(request: pytest.FixtureRequest) -> Iterator[N
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Bytes are named by their argument: those that a compressor wrote hold the time, and every worker must name a test alike."""
+    """Name bytes by their argument: compressed bytes hold the time, and workers must agree."""
     return argname if isinstance(val, bytes) else None
 
 
@@ -90,7 +90,7 @@ def file_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Dear files first, so that no worker begins one when the others are done; and the marks that no file sets itself."""
+    """Sort dear files first, so that no worker begins one last, and set marks by cost."""
     costs = json.loads(COSTS.read_text())
     items.sort(key=lambda item: -costs.get(file_of(item), math.inf))
     libtpu = importlib.util.find_spec("libtpu")
@@ -102,9 +102,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("quick")
         if "core" in marks and cost <= OTHER_VERSIONS_SECONDS:
             item.add_marker("versions")
-        if (
-            "tpu" in marks and libtpu is None
-        ):  # `make tpu` brings the compiler; a run of everything does without
+        # `make tpu` brings the compiler; a run of everything does without.
+        if "tpu" in marks and libtpu is None:
             item.add_marker(
                 pytest.mark.skip(reason="libtpu, the TPU compiler, is not installed (make tpu)")
             )
@@ -131,7 +130,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist is done: what its files cost."""
+    """Add the costs of the files of a worker of pytest-xdist."""
     _spent.update(getattr(node, "workeroutput", {}).get("spent", {}))
 
 

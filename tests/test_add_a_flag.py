@@ -1,6 +1,6 @@
-"""docs/howto/add_a_flag.md: its edits are made in a copy of the source, where the flags then train and the tests that it names pass.
+"""With the edits of docs/howto/add_a_flag.md, flags train and the tests that the page names pass.
 
-`python -m tests.test_add_a_flag` writes the table of checkpoint flags in docs/howto/running.md from the fields.
+`python -m tests.test_add_a_flag` writes the table of checkpoint flags in docs/howto/running.md.
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ EDITS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 TESTS = ["tests/train/run/test_config_fields.py", "-k", "clip_value or declares"]
 ON_RESUME = {"refused": "is refused", "announced": "prints old -> new", "silent": "says nothing"}
 RUN = (
-    "train lm-tiny --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 8 --data.name text:words.txt "
-    "--data.eval-examples 8 --steps 4 --optimizer.warmup-steps 1 --log.no-samples --log.no-tensorboard --workdir run "
+    "train lm-tiny --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
+    "--data.batch-size 8 --data.name text:words.txt --data.eval-examples 8 --steps 4 "
+    "--optimizer.warmup-steps 1 --log.no-samples --log.no-tensorboard --workdir run "
     "--checkpoint.keep 1 --checkpoint.keep-steps 1 3 --optimizer.clip-value 0.1"
 )
+PROGRAM = f"""
+import pytest
+from mupax.__main__ import main
+
+assert main({RUN.split()}) == 0
+assert main("checkpoints list run".split()) == 0
+raise SystemExit(pytest.main({["-q", "--assert=plain", *TESTS]}))
+"""
+"""One process for all three, since each would import JAX."""
 
 
 def with_flags(page: str) -> str:
-    """Return docs/howto/running.md with the table of checkpoint flags as the fields and their docstrings are."""
+    """Return docs/howto/running.md with the table of checkpoint flags of the fields."""
     tree = ast.parse((ROOT / "train" / "config" / "sections.py").read_text())
-    (body,) = [
-        item.body
-        for item in tree.body
-        if isinstance(item, ast.ClassDef) and item.name == "CheckpointConfig"
-    ]
+    classes = [item for item in tree.body if isinstance(item, ast.ClassDef)]
+    (config,) = [item for item in classes if item.name == "CheckpointConfig"]
     lines = ["| flag | default | what it does |", "|---|---|---|"]
-    for field, text in itertools.pairwise(body):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-        ):
-            name = field.target.id
-            default = (
-                ""
-                if getattr(CheckpointConfig(), name) is None
-                else getattr(CheckpointConfig(), name)
-            )
+    for field, text in itertools.pairwise(config.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            name = ast.unparse(field.target)
+            default = getattr(CheckpointConfig(), name)
+            shown = "" if default is None else default
             help_text = ast.literal_eval(text.value)
-            lines.append(f"| `--checkpoint.{name.replace('_', '-')}` | {default} | {help_text} |")
-    begin, end = "<!-- flags: begin -->\n", "<!-- flags: end -->"
+            lines.append(f"| `--checkpoint.{name.replace('_', '-')}` | {shown} | {help_text} |")
+    begin = "<!-- flags: begin -->\n"
+    end = "<!-- flags: end -->"
     return page.partition(begin)[0] + begin + "\n".join(lines) + "\n" + end + page.partition(end)[2]
 
 
@@ -67,17 +68,6 @@ def source_copy(folder: Path) -> Path:
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=skipped)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
-
-
-def done_in(folder: Path, *words: str) -> str:
-    """Return what a module prints that Python runs in a copy of the source."""
-    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", *words]
-    done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.core
@@ -131,10 +121,16 @@ def test_the_edits_make_flags_that_train_and_pass_their_tests(tmp_path: Path) ->
     folder = source_copy(tmp_path)
     applied(EDITS, folder)
     (folder / "words.txt").write_text("a few words to train on. " * 300)
-    assert "step 4/4" in done_in(folder, "mupax", *RUN.split())
-    listed = done_in(folder, "mupax", "train", "checkpoints", "run")
-    assert [line.split()[0] for line in listed.splitlines() if " listed " in line] == ["1", "3"]
-    assert " passed" in done_in(folder, "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "step 4/4" in done.stdout
+    listed = [line.split()[0] for line in done.stdout.splitlines() if " listed " in line]
+    assert listed == ["1", "3"]
+    assert " passed" in done.stdout
 
 
 if __name__ == "__main__":

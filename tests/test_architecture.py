@@ -1,10 +1,11 @@
-"""docs/concepts/architecture.md: its drawing of rooms and floors has the arrows of the code, and its walks follow the imports.
+"""The architecture page's drawing has the arrows of the code, and its walks follow imports.
 
 `python -m tests.test_architecture` draws it anew.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
 
@@ -18,37 +19,33 @@ pytestmark = pytest.mark.core
 
 
 def arrows() -> set[tuple[str, str]]:
-    """(room, room that one of its files imports from), wherever in the file."""
-    return {
-        (room(path), room(target))
-        for path, targets in import_graph().items()
-        for target in targets
-        if room(target) != room(path)
-    }
+    """Return pairs of a room and a room that one of its files imports from."""
+    pairs: set[tuple[str, str]] = set()
+    for path, targets in import_graph().items():
+        pairs.update((room(path), room(target)) for target in targets)
+    return {(importer, imported) for importer, imported in pairs if importer != imported}
 
 
 def drawing(floors: tuple[tuple[str, ...], ...], arrows: set[tuple[str, str]]) -> str:
-    """Rooms as lines, the highest floor first, each with the letters of the rooms that it imports from."""
-    letters = dict(
-        zip([name for floor in floors for name in floor], string.ascii_letters, strict=False)
-    )
+    """Return a line for each room, the highest floor first, with letters of its imports."""
+    letters = dict(zip(itertools.chain(*floors), string.ascii_letters, strict=False))
     width = max(map(len, [*letters, "room"]))
     lines = []
     for number, floor in reversed(list(enumerate(floors))):
         for name in reversed(floor):
-            below = [
-                letter if (name, other) in arrows else "·" for other, letter in letters.items()
-            ]
-            lines.append(
-                f"{number:>5}  {letters[name]}  {name:<{width}}  {''.join(below)}".rstrip()
-            )
+            below = ""
+            for peer, letter in letters.items():
+                below += letter if (name, peer) in arrows else "·"
+            lines.append(f"{number:>5}  {letters[name]}  {name:<{width}}  {below}".rstrip())
     return "\n".join([f"floor     {'room':<{width}}  imports from", *lines])
 
 
 def page(text: str) -> str:
-    """The text of docs/concepts/architecture.md with the drawing as the code has it."""
-    begin, end = "<!-- rooms: begin -->\n", "<!-- rooms: end -->"
-    before, after = text.partition(begin)[0], text.partition(end)[2]
+    """Return the text of docs/concepts/architecture.md with the drawing of today."""
+    begin = "<!-- rooms: begin -->\n"
+    end = "<!-- rooms: end -->"
+    before = text.partition(begin)[0]
+    after = text.partition(end)[2]
     return f"{before}{begin}```text\n{drawing(FLOORS, arrows())}\n```\n{end}{after}"
 
 
@@ -71,34 +68,32 @@ def test_control_another_arrow_is_another_drawing():
 
 
 def through_packages(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph with arrows to what an imported package exports, as to the package."""
+    """Return the graph with arrows also to what an imported package exports."""
     reached = {path: set(targets) for path, targets in graph.items()}
     for targets in reached.values():
         packages = {target for target in targets if target.endswith("__init__.py")}
         while packages:
-            more = graph[packages.pop()] - targets
-            targets |= more
-            packages |= {target for target in more if target.endswith("__init__.py")}
+            exported = graph[packages.pop()] - targets
+            targets |= exported
+            packages |= {target for target in exported if target.endswith("__init__.py")}
     return reached
 
 
 def walks(text: str) -> dict[str, list[tuple[str, str]]]:
-    """Heading to (file, what is said of it): the numbered lists of a text whose items begin with a file."""
+    """Return the numbered lists of files by their heading: each file with its description."""
     link = r"\[`([\w/]+\.py)`\]\(\.\./\.\./\1\)"
     item = re.compile(rf"^\d+\. {link}(.*?)(?=^\d+\. |^## |\Z)", re.MULTILINE | re.DOTALL)
     parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
-    return {
-        title: items
-        for title, body in zip(parts[::2], parts[1::2], strict=True)
-        if (items := item.findall(body))
-    }
+    lists = {title: item.findall(body) for title, body in zip(parts[::2], parts[1::2], strict=True)}
+    return {title: items for title, items in lists.items() if items}
 
 
 def unsound(walk: list[tuple[str, str]], graph: dict[str, set[str]]) -> list[str]:
-    """Files of a walk that neither import nor are imported by one before them, and names that their file does not have."""
-    wrong, before = [], set[str]()
+    """Return files of a walk that no import joins to it, and names that they do not have."""
+    wrong: list[str] = []
+    before: set[str] = set()
     for path, description in walk:
-        reachable = before.union(*(graph[other] for other in before))
+        reachable = before.union(*(graph[peer] for peer in before))
         if before and not (graph[path] & before or path in reachable):
             wrong.append(f"{path} has no import to or from what stands before it")
         words = set(re.findall(r"\w+", (ROOT / path).read_text()))
@@ -110,20 +105,15 @@ def unsound(walk: list[tuple[str, str]], graph: dict[str, set[str]]) -> list[str
 
 @pytest.mark.parametrize("title", walks(ARCHITECTURE.read_text()))
 def test_a_walk_follows_the_imports(title: str):
-    assert (
-        unsound(
-            walks(ARCHITECTURE.read_text())[title], through_packages(import_graph(entries=True))
-        )
-        == []
-    )
+    walk = walks(ARCHITECTURE.read_text())[title]
+    assert unsound(walk, through_packages(import_graph(entries=True))) == []
 
 
 def test_the_walks_are_there_and_short():
     lengths = {title: len(walk) for title, walk in walks(ARCHITECTURE.read_text()).items()}
-    assert {title: length for title, length in lengths.items() if "walk" not in title} == {
-        "The spine": 8
-    }
     assert len(lengths) == 4
+    spine = {title: length for title, length in lengths.items() if "walk" not in title}
+    assert spine == {"The spine": 8}
 
 
 def test_control_a_stale_walk_is_seen():

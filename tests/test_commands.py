@@ -1,4 +1,4 @@
-"""The table of commands: help, examples and completion of every row, and the old spellings of commands."""
+"""The table of commands: help, examples and completion of rows, and old spellings."""
 
 from __future__ import annotations
 

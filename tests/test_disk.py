@@ -1,4 +1,4 @@
-"""A disk is given time, and JSON that a stranger may have written is refused by name where it is none."""
+"""A slow disk is given time, and a stranger's broken JSON is refused by name."""
 
 from __future__ import annotations
 

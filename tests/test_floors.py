@@ -1,9 +1,10 @@
-"""Rooms and floors: a room imports only from rooms on floors below it, and no modules import in a circle. Read by `ast`."""
+"""A room imports only from rooms on floors below it, and no modules import in a circle."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("entry points",),
     ("scripts",),
 )
-"""Rooms by floor, the lowest first; rooms of one floor do not see each other, but for the two of `TOGETHER`.
+"""Rooms by floor, the lowest first; only the two of `TOGETHER` see each other on a floor.
 
 `presets.get` looks presets up by name, so it is above all of them.
 """
 TOGETHER = {"zoo", "zoo/layers"}
-"""A model family is made of layers, and layers read the configs beside it: one room in two folders."""
+"""One room in two folders: a model family is made of layers, which read its configs."""
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "numpy")
+ROOMS = frozenset(itertools.chain.from_iterable(FLOORS))
 PURE = ("presets", "presets/papers", "presets/tuned", "presets/analysis", "presets/verify")
 """Rooms that import none of `HEAVY`: theory needs neither arrays nor a device."""
 _LIGHT = "the command answers --help without it, and it imports JAX or NumPy"
@@ -88,9 +90,9 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "zoo/transformer.py": ("mupax.zoo.lora.layer",),
     "zoo/vit/config.py": ("mupax.zoo.vit.model",),
 }
-"""Files whose entries name what stands above them or is made of them, to the modules that they name.
+"""Files whose entries name modules on floors above them, with these modules.
 
-An entry imports inside a function what is used only where the entry is. So these imports are no dependence of the file.
+An entry imports inside a function, for those who use the entry, so the file does not depend on it.
 """
 IMPORTERS = {
     "mupax/plugins.py": "modules of the user's own, by the name that the user gives",
@@ -100,14 +102,17 @@ IMPORTERS = {
 }
 """Files that import a module by a text that is not written there, with the reason."""
 ARRAYS = "presets/infinite"
-"""The room of theory that computes with arrays: it imports NumPy, and no other of `HEAVY`; no other room of `presets` imports it."""
+"""Room of theory that imports NumPy alone of `HEAVY`; no other room of `presets` imports it."""
 
 pytestmark = pytest.mark.core
 
 
 @functools.cache
 def imports(source: str) -> list[tuple[str, bool]]:
-    """Every module that the source imports, and whether at the top. `from a import b` counts as a.b, and as a unless b is a module."""
+    """Return every module that a source imports, and whether at its top.
+
+    `from a import b` counts as a.b, and as a unless b is a module.
+    """
     modules: list[tuple[str, bool]] = []
 
     def visit(node: ast.AST, top: bool) -> None:
@@ -128,10 +133,11 @@ def imports(source: str) -> list[tuple[str, bool]]:
     return modules
 
 
+@functools.cache
 def room(path: str) -> str:
     """Return the room of a file, by its path from the root.
 
-    A `__main__.py`, the commands of `mupax/commands` and what `mupax.train` exports are on the highest floor but one.
+    A `__main__.py`, the commands and what `mupax.train` exports are on the highest floor but one.
     """
     folders = path.split("/")[:-1]
     if path == "presets/__init__.py":
@@ -139,34 +145,35 @@ def room(path: str) -> str:
     is_main = path.endswith("__main__.py") and folders[:1] != ["scripts"]
     if path == "train/__init__.py" or is_main or folders == ["mupax", "commands"]:
         return "entry points"
-    rooms = {name for floor in FLOORS for name in floor}
-    return next(
-        name for end in range(len(folders), 0, -1) if (name := "/".join(folders[:end])) in rooms
-    )
+    names = ["/".join(folders[:end]) for end in range(len(folders), 0, -1)]
+    return next(name for name in names if name in ROOMS)
 
 
+@functools.cache
 def floor(name: str) -> int:
     return next(number for number, rooms in enumerate(FLOORS) if name in rooms)
 
 
+@functools.cache
 def file_of(module: str) -> str | None:
-    """The file of a module of ours, by its path from the root."""
+    """Return the file of a module of ours, by its path from the root."""
     parts = module.split(".")
     if parts[0] == "mupax" and parts[1:2] and parts[1] in PACKAGES:
         parts = parts[1:]
     path = "/".join(parts)
-    return next(
-        (name for name in (f"{path}.py", f"{path}/__init__.py") if (ROOT / name).is_file()), None
-    )
+    for name in (f"{path}.py", f"{path}/__init__.py"):
+        if (ROOT / name).is_file():
+            return name
+    return None
 
 
 def is_entry(path: str, module: str, top: bool) -> bool:
-    """Return whether the file at `path` imports a module for an entry of its table, and not at its top."""
+    """Return whether a file imports a module inside a function, for an entry of its table."""
     return not top and f"{module}.".startswith(tuple(f"{name}." for name in ENTRIES.get(path, ())))
 
 
 def dynamic_imports(source: str) -> list[str]:
-    """Return the calls that import a module of ours, or one whose name is not written in the call."""
+    """Return the calls that import a module of mupax, or one whose name is computed."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     wrong: list[str] = []
     for call in calls:
@@ -181,60 +188,66 @@ def dynamic_imports(source: str) -> list[str]:
 
 
 def violations(path: str, source: str) -> list[str]:
-    """What the file at `path` (from the root) must not import."""
-    own, wrong = room(path), []
+    """Return what the file at `path` (from the root) must not import."""
+    own = room(path)
+    wrong: list[str] = []
     for module, top in imports(source):
         if is_entry(path, module, top):
             continue
+        package = module.split(".")[0]
         if module.startswith("."):
             wrong.append(f"{path}: relative import {module}")
-        elif module.split(".")[0] in PACKAGES:
+        elif package in PACKAGES:
             wrong.append(
                 f"{path}: {module} has another name where mupax is installed; write mupax.{module}"
             )
-        elif module.split(".")[0] in HEAVY and own in PURE:
+        elif package in HEAVY and own in PURE:
             wrong.append(f"{path}: {own} is pure Python and imports {module}")
-        elif module.split(".")[0] in HEAVY and own == ARRAYS and module.split(".")[0] != "numpy":
+        elif package in HEAVY and own == ARRAYS and package != "numpy":
             wrong.append(f"{path}: {own} has NumPy alone and imports {module}")
         elif "__main__" in module.split("."):
             wrong.append(f"{path}: imports the entry point {module}")
         elif (target := file_of(module)) and "__main__" not in module:
-            other = room(target)
-            allowed = other == own or floor(other) < floor(own) or {own, other} <= TOGETHER
-            allowed &= other != ARRAYS or not own.startswith("presets") or own == other
+            peer = room(target)
+            allowed = peer == own or floor(peer) < floor(own) or {own, peer} <= TOGETHER
+            allowed &= peer != ARRAYS or not own.startswith("presets") or own == peer
             if not allowed:
                 wrong.append(
-                    f"{path}: {own} imports {module}, which is in {other}, not on a floor below"
+                    f"{path}: {own} imports {module}, which is in {peer}, not on a floor below"
                 )
-            elif own == "entry points" != other and top and floor(other) >= floor("train/core"):
+            elif own == "entry points" != peer and top and floor(peer) >= floor("train/core"):
                 wrong.append(
                     f"{path}: an entry point imports {module} inside the function that needs it"
                 )
     return wrong
 
 
-def sources() -> list[str]:
-    folders = ("mupax", *PACKAGES, "scripts")
-    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [path.relative_to(ROOT).as_posix() for path in paths]
+@functools.cache
+def sources() -> tuple[str, ...]:
+    """Return all files of the product and its scripts, by their paths from the root."""
+    paths: list[Path] = []
+    for folder in ("mupax", *PACKAGES, "scripts"):
+        paths += sorted((ROOT / folder).rglob("*.py"))
+    return tuple(path.relative_to(ROOT).as_posix() for path in paths)
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of files that reach one another by imports: Tarjan's strongly connected components of two or more."""
+    """Return groups of files that reach one another: Tarjan's strongly connected components."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
     groups: list[list[str]] = []
 
     def connect(node: str) -> None:
-        index[node] = low[node] = len(index)
+        low[node] = len(index)
+        index[node] = low[node]
         stack.append(node)
-        for other in graph.get(node, ()):
-            if other not in index:
-                connect(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
+        for peer in graph.get(node, ()):
+            if peer not in index:
+                connect(peer)
+                low[node] = min(low[node], low[peer])
+            elif peer in stack:
+                low[node] = min(low[node], index[peer])
         if low[node] == index[node]:
             group = stack[stack.index(node) :]
             del stack[stack.index(node) :]
@@ -246,11 +259,14 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return [group for group in groups if len(group) > 1]
 
 
+@functools.cache
 def import_graph(entries: bool = False) -> dict[str, set[str]]:
-    """File to the files of ours that it imports, wherever in it; a package counts where nothing in it is named.
+    """Return the files of ours that each file imports, wherever in it.
+
+    A package counts where nothing in it is named.
 
     Args:
-        entries: count also what the entries of tables name.
+        entries: Count also what the entries of tables name.
     """
     graph: dict[str, set[str]] = {}
     for path in sources():
@@ -263,16 +279,14 @@ def import_graph(entries: bool = False) -> dict[str, set[str]]:
 
 
 def modules_alone(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The graph without arrows to packages, which import what they export."""
-    return {
-        path: {target for target in targets if not target.endswith("__init__.py")}
-        for path, targets in graph.items()
-    }
+    """Return the graph without arrows to packages, which import what they export."""
+    packages = {path for path in graph if path.endswith("__init__.py")}
+    return {path: targets - packages for path, targets in graph.items()}
 
 
 def test_every_file_keeps_to_its_floor():
-    wrong = [line for path in sources() for line in violations(path, (ROOT / path).read_text())]
-    assert not wrong, "\n".join(wrong)
+    wrong = [violations(path, (ROOT / path).read_text()) for path in sources()]
+    assert not any(wrong), "\n".join(itertools.chain.from_iterable(wrong))
 
 
 def test_no_files_import_in_a_circle():
@@ -285,7 +299,7 @@ def test_control_a_circle_is_seen():
 
 def test_every_room_is_there():
     folders = {Path(path).parent.as_posix() for path in sources()}
-    assert {name for floor in FLOORS for name in floor if (ROOT / name).is_dir()} <= folders
+    assert {name for name in ROOMS if (ROOT / name).is_dir()} <= folders
 
 
 @pytest.mark.parametrize(
@@ -342,7 +356,7 @@ def test_allowed_imports_pass(path: str, source: str):
 
 
 def test_no_module_is_imported_by_a_text():
-    """Editors and the type checker follow an import, and not a text that names a module."""
+    # Editors and the type checker follow an import, and not a text that names a module.
     dynamic = {path for path in sources() if dynamic_imports((ROOT / path).read_text())}
     assert {path for path in dynamic if not path.startswith("scripts/")} == IMPORTERS.keys()
 
@@ -363,15 +377,10 @@ def test_control_an_import_by_a_text_is_seen(source: str, is_seen: bool):
 
 def test_entries_name_what_is_there():
     for path, names in ENTRIES.items():
-        named = [
-            module
-            for module, top in imports((ROOT / path).read_text())
-            if is_entry(path, module, top)
-        ]
+        modules = imports((ROOT / path).read_text())
+        named = [f"{module}." for module, top in modules if is_entry(path, module, top)]
         for name in names:
-            assert any(f"{module}.".startswith(f"{name}.") for module in named), (
-                f"{path} names nothing of {name}"
-            )
+            assert any(module.startswith(f"{name}.") for module in named), f"{path}: {name}"
 
 
 def test_a_file_with_one_importer_is_an_idea_of_its_own():
@@ -388,22 +397,18 @@ def test_control_a_file_with_one_importer_is_seen(tmp_path: Path):
 
 
 def test_no_file_is_a_bag_of_things():
-    bags = [
-        path
-        for path in sources()
-        if Path(path).stem in ("utils", "util", "common", "helpers", "helper", "misc")
-    ]
-    assert not bags
+    bags = {"utils", "util", "common", "helpers", "helper", "misc"}
+    assert [path for path in sources() if Path(path).stem in bags] == []
 
 
 def context_variables(source: str) -> list[str]:
-    """Return the imports through which a source could keep a value that its functions read without being given it."""
+    """Return the imports with which a source could keep a value that its functions read."""
     modules = [module for module, _ in imports(source)]
     return [module for module in modules if module.split(".")[0] in ("contextvars", "threading")]
 
 
 def test_a_model_reads_nothing_that_it_is_not_given():
-    """The layout on the mesh was a `ContextVar` once, so that a model saw whichever was set when it was called."""
+    # The layout was a `ContextVar` once: a model saw whichever was set when it was called.
     zoo = [path for path in sources() if path.startswith("zoo/")]
     assert len(zoo) > 40
     assert [path for path in zoo if context_variables((ROOT / path).read_text())] == []

@@ -1,6 +1,6 @@
-"""What `pip install` leaves: one name in site-packages, a command that trains, an API that a type checker resolves.
+"""`pip install` leaves one name in site-packages, a command that trains, and a light API.
 
-The wheel lies in an environment of its own, which borrows the dependencies and has nothing of the checkout.
+The wheel lies in an environment of its own, which borrows the dependencies of this one.
 """
 
 from __future__ import annotations
@@ -39,13 +39,10 @@ pytestmark = pytest.mark.slow
 
 
 def execute(words: list[str], folder: Path, timeout_s: float = 300, **variables: str) -> str:
-    """Standard output of a command that must succeed, run in `folder` with the checkout on no path.
+    """Run a command that must succeed, with the checkout on no path, and return its output.
 
     Args:
-        words: of the command.
-        folder: where it runs.
-        timeout_s: it fails after so long.
-        **variables: of its environment, beside those of this process.
+        **variables: Environment variables in addition to those of this process.
     """
     environment = {**os.environ, "XLA_FLAGS": " ".join(QUICKLY), **variables}
     environment.pop("PYTHONPATH", None)
@@ -64,11 +61,9 @@ def execute(words: list[str], folder: Path, timeout_s: float = 300, **variables:
 
 
 def product() -> set[str]:
-    """Files of the checkout that belong into a distribution, as its paths."""
-    folders = ("mupax", "presets", "zoo", "train")
-    listed = execute(
-        ["git", "ls-files", "-co", "--exclude-standard", "--", *folders], ROOT
-    ).splitlines()
+    """Return the files of the checkout that belong into a distribution, as its paths."""
+    command = "git ls-files -co --exclude-standard -- mupax presets zoo train"
+    listed = execute(shlex.split(command), ROOT).splitlines()
     files = {name for name in listed if (ROOT / name).is_file()}  # the links to folders are none
     assert {Path(name).suffix for name in files} == {".py", *DATA}
     return {name if name.startswith("mupax/") else f"mupax/{name}" for name in files}
@@ -76,46 +71,42 @@ def product() -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is built from the sdist, as an index would have both."""
+    """Build the sdist, and the wheel from it, as an index would have both."""
     folder = tmp_path_factory.mktemp("distributions")
-    execute([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)], ROOT)
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t"]
+    execute([*build, "sdist"], ROOT)
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as sdist:
         assert [member.name for member in sdist.getmembers() if not member.isfile()] == []
         names = {member.name.partition("/")[2] for member in sdist.getmembers()}
         sdist.extractall(folder, filter="data")
-    assert (
-        names - {"PKG-INFO", ".gitignore", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"}
-        == product()
-    )
-    unpacked = archive.with_name(archive.name.removesuffix(".tar.gz"))
-    execute(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], unpacked
-    )
+    extra_files = {
+        "PKG-INFO",
+        ".gitignore",
+        "pyproject.toml",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+    }
+    assert names - extra_files == product()
+    execute([*build, "wheel"], archive.with_name(archive.name.removesuffix(".tar.gz")))
     (built,) = folder.glob("*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the programs of an environment with this wheel."""
+    """Install the wheel into an environment, and return the folder of its programs."""
     folder = tmp_path_factory.mktemp("environment")
     execute([sys.executable, "-m", "venv", "--without-pip", str(folder)], folder)
     python = str(folder / "bin" / "python")
-    install = [
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--no-compile",
-        "--disable-pip-version-check",
-        f"{wheel}[serve]",
-    ]
+    flags = "--quiet --no-deps --no-index --no-compile --disable-pip-version-check"
+    install = ["install", *flags.split(), f"{wheel}[serve]"]
     execute([sys.executable, "-m", "pip", "--python", python, *install], folder)
     (packages,) = folder.glob("lib/python*/site-packages")  # lib64 is a link to it
     assert {path.name for path in packages.iterdir()} == {"mupax", f"mupax-{__version__}.dist-info"}
-    # Last, so that the installer saw an empty environment. The .pth files of a folder that comes from a .pth are not read:
-    # an editable install of the checkout stays out.
+    # Last, so that the installer saw an empty environment. The .pth files of a folder that comes
+    # from a .pth are not read, so an editable install of the checkout stays out.
     borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (packages / "dependencies.pth").write_text("\n".join(sorted(borrowed)))
     return folder / "bin"
@@ -138,18 +129,12 @@ def test_what_serves_is_an_extra(wheel: Path):
     assert sorted(of_extra) == ["h11", "starlette", "uvicorn"]
 
 
-def test_the_installed_command_trains(environment: Path, tmp_path: Path):
+def test_the_installed_commands_start(environment: Path, tmp_path: Path):
     for command in ([str(environment / "mupax")], [str(environment / "python"), "-m", "mupax"]):
         assert execute([*command, "--version"], tmp_path) == f"mupax {__version__}\n"
-    flags = "--steps 2 --model.width 32 --model.num-heads 2 --model.depth 1 --data.batch-size 2 --data.eval-examples 4"
-    sizes = "--optimizer.warmup-steps 1 --log.no-samples --preset.base None"
-    execute(
-        [str(environment / "mupax"), "train", "lm-tiny", *flags.split(), *sizes.split()], tmp_path
-    )
-    assert (tmp_path / "runs" / "lm-tiny" / "checkpoints" / "2").is_dir()
 
 
-IMPORTS = f"""
+PROGRAM = f"""
 import sys
 import mupax, mupax.presets, mupax.zoo, mupax.train
 
@@ -158,18 +143,30 @@ assert not light, f"importing mupax imports {{light}}"
 for package in (mupax.presets, mupax.zoo, mupax.train):
     for name in package.__all__:
         assert getattr(package, name) is not None
-ours = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "mupax"]
-outside = [path for path in ours if not path.startswith(sys.prefix)]
-assert len(ours) > 20 and not outside, f"not of the wheel: {{outside}}"
-assert not any(sys.modules.get(name) for name in ("presets", "zoo", "train")) and {str(ROOT)!r} not in sys.path
+modules = {{name: module for name, module in sys.modules.items() if name.split(".")[0] == "mupax"}}
+outside = [m.__file__ for m in modules.values() if not m.__file__.startswith(sys.prefix)]
+assert len(modules) > 20 and not outside, f"not of the wheel: {{outside}}"
+assert not any(sys.modules.get(name) for name in ("presets", "zoo", "train"))
+assert {str(ROOT)!r} not in sys.path
 print(mupax.__version__)
+
+from mupax.__main__ import main
+sys.exit(main(sys.argv[1:]))
 """
+"""One process for the API and a run, since each would import JAX."""
 
 
-def test_the_installed_api_comes_from_the_wheel_and_is_light(environment: Path, tmp_path: Path):
-    assert (
-        execute([str(environment / "python"), "-I", "-c", IMPORTS], tmp_path) == f"{__version__}\n"
+def test_the_installed_api_comes_from_the_wheel_is_light_and_trains(
+    environment: Path, tmp_path: Path
+):
+    words = (
+        "train lm-tiny --steps 2 --model.width 32 --model.num-heads 2 --model.depth 1 "
+        "--data.batch-size 2 --data.eval-examples 4 --optimizer.warmup-steps 1 "
+        "--log.no-samples --preset.base None"
     )
+    command = [str(environment / "python"), "-I", "-c", PROGRAM, *words.split()]
+    assert execute(command, tmp_path).splitlines()[0] == __version__
+    assert (tmp_path / "runs" / "lm-tiny" / "checkpoints" / "2").is_dir()
 
 
 @pytest.mark.release
@@ -191,7 +188,8 @@ EXAMPLES = {
         r"(1[2-9]\d|200) of 200 images are called what their folder is",
     ),
     "own_text": (
-        "main(small='--steps 30 --optimizer.warmup-steps 5', large='--steps 40 --optimizer.warmup-steps 5')",
+        "warmup = ' --optimizer.warmup-steps 5'\n"
+        "main(small='--steps 30' + warmup, large='--steps 40' + warmup)",
         40,
         r"\$ mupax serve runs/mine --port 0\nthe server answers ['\"].+['\"]",
     ),
@@ -203,7 +201,8 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_from_the_wheel(environment: Path, tmp_path: Path, name: str):
     call, steps, pattern = EXAMPLES[name]
-    program = f"import runpy\nmain = runpy.run_path({str(ROOT / 'examples' / f'{name}.py')!r})['main']\n{call}"
+    path = str(ROOT / "examples" / f"{name}.py")
+    program = f"import runpy\nmain = runpy.run_path({path!r})['main']\n{call}"
     command = [str(environment / "python"), "-I", "-c", program]
     cache = tmp_path.with_name(f"{tmp_path.name}-cache")
     variables = {
@@ -217,7 +216,9 @@ def test_an_example_runs_from_the_wheel(environment: Path, tmp_path: Path, name:
     assert json.loads((run / "config.json").read_text())["config"]["steps"] == steps
     assert (run / "checkpoints" / str(steps)).is_dir()
     assert (tmp_path / "exported" / "model.safetensors").stat().st_size > 10_000
-    absent = [each for each in ("torch", "transformers") if importlib.util.find_spec(each) is None]
+    absent = [
+        module for module in ("torch", "transformers") if importlib.util.find_spec(module) is None
+    ]
     if absent:
         assert printed.startswith(
             f"not installed: {' and '.join(absent)}; the last part is left out"
@@ -227,8 +228,9 @@ def test_an_example_runs_from_the_wheel(environment: Path, tmp_path: Path, name:
 
 
 TINY = (
-    "--model.width 32 --model.num-heads 2 --model.depth 1 --model.seq-len 64 --data.batch-size 8 --data.eval-examples 32 "
-    "--optimizer.warmup-steps 5 --log.no-samples --log.no-tensorboard --log.no-progress"
+    "--model.width 32 --model.num-heads 2 --model.depth 1 --model.seq-len 64 "
+    "--data.batch-size 8 --data.eval-examples 32 --optimizer.warmup-steps 5 "
+    "--log.no-samples --log.no-tensorboard --log.no-progress"
 )
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|endoftext|>\n{% endfor %}"
@@ -237,7 +239,7 @@ CHAT_TEMPLATE = (
 
 
 def own_data(folder: Path) -> None:
-    """Write what a person may have: text and records in one folder, another text, and conversations."""
+    """Write texts and records into one folder, another text, and conversations."""
     library = Path(sysconfig.get_path("stdlib"))
     sources = sorted(library.glob("[a-m]*.py"))[:40]
     mixed = folder / "mine"
@@ -299,12 +301,12 @@ def answered(url: str, body: dict[str, object]) -> dict[str, Any]:
 
 @pytest.mark.release
 def test_a_language_model_lives_without_its_data(environment: Path, tmp_path: Path):
-    """From one's own text to a served model. Only training needs the data, and nothing needs the cache again."""
+    """Train, tune and serve a model. Only training needs the data, and nothing the cache."""
     mupax = str(environment / "mupax")
     home = tmp_path / "home"
-    there = tmp_path / "there"
+    second_home = tmp_path / "there"
     home.mkdir()
-    there.mkdir()
+    second_home.mkdir()
     own_data(home)
 
     def run(line: str, folder: Path = home) -> str:
@@ -320,42 +322,47 @@ def test_a_language_model_lives_without_its_data(environment: Path, tmp_path: Pa
     assert "mup:small" in run("presets tuned")
     run(f"train lm-tiny {data} {TINY} --preset mup:small --steps 40 --workdir runs/base")
     run("train --resume --workdir runs/base --steps 60 --resume-change schedule")
-    chat = "--data.chat-template chat.jinja --model.seq-len 64 --data.batch-size 8 --log.no-samples --log.no-tensorboard"
+    chat = "--data.chat-template chat.jinja --model.seq-len 64 --data.batch-size 8"
+    chat += " --log.no-samples --log.no-tensorboard"
     run(f"finetune chat.jsonl --from runs/base --steps 20 {chat} --workdir runs/chat")
 
     # Another machine: the runs alone.
-    shutil.copytree(home / "runs", there / "runs")
-    shutil.copy(home / "other.txt", there)
+    shutil.copytree(home / "runs", second_home / "runs")
+    shutil.copy(home / "other.txt", second_home)
     shutil.rmtree(home)
-    assert len(run("generate runs/base --prompt 'def ' --tokens 8", there)) > 8
+    assert len(run("generate runs/base --prompt 'def ' --tokens 8", second_home)) > 8
     run(
         "eval runs/base --data.name text:other.txt --data.eval-examples 20 --json scores.json",
-        there,
+        second_home,
     )
-    scores = json.loads((there / "scores.json").read_text())
+    scores = json.loads((second_home / "scores.json").read_text())
     assert scores["step"] == 60
     assert 0 < scores["bits_per_byte"] < 8
-    run("export runs/base --out exported", there)
-    run("export runs/chat --out exported-chat", there)
+    run("export runs/base --out exported", second_home)
+    run("export runs/chat --out exported-chat", second_home)
     for name in ("exported", "exported-chat"):
-        assert (there / name / "generation_config.json").is_file()
-        assert (there / name / "tokenizer.json").read_bytes() == (
-            there / "runs" / "base" / "assets" / "tokenizer.json"
+        assert (second_home / name / "generation_config.json").is_file()
+        assert (second_home / name / "tokenizer.json").read_bytes() == (
+            second_home / "runs" / "base" / "assets" / "tokenizer.json"
         ).read_bytes()
-    assert (there / "exported-chat" / "chat_template.jinja").read_text() == CHAT_TEMPLATE
-    run("import exported --out imported", there)
-    run("import exported-chat --out imported-chat", there)
+    assert (second_home / "exported-chat" / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    run("import exported --out imported", second_home)
+    run("import exported-chat --out imported-chat", second_home)
     written = [
-        run(f"generate {name} --prompt 'def ' --tokens 8 --temperature 0", there) for name in PLACES
+        run(f"generate {name} --prompt 'def ' --tokens 8 --temperature 0", second_home)
+        for name in PLACES
     ]
     assert written[0].splitlines()[0] == written[1].splitlines()[0] == written[2].splitlines()[0]
     run(
         "eval imported --data.name text:other.txt --data.eval-examples 20 --json imported.json",
-        there,
+        second_home,
     )
-    imported = json.loads((there / "imported.json").read_text())
+    imported = json.loads((second_home / "imported.json").read_text())
     assert imported["loss"] == pytest.approx(scores["loss"], abs=2e-4)
-    variables = {"MUPAX_DATA": str(there / ".cache"), "MUPAX_HOME": str(there / ".settings")}
+    variables = {
+        "MUPAX_DATA": str(second_home / ".cache"),
+        "MUPAX_HOME": str(second_home / ".settings"),
+    }
     question = {
         "messages": [{"role": "user", "content": "say 3"}],
         "max_tokens": 12,
@@ -363,7 +370,7 @@ def test_a_language_model_lives_without_its_data(environment: Path, tmp_path: Pa
     }
     answers = []
     for model in ("runs/chat", "imported-chat"):
-        with served(mupax, there, model, **variables) as address:
+        with served(mupax, second_home, model, **variables) as address:
             reply = answered(f"{address}/v1/chat/completions", question)
         answers.append(reply["choices"][0]["message"]["content"])
     assert answers[0] == answers[1] != ""

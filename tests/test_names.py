@@ -1,4 +1,4 @@
-"""A name holds what it says: no variable, argument, attribute, function or class is called by a participle or a pronoun. Read by `ast`."""
+"""No variable, argument, attribute, function or class is called by a participle or pronoun."""
 
 from __future__ import annotations
 

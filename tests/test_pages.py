@@ -1,4 +1,4 @@
-"""The pages docs/howto/add_a_*.md and sections of extend.md: each example is what a reader saves and runs, at most 30 lines, and trains."""
+"""Examples of docs/howto/add_a_*.md and extend.md, as a reader saves and runs them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import json
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import optax
 import pytest
 
 from mupax import presets
@@ -24,95 +25,105 @@ from mupax.train.reuse.transplant import powers_of
 DOCS = Path(__file__).parents[1] / "docs" / "howto"
 SECTIONS = {"add_a_dataset": "Add a data set", "add_a_preset": "Add a preset"}
 """Headings of docs/howto/extend.md whose section is an example of its own."""
+STEPS = 30
+"""Steps of the run of every page."""
+Rows = list[dict[str, Any]]
+RunPage = Callable[..., Rows]
 
 
 @pytest.fixture(autouse=True)
-def tables() -> Iterator[None]:
-    """The tables without what a page has added to them."""
-    named: list[dict[str, Any]] = [OPTIMIZERS, SOURCES, PRESETS]
-    before = [(table, dict(table)) for table in named]
+def unchanged_tables() -> Iterator[None]:
+    """Remove what a page has added to the tables."""
+    tables: list[Any] = [OPTIMIZERS, SOURCES, PRESETS]
+    before = [(table, dict(table)) for table in tables]
     yield
     for table, rows in before:
         table.clear()
         table.update(rows)
 
 
-@pytest.fixture(autouse=True)
-def shallow(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe that pages begin with has two of its four blocks, but where a page needs them for its accuracy."""
-    recipe = RECIPES["vit-digits"]()
-    model = dataclasses.replace(recipe.model, depth=4 if page == "add_a_dataset" else 2)  # pyright: ignore
-    monkeypatch.setitem(RECIPES, "vit-digits", lambda: dataclasses.replace(recipe, model=model))
-
-
-@pytest.mark.parametrize(
-    ("page", "accuracy"),
-    [
-        ("add_a_model", 0.5),
-        ("add_an_optimizer", 0.5),
-        ("add_a_dataset", 0.9),
-        ("add_a_preset", 0.5),
-        ("add_a_hook", 0.5),
-    ],
-)
-def test_a_page_works(
-    page: str,
-    accuracy: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = example_text(page)
-    example, *commands = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len([line for line in example.splitlines() if line.strip()]) <= 30
-    (name,) = re.findall(r"Save this as `(\w+)\.py`", text)
-    (tmp_path / f"{name}.py").write_text("\n\n".join([example, *commands]))
+@pytest.fixture
+def run_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPage:
+    """Return a function that saves and runs a page, and returns the rows of metrics of its run."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(f"{name}.py", run_name="__main__")
-    recipe = name.replace("_", "-")
-    workdir = tmp_path / "runs" / recipe
-    assert saved_run.find(workdir).step == 30
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert next(row["eval_accuracy"] for row in rows if "eval_accuracy" in row) > accuracy
 
-    if page == "add_a_model":
-        assert saved_run.find(workdir).config.model.family == "pixels:PixelsConfig"
-        assert "observables within theory" in capsys.readouterr().out
-    elif page == "add_a_preset":
-        assert "0.25" in capsys.readouterr().out.splitlines()
-        with pytest.raises(
-            PresetError, match=r"no rule for the optimizer 'muon' \(its updates do not grow"
-        ):
-            presets.get(recipe).family("muon")
-    elif page == "add_a_hook":
-        distances = [row["gains/distance"] for row in rows if "gains/distance" in row]
-        assert len(distances) == 3
-        assert 0 < distances[0] < distances[-1] < 0.1
-    elif page == "add_an_optimizer":
-        import optax
+    def run(page: str, depth: int = 2, accuracy: float = 0.5) -> Rows:
+        recipe = RECIPES["vit-digits"]()
+        compute = dataclasses.replace(recipe.model.compute, layers="scan")  # compiles sooner
+        model = dataclasses.replace(recipe.model, depth=depth, compute=compute)  # pyright: ignore
+        log = dataclasses.replace(recipe.log, samples=False)
+        quick = dataclasses.replace(recipe, model=model, log=log)
+        monkeypatch.setitem(RECIPES, "vit-digits", lambda: quick)
 
-        assert powers_of(optax.TraceState({}), recipe) == {"trace": 1}
-        refused(
-            ["--optimizer.name", recipe, "--optimizer.eps", "1"],
-            "--optimizer.eps is not read by signum",
-            capsys,
-        )
-    else:
-        refused(
-            ["--data.name", recipe, "--data.tokenizer", "bytes"], "is images and the model", capsys
-        )
+        text = example_text(page)
+        example, *commands = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert len([line for line in example.splitlines() if line.strip()]) <= 30
+        (name,) = re.findall(r"Save this as `(\w+)\.py`", text)
+        Path(f"{name}.py").write_text("\n\n".join([example, *commands]))
+        runpy.run_path(f"{name}.py", run_name="__main__")
+
+        workdir = tmp_path / "runs" / name.replace("_", "-")
+        assert saved_run.find(workdir).step == STEPS
+        lines = (workdir / "metrics.jsonl").read_text().splitlines()
+        rows: Rows = [json.loads(line) for line in lines]
+        assert next(row for row in rows if "eval_accuracy" in row)["eval_accuracy"] > accuracy
+        return rows
+
+    return run
 
 
 def example_text(page: str) -> str:
     """Return the text of a page, or of its section of docs/howto/extend.md."""
     if page not in SECTIONS:
         return (DOCS / f"{page}.md").read_text()
-    text = (DOCS / "extend.md").read_text()
-    _, section = text.split(f"\n## {SECTIONS[page]}\n")
+    _, section = (DOCS / "extend.md").read_text().split(f"\n## {SECTIONS[page]}\n")
     return section.partition("\n## ")[0]
 
 
-def refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "lm-tiny", *words, "--dry-run"]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+def refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the message with which a run is refused."""
+    assert main(["train", "lm-tiny", *words.split(), "--dry-run"]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_an_added_model_trains_and_passes_the_check(
+    run_page: RunPage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_page("add_a_model")
+    assert saved_run.find(Path("runs/pixels")).config.model.family == "pixels:PixelsConfig"
+    assert "observables within theory" in capsys.readouterr().out
+
+
+def test_an_added_optimizer_trains_moves_along_and_reads_its_flags_alone(
+    run_page: RunPage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_page("add_an_optimizer")
+    assert powers_of(optax.TraceState({}), "signum") == {"trace": 1}
+    message = refused("--optimizer.name signum --optimizer.eps 1", capsys)
+    assert "--optimizer.eps is not read by signum" in message
+
+
+def test_an_added_dataset_is_learnt_and_refused_for_other_models(
+    run_page: RunPage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_page("add_a_dataset", depth=4, accuracy=0.9)
+    message = refused("--data.name bars --data.tokenizer bytes", capsys)
+    assert "is images and the model" in message
+
+
+def test_an_added_preset_gives_rates_and_refuses_an_optimizer_without_a_rule(
+    run_page: RunPage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_page("add_a_preset")
+    assert "0.25" in capsys.readouterr().out.splitlines()
+    message = r"no rule for the optimizer 'muon' \(its updates do not grow"
+    with pytest.raises(PresetError, match=message):
+        presets.get("sp-global").family("muon")
+
+
+def test_an_added_hook_logs(run_page: RunPage) -> None:
+    rows = run_page("add_a_hook")
+    distances = [row["gains/distance"] for row in rows if "gains/distance" in row]
+    assert len(distances) == 3
+    assert 0 < distances[0] < distances[-1] < 0.1

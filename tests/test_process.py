@@ -1,4 +1,4 @@
-"""How the process of a command hears signals, and writes where its streams are closed, full or nobody's."""
+"""Signals that end a command, and streams that are closed, full or unread."""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ def ci_finds(tmp_path: Path, scripts: dict[str, str]) -> str:
 
 
 def test_ci_runs_an_interpreter_before_it_believes_it(tmp_path: Path):
-    broken, working = "exit 127", "exit 0"
+    broken = "exit 127"
+    working = "exit 0"
     scripts = {
         "shims/python3.12": broken,
         "shims/python3.13": broken,

@@ -1,12 +1,13 @@
-"""What the documents tell a person to type works: shell lines and Python blocks are read from them and run.
+"""Shell lines and Python blocks of the documents run, in a folder with what `make train` leaves.
 
-Cheap variants stand in for what is slow: a training line gets `--dry-run`, a `make` line `make --dry-run`. Everything else runs
-as written, in this process, in a folder with what `make train` leaves. Paths and modules that the documents name exist.
+Training lines get `--dry-run` and `make` lines `make --dry-run`. Everything else runs as written,
+in this process. Paths and modules that the documents name exist.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -20,8 +21,9 @@ import shutil
 import subprocess
 import tomllib
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +33,10 @@ from PIL import Image
 from mupax import __main__ as mupax
 from mupax import presets
 from mupax.presets.tuned import find
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import Config
+from mupax.train.core.costs import fit
+from mupax.train.core.program import Program
 from mupax.train.reuse.serve import server
 from scripts.pages import published
 from tests.fixtures.emulator import bucket, emulator
@@ -40,27 +46,18 @@ from tests.presets.verify import dumps
 __all__ = ["bucket", "emulator", "shared_programs"]  # fixtures
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_THE_SITE = {"docs/index.md"}
-"""Pages that only include the documents of the root."""
-PAGES = sorted(
-    path
-    for path in (page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
-    if path not in OF_THE_SITE and not path.startswith(("docs/notebooks/", "docs/reference/api.md"))
-)
+GENERATED = ("docs/index.md", "docs/notebooks/", "docs/reference/api.md")
+"""Pages that include other documents, or are run by a test of their own."""
+PAGES = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
+PAGES = [page for page in PAGES if not page.startswith(GENERATED)]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
-MODULES = tuple(
-    name for name in DOCUMENTS if name.startswith(("docs/howto/add_a", "docs/howto/extend.md"))
-)
-"""Pages whose Python is a module to save, which a test beside what is added does."""
+MODULES = ("docs/howto/add_a", "docs/howto/extend.md")
+"""Beginnings of pages whose Python is a module to save, which tests/test_pages.py runs."""
 OWN_TEST = ("docs/howto/add_a_metric.md",)
 """Pages whose commands need such a module, and are run by its test."""
 FENCE = re.compile(r"^```(\{?\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RUNS_NOTHING = ("--dry-run", "--print-config", "--help")
-AS_A_SCAN = ("--model.compute.layers", "scan")
-"""Compiles in a quarter of the time that twelve layers one by one take."""
-FITS = ("--data.batch-size", "8")
-"""For where a dry run would compile what fits in less memory, which tests/train/core/costs/test_fit.py has."""
-TRAINS = (
+RUNS_NOTHING = {"--dry-run", "--print-config", "--help"}
+TRAINS = {
     "train",
     "finetune",
     "sweep",
@@ -71,8 +68,8 @@ TRAINS = (
     "compile",
     "push",
     "convert",
-)
-"""Commands that get `--dry-run`. The others are cheap, and run as written, most on what `make train` leaves after two steps."""
+}
+"""Commands that get `--dry-run`. The others are cheap and run as written."""
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -82,13 +79,72 @@ def blocks(document: str, language: str) -> list[str]:
 
 
 def shell_lines() -> list[str]:
-    documents = [name for name in DOCUMENTS if name not in OWN_TEST]
-    texts = [
-        block.replace("\\\n", " ") for document in documents for block in blocks(document, "sh")
-    ]
-    return list(
-        dict.fromkeys(line.strip() for text in texts for line in text.splitlines() if line.strip())
-    )
+    lines: list[str] = []
+    for document in DOCUMENTS:
+        if document not in OWN_TEST:
+            text = "\n".join(blocks(document, "sh")).replace("\\\n", " ")
+            lines += [line.strip() for line in text.splitlines() if line.strip()]
+    return list(dict.fromkeys(lines))
+
+
+def python_documents() -> list[str]:
+    names = [name for name in DOCUMENTS if not name.startswith(MODULES)]
+    return [name for name in names if blocks(name, "python")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_recipes() -> Iterator[None]:
+    """Give recipes small batches, and layers in a scan, which compiles four times as fast."""
+
+    def quick(recipe: Callable[[], Config]) -> Callable[[], Config]:
+        config = recipe()
+        model: Any = config.model
+        compute = dataclasses.replace(model.compute, layers="scan")
+        # GPT-2 at its own size does not fit, and a dry run compiles what would.
+        sizes = {"width": 64, "num_heads": 2, "seq_len": 64} if config.recipe == "gpt2-c4" else {}
+        config = dataclasses.replace(
+            config,
+            model=dataclasses.replace(model, compute=compute, **sizes),
+            data=dataclasses.replace(config.data, batch_size=8, eval_examples=8),
+            log=dataclasses.replace(config.log, samples=False),
+        )
+        return functools.wraps(recipe)(lambda: config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("lm-laptop", "lm-tiny", "vit-digits", "ed-tiny", "gpt2-c4"):
+            patch.setitem(RECIPES, name, quick(RECIPES[name]))
+        yield
+
+
+def structure(value: Any) -> Any:
+    """Return a config without its numbers: of a number, whether it is zero."""
+    if dataclasses.is_dataclass(value):
+        fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return type(value), tuple(structure(field) for field in fields)
+    if isinstance(value, int | float):
+        return value != 0
+    return value
+
+
+@pytest.fixture(scope="module", autouse=True)
+def steps_compiled_once() -> Iterator[None]:
+    """Dry runs whose models differ in sizes alone show the memory of the first, which is compiled.
+
+    tests/train/core/costs/test_fit.py has the memory of each.
+    """
+    needs = fit.needs
+    estimates: dict[Any, fit.MemoryEstimate | None] = {}
+
+    def needs_once(program: Program) -> fit.MemoryEstimate | None:
+        config = program.config
+        key = structure(config.model), config.optimizer.name, config.mesh, program.trained
+        if key not in estimates:
+            estimates[key] = needs(program)
+        return estimates[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "needs", needs_once)
+        yield
 
 
 @functools.cache
@@ -104,28 +160,29 @@ def files_of_other_programs() -> dict[str, str]:
     return files
 
 
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 @contextlib.contextmanager
-def folders_of_the_reader(path: Path) -> Iterator[None]:
-    """The empty folder a person types in, with the text, records and images the documents speak of."""
+def reader_folder(path: Path) -> Iterator[None]:
+    """Work in the folder of a reader, with the text, records and images of the documents."""
     (path / "tuned").mkdir()
-    # What the sweep before would have left.
+    # A sweep of the documents saves it.
     saved = json.loads((ROOT / "presets" / "tuned" / "mup.lm-python-v1.json").read_text())
     (path / "tuned" / "mup.my-lm.json").write_text(json.dumps({**saved, "name": "my-lm"}))
+
     (path / "my_texts").mkdir()
     (path / "my_texts" / "a.txt").write_text("Something to read. " * 2000)
-    (path / "my_records").mkdir()
-    records = [{"body": f"Something to read, {i}. " * 20} for i in range(60)]
-    (path / "my_records" / "a.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records)
-    )
-    (path / "my_talks").mkdir()
-    talks = [
-        [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}]
-        for i in range(60)
-    ]
-    (path / "my_talks" / "a.jsonl").write_text(
-        "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
-    )
+    records = [{"body": f"Something to read, {number}. " * 20} for number in range(60)]
+    write_lines(path / "my_records" / "a.jsonl", records)
+    talks = []
+    for number in range(60):
+        question = {"role": "user", "content": f"{number}?"}
+        answer = {"role": "assistant", "content": f"{number}."}
+        talks.append({"messages": [question, answer]})
+    write_lines(path / "my_talks" / "a.jsonl", talks)
     (path / "chatml.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
     )
@@ -133,11 +190,11 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
     for name in ("train", "val"):
         np.arange(2000, dtype=np.uint16).tofile(path / "my_ids" / f"{name}.bin")
     for name in ("cats", "dogs"):
-        (path / "my_images" / name).mkdir(parents=True)
+        folder = path / "my_images" / name
+        folder.mkdir(parents=True)
         for number in range(5):
-            Image.new("RGB", (12, 12), (40 * number, 100, 0)).save(
-                path / "my_images" / name / f"{number}.png"
-            )
+            Image.new("RGB", (12, 12), (40 * number, 100, 0)).save(folder / f"{number}.png")
+
     (path / "my_model.py").write_text(blocks("docs/concepts/roles.md", "python")[0])
     for name, text in files_of_other_programs().items():
         (path / name).write_text(text)
@@ -146,26 +203,22 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `make train` and two recipes leave, but for the number of steps and how layers compile, and an export."""
+def trained(quick_recipes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with what `make train` and two recipes leave after two steps, and an export."""
     folder = tmp_path_factory.mktemp("trained")
-    words = "--steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-samples"
-    with folders_of_the_reader(folder), contextlib.redirect_stdout(io.StringIO()):
-        for recipe in ("lm-laptop", "ed-tiny", "vit-digits"):
-            assert (
-                mupax.main(
-                    ["train", recipe, *words.split(), *AS_A_SCAN, "--workdir", f"runs/{recipe}"]
-                )
-                == 0
-            )
-        assert mupax.main(["export", "runs/lm-laptop", "--out", "exported"]) == 0
-        tokenizer = ["--size", "300", "--out", "my_tokenizer.json"]
-        assert mupax.main(["data", "tokenizer", "text:my_texts", *tokenizer]) == 0
+    commands = ["export runs/lm-laptop --out exported"]
+    commands.append("data tokenizer text:my_texts --size 300 --out my_tokenizer.json")
+    steps = "--steps 2 --optimizer.warmup-steps 1"
+    for recipe in ("vit-digits", "ed-tiny", "lm-laptop"):
+        commands.insert(0, f"train {recipe} {steps} --workdir runs/{recipe}")
+    with reader_folder(folder), contextlib.redirect_stdout(io.StringIO()):
+        for command in commands:
+            assert mupax.main(command.split()) == 0
     return folder
 
 
-def copied(trained: Path, folder: Path, text: str) -> None:
-    """Puts into `folder` what the text of a command or block reads and does not write."""
+def copy_read(trained: Path, folder: Path, text: str) -> None:
+    """Copy what a command or block reads and does not write."""
     for name in ("runs", "exported"):
         if re.search(rf"(?<!workdir )(?<!out ){name}\b|train --resume --workdir {name}\b", text):
             shutil.copytree(trained / name, folder / name)
@@ -176,57 +229,64 @@ def copied(trained: Path, folder: Path, text: str) -> None:
 
 
 def run(line: str) -> int:
-    """Exit code of one command of the documents."""
+    """Return the exit code of one command of the documents."""
     words = shlex.split(line.removesuffix("&"))
     while "=" in words[0]:
         variable, value = words.pop(0).split("=", 1)
         assert value in os.environ[variable], f"the tests run without {variable}={value}"
-    if words[0] == "make":
-        assert len(words) > 1
-        return subprocess.run(
-            ["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, check=False
-        ).returncode
-    if words[0].startswith("scripts/"):
-        assert "--dry-run" in words
-        return subprocess.run(words, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode
-    if words[:2] == ["pip", "install"]:
-        extra = words[2].removeprefix("mupax[").removesuffix("]")
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-            "optional-dependencies"
-        ]
-        return int(f"mupax[{extra}]" != words[2] or extra not in extras)
-    if words[0] == "mpirun":
-        words = words[words.index("mupax") :]
-    # Ray and SkyPilot are asked by `make schedulers`.
-    if words[:2] == ["python", "scripts/launch/ray_train.py"]:
-        words = ["mupax", "train", *words[words.index("--") + 1 :], "--print-config"]
-    if words[0] == "sky":
-        told = dict(word.split("=", 1) for word in words if "=" in word)
-        words = ["mupax", "train", *shlex.split(told["TRAIN"]), "--print-config"]
-    if words[:2] == ["python", "-m"] and words[2].startswith("examples."):
-        tyro.cli(importlib.import_module(words[2]).main, args=[*words[3:], "--steps", "3"])
-        return 0
-    if words[:2] == ["python", "-m"]:
-        words = ["mupax", *words[2:]]
-    assert words[0] == "mupax", (
-        f"the documents say {line!r}, and nothing here knows how to check it"
-    )
-    if words[1] == "serve":
-        with unittest.mock.patch.object(server.Server, "serve_forever"):
-            return mupax.main([*words[1:], "--port", "0"])
-    from_evidence = (
-        words[1:3] == ["plan", "--model"] and "--from" not in words
-    )  # takes no flag of a recipe
-    if words[1] in TRAINS and not set(words) & set(RUNS_NOTHING) and not from_evidence:
-        words += ["--dry-run", *AS_A_SCAN]
-    elif words[1:3] == ["presets", "dynamics"]:
-        words += ["--dry-run"]
-    elif "gpt2-c4" in words:
-        words += [*AS_A_SCAN, *FITS]
+    match words:
+        case ["make", _, *_]:
+            command = ["make", "--dry-run", *words[1:]]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+            return done.returncode
+        case ["pip", "install", package]:
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            return (
+                0
+                if package in {f"mupax[{extra}]" for extra in project["optional-dependencies"]}
+                else 1
+            )
+        case ["python", "-m", module, *flags] if module.startswith("examples."):
+            tyro.cli(importlib.import_module(module).main, args=[*flags, "--steps", "3"])
+            return 0
+        case [script, *_] if script.startswith("scripts/"):
+            assert "--dry-run" in words
+            done = subprocess.run(words, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
+            return done.returncode
     try:
-        return mupax.main(words[1:])
+        return run_mupax(mupax_words(words))
     except SystemExit as stop:
         return int(stop.code or 0)
+
+
+def mupax_words(words: list[str]) -> list[str]:
+    """Return the words after `mupax` of a command that starts it."""
+    match words:
+        case ["mpirun", *_]:
+            return words[words.index("mupax") + 1 :]
+        case ["sky", *_]:  # SkyPilot and Ray are asked by `make schedulers`
+            variables = dict(word.split("=", 1) for word in words if "=" in word)
+            return ["train", *shlex.split(variables["TRAIN"]), "--print-config"]
+        case ["python", "scripts/launch/ray_train.py", *_]:
+            return ["train", *words[words.index("--") + 1 :], "--print-config"]
+        case ["python", "-m", *rest] | ["mupax", *rest]:
+            return rest
+    raise AssertionError(f"the documents say {words}, and no test knows how to check it")
+
+
+def run_mupax(words: list[str]) -> int:
+    """Run a command of mupax: quickly if it trains or takes many batches."""
+    if words[0] == "serve":
+        with unittest.mock.patch.object(server.Server, "serve_forever"):
+            return mupax.main([*words, "--port", "0"])
+    if words[0] == "noise":
+        return mupax.main([*words, "--batches", "3"])
+    # A plan from the committed evidence takes no flag of a recipe.
+    from_evidence = words[:2] == ["plan", "--model"] and "--from" not in words
+    trains = words[0] in TRAINS or words[:2] == ["presets", "dynamics"]
+    if trains and not from_evidence and not RUNS_NOTHING.intersection(words):
+        words = [*words, "--dry-run"]
+    return mupax.main(words)
 
 
 def test_the_documents_have_commands():
@@ -237,18 +297,18 @@ def test_the_documents_have_commands():
 def test_a_command_works(line: str, tmp_path: Path, trained: Path, request: pytest.FixtureRequest):
     if line.startswith("mupax ") and "gs://bucket" in line:
         line = line.replace("gs://bucket", request.getfixturevalue("bucket"))
-    shown, errors = io.StringIO(), io.StringIO()
-    copied(trained, tmp_path, line)
+    shown = io.StringIO()
+    errors = io.StringIO()
+    copy_read(trained, tmp_path, line)
     with (
-        folders_of_the_reader(tmp_path),
+        reader_folder(tmp_path),
         contextlib.redirect_stdout(shown),
         contextlib.redirect_stderr(errors),
     ):
         code = run(line)
     assert code == 0, f"{line}\n{shown.getvalue()[-2000:]}\n{errors.getvalue()[-2000:]}"
-    blank = (
-        line.startswith(("make ", "scripts/", "pip ")) or " generate " in line
-    )  # after two steps a model writes spaces
+    # After two steps a model writes spaces.
+    blank = line.startswith(("make ", "scripts/", "pip ")) or " generate " in line
     assert blank or shown.getvalue().strip(), f"{line} says nothing"
 
 
@@ -261,28 +321,22 @@ def test_a_command_works(line: str, tmp_path: Path, trained: Path, request: pyte
     ],
 )
 def test_control_a_wrong_command_fails(line: str, tmp_path: Path):
-    with folders_of_the_reader(tmp_path), contextlib.redirect_stderr(io.StringIO()):
+    with reader_folder(tmp_path), contextlib.redirect_stderr(io.StringIO()):
         assert run(line) != 0
 
 
-@pytest.mark.parametrize(
-    "document", [name for name in DOCUMENTS if blocks(name, "python") and name not in MODULES]
-)
+@pytest.mark.parametrize("document", python_documents())
 def test_python_blocks_run(document: str, tmp_path: Path, trained: Path):
     for block in blocks(document, "python"):
-        copied(trained, tmp_path, block)
+        copy_read(trained, tmp_path, block)
         with contextlib.chdir(tmp_path):
             exec(compile(block, document, "exec"), {"__name__": "__main__"})
 
 
 def test_presets_need_neither_our_models_nor_our_loop():
     longest_lines = 30
-    examples = [
-        block
-        for document in ("README.md", "docs/howto/other_code.md")
-        for block in blocks(document, "python")
-        if "mup.scales(" in block
-    ]
+    examples = blocks("README.md", "python") + blocks("docs/howto/other_code.md", "python")
+    examples = [block for block in examples if "mup.scales(" in block]
     assert [("nnx" in block) for block in examples] == [False, True]
     for block in examples:
         # The formatter adds blank ones.
@@ -303,37 +357,41 @@ ELSEWHERE = ("runs/", "splash_attention/")
 
 
 def missing(document: str, text: str) -> list[str]:
-    """What the text of a document (by its path from the root) names and is not there."""
-    gone = []
-    elsewhere = in_other_repositories() if document == "docs/reference/tuned.md" else set()
-    for name in NAMED.findall(re.sub(r"^(---|\+\+\+) [ab]/", "", text, flags=re.MULTILINE)):
+    """Return the files and modules that a document names and that do not exist.
+
+    Args:
+        document: Path of the document from the root.
+    """
+    # Paths start from these folders; a field of a config names its test from `tests/`.
+    folders = (ROOT, ROOT / "docs", (ROOT / document).parent, ROOT / "tests")
+    elsewhere = set(in_other_repositories()) if document == "docs/reference/tuned.md" else set()
+    names = NAMED.findall(re.sub(r"^(---|\+\+\+) [ab]/", "", text, flags=re.MULTILINE))
+    absent = []
+    for name in names:
         if name.startswith("mupax.") and not name.endswith((".py", ".md")):
-            with contextlib.suppress(AttributeError, ImportError):
-                pkgutil.resolve_name(name)
-                continue
-            with contextlib.suppress(ImportError):  # there, and needs what an extra installs
-                if importlib.util.find_spec(name):
-                    continue
-            gone.append(name)
-        elif (
-            name not in elsewhere
-            and not name.startswith(ELSEWHERE)
-            and not any((folder / name).exists() for folder in places(document))
-        ):
-            gone.append(name)
-    return gone
+            if not is_module(name):
+                absent.append(name)
+        elif name in elsewhere or name.startswith(ELSEWHERE):
+            continue
+        elif not any((folder / name).exists() for folder in folders):
+            absent.append(name)
+    return absent
 
 
-def in_other_repositories() -> set[str]:
-    """Return the files that published tuned presets name as their sources, at a commit of another repository."""
+def is_module(name: str) -> bool:
+    with contextlib.suppress(AttributeError, ImportError):
+        pkgutil.resolve_name(name)
+        return True
+    with contextlib.suppress(ImportError):  # an extra may be missing that the module needs
+        return importlib.util.find_spec(name) is not None
+    return False
+
+
+def in_other_repositories() -> list[str]:
+    """Return the files that published tuned presets name as their sources in other repositories."""
     texts = [path.read_text() for path in find.PUBLISHED.glob("*.json")]
     texts += [left.looked_at for left in published.LEFT_OUT]
-    return set(NAMED.findall("\n".join(texts)))
-
-
-def places(document: str) -> tuple[Path, ...]:
-    """Folders that the paths of a document start from; a field of a config names its test from `tests/`."""
-    return ROOT, ROOT / "docs", (ROOT / document).parent, ROOT / "tests"
+    return NAMED.findall("\n".join(texts))
 
 
 @pytest.mark.parametrize("document", sorted({*DOCUMENTS, "CHANGELOG.md"}))
@@ -342,5 +400,6 @@ def test_files_and_modules_named_in_the_documents_exist(document: str):
 
 
 def test_control_a_moved_file_is_missed():
-    text = "`train/loop.py`, `train/run/loop.py:12`, [x](docs/howto/running.md), mupax.train.loop and `mupax.train.run.loop`"
+    text = "`train/loop.py`, `train/run/loop.py:12`, [x](docs/howto/running.md), "
+    text += "mupax.train.loop and `mupax.train.run.loop`"
     assert missing("README.md", text) == ["train/loop.py", "mupax.train.loop"]

@@ -1,4 +1,4 @@
-"""Requirements: bounded in pyproject.toml, hashed and without an address in the lock, and one for every import."""
+"""Requirements are bounded, locked with hashes and without addresses, one for every import."""
 
 from __future__ import annotations
 
@@ -154,7 +154,8 @@ def test_a_lock_lists_only_what_it_adds(name: str):
 
 
 def test_the_tools_of_tests_and_of_the_site_share_an_environment():
-    tools, site = locked("requirements-dev.txt"), locked("requirements-site.txt")
+    tools = locked("requirements-dev.txt")
+    site = locked("requirements-site.txt")
     assert tools.keys() & site.keys()
     versions = [
         {name: {str(pin.specifier) for pin in pins[name]} for name in tools.keys() & site}

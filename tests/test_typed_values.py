@@ -1,4 +1,4 @@
-"""Values of flags that are a language of their own: whatever is typed is read, or refused by a message."""
+"""Every typed value of a flag is read, or refused by a message."""
 
 from __future__ import annotations
 

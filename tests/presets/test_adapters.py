@@ -29,14 +29,19 @@ SIZES = {
 
 
 def exponents(name: str, spec: ParamSpec) -> tuple[float, ...]:
-    """Of effective std, Adam lr and SGD lr, and of eps, in the width."""
+    """Return exponents of effective std, Adam lr, SGD lr and eps in the width."""
     row = presets.get(name).row(spec)
 
-    def of(power: Power) -> float:
+    def exponent(power: Power) -> float:
         return round(power.growth(WIDTH), 9)
 
-    a = of(row.multiplier)
-    return of(row.init_std) + a, of(row.adam) + a, of(row.sgd) + 2 * a, of(row.eps) - a
+    a = exponent(row.multiplier)
+    return (
+        exponent(row.init_std) + a,
+        exponent(row.adam) + a,
+        exponent(row.sgd) + 2 * a,
+        exponent(row.eps) - a,
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,8 @@ def test_every_preset_has_the_signal_through_an_adapter_no_larger_than_what_reac
     a, b = pair(MATRICES["block.mlp.up"])
     for name in PRESETS:
         if name != "sp":  # the control: its signal through A grows as n^1/2
-            (std, adam, *_), (_, of_b, *_) = exponents(name, a), exponents(name, b)
+            (std, adam, *_) = exponents(name, a)
+            (_, of_b, *_) = exponents(name, b)
             assert std + 1 + of_b == 0, name
             assert adam + 1 <= 0, name
     assert exponents("sp", a)[0] + 1 + exponents("sp", b)[1] == 0.5
@@ -83,10 +89,10 @@ def test_numbers_are_those_of_the_base_there_and_know_no_rank() -> None:
     assert mup.scales(b, grown).init_std == 0
     for name in PRESETS:
         base = None if name == "u-mup" else BASE
-        one, other = (
+        first, second = (
             presets.get(name, base=base).scales(b, {**SIZES, "rank": rank}) for rank in (7, 70)
         )
-        assert one == other, name
+        assert first == second, name
     assert mup.scales(a, grown, "muon") == mup.scales(a, grown, "adam")
     assert (
         presets.get("mup", base=BASE, rates={"lora_b": 16}).scales(b, grown).lr == 16
@@ -96,11 +102,13 @@ def test_numbers_are_those_of_the_base_there_and_know_no_rank() -> None:
 def test_forms_move_no_training() -> None:
     for spec in pair(MATRICES["block.mlp.down"]):
         for form in ("plain", "mean-field", "table-9"):
-            one, other = (
+            first, second = (
                 presets.get("mup", base=BASE, form=f).scales(spec, SIZES) for f in (None, form)
             )
-            assert one.multiplier * one.lr == pytest.approx(other.multiplier * other.lr)
-            assert one.multiplier * one.init_std == pytest.approx(other.multiplier * other.init_std)
+            assert first.multiplier * first.lr == pytest.approx(second.multiplier * second.lr)
+            assert first.multiplier * first.init_std == pytest.approx(
+                second.multiplier * second.init_std
+            )
 
 
 def test_wrong_declarations_are_answered() -> None:

@@ -1,4 +1,4 @@
-"""`mupax presets`: what it prints, its JSON, its words for wrong input and its exit codes. In-process, one real process."""
+"""`mupax presets`: what it prints, its JSON, its messages for wrong input and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants of parameter groups: factors on base numbers that change nothing about how anything scales."""
+"""Constants of parameter groups change base values and nothing about how anything scales."""
 
 from __future__ import annotations
 
@@ -47,24 +47,26 @@ def relative(name: str, **changes: Any) -> presets.Preset:
 
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_a_constant_is_a_factor_at_every_size_and_nothing_else_changes(name: str):
-    plain, tuned = relative(name), relative(name, **CONSTANTS)
+    plain = relative(name)
+    tuned = relative(name, **CONSTANTS)
     for optimizer in plain.optimizers:
         for sizes in SIZES:
             for spec in BASE.parameters().values():
-                one, other = (
+                plain_scales, tuned_scales = (
                     dataclasses.asdict(p.scales(spec, sizes, optimizer)) for p in (plain, tuned)
                 )
                 expected = EXPECTED.get(spec.group, {})
-                assert other == {
+                assert tuned_scales == {
                     c: x if c not in expected else pytest.approx(x * expected[c])
-                    for c, x in one.items()
+                    for c, x in plain_scales.items()
                 }
         assert verdicts.verdicts(tuned, optimizer) == verdicts.verdicts(plain, optimizer)
     assert tuned.logit_scale(SIZES[1]) == plain.logit_scale(SIZES[1])
 
 
 def test_unused_and_1_are_bitwise_nothing():
-    plain, ones = relative("mup"), relative("mup", rates={"readout": 1}, stds={"query": 1.0})
+    plain = relative("mup")
+    ones = relative("mup", rates={"readout": 1}, stds={"query": 1.0})
     for spec in BASE.parameters().values():
         assert plain.row(spec) == plain.rule(spec)
         assert ones.scales(spec, SIZES[1]) == plain.scales(spec, SIZES[1])
@@ -86,11 +88,14 @@ def test_independent_decay_is_scaled_by_its_constant_alone():
 
 @pytest.mark.parametrize("form", ["plain", "mean-field", "table-9"])
 def test_constants_are_the_same_factors_in_every_form(form: Any):
-    plain, tuned = relative("mup", form=form), relative("mup", form=form, **CONSTANTS)
+    plain = relative("mup", form=form)
+    tuned = relative("mup", form=form, **CONSTANTS)
     for spec in BASE.parameters().values():
-        one, other = (dataclasses.asdict(p.scales(spec, SIZES[1], "sgd")) for p in (plain, tuned))
-        for column, value in one.items():
-            assert other[column] == pytest.approx(
+        plain_scales, tuned_scales = (
+            dataclasses.asdict(p.scales(spec, SIZES[1], "sgd")) for p in (plain, tuned)
+        )
+        for column, value in plain_scales.items():
+            assert tuned_scales[column] == pytest.approx(
                 value * EXPECTED.get(spec.group, {}).get(column, 1.0)
             ), spec.group
 
@@ -102,18 +107,21 @@ def test_an_exponent_is_1_at_the_base_and_a_power_of_the_axis_elsewhere():
         "eps.all^embed": 1.0,
         "eps.key": 3.0,
     }
-    plain, tuned = relative("sp"), relative("sp", **constants)
+    plain = relative("sp")
+    tuned = relative("sp", **constants)
     for spec in BASE.parameters().values():
         for sizes, wide, deep in ((SIZES[0], 1.0, 1.0), (SIZES[1], 4.0, 3.0)):
-            one, other = (dataclasses.asdict(p.scales(spec, sizes)) for p in (plain, tuned))
+            plain_scales, tuned_scales = (
+                dataclasses.asdict(p.scales(spec, sizes)) for p in (plain, tuned)
+            )
             factors = {"eps": wide * (3.0 if spec.group == "block.key" else 1.0)}
             if spec.group == "readout":
                 factors |= {"lr": wide**-0.5, "weight_decay": wide**0.5}
             if spec.group == "block.mlp_out":
                 factors |= {"init_std": deep**-0.5}
-            assert other == pytest.approx({c: x * factors.get(c, 1.0) for c, x in one.items()}), (
-                spec.group
-            )
+            assert tuned_scales == pytest.approx(
+                {c: x * factors.get(c, 1.0) for c, x in plain_scales.items()}
+            ), spec.group
 
 
 def test_a_deviation_may_be_0():

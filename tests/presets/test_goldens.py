@@ -1,10 +1,11 @@
-"""Every preset's table as committed text. A changed exponent is a changed line: `python -m scripts.goldens` writes it anew."""
+"""Every preset's table as committed text: `python -m scripts.goldens` writes it anew."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import functools
+import itertools
 
 import pytest
 
@@ -19,7 +20,8 @@ def test_every_table_is_the_committed_one():
     texts = dict(goldens.goldens())
     assert texts.keys() == {path.name for path in goldens.FOLDER.glob("*.txt")}
     for name, text in texts.items():
-        before, after = (goldens.FOLDER / name).read_text().splitlines(), text.splitlines()
+        before = (goldens.FOLDER / name).read_text().splitlines()
+        after = text.splitlines()
         changed = "\n".join(
             difflib.unified_diff(before, after, "committed", "computed", lineterm="", n=0)
         )
@@ -32,19 +34,12 @@ def test_every_preset_family_and_exponent_pair_is_there():
     for family in goldens.MODELS:
         pairs = (goldens.FOLDER / f"pairs-depth-mup-{family}-sgd.txt").read_text()
         assert pairs.count("depth-mup alpha_a=") == 9
-        assert all(
-            f"alpha_a={a} alpha_l={b}" in pairs
-            for a in ("0.5", "0.75", "1")
-            for b in ("0.5", "0.75", "1")
-        )
+        for alpha_a, alpha_l in itertools.product(("0.5", "0.75", "1"), repeat=2):
+            assert f"alpha_a={alpha_a} alpha_l={alpha_l}" in pairs
     for name in ("tied-adam.txt", "tied-encoder-decoder-adam.txt"):
         tied = (goldens.FOLDER / name).read_text()
-        ends = [
-            line.split()[0].rstrip(",:")
-            for line in tied.splitlines()
-            if line.endswith(("; adam", "untie it"))
-        ]
-        assert ends == list(PRESETS)
+        heads = [line for line in tied.splitlines() if line.endswith(("; adam", "untie it"))]
+        assert [line.split()[0].rstrip(",:") for line in heads] == list(PRESETS)
         assert tied.count("a tied readout would need two rates") == 2
 
 
@@ -81,10 +76,10 @@ def test_control_a_changed_exponent_is_one_changed_line(monkeypatch: pytest.Monk
         return dataclasses.replace(preset, rule=rule)
 
     monkeypatch.setitem(PRESETS, "mup", broken)
-    text = dict(goldens.goldens())["mup-decoder-adam.txt"]
-    committed = (goldens.FOLDER / "mup-decoder-adam.txt").read_text()
-    changed = [
-        line for line in difflib.ndiff(committed.splitlines(), text.splitlines()) if line[0] in "+-"
-    ]
+    name = "mup-decoder-adam.txt"
+    text = next(text for file, text in goldens.goldens() if file == name)
+    committed = (goldens.FOLDER / name).read_text()
+    differences = difflib.ndiff(committed.splitlines(), text.splitlines())
+    changed = [line for line in differences if line[0] in "+-"]
     assert len(changed) == 2
     assert all("block.mlp_out:" in line for line in changed)

@@ -1,4 +1,4 @@
-"""Joint rules: formulas against numbers worked out by hand, what must hold of any of them, and what they refuse."""
+"""Joint rules: formulas against numbers by hand, what holds of all rules, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
 BASE = {
     "peak_lr": 0.008, "weight_decay": 0.1, "eps": 1e-8, "b1": 0.9, "b2": 0.95, "warmup_steps": 64, "decay_steps": 128,
 }  # fmt: skip
-APPLIED = [name for name, each in RULES.items() if each.applied]
+APPLIED = [name for name, joint_rule in RULES.items() if joint_rule.applied]
 
 # At four times the batch; four times the batch and nine times the tokens; nine times the tokens.
 BY_HAND: dict[str, list[dict[str, float]]] = {
@@ -51,38 +51,38 @@ SHOWN = {
 """At four times the batch and nine times the tokens."""
 
 
-def at(batch: float, tokens: float = 1.0) -> dict[str, float]:
+def grown(batch: float, tokens: float = 1.0) -> dict[str, float]:
     return {"batch": batch, "tokens": tokens}
 
 
 def ours(
-    name: str, ratios: dict[str, float], numbers: dict[str, Any] = BASE, **how: Any
+    name: str, ratios: dict[str, float], numbers: dict[str, Any] = BASE, **options: Any
 ) -> dict[str, Any]:
-    return scaled(name, ratios, "adamw", numbers, **how)
+    return scaled(name, ratios, "adamw", numbers, **options)
 
 
 @pytest.mark.parametrize("name", APPLIED)
 def test_applied_rules_give_the_numbers_worked_out_by_hand(name: str):
-    for ratios, expected in zip((at(4), at(4, 9), at(1, 9)), BY_HAND[name], strict=True):
+    for ratios, expected in zip((grown(4), grown(4, 9), grown(1, 9)), BY_HAND[name], strict=True):
         assert ours(name, ratios) == pytest.approx({**BASE, **expected}, rel=1e-12)
 
 
 def test_shown_rules_are_the_sources_formulas():
     assert set(SHOWN) | set(APPLIED) == set(RULES)
     for name, expected in SHOWN.items():
-        factors = {column: RULES[name].factor(column, at(4, 9)) for column in COLUMNS}
+        factors = {column: RULES[name].factor(column, grown(4, 9)) for column in COLUMNS}
         assert factors == pytest.approx({**dict.fromkeys(COLUMNS, 1.0), **expected})
 
 
 @pytest.mark.parametrize("name", APPLIED)
 def test_a_rule_changes_nothing_at_the_base_composes_and_inverts(name: str):
-    assert ours(name, at(1)) == BASE  # to the bit
+    assert ours(name, grown(1)) == BASE  # to the bit
     for decay in ("coupled", "independent"):
-        there = ours(name, at(2, 4), decay=decay)
-        assert ours(name, at(2, 0.5), there, decay=decay) == pytest.approx(
-            ours(name, at(4, 2), decay=decay), rel=1e-12
+        values = ours(name, grown(2, 4), decay=decay)
+        assert ours(name, grown(2, 0.5), values, decay=decay) == pytest.approx(
+            ours(name, grown(4, 2), decay=decay), rel=1e-12
         )
-        assert ours(name, at(0.5, 0.25), there, decay=decay) == pytest.approx(BASE, rel=1e-12)
+        assert ours(name, grown(0.5, 0.25), values, decay=decay) == pytest.approx(BASE, rel=1e-12)
 
 
 @pytest.mark.parametrize("decay", ["coupled", "independent"])
@@ -96,8 +96,8 @@ def test_the_decay_averages_over_the_same_share_of_the_run(name: str, tokens: fl
         )
 
     for batch in (1 / 8, 4.0):
-        there = share(batch, tokens, ours(name, at(batch, tokens), decay=decay))
-        assert there == pytest.approx(share(1, 1, BASE))
+        values = share(batch, tokens, ours(name, grown(batch, tokens), decay=decay))
+        assert values == pytest.approx(share(1, 1, BASE))
         # The control: the rate's rule alone, decay left as it is.
         assert share(batch, tokens, BASE) != pytest.approx(share(1, 1, BASE), rel=0.1)
     assert timescale(0.01, 0.1, 4000) == pytest.approx(0.25)
@@ -105,18 +105,19 @@ def test_the_decay_averages_over_the_same_share_of_the_run(name: str, tokens: fl
 
 def test_the_rule_of_the_beta_agrees_with_a_fixed_half_life_to_first_order():
     for b2 in (0.999, 0.9999):
-        linear, exact = ours("sde", at(4), {**BASE, "b2": b2})["b2"], b2**4
+        linear = ours("sde", grown(4), {**BASE, "b2": b2})["b2"]
+        exact = b2**4
         assert 1 - linear == pytest.approx(1 - exact, rel=3 * (1 - b2))
 
 
 def test_noise_and_drift_of_adam_are_kept():
     """The time of the SDE is lr^2 times steps, and the betas average over so much of it: both stay."""
-    there = ours("sde", at(4))
+    values = ours("sde", grown(4))
     for number in ("b1", "b2"):
-        assert there["peak_lr"] ** 2 / (1 - there[number]) == pytest.approx(
+        assert values["peak_lr"] ** 2 / (1 - values[number]) == pytest.approx(
             BASE["peak_lr"] ** 2 / (1 - BASE[number])
         )
-    assert there["peak_lr"] ** 2 / 4 == pytest.approx(
+    assert values["peak_lr"] ** 2 / 4 == pytest.approx(
         BASE["peak_lr"] ** 2
     )  # a quarter of the steps, the same time
 
@@ -136,44 +137,44 @@ def test_flags_take_the_rules_that_can_be_applied():
 
 
 def test_refusals_name_the_rule_and_what_to_write():
-    assert "sde cannot go to 10 times the base's batch" in refusal("sde", at(10.001))
-    assert "b1 would be 1 - 16 x 0.1 = -0.6, not in (0, 1)" in refusal("sde", at(16))
-    assert "below 10, or a base nearer" in refusal("sde", at(16))
-    assert "b2 would be" in refusal("complete-d", at(1, 0.04), b1=0.99)
+    assert "sde cannot go to 10 times the base's batch" in refusal("sde", grown(10.001))
+    assert "b1 would be 1 - 16 x 0.1 = -0.6, not in (0, 1)" in refusal("sde", grown(16))
+    assert "below 10, or a base nearer" in refusal("sde", grown(16))
+    assert "b2 would be" in refusal("complete-d", grown(1, 0.04), b1=0.99)
     for optimizer in ("sgd", "momentum", "muon", "lion"):
         assert f"the joint rule sde is for adam and says nothing about {optimizer}" in refusal(
-            "sde", at(2), optimizer
+            "sde", grown(2), optimizer
         )
-    assert scaled("none", at(2), "muon", BASE) == BASE
+    assert scaled("none", grown(2), "muon", BASE) == BASE
     with pytest.raises(PresetError, match="sde3 does not exist; did you mean sde"):
         rule("sde3")
     with pytest.raises(
         PresetError, match="step-law is only shown, beside rules that contradict it"
     ):
         rule("step-law")
-    scaled("sde", at(9.99), "adamw", BASE)  # the control: just inside
-    scaled("sde", at(1), "adamw", {**BASE, "b1": 0.0})
+    scaled("sde", grown(9.99), "adamw", BASE)  # the control: just inside
+    scaled("sde", grown(1), "adamw", {**BASE, "b1": 0.0})
 
 
 def test_cautions_are_said_outside_the_tested_range_only():
     assert (
-        rule("sde").cautions(at(16))
-        == rule("sde").cautions(at(1 / 16))
-        == rule("none").cautions(at(1))
+        rule("sde").cautions(grown(16))
+        == rule("sde").cautions(grown(1 / 16))
+        == rule("none").cautions(grown(1))
         == []
     )
-    (far,) = rule("sde").cautions(at(17))
+    (far,) = rule("sde").cautions(grown(17))
     assert "17 times the base's batch, and it was tested from 0.0625 to 16 times" in far
-    assert "says nothing about tokens" in rule("sde").cautions(at(1, 2))[0]
-    assert "is not known" in rule("complete-d").cautions(at(1, 2))[0]
+    assert "says nothing about tokens" in rule("sde").cautions(grown(1, 2))[0]
+    assert "is not known" in rule("complete-d").cautions(grown(1, 2))[0]
 
 
 def test_the_command_shows_every_rule(capsys: pytest.CaptureFixture[str]):
     assert main(["presets", "joint", "--batch", "8:64", "--tokens", "1:8"]) == 0
     out = capsys.readouterr().out
-    for name, each in RULES.items():
-        assert len(re.findall(rf"(?m)^{name}(?![-\w])", out)) == 3 + each.applied, name
-        assert each.status in out
+    for name, joint_rule in RULES.items():
+        assert len(re.findall(rf"(?m)^{name}(?![-\w])", out)) == 3 + joint_rule.applied, name
+        assert joint_rule.status in out
     assert "factors at B = 8, T = 8" in out
     assert re.search(r"(?m)^sde +2\.83 +2\.83 +0\.354 +8 +8 +1$", out)
     assert (
@@ -204,4 +205,8 @@ def test_the_command_refuses_what_is_no_ratio(text: str, capsys: pytest.CaptureF
 
 def test_every_number_has_a_column_and_every_column_a_number():
     assert set(NUMBERS.values()) == set(COLUMNS)
-    assert all(math.isfinite(each.factor(c, at(3, 5))) for each in RULES.values() for c in COLUMNS)
+    assert all(
+        math.isfinite(joint_rule.factor(c, grown(3, 5)))
+        for joint_rule in RULES.values()
+        for c in COLUMNS
+    )

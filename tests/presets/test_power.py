@@ -1,4 +1,4 @@
-"""The abc symmetry on rules, Tensor Programs V's tables, and the mean-field form as the paper writes its model. No model is run."""
+"""The abc symmetry on rules, Tensor Programs V's tables, and the mean-field form."""
 
 from __future__ import annotations
 
@@ -42,18 +42,14 @@ def test_moved_is_the_table_of_section_1():
         "head_dim": 19.0,
     }
     for family in ("adam", "sgd", "muon", "lion"):
-        one: Any
-        other: Any
-        one, other = (
-            rule.factors(ratios, {}, family, "coupled"),
-            moved.factors(ratios, {}, family, "coupled"),
-        )
-        assert one.lr * one.weight_decay == pytest.approx(other.lr * other.weight_decay)
-        one, other = (
-            rule.factors(ratios, {}, family, "independent"),
-            moved.factors(ratios, {}, family, "independent"),
-        )
-        assert one.weight_decay == other.weight_decay == 1
+        first: Any
+        second: Any
+        first = rule.factors(ratios, {}, family, "coupled")
+        second = moved.factors(ratios, {}, family, "coupled")
+        assert first.lr * first.weight_decay == pytest.approx(second.lr * second.weight_decay)
+        first = rule.factors(ratios, {}, family, "independent")
+        second = moved.factors(ratios, {}, family, "independent")
+        assert first.weight_decay == second.weight_decay == 1
 
 
 def test_tables_3_8_and_9_of_tensor_programs_5():
@@ -103,7 +99,11 @@ def test_tables_3_8_and_9_of_tensor_programs_5():
 def test_mean_field_form_is_the_papers_model_block():
     """Section 2: v (NH)^-1/2, k and q N^-(3/2-aa) H^-1/2 with std N^(1-aa), f 1/(gamma0 N H), one rate for the blocks."""
     model = DecoderConfig(width=15, num_heads=3, depth=7, mlp_ratio=1.0, vocab_size=11, seq_len=5)
-    n, h, depth, sizes, specs = 5, 3, 7, model.sizes(), model.parameters()
+    n = 5
+    h = 3
+    depth = 7
+    sizes = model.sizes()
+    specs = model.parameters()
     for aa, al, gamma0 in itertools.product((0.5, 0.75, 1.0), (0.5, 1.0), (1.0, 0.25)):
         preset = presets.get("depth-mup", alpha_a=aa, alpha_l=al, gamma0=gamma0, form="mean-field")
         adam = {

@@ -1,4 +1,4 @@
-"""Absolute and relative form are one parameterization once the base constants are the absolute factors (section 2)."""
+"""Absolute and relative form are one parameterization under the right base constants."""
 
 from __future__ import annotations
 
@@ -43,25 +43,24 @@ def relative_to(
     absolute: Preset, base: Mapping[str, int], specs: Iterable[ParamSpec], optimizer: str
 ) -> Preset:
     """An absolute preset as a relative one, its constants the absolute factors at the base."""
-    ratios, fields = (
-        absolute.ratios(base),
-        {f.name: getattr(absolute, f.name) for f in dataclasses.fields(absolute)},
-    )
-    logits, branch = absolute.logits(ratios) * base["head_dim"] ** 0.5, absolute.branch(ratios)
+    ratios = absolute.ratios(base)
+    fields = {f.name: getattr(absolute, f.name) for f in dataclasses.fields(absolute)}
+    logits = absolute.logits(ratios) * base["head_dim"] ** 0.5
+    branch = absolute.branch(ratios)
     fields |= {"base": base, "logits": dataclasses.replace(absolute.logits, coefficient=logits)}
     relative = Relative(
         **{**fields, "branch": dataclasses.replace(absolute.branch, coefficient=branch)}
     )
     constants: dict[str, Scales] = {}
     for spec in specs:
-        one, other = (
+        first, second = (
             dataclasses.asdict(p.scales(spec, base, optimizer)) for p in (absolute, relative)
         )
         # Where both are 0 (a bias' std, a decay that is off) the ratio is 1.
         values = Scales(
             **{
-                name: 1.0 if one[name] == other[name] == 0 else one[name] / other[name]
-                for name in one
+                name: 1.0 if first[name] == second[name] == 0 else first[name] / second[name]
+                for name in first
             }
         )
         of_group = dataclasses.asdict(constants.setdefault(spec.group, values))
@@ -77,7 +76,8 @@ def relative_to(
 )
 def test_relative_equals_absolute_at_every_size(constants: dict, optimizer: str):
     absolute = presets.get("depth-mup", **constants)
-    specs, base = BASE.parameters(), BASE.sizes()
+    specs = BASE.parameters()
+    base = BASE.sizes()
     relative = relative_to(absolute, base, specs.values(), optimizer)
     for model in (BASE, GROWN, dataclasses.replace(GROWN, depth=31, mlp_ratio=3.0)):
         sizes = model.sizes()
@@ -93,7 +93,8 @@ def test_relative_equals_absolute_at_every_size(constants: dict, optimizer: str)
 
 
 def test_control_without_the_constants_relative_is_another_rule():
-    absolute, sizes = presets.get("depth-mup"), GROWN.sizes()
+    absolute = presets.get("depth-mup")
+    sizes = GROWN.sizes()
     spec = BASE.parameters()["block.attention.query"]
     bare = presets.get("depth-mup", base=BASE.base_sizes())
     assert bare.scales(spec, sizes).lr != pytest.approx(absolute.scales(spec, sizes).lr)
@@ -111,8 +112,9 @@ def test_tied_readouts():
         )
     mup = presets.get("mup", base=BASE.base_sizes())
     for optimizer in ("adam", "sgd"):
-        one, other = mup.factors(tied, sizes, optimizer), mup.factors(embedding, sizes, optimizer)
-        assert (one.lr, one.eps) == (other.lr, other.eps)
+        first = mup.factors(tied, sizes, optimizer)
+        second = mup.factors(embedding, sizes, optimizer)
+        assert (first.lr, first.eps) == (second.lr, second.eps)
     with pytest.raises(
         PresetError,
         match=r"mup: a tied readout has no plain form, its table is the token embedding's; write form",
@@ -206,8 +208,10 @@ def test_errors_say_what_to_write_instead():
 
 
 def test_zero_readout_starts_at_zero_and_changes_nothing_else():
-    sizes, readout = GROWN.sizes(), BASE.parameters()["readout"]
-    plain, zero = presets.get("mup"), presets.get("mup", zero_readout=True)
+    sizes = GROWN.sizes()
+    readout = BASE.parameters()["readout"]
+    plain = presets.get("mup")
+    zero = presets.get("mup", zero_readout=True)
     assert zero.scales(readout, sizes).init_std == 0
     assert dataclasses.replace(
         zero.scales(readout, sizes), init_std=plain.scales(readout, sizes).init_std
@@ -235,7 +239,8 @@ def test_a_7b_decoder_resolves_in_some_hundred_calls_a_parameter():
         activation="swiglu",
         tied=False,
     )
-    one_stack, sizes = list(model.parameters().values()), model.sizes()
+    one_stack = list(model.parameters().values())
+    sizes = model.sizes()
     specs = [spec for spec in one_stack for _ in range(32 if spec.in_block else 1)]
     assert len(specs) > 300
     preset = presets.get("depth-mup", base=CONFIGS["gpt2"].base_sizes())

@@ -1,4 +1,4 @@
-"""Finished measurements: data that stay, pages that say what the data say, and commands found by their commit."""
+"""Finished measurements: data, pages that agree with them, and commands with their commit."""
 
 from __future__ import annotations
 
@@ -163,13 +163,13 @@ def test_the_page_says_of_images_what_their_record_says_and_no_optimizer_wins() 
         assert row == f"| {name} | {best} of {len(arm['rates'])} | {interval(arm['losses'])} |"
     page = (DOCS / "small_runs.md").read_text()
     fresh = images["fresh"]
-    apart = np.subtract(fresh["muon"], fresh["vit-digits"])
+    gap = np.subtract(fresh["muon"], fresh["vit-digits"])
     of_torch = images["torch"]["losses"]
-    assert f": {interval(apart, '+')}." in page
+    assert f": {interval(gap, '+')}." in page
     assert interval(of_torch) in page
     assert interval(np.subtract(fresh["vit-digits"], of_torch), "+") in page
-    _, low, high = mean(apart)
-    assert len(apart) == 8
+    _, low, high = mean(gap)
+    assert len(gap) == 8
     assert low < 0 < high
     assert RECIPES["vit-digits"]().steps == 2000
 
@@ -268,8 +268,8 @@ def test_the_page_of_fine_tuning_has_the_means_of_its_rows() -> None:
 def test_both_searches_find_what_the_grids_find_for_less() -> None:
     searches = record("search_cost.json")
     frugal = searches["frugal"]
-    apart = max(abs(row["frugal"] - row["grid"]) for row in frugal["rates"])
-    cells = f"{frugal['ratio']:.2f} | at most {apart:.2f} octaves"
+    gap = max(abs(row["frugal"] - row["grid"]) for row in frugal["rates"])
+    cells = f"{frugal['ratio']:.2f} | at most {gap:.2f} octaves"
     assert (
         f"| `transfer --search frugal`, three widths | {cells}"
         in (DOCS / "transfer.md").read_text()
@@ -279,8 +279,8 @@ def test_both_searches_find_what_the_grids_find_for_less() -> None:
     tuned = searches["tune"]
     assert tuned["ratio"] == pytest.approx(tuned["runs"] / tuned["grid_runs"], abs=1e-4)
     assert tuned["ratio"] <= 0.4
-    apart, half = tuned["less_grid"]
-    assert apart + half < 0.005
+    gap, half = tuned["less_grid"]
+    assert gap + half < 0.005
 
 
 def test_saving_and_a_bucket_cost_what_was_promised() -> None:

@@ -1,4 +1,4 @@
-"""The search for settings and the page of what a tuned preset is worth; the runs themselves are a command."""
+"""The search for settings, and the page on the worth of a tuned preset."""
 
 from __future__ import annotations
 
@@ -19,36 +19,38 @@ pytestmark = pytest.mark.core
 
 
 def bowl(lr: float, readout: float, noise: float = 0.0):
-    """Losses with their minimum there, correlated as a rate and a multiplier are; and the points that were asked for."""
+    """Return losses with a minimum, correlated as rate and multiplier are, and the points asked for."""
     points: set[tuple[Setting, int]] = set()
     rng = np.random.default_rng(0)
 
     def losses(settings: Sequence[Setting], seeds: int) -> np.ndarray:
-        points.update((one, seed) for one in settings for seed in range(seeds))
-        at = np.array(
+        points.update((chosen, seed) for chosen in settings for seed in range(seeds))
+        offsets = np.array(
             [
-                [dict(one).get("lr", 0) - lr, dict(one).get("readout", 0) - readout]
-                for one in settings
+                [dict(chosen).get("lr", 0) - lr, dict(chosen).get("readout", 0) - readout]
+                for chosen in settings
             ]
         )
-        return ((at**2).sum(1) + 0.5 * at[:, 0] * at[:, 1])[:, None] + noise * rng.standard_normal(
-            (len(settings), seeds)
-        )
+        return ((offsets**2).sum(1) + 0.5 * offsets[:, 0] * offsets[:, 1])[
+            :, None
+        ] + noise * rng.standard_normal((len(settings), seeds))
 
     return losses, points
 
 
-@pytest.mark.parametrize("where", [(0, 0), (3, -2), (-4, 5)])
-def test_the_search_ends_at_the_least_of_its_neighbours(where: tuple[int, int]):
-    losses, points = bowl(*where)
+@pytest.mark.parametrize("minimum", [(0, 0), (3, -2), (-4, 5)])
+def test_the_search_ends_at_the_least_of_its_neighbours(minimum: tuple[int, int]):
+    losses, points = bowl(*minimum)
     best = descend(losses, (), ("lr", "readout"), seeds=2, final=4)
-    assert best == setting({"lr": where[0], "readout": where[1]})
-    everywhere = {one for one, _ in points}
+    assert best == setting({"lr": minimum[0], "readout": minimum[1]})
+    everywhere = {chosen for chosen, _ in points}
     assert {
-        one for one, seed in points if seed == 3
+        chosen for chosen, seed in points if seed == 3
     } <= everywhere  # only the last comparison took all seeds
     assert (
-        len([one for one, seed in points if seed == 3]) <= 5 < len(everywhere) + (where == (0, 0))
+        len([chosen for chosen, seed in points if seed == 3])
+        <= 5
+        < len(everywhere) + (minimum == (0, 0))
     )
 
 
@@ -56,7 +58,7 @@ def test_a_loss_that_falls_forever_is_said():
     with pytest.raises(ValueError, match="no minimum within"):
         descend(
             lambda settings, seeds: np.array(
-                [[-dict(one).get("lr", 0)] * seeds for one in settings]
+                [[-dict(chosen).get("lr", 0)] * seeds for chosen in settings]
             ),
             (),
             ("lr",),
@@ -75,26 +77,26 @@ def test_finalists_alone_have_all_seeds():
     losses, points = bowl(3, -2)
     best = descend(losses, (), ("lr", "readout"), seeds=2, final=4, finalists=2)
     assert best == setting({"lr": 3, "readout": -2})
-    assert len({one for one, seed in points if seed == 3}) == 2
+    assert len({chosen for chosen, seed in points if seed == 3}) == 2
 
 
-@pytest.mark.parametrize("where", [(0, 0), (3, -2), (-4, 5)])
+@pytest.mark.parametrize("minimum", [(0, 0), (3, -2), (-4, 5)])
 def test_one_constant_after_another_ends_at_the_same_setting_with_fewer_runs(
-    where: tuple[int, int],
+    minimum: tuple[int, int],
 ):
-    losses, points = bowl(*where)
+    losses, points = bowl(*minimum)
     best = descend_in_turn(losses, (), ("lr", "readout"), 2, 4, 2)
-    assert best == setting({"lr": where[0], "readout": where[1]})
-    assert {one for one, _ in points} >= set(neighbours(best, ("lr", "readout")))
-    assert len({one for one, seed in points if seed == 3}) == 2
-    losses, crosses = bowl(*where)
+    assert best == setting({"lr": minimum[0], "readout": minimum[1]})
+    assert {chosen for chosen, _ in points} >= set(neighbours(best, ("lr", "readout")))
+    assert len({chosen for chosen, seed in points if seed == 3}) == 2
+    losses, crosses = bowl(*minimum)
     descend(losses, (), ("lr", "readout"), seeds=2, final=4, finalists=2)
     assert len(points) <= len(crosses)
 
 
 def test_one_constant_that_falls_forever_is_said():
     def losses(settings: Sequence[Setting], seeds: int) -> np.ndarray:
-        return np.array([[-dict(one).get("x", 0)] * seeds for one in settings])
+        return np.array([[-dict(chosen).get("x", 0)] * seeds for chosen in settings])
 
     with pytest.raises(ValueError, match="no minimum of x within"):
         descend_in_turn(losses, (), ("lr", "x"), 1, 1, 1)
@@ -111,7 +113,8 @@ def test_neighbours_move_one_constant_each():
 def test_at_the_base_all_arms_are_one_model_and_larger_ones_differ_and_keep_it_as_their_base(
     name: str,
 ):
-    cell, runs = CELLS[name], []
+    cell = CELLS[name]
+    runs = []
     for arm in cell.arms:
         first, last = (
             cell.config(arm, size, {"lr": 1, "rates.readout": 2}, seed=3)
@@ -140,7 +143,7 @@ def test_a_difference_has_its_interval():
     assert half == pytest.approx(12.706 * error, rel=1e-4)
 
 
-def record(apart: list[float]) -> dict:
+def record(gaps: list[float]) -> dict:
     """`mup` and `sp` at two sizes; at the second `mup`'s losses less `sp`'s are these."""
     base = {
         "size": 16,
@@ -148,10 +151,8 @@ def record(apart: list[float]) -> dict:
         "losses": [2.0, 2.0, 2.0],
         "reference_minus_this": None,
     }
-    theirs, ours = (
-        [2.5, 1.9, 2.2],
-        [loss + d for loss, d in zip([2.5, 1.9, 2.2], apart, strict=True)],
-    )
+    theirs = [2.5, 1.9, 2.2]
+    ours = [loss + d for loss, d in zip([2.5, 1.9, 2.2], gaps, strict=True)]
     arms = [
         {
             "label": label,
@@ -168,7 +169,7 @@ def record(apart: list[float]) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("apart", "row"),
+    ("gaps", "row"),
     [
         ([-0.010, -0.011, -0.012], "-0.0110 ± 0.0025 | yes |"),
         ([0.010, 0.011, 0.012], "+0.0110 ± 0.0025 | no |"),
@@ -176,14 +177,14 @@ def record(apart: list[float]) -> dict:
     ],
 )
 def test_the_page_says_not_worse_only_where_the_interval_ends_below_the_goal(
-    apart: list[float], row: str
+    gaps: list[float], row: str
 ):
-    assert f"| c | mup | {row}" in page.markdown([record(apart)])
+    assert f"| c | mup | {row}" in page.markdown([record(gaps)])
 
 
 def test_the_committed_page_is_what_its_records_say():
     records = page.records()
     assert records
     assert page.markdown(records) == cells.OUT.with_suffix(".md").read_text()
-    for one in records:
-        assert has_rows(cells.OUT / one["cell"])
+    for chosen in records:
+        assert has_rows(cells.OUT / chosen["cell"])

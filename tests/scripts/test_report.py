@@ -39,7 +39,9 @@ def test_every_fact_of_the_template_is_there() -> None:
 
 def test_facts_are_what_the_pages_say() -> None:
     pages = {name: (facts.DOCS / f"{name}.md").read_text() for name in ("reproduction", "checks")}
-    figures, wrong, theory = facts.figures(), facts.wrong_rules(), facts.theory()
+    figures = facts.figures()
+    wrong = facts.wrong_rules()
+    theory = facts.theory()
     assert (
         f"**{figures['reproduce']} of {figures['claims']} predictions reproduce**; {figures['controls']}"
         in pages["reproduction"]

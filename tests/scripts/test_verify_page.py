@@ -1,4 +1,4 @@
-"""The snippets of docs/howto/verify.md on real models: JAX's on an optax chain, PyTorch's on a network (`make parity`)."""
+"""Snippets of docs/howto/verify.md on real models: JAX's, and PyTorch's (`make parity`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCH, JAX = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def snippet(text: str, folder: Path) -> dict[str, Any]:
-    """What a snippet of the page defines, after it ran in a folder."""
+    """Run a snippet of the page in a folder, and return the names that it defines."""
     defined: dict[str, Any] = {}
     with contextlib.chdir(folder):
         exec(compile(text, "docs/howto/verify.md", "exec"), defined)
@@ -94,7 +94,8 @@ def test_torchs_snippet_on_a_transformer(mistake: str, tmp_path: Path):
     base = 32
     torch.manual_seed(0)
     for name, width in (("small", base), ("large", 4 * base)):
-        times, heads = width / base, 2
+        times = width / base
+        heads = 2
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, norm_first=True, batch_first=True
         )
@@ -113,10 +114,12 @@ def test_torchs_snippet_on_a_transformer(mistake: str, tmp_path: Path):
                     p, std=0.02 if table else (0.5 if "linear2" in key else 1.0) * width**-0.5
                 )
         wide = [p for key, p in network.named_parameters() if p.ndim == 2 and "trunk" in key]
-        rest = [p for key, p in network.named_parameters() if not (p.ndim == 2 and "trunk" in key)]
+        vectors = [
+            p for key, p in network.named_parameters() if not (p.ndim == 2 and "trunk" in key)
+        ]
         groups = [
             {"params": wide, "lr": 1e-3 / times, "weight_decay": 0.1 * times},
-            {"params": rest},
+            {"params": vectors},
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
         network["lm_head"](torch.ones(1, width)).sum().backward()

@@ -1,4 +1,4 @@
-"""Which dimensions can be scaled, from rules alone; the numbers measured are in docs/evidence/desiderata.json."""
+"""Dimensions that can be scaled, from rules alone; docs/evidence/desiderata.json measures."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_keys_that_start_as_queries_have_logits_of_order_one(capsys) -> None:
         assert limit.observables()["attention logits"] == logits
         assert limit.observables()["variance of attention over heads"] == -1
         assert limit.observables()["change of attention logits"] == 0
-    at = presets.get("mup", key_start="query", base={"head_dim": 16})
-    assert at.logit_scale({"head_dim": 64}) == 1 / 64
+    queries = presets.get("mup", key_start="query", base={"head_dim": 16})
+    assert queries.logit_scale({"head_dim": 64}) == 1 / 64
     with pytest.raises(PresetError, match="write alpha_a 1"):
         presets.get("depth-mup", alpha_a=0.5, key_start="query")
 

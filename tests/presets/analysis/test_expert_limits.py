@@ -1,4 +1,4 @@
-"""What sizes of a layer of experts do on their way to infinity, from the rules alone."""
+"""Limits of a layer of experts in each of its sizes, from the rules alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.core
 def _wrong(preset: Preset, optimizer: str) -> set[tuple[str, str]]:
     """(observable, limit) of what is not stable; of heads, and of what starts at nothing, other tests speak."""
     table = verdicts(preset, optimizer, experts=True)
-    apart = {
+    differing = {
         *DESCRIPTIVE,
         "attention logits",
         "variance of attention over heads",
@@ -29,10 +29,10 @@ def _wrong(preset: Preset, optimizer: str) -> set[tuple[str, str]]:
         "squared error of the kernel",
     }
     return {
-        (row, at)
-        for row, of in table.items()
-        if row not in apart
-        for at, e in of.items()
+        (row, limit)
+        for row, entries in table.items()
+        if row not in differing
+        for limit, e in entries.items()
         if e.verdict != "stable"
     }
 

@@ -1,4 +1,4 @@
-"""What joint rules do to a run as batch or tokens grow: against the numbers that they give, and each wrong column named."""
+"""Limits of joint rules as batch or tokens grow, by their values and with wrong columns."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ STEPS = 4096
 
 
 def by_numbers(name: str, batch: float, tokens: float) -> dict[str, float]:
-    """The same from an optimizer's numbers and a count of steps."""
-    run, steps = (
-        scaled(name, {"batch": batch, "tokens": tokens}, "adamw", BASE),
-        STEPS * tokens / batch,
-    )
+    """Return the observables from an optimizer's values and a count of steps."""
+    run = scaled(name, {"batch": batch, "tokens": tokens}, "adamw", BASE)
+    steps = STEPS * tokens / batch
     return {
         "displacement by noise": run["peak_lr"] * steps**0.5,
         "drift": run["peak_lr"] * steps / (1 / batch) ** 0.5,
@@ -50,8 +48,9 @@ def by_numbers(name: str, batch: float, tokens: float) -> dict[str, float]:
 @pytest.mark.parametrize("name", ["none", "sde", "complete-d"])
 def test_powers_are_those_of_the_numbers_that_the_rule_gives(name: str):
     for batch, tokens in ((4.0, 1.0), (0.25, 1.0), (1.0, 4.0), (2.0, 8.0)):
-        base, there = by_numbers(name, 1, 1), by_numbers(name, batch, tokens)
-        expected = {row: there[row] / base[row] for row in there}
+        base = by_numbers(name, 1, 1)
+        expected = by_numbers(name, batch, tokens)
+        expected = {row: expected[row] / base[row] for row in expected}
         powers = observables(RULES[name])
         assert {
             row: power({"batch": batch, "tokens": tokens}) for row, power in powers.items()
@@ -79,7 +78,7 @@ def test_what_goes_how_under_each_rule():
 
 
 def test_words():
-    none, sde, complete = ({row: (at["batch"].verdict, at["tokens"].verdict) for row, at in verdicts(RULES[n]).items()}
+    none, sde, complete = ({row: (entries["batch"].verdict, entries["tokens"].verdict) for row, entries in verdicts(RULES[n]).items()}
                            for n in ("none", "sde", "complete-d"))  # fmt: skip
     assert set(sde.values()) == {
         ("stable", "explodes"),
@@ -112,7 +111,7 @@ def test_right_rules_have_no_trouble_and_each_wrong_column_is_named(name: str, g
             more = (
                 ("drift",) if grows == "tokens" and exponent > -0.75 else ()
             )  # which may grow with T
-            assert set(wrong) == {row for row, of in OBSERVABLES.items() if of == column} - set(
+            assert set(wrong) == {row for row, kind in OBSERVABLES.items() if kind == column} - set(
                 more
             ), (
                 column,
@@ -126,8 +125,8 @@ def test_control_constant_numbers_are_named_column_by_column():
     assert troubles(lr, "batch") == {"displacement by noise": "frozen", "drift": "frozen"}
 
 
-def rows(**how: Any) -> list[dict[str, Any]]:
-    numbers: dict[str, Any] = {"batch": (8, 64), "tokens": (1, 1), "b1": 0.9, "b2": 0.95, **how}
+def rows(**options: Any) -> list[dict[str, Any]]:
+    numbers: dict[str, Any] = {"batch": (8, 64), "tokens": (1, 1), "b1": 0.9, "b2": 0.95, **options}
     return path(RULES[numbers.pop("name", "sde")], **numbers)
 
 
@@ -139,8 +138,8 @@ def test_the_way_to_a_run_says_where_the_rule_holds():
          "warm-up": 1 / 8, "tau": 1, "holds": ""}
     )  # fmt: skip
     assert {row["holds"] for row in sde} == {"yes"}
-    apart = rows(decay="independent")[-1]
-    assert (apart["weight_decay"], apart["tau"]) == pytest.approx(
+    independent = rows(decay="independent")[-1]
+    assert (independent["weight_decay"], independent["tau"]) == pytest.approx(
         (8, 1)
     )  # wd is the pull, lr*wd of the coupled
     assert rows(b1=0.85)[-1]["holds"] == "1-b1 = 1.2"

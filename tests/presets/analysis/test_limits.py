@@ -1,4 +1,4 @@
-"""The computed theory says what the page says: section 2, "what each choice does", and section 3 for s = 0, 1/2, 1."""
+"""The computed theory says what sections 2 and 3 of the page say."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from mupax.presets.rule import ONE, axis
 
 pytestmark = pytest.mark.core
 
-N, H, L = "head_dim", "heads", "depth"
+N = "head_dim"
+H = "heads"
+L = "depth"
 
 
-def at(preset: Preset, observable: str, limit: str, optimizer: str = "adam") -> tuple[float, str]:
+def growth(
+    preset: Preset, observable: str, limit: str, optimizer: str = "adam"
+) -> tuple[float, str]:
     entry = verdicts(preset, optimizer)[observable][limit]
     return entry.exponent, entry.verdict
 
@@ -26,24 +30,24 @@ def at(preset: Preset, observable: str, limit: str, optimizer: str = "adam") -> 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
 def test_alpha_a_1_starts_without_logits_moves_q_and_k_and_collapses_heads(optimizer: str):
     mup = presets.get("mup")
-    assert at(mup, "attention logits", N, optimizer) == (-0.5, "heads collapse")
-    assert at(mup, "change of q, k entries", N, optimizer) == (0, "stable")
-    assert at(mup, "change of attention logits", N, optimizer) == (0, "stable")
+    assert growth(mup, "attention logits", N, optimizer) == (-0.5, "heads collapse")
+    assert growth(mup, "change of q, k entries", N, optimizer) == (0, "stable")
+    assert growth(mup, "change of attention logits", N, optimizer) == (0, "stable")
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
 def test_alpha_a_half_starts_with_logits_and_moves_them_by_small_q_and_k(optimizer: str):
     half = presets.get("mup-half")
-    assert at(half, "attention logits", N, optimizer) == (0, "stable")
-    assert at(half, "change of q, k entries", N, optimizer) == (-0.5, "vanishes")
-    assert at(half, "change of attention logits", N, optimizer) == (0, "stable")
+    assert growth(half, "attention logits", N, optimizer) == (0, "stable")
+    assert growth(half, "change of q, k entries", N, optimizer) == (-0.5, "vanishes")
+    assert growth(half, "change of attention logits", N, optimizer) == (0, "stable")
 
 
 @pytest.mark.parametrize("alpha_a", [0.5, 0.75, 1.0])
 def test_initial_variance_of_logits_over_heads(alpha_a: float):
     """N^(1-2aa): slopes 0, -1/2, -1."""
     assert (
-        at(presets.get("mup", alpha_a=alpha_a), "variance of attention over heads", N)[0]
+        growth(presets.get("mup", alpha_a=alpha_a), "variance of attention over heads", N)[0]
         == 1 - 2 * alpha_a
     )
 
@@ -56,10 +60,10 @@ def test_squared_backward_signal_of_q_and_k_before_and_after_aligning(
 ):
     """-1 to 0 at aa = 1, 0 to +1 at 1/2, m_N^(1-aa) for any: SGD has a stable limit at aa = 1 alone."""
     preset = presets.get("mup", alpha_a=alpha_a)
-    assert 2 * at(preset, "q, k backward signal, at first", N)[0] == first
-    exponent, verdict = at(preset, "q, k backward signal, aligned", N, "sgd")
+    assert 2 * growth(preset, "q, k backward signal, at first", N)[0] == first
+    exponent, verdict = growth(preset, "q, k backward signal, aligned", N, "sgd")
     assert (2 * exponent, verdict) == (aligned, "stable" if alpha_a == 1 else "explodes")
-    assert at(preset, "q, k backward signal, aligned", N, "adam")[1] == "stable"
+    assert growth(preset, "q, k backward signal, aligned", N, "adam")[1] == "stable"
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
@@ -67,8 +71,8 @@ def test_squared_backward_signal_of_q_and_k_before_and_after_aligning(
 def test_heads_to_infinity_is_stable_and_heads_stay_different(alpha_a: float, optimizer: str):
     preset = presets.get("mup", alpha_a=alpha_a)
     assert wrong(preset, optimizer)[H] == []
-    assert at(preset, "attention logits", H, optimizer) == (0, "stable")
-    assert at(preset, "change of the output", H, optimizer) == (0, "stable")
+    assert growth(preset, "attention logits", H, optimizer) == (0, "stable")
+    assert growth(preset, "change of the output", H, optimizer) == (0, "stable")
 
 
 @pytest.mark.parametrize("alpha_l", [0.5, 1.0])
@@ -80,43 +84,47 @@ def test_the_residual_kernel_converges_with_squared_error_1_over_heads(
 ):
     """In N it does so at aa = 1 alone: at 1/2 each of finitely many heads keeps its own random attention."""
     preset = presets.get("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l)
-    assert at(preset, "squared error of the kernel", H) == (-1, "converges")
-    assert at(preset, "squared error of the kernel", N) == in_head_dim
-    assert at(preset, "squared error of the kernel", L) == (0, "stable")
+    assert growth(preset, "squared error of the kernel", H) == (-1, "converges")
+    assert growth(preset, "squared error of the kernel", N) == in_head_dim
+    assert growth(preset, "squared error of the kernel", L) == (0, "stable")
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_activations_start_at_one_scale_in_every_size(name: str):
     preset = presets.get(name)
     for limit in LIMITS:
-        assert at(preset, "entries of q, k, v, MLP", limit, preset.optimizers[0]) == (0, "stable")
+        assert growth(preset, "entries of q, k, v, MLP", limit, preset.optimizers[0]) == (
+            0,
+            "stable",
+        )
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
 def test_alpha_l_half_keeps_a_brownian_term_and_freezes_inner_layers(optimizer: str):
     preset = presets.get("depth-mup", alpha_l=0.5)
-    assert at(preset, "all blocks' share of the stream", L, optimizer) == (0, "stable")
-    assert at(preset, "one block's share of the stream", L, optimizer)[0] == -0.5
-    assert at(preset, "change of q, k entries", L, optimizer)[0] == -0.5
+    assert growth(preset, "all blocks' share of the stream", L, optimizer) == (0, "stable")
+    assert growth(preset, "one block's share of the stream", L, optimizer)[0] == -0.5
+    assert growth(preset, "change of q, k entries", L, optimizer)[0] == -0.5
     for row in ("weight movement, block", "change of v, MLP entries", "change of attention logits"):
-        assert at(preset, row, L, optimizer) == (-0.5, "frozen"), row
+        assert growth(preset, row, L, optimizer) == (-0.5, "frozen"), row
     for row in ("change of the stream", "change of the output"):  # all blocks together still learn
-        assert at(preset, row, L, optimizer) == (0, "stable"), row
+        assert growth(preset, row, L, optimizer) == (0, "stable"), row
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
 def test_alpha_l_1_has_no_brownian_term_and_every_weight_moves(optimizer: str):
     for preset in (presets.get("depth-mup", alpha_l=1.0), presets.get("completep")):
-        assert at(preset, "all blocks' share of the stream", L, optimizer) == (-0.5, "vanishes")
+        assert growth(preset, "all blocks' share of the stream", L, optimizer) == (-0.5, "vanishes")
         assert wrong(preset, optimizer)[L] == []
-        assert at(preset, "weight movement, q, k", L, optimizer)[0] == 0
+        assert growth(preset, "weight movement, q, k", L, optimizer)[0] == 0
 
 
 @pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
 def test_squared_distance_through_the_stack(alpha_l: float):
     """|h^L - h^1|^2 goes as L^(1-2al): slopes 0, -1/2, -1."""
     assert (
-        2 * at(presets.get("depth-mup", alpha_l=alpha_l), "all blocks' share of the stream", L)[0]
+        2
+        * growth(presets.get("depth-mup", alpha_l=alpha_l), "all blocks' share of the stream", L)[0]
         == 1 - 2 * alpha_l
     )
 
@@ -148,9 +156,9 @@ def test_transfer_in_every_size_for_every_exponent(alpha_a: float, alpha_l: floa
 def test_no_depth_rule_explodes_with_depth():
     for name in ("mup", "mup-half", "sp", "spectral"):
         preset = presets.get(name)
-        assert at(preset, "residual stream", L) == (0.5, "explodes")
-        assert at(preset, "change of the stream", L) == (0.5, "explodes")
-        assert at(preset, "change of the output", L)[1] == "explodes"
+        assert growth(preset, "residual stream", L) == (0.5, "explodes")
+        assert growth(preset, "change of the stream", L) == (0.5, "explodes")
+        assert growth(preset, "change of the output", L)[1] == "explodes"
 
 
 def test_standard_parameterization_explodes_in_width():
@@ -161,8 +169,8 @@ def test_standard_parameterization_explodes_in_width():
             "change of the output",
             "weight movement, block",
         ):
-            assert at(presets.get("sp"), row, limit)[1] == "explodes", (row, limit)
-        assert at(presets.get("sp"), "gradient over eps, block", limit)[1] == "vanishes"
+            assert growth(presets.get("sp"), row, limit)[1] == "explodes", (row, limit)
+        assert growth(presets.get("sp"), "gradient over eps, block", limit)[1] == "vanishes"
 
 
 # Encoder-decoders
@@ -174,20 +182,23 @@ def test_what_comes_back_to_an_encoder_is_a_sum_over_independent_blocks_and_late
     optimizer, alpha_l
 ):
     preset = presets.get("depth-mup", alpha_l=alpha_l)
-    assert at(preset, "signal into an encoder, at first", L, optimizer) == (0.5 - alpha_l, "stable")
-    assert at(preset, "signal into an encoder, aligned", L, optimizer) == (0, "stable")
+    assert growth(preset, "signal into an encoder, at first", L, optimizer) == (
+        0.5 - alpha_l,
+        "stable",
+    )
+    assert growth(preset, "signal into an encoder, aligned", L, optimizer) == (0, "stable")
     for limit in (N, H):
-        assert at(preset, "signal into an encoder, at first", limit, optimizer) == (0, "stable")
+        assert growth(preset, "signal into an encoder, at first", limit, optimizer) == (0, "stable")
 
 
 def test_without_a_depth_rule_what_comes_back_to_an_encoder_explodes_once_aligned():
     mup = presets.get("mup")
     assert (
-        at(mup, "signal into an encoder, at first", L)[0] == 0
+        growth(mup, "signal into an encoder, at first", L)[0] == 0
     )  # the stream grows as the sum does
-    assert at(mup, "signal into an encoder, aligned", L)[0] == 0.5
+    assert growth(mup, "signal into an encoder, aligned", L)[0] == 0.5
     unscaled = dataclasses.replace(presets.get("depth-mup", alpha_l=1.0), branch=ONE)
-    assert at(unscaled, "signal into an encoder, at first", L)[0] == 0
+    assert growth(unscaled, "signal into an encoder, at first", L)[0] == 0
 
 
 def test_control_a_memory_of_another_fan_in_is_seen_in_cross_attention_alone():
@@ -202,8 +213,8 @@ def test_control_a_memory_of_another_fan_in_is_seen_in_cross_attention_alone():
         )
 
     wide = dataclasses.replace(preset, rule=rule)
-    assert at(wide, "cross-attention logits", H)[1] == "explodes"
-    assert at(wide, "attention logits", H) == (0, "stable")
+    assert growth(wide, "cross-attention logits", H)[1] == "explodes"
+    assert growth(wide, "attention logits", H) == (0, "stable")
 
 
 def test_an_encoder_has_its_own_depth():
@@ -222,12 +233,12 @@ def test_effective_theory_goes_from_lazy_to_feature_learning(name: str, s: float
     for optimizer in ("adam", "sgd"):
         for limit in (N, H):
             expected = (s / 2 - 0.5, "lazy" if s < 1 else "stable")
-            assert at(preset, "change of v, MLP entries", limit, optimizer) == expected, (
+            assert growth(preset, "change of v, MLP entries", limit, optimizer) == expected, (
                 optimizer,
                 limit,
             )
-        assert at(preset, "change of the output", H, optimizer) == (0, "stable")
-        assert at(preset, "change of the stream", H, optimizer)[1] == (
+        assert growth(preset, "change of the output", H, optimizer) == (0, "stable")
+        assert growth(preset, "change of the stream", H, optimizer)[1] == (
             "lazy" if s < 1 else "stable"
         )
 
@@ -237,9 +248,10 @@ def test_maximal_update_explodes_in_n_through_its_logits_and_mup_does_not(
     optimizer: str, power: float
 ):
     """Its logit updates grow as m_N^1/2 under Adam and m_N under SGD; nothing else tells it from mup."""
-    theory, mup = presets.get("maximal-update"), presets.get("mup")
-    assert at(theory, "change of attention logits", N, optimizer) == (power, "explodes")
-    assert at(mup, "change of attention logits", N, optimizer) == (0, "stable")
+    theory = presets.get("maximal-update")
+    mup = presets.get("mup")
+    assert growth(theory, "change of attention logits", N, optimizer) == (power, "explodes")
+    assert growth(mup, "change of attention logits", N, optimizer) == (0, "stable")
     assert wrong(theory, optimizer)[H] == wrong(mup, optimizer)[H] == []
     repaired = presets.get("maximal-update", alpha_a=1.0)
     assert verdicts(repaired, optimizer) == verdicts(mup, optimizer)
@@ -250,21 +262,23 @@ def test_maximal_update_explodes_in_n_through_its_logits_and_mup_does_not(
 
 def test_what_the_disagreements_cost():
     drift = presets.get("completep", alpha_l=0.5)
-    assert at(drift, "lr * weight decay", L) == (-0.5, "vanishes")
-    assert at(presets.get("completep", alpha_l=0.5, decay="rate"), "lr * weight decay", L) == (
+    assert growth(drift, "lr * weight decay", L) == (-0.5, "vanishes")
+    assert growth(presets.get("completep", alpha_l=0.5, decay="rate"), "lr * weight decay", L) == (
         0,
         "stable",
     )
-    assert at(presets.get("completep"), "gradient over eps, readout", H) == (-1, "vanishes")
-    assert at(presets.get("u-mup"), "weight movement, embedding", H) == (-0.5, "frozen")
-    assert at(presets.get("u-mup", embedding_exponent=0.0), "weight movement, embedding", H) == (
+    assert growth(presets.get("completep"), "gradient over eps, readout", H) == (-1, "vanishes")
+    assert growth(presets.get("u-mup"), "weight movement, embedding", H) == (-0.5, "frozen")
+    assert growth(
+        presets.get("u-mup", embedding_exponent=0.0), "weight movement, embedding", H
+    ) == (
         0,
         "stable",
     )
-    assert at(presets.get("sp-layerwise"), "change of the output", H) == (0.5, "explodes")
+    assert growth(presets.get("sp-layerwise"), "change of the output", H) == (0.5, "explodes")
     for exponent, verdict in {0.0: "stable", -0.5: "vanishes", -1.0: "vanishes"}.items():
         chosen = presets.get("mup", decay_width=exponent)
-        assert at(chosen, "lr * weight decay", H, "muon") == (exponent, verdict)
+        assert growth(chosen, "lr * weight decay", H, "muon") == (exponent, verdict)
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -315,8 +329,10 @@ def test_control_dropped_readout_multiplier_and_dropped_depth_factor():
     def fast(spec):
         return preset.rule(spec).times(adam=axis("layers") ** 0.5 if spec.in_block else 1.0)
 
-    assert at(dataclasses.replace(preset, rule=loud), "change of the output", H)[1] == "explodes"
-    assert at(dataclasses.replace(preset, rule=fast), "change of the stream", L) == (
+    assert (
+        growth(dataclasses.replace(preset, rule=loud), "change of the output", H)[1] == "explodes"
+    )
+    assert growth(dataclasses.replace(preset, rule=fast), "change of the stream", L) == (
         0.5,
         "explodes",
     )

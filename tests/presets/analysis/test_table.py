@@ -1,4 +1,4 @@
-"""Section 2's table, row by row, against formulas written here from the page and evaluated by this file's own arithmetic."""
+"""Section 2's table, row by row, against formulas and arithmetic of this file."""
 
 from __future__ import annotations
 
@@ -9,44 +9,14 @@ from typing import Any
 import pytest
 
 from mupax import presets
-from mupax.presets import ParamSpec, PresetError, Role
+from mupax.presets import PresetError, Role
+from tests.presets.specs import BASE, FINITE, SPECS
 
 pytestmark = pytest.mark.core
 
-BASE = {"embed": 6, "heads": 3, "kv_heads": 3, "head_dim": 2, "mlp": 12, "layers": 2}
 WIDER = {"embed": 70, "heads": 7, "kv_heads": 7, "head_dim": 10, "mlp": 140, "layers": 2}
 DEEPER = {"embed": 15, "heads": 3, "kv_heads": 3, "head_dim": 5, "mlp": 30, "layers": 11}
-FINITE = {"vocab": 17, "patch": 12, "position": 5, "classes": 13}
 
-
-def block(role, axes, fan_in=(), of=None):
-    return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True, of=of)
-
-
-SPECS = {
-    "token": ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed")),
-    "position": ParamSpec(role=Role.POSITION, axes=("position", "embed")),
-    "patch": ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)),
-    "query": block(Role.QUERY, ("embed", "heads", "head_dim"), ("embed",)),
-    "key": block(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "value": block(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "attention_out": block(
-        Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")
-    ),
-    "mlp_in": block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
-    "mlp_out": block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
-    "query_bias": block(Role.BIAS, ("heads", "head_dim"), of=Role.QUERY),
-    "key_bias": block(Role.BIAS, ("kv_heads", "head_dim"), of=Role.KEY),
-    "head_gain": block(Role.NORM_GAIN, ("heads", "head_dim"), of=Role.QUERY),
-    "shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.KEY),
-    "norm_gain": block(Role.NORM_GAIN, ("embed",)),
-    "value_bias": block(Role.BIAS, ("kv_heads", "head_dim"), of=Role.VALUE),
-    "mlp_bias": block(Role.BIAS, ("mlp",), of=Role.MLP_IN),
-    "final_gain": ParamSpec(role=Role.NORM_GAIN, axes=("embed",)),
-    "patch_bias": ParamSpec(role=Role.BIAS, axes=("embed",), of=Role.PATCH_EMBEDDING),
-    "readout": ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",)),
-    "readout_bias": ParamSpec(role=Role.BIAS, axes=("classes",), of=Role.READOUT),
-}
 
 FAN_IN = {
     "query": "D",
@@ -56,36 +26,29 @@ FAN_IN = {
     "mlp_in": "D",
     "mlp_out": "F",
 }
-MATRICES, ATTENTION = tuple(FAN_IN), ("query", "key")
-NO_DECAY = (
-    "query_bias",
-    "key_bias",
-    "head_gain",
-    "shared_gain",
-    "norm_gain",
-    "value_bias",
-    "mlp_bias",
-)
-NO_DECAY += ("final_gain", "patch_bias", "readout_bias")
+MATRICES = tuple(FAN_IN)
+ATTENTION = ("query", "key")
+NO_DECAY = tuple(name for name in SPECS if name.endswith(("bias", "gain")))
 
 
 def page(name: str, m: dict, aa: float, al: float | None, form: str) -> dict[str, Any]:
     """One row of the page as numbers. m: D, N, H, F, L ratios and Din; al None is no depth rule."""
-    D, N = m["D"], m["N"]
+    D = m["D"]
+    N = m["N"]
     sgd_L, adam_L, eps_L = (
         (1, 1, 1) if al is None else (m["L"] ** (2 * al - 1), m["L"] ** (al - 1), m["L"] ** (-al))
     )
     if name in FAN_IN:
         m_in = {"D": D, "NH": N * m["H"], "F": m["F"]}[FAN_IN[name]]
         if name in ATTENTION:
-            sgd, adam, eps = (
-                N ** (2 * aa - 2) * sgd_L,
-                N ** (aa - 1) / m_in * adam_L,
-                N ** (1 - aa) / D * eps_L,
-            )
+            sgd = N ** (2 * aa - 2) * sgd_L
+            adam = N ** (aa - 1) / m_in * adam_L
+            eps = N ** (1 - aa) / D * eps_L
             wd = m_in * N ** (1 - aa) * (1 if al is None else m["L"] ** (1 - al))
         else:
-            sgd, adam, eps = D / m_in * sgd_L, adam_L / m_in, eps_L / D
+            sgd = D / m_in * sgd_L
+            adam = adam_L / m_in
+            eps = eps_L / D
             wd = m_in * (1 if al is None else m["L"] ** (1 - al))
         return {"multiplier": 1, "std": m_in**-0.5, "sgd": sgd, "adam": adam, "eps": eps, "wd": wd}
     rows = {
@@ -137,7 +100,8 @@ def test_every_row_of_the_page(aa: float, al: float | None, optimizer: str):
         preset = presets.get(
             "mup" if al is None else "depth-mup", base=base, form=form, **constants
         )
-        m, all_sizes = ratios(sizes, base), {**sizes, **FINITE}
+        m = ratios(sizes, base)
+        all_sizes = {**sizes, **FINITE}
         for name, spec in SPECS.items():
             row = page(name, m, aa, al, form)
             factors = preset.factors(spec, all_sizes, optimizer)
@@ -239,28 +203,26 @@ def test_mup_has_no_depth_anywhere_and_is_not_alpha_l_zero():
 
 
 def test_gamma0_multiplies_sgd_rates_by_its_square_divides_eps_and_sits_in_the_readout():
-    one, lazy = (
-        presets.get("depth-mup", base=BASE),
-        presets.get("depth-mup", base=BASE, gamma0=0.25),
-    )
+    first = presets.get("depth-mup", base=BASE)
+    lazy = presets.get("depth-mup", base=BASE, gamma0=0.25)
     sizes = {**WIDER, **FINITE}
     for name, spec in SPECS.items():
-        before, after = one.factors(spec, sizes, "sgd"), lazy.factors(spec, sizes, "sgd")
+        before = first.factors(spec, sizes, "sgd")
+        after = lazy.factors(spec, sizes, "sgd")
         assert after.lr / before.lr == 1 / 16, name
         assert after.multiplier / before.multiplier == (
             4 if name in ("readout", "readout_bias") else 1
         ), name
-        before, after = one.factors(spec, sizes, "adam"), lazy.factors(spec, sizes, "adam")
+        before = first.factors(spec, sizes, "adam")
+        after = lazy.factors(spec, sizes, "adam")
         assert after.lr / before.lr == 1, name
         assert after.eps / before.eps == pytest.approx(4), name
 
 
 def test_muon_rows():
     """Derived on the page: sqrt(m_out/m_in) * L^(al-1), query and key also N^(aa-1); the rest stays on Adam."""
-    preset, sizes = (
-        presets.get("depth-mup", base=BASE, alpha_a=0.5, alpha_l=0.5),
-        {**DEEPER, **FINITE},
-    )
+    preset = presets.get("depth-mup", base=BASE, alpha_a=0.5, alpha_l=0.5)
+    sizes = {**DEEPER, **FINITE}
     m = ratios(DEEPER, BASE)
     fans = {
         "query": ("D", "NH"),
@@ -282,7 +244,8 @@ def test_muon_rows():
 
 
 def test_sp_is_fan_in_initialization_and_one_rate():
-    preset, sizes = presets.get("sp", base=BASE), {**WIDER, **FINITE}
+    preset = presets.get("sp", base=BASE)
+    sizes = {**WIDER, **FINITE}
     for name, spec in SPECS.items():
         scales = preset.scales(spec, sizes, "adam")
         fan_in = math.prod(sizes[axis] for axis in spec.fan_in)
@@ -297,7 +260,8 @@ def test_sp_is_fan_in_initialization_and_one_rate():
 
 
 def test_growing_the_mlp_alone_corrects_eps_of_mlp_in_and_warns():
-    preset, sizes = presets.get("mup", base=BASE), {**BASE, **FINITE, "mlp": 48}
+    preset = presets.get("mup", base=BASE)
+    sizes = {**BASE, **FINITE, "mlp": 48}
     factors = {name: preset.factors(spec, sizes) for name, spec in SPECS.items()}
     assert factors["mlp_in"].eps == factors["mlp_bias"].eps == 0.5
     assert (factors["mlp_out"].lr, factors["mlp_out"].eps) == (0.25, 1)

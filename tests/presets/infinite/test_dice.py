@@ -1,4 +1,4 @@
-"""Matrices that are revealed as they are used have the law of matrices that are drawn at the start, adaptive use included."""
+"""Matrices revealed as they are used have the law of matrices drawn at the start."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 
 from mupax.presets.infinite.dice import Basis, LazyGaussian, Weight, transposed
+from tests.presets.infinite.samples import z_scores
 
 pytestmark = pytest.mark.core
 
-OUT, IN = 7, 5
+OUT = 7
+IN = 5
 
 
 def play(
     rng: np.random.Generator, draws: int, *, dense: bool, responses: bool = True
 ) -> np.ndarray:
-    """Numbers of an adaptive game [draws, 6]: every vector is made of what came back for the last."""
+    """Return statistics [draws, 6] of an adaptive game: a vector is made of the last answer."""
     if dense:
         w = rng.standard_normal((draws, OUT, IN))
 
@@ -25,7 +27,8 @@ def play(
         def backward(y: np.ndarray) -> np.ndarray:
             return y @ w
     else:
-        inputs, outputs = Basis(IN, (draws,)), Basis(OUT, (draws,))
+        inputs = Basis(IN, (draws,))
+        outputs = Basis(OUT, (draws,))
         dice = LazyGaussian(inputs, outputs, rng, responses=responses)
 
         def forward(x: np.ndarray) -> np.ndarray:
@@ -44,18 +47,13 @@ def play(
     return np.stack(columns, -1)
 
 
-def z_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """By how many standard errors means and variances of two samples [draws, columns] differ, [2, columns]."""
-    z_scores = []
-    for x, y in ((a, b), ((a - a.mean(0)) ** 2, (b - b.mean(0)) ** 2)):
-        z_scores.append((x.mean(0) - y.mean(0)) / np.sqrt(x.var(0) / len(x) + y.var(0) / len(y)))
-    return np.abs(z_scores)
-
-
 def test_what_was_revealed_is_of_the_matrix_that_is_revealed_at_last():
-    rng, draws = np.random.default_rng(0), 11
-    inputs, outputs = Basis(IN, (draws,)), Basis(OUT, (draws,))
-    dice, products = LazyGaussian(inputs, outputs, rng), []
+    rng = np.random.default_rng(0)
+    draws = 11
+    inputs = Basis(IN, (draws,))
+    outputs = Basis(OUT, (draws,))
+    dice = LazyGaussian(inputs, outputs, rng)
+    products = []
     x = rng.standard_normal((draws, 2, IN))
     for _ in range(4):  # more than there are directions
         y = dice.forward(inputs.coordinates(x))
@@ -71,7 +69,8 @@ def test_what_was_revealed_is_of_the_matrix_that_is_revealed_at_last():
 
 
 def test_directions_are_orthonormal_and_grow_by_what_they_lack():
-    rng, basis = np.random.default_rng(1), Basis(31, (3,))
+    rng = np.random.default_rng(1)
+    basis = Basis(31, (3,))
     x = rng.standard_normal((3, 4, 31))
     for added, vectors in (
         (4, x),
@@ -80,9 +79,9 @@ def test_directions_are_orthonormal_and_grow_by_what_they_lack():
         (26, rng.standard_normal((3, 40, 31))),
     ):
         before = len(basis)
-        at = basis.coordinates(vectors)
+        coordinates = basis.coordinates(vectors)
         assert len(basis) - before == added
-        np.testing.assert_allclose(at @ basis.rows, vectors, atol=1e-12)
+        np.testing.assert_allclose(coordinates @ basis.rows, vectors, atol=1e-12)
         np.testing.assert_allclose(
             basis.rows @ transposed(basis.rows),
             np.eye(len(basis)) + np.zeros((3, 1, 1)),
@@ -91,8 +90,10 @@ def test_directions_are_orthonormal_and_grow_by_what_they_lack():
 
 
 def test_entries_have_the_moments_of_a_gaussian_matrix_after_an_adaptive_game():
-    rng, draws = np.random.default_rng(2), 20_000
-    inputs, outputs = Basis(3, (draws,)), Basis(4, (draws,))
+    rng = np.random.default_rng(2)
+    draws = 20_000
+    inputs = Basis(3, (draws,))
+    outputs = Basis(4, (draws,))
     dice = LazyGaussian(inputs, outputs, rng)
     y = dice.forward(inputs.coordinates(np.ones((draws, 1, 3))))
     dice.forward(inputs.coordinates(dice.backward(outputs.coordinates(np.abs(y)))))
@@ -106,17 +107,19 @@ def test_entries_have_the_moments_of_a_gaussian_matrix_after_an_adaptive_game():
 def test_adaptive_play_has_the_dense_law_and_without_responses_it_has_not():
     draws = 20_000
     dense = play(np.random.default_rng(3), draws, dense=True)
-    assert z_of(dense, play(np.random.default_rng(4), draws, dense=False)).max() < 4
+    assert z_scores(dense, play(np.random.default_rng(4), draws, dense=False)).max() < 4
     assert (
-        z_of(dense, play(np.random.default_rng(5), draws, dense=False, responses=False)).max() > 20
+        z_scores(dense, play(np.random.default_rng(5), draws, dense=False, responses=False)).max()
+        > 20
     )
 
 
 def test_several_matrices_share_the_directions_of_their_inputs():
-    rng, inputs = np.random.default_rng(6), Basis(IN)
+    rng = np.random.default_rng(6)
+    inputs = Basis(IN)
     matrices = [LazyGaussian(inputs, Basis(OUT), rng) for _ in range(2)]
-    at = inputs.coordinates(np.ones((1, IN)))
-    images = [dice.forward(at) for dice in matrices]
+    coordinates = inputs.coordinates(np.ones((1, IN)))
+    images = [dice.forward(coordinates) for dice in matrices]
     for dice, image in zip(matrices, images, strict=True):
         dice.backward(dice.outputs.coordinates(image))
         np.testing.assert_allclose(dice.matrix() @ np.ones(IN), image[0], atol=1e-12)
@@ -124,17 +127,22 @@ def test_several_matrices_share_the_directions_of_their_inputs():
 
 
 def test_a_trained_matrix_moves_as_a_dense_one():
-    rng, inputs, outputs = np.random.default_rng(7), Basis(IN), Basis(OUT)
-    weight, moves = Weight(LazyGaussian(inputs, outputs, rng), std=0.5, rate=0.1, momentum=0.9), []
+    rng = np.random.default_rng(7)
+    inputs = Basis(IN)
+    outputs = Basis(OUT)
+    weight = Weight(LazyGaussian(inputs, outputs, rng), std=0.5, rate=0.1, momentum=0.9)
+    moves = []
     for _ in range(4):
-        x, g = rng.standard_normal((2, IN)), rng.standard_normal((2, OUT))
-        at = inputs.coordinates(x)
-        y = weight.forward(at)
-        dx = weight.backward(g, at)
+        x = rng.standard_normal((2, IN))
+        g = rng.standard_normal((2, OUT))
+        coordinates = inputs.coordinates(x)
+        y = weight.forward(coordinates)
+        dx = weight.backward(g, coordinates)
         weight.step()
-        moves.append((x, g, y, dx, weight.forward(at, initial=True)))
+        moves.append((x, g, y, dx, weight.forward(coordinates, initial=True)))
     start = 0.5 * weight.dice.matrix()
-    w, total = start.copy(), np.zeros_like(start)
+    w = start.copy()
+    total = np.zeros_like(start)
     for x, g, y, dx, y_start in moves:
         np.testing.assert_allclose(x @ w.T, y, atol=1e-10)
         np.testing.assert_allclose(g @ w, dx, atol=1e-10)

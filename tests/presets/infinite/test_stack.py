@@ -1,4 +1,4 @@
-"""Networks of dice have the law of networks of matrices, at a width where both can be had; and a known limit comes out."""
+"""Networks of dice have the law of networks of matrices, and reach a known limit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import pytest
 from mupax.presets.infinite.block import BLOCK, LimitConfig
 from mupax.presets.infinite.dice import Basis, LazyGaussian, Weight
 from mupax.presets.infinite.stack import Stack
+from tests.presets.infinite.samples import z_scores
 
 pytestmark = pytest.mark.core
 
-DRAWS, STEPS, IMAGES = 200, 4, 2
+DRAWS = 200
+STEPS = 4
+IMAGES = 2
 
 
 def numbers(
     *, head_dim: int = 4, heads: int = 8, depth: int = 1, rate: float = 0.5, gamma0: float = 0.5
 ) -> LimitConfig:
-    """`depth-mup` in its absolute form, alpha_A = alpha_L = 1 and beta0 = 1, its rates times `rate`."""
+    """Return absolute `depth-mup`, alpha_A = alpha_L = beta0 = 1, with its rates times `rate`."""
     width = head_dim * heads
     in_block = {name: np.full(depth, width**-0.5) for name in BLOCK}
     rates = {name: np.full(depth, gamma0**2 * depth * rate) for name in BLOCK}
@@ -37,7 +40,7 @@ def numbers(
 
 
 def outputs(seed: int, *, dense: bool = False, responses: bool = True) -> np.ndarray:
-    """Losses and a centred logit before each step but the first, [DRAWS, 2 (STEPS - 1)]."""
+    """Return losses and a centred logit before each later step, [DRAWS, 2 (STEPS - 1)]."""
     rng = np.random.default_rng(seed)
     stack = Stack(
         numbers(), positions=3, patch=2, classes=3, rng=rng, draws=DRAWS, responses=responses
@@ -48,21 +51,13 @@ def outputs(seed: int, *, dense: bool = False, responses: bool = True) -> np.nda
                 weight.dice.matrix()
     inputs = np.random.default_rng(0).standard_normal((IMAGES, 3, 2))
     steps = [stack.step(inputs, np.array([0, 2])) for _ in range(STEPS)][1:]
-    return np.stack([*(one.loss for one in steps), *(one.logits[:, 1, 2] for one in steps)], -1)
-
-
-def z_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """By how many standard errors means and variances of two samples [draws, columns] differ, [2, columns]."""
-    z_scores = []
-    for x, y in ((a, b), ((a - a.mean(0)) ** 2, (b - b.mean(0)) ** 2)):
-        z_scores.append((x.mean(0) - y.mean(0)) / np.sqrt(x.var(0) / len(x) + y.var(0) / len(y)))
-    return np.abs(z_scores)
+    return np.stack([*(step.loss for step in steps), *(step.logits[:, 1, 2] for step in steps)], -1)
 
 
 def test_dice_and_dense_networks_have_one_law_and_without_responses_another():
     dense = outputs(1, dense=True)
-    assert z_of(dense, outputs(2)).max() < 4
-    assert z_of(dense, outputs(3, responses=False)).max() > 10
+    assert z_scores(dense, outputs(2)).max() < 4
+    assert z_scores(dense, outputs(3, responses=False)).max() > 10
 
 
 def test_float32_is_the_same_path_to_its_rounding():
@@ -80,8 +75,11 @@ def test_float32_is_the_same_path_to_its_rounding():
 
 @pytest.mark.parametrize(("responses", "expected"), [(True, 15.96), (False, 1.16)])
 def test_a_deep_linear_net_after_one_step(responses: bool, expected: float):
-    """The kernel of the last of 16 layers, 1 + (eta gamma0)^2 L (L + 1) (2 L + 1) / 6, and 1 + L (eta gamma0)^2 without responses."""
-    depth, width, draws, rate = 16, 4096, 24, 0.1
+    """The last kernel is 1 + e^2 L (L + 1) (2 L + 1) / 6, or 1 + L e^2 without responses."""
+    depth = 16
+    width = 4096
+    draws = 24
+    rate = 0.1
     rng = np.random.default_rng(4)
     weights = []
     for _ in range(depth - 1):
@@ -90,7 +88,8 @@ def test_a_deep_linear_net_after_one_step(responses: bool, expected: float):
             Weight(LazyGaussian(*sides, rng, responses=responses), width**-0.5, rate=0.0)
         )
     first, last = rng.standard_normal((2, draws, 1, width))
-    h, at = [first], []
+    h = [first]
+    at = []
     for weight in weights:
         at.append(weight.dice.inputs.coordinates(h[-1]))
         h.append(weight.forward(at[-1]))

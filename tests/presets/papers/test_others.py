@@ -1,4 +1,4 @@
-"""The presets of sections 3 and 5, row by row against formulas written here, and the choices where sources disagree."""
+"""Presets of sections 3 and 5, row by row against formulas written out, and their choices."""
 
 from __future__ import annotations
 
@@ -10,43 +10,30 @@ import pytest
 
 from mupax import presets
 from mupax.presets import ParamSpec, Preset, PresetError, Role
+from tests.presets.specs import BASE, FINITE, SPECS, block
 
 pytestmark = pytest.mark.core
 
-BASE = {"embed": 6, "heads": 3, "kv_heads": 3, "head_dim": 2, "mlp": 12, "layers": 2}
-FINITE = {"vocab": 17, "patch": 12, "position": 5, "classes": 13}
 BIG = {"embed": 35, "heads": 5, "kv_heads": 5, "head_dim": 7, "mlp": 70, "layers": 11, **FINITE}
-D, NH, F, L = (35 / 6, 35 / 6, 70 / 12, 11 / 2)
-
-
-def block(
-    role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...] = (), of: Role | None = None
-) -> ParamSpec:
-    return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True, of=of)
+D = 35 / 6
+NH = 35 / 6
+F = 70 / 12
+L = 11 / 2
 
 
 MATRICES = {
-    "query": block(Role.QUERY, ("embed", "heads", "head_dim"), ("embed",)),
-    "key": block(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "value": block(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "attention_out": block(
-        Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")
-    ),
-    "mlp_in": block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
-    "mlp_out": block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
+    name: SPECS[name] for name in ("query", "key", "value", "attention_out", "mlp_in", "mlp_out")
 }
-TOKEN = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed"))
-POSITION = ParamSpec(role=Role.POSITION, axes=("position", "embed"))
-PATCH = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
-READOUT = ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",))
-READOUT_BIAS = ParamSpec(role=Role.BIAS, axes=("classes",), of=Role.READOUT)
-GAIN = block(Role.NORM_GAIN, ("embed",))
-FINAL_GAIN = ParamSpec(role=Role.NORM_GAIN, axes=("embed",))
-VALUE_BIAS = block(Role.BIAS, ("kv_heads", "head_dim"), of=Role.VALUE)
+TOKEN = SPECS["token"]
+POSITION = SPECS["position"]
+PATCH = SPECS["patch"]
+READOUT = SPECS["readout"]
+READOUT_BIAS = SPECS["readout_bias"]
+GAIN = SPECS["norm_gain"]
+FINAL_GAIN = SPECS["final_gain"]
+VALUE_BIAS = SPECS["value_bias"]
 TIED = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
-FANS = {
-    name: (NH if name == "attention_out" else F if name == "mlp_out" else D) for name in MATRICES
-}
+FANS = {**dict.fromkeys(MATRICES, D), "attention_out": NH, "mlp_out": F}
 OUTS = {"query": NH, "key": NH, "value": NH, "attention_out": D, "mlp_in": F, "mlp_out": D}
 ALL = {
     **MATRICES,
@@ -55,10 +42,12 @@ ALL = {
     "patch": PATCH,
     "gain": GAIN,
     "final_gain": FINAL_GAIN,
+    "value_bias": VALUE_BIAS,
+    "readout": READOUT,
+    "readout_bias": READOUT_BIAS,
+    "shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.QUERY),
+    "gain_per_head": SPECS["head_gain"],
 }
-ALL |= {"value_bias": VALUE_BIAS, "readout": READOUT, "readout_bias": READOUT_BIAS}
-ALL |= {"shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.QUERY)}
-ALL |= {"gain_per_head": block(Role.NORM_GAIN, ("heads", "head_dim"), of=Role.QUERY)}
 
 
 def columns(preset: Preset, spec: ParamSpec, optimizer: str = "adam") -> tuple[float, ...]:
@@ -74,7 +63,8 @@ def test_effective_theory_rows(name: str, s: float):
     preset = presets.get(name, base=BASE)
     eps = D ** (-(1 + s) / 2)
     for key, spec in MATRICES.items():
-        m_in, m_out = FANS[key], OUTS[key]
+        m_in = FANS[key]
+        m_out = OUTS[key]
         adam = m_out**-0.5 * D ** (s / 2) / m_in
         assert columns(preset, spec) == pytest.approx((1, m_in**-0.5, adam, eps, 1 / adam)), key
         sgd = D**s / m_in
@@ -97,7 +87,9 @@ def test_effective_theory_rows(name: str, s: float):
 def test_effective_theory_in_absolute_numbers():
     """The page's absolute line at s = 0, with the patch read as one matrix (multiplier * std, rates moved there)."""
     preset = presets.get("ntk")
-    n, n_out, n_patch = 35, 13, 12
+    n = 35
+    n_out = 13
+    n_patch = 12
     for optimizer, lrs in {
         "adam": {
             "token": n**-0.5,
@@ -137,10 +129,8 @@ def test_effective_theory_in_absolute_numbers():
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_maximal_update_is_mup_plain_form_but_for_the_logits(optimizer: str):
-    theory, mup = (
-        presets.get("maximal-update", base=BASE),
-        presets.get("mup", base=BASE, form="plain"),
-    )
+    theory = presets.get("maximal-update", base=BASE)
+    mup = presets.get("mup", base=BASE, form="plain")
     for key, spec in ALL.items():
         assert columns(theory, spec, optimizer) == pytest.approx(columns(mup, spec, optimizer)), key
     assert theory.logit_scale(BIG) / mup.logit_scale(BIG) == pytest.approx((7 / 2) ** 0.5)
@@ -161,17 +151,18 @@ def test_completep_is_depth_mup_with_its_own_decay_and_eps():
     for scope in ("blocks", "everywhere"):
         theirs = presets.get("completep", base=BASE, eps_scope=scope)
         for key, spec in ALL.items():
-            one, other = theirs.factors(spec, BIG), ours.factors(spec, BIG)
-            assert (one.multiplier, one.init_std, one.lr) == (
-                other.multiplier,
-                other.init_std,
-                other.lr,
+            first = theirs.factors(spec, BIG)
+            second = ours.factors(spec, BIG)
+            assert (first.multiplier, first.init_std, first.lr) == (
+                second.multiplier,
+                second.init_std,
+                second.lr,
             ), key
-            assert one.weight_decay == pytest.approx(FANS.get(key, other.weight_decay)), key
+            assert first.weight_decay == pytest.approx(FANS.get(key, second.weight_decay)), key
             summed = (
                 D / (7 / 2) if key == "shared_gain" else 1
             )  # gradients of as many times the heads
-            assert one.eps == pytest.approx(
+            assert first.eps == pytest.approx(
                 summed / (D * L) if spec.in_block or scope == "everywhere" else 1
             ), key
         assert theirs.logit_scale(BIG) == ours.logit_scale(BIG)
@@ -186,12 +177,13 @@ def test_completep_below_alpha_l_1_keeps_its_decay_or_its_lr_wd():
     table = presets.get("completep", base=BASE, alpha_l=0.5)
     rate = presets.get("completep", base=BASE, alpha_l=0.5, decay="rate")
     for key, spec in MATRICES.items():
-        one: Any
-        other: Any
-        one, other = table.factors(spec, BIG), rate.factors(spec, BIG)
-        assert one.weight_decay == pytest.approx(FANS[key]), key
-        assert one.lr * one.weight_decay == pytest.approx(L**-0.5), key
-        assert other.weight_decay == pytest.approx(FANS[key] * L**0.5), key
+        first: Any
+        second: Any
+        first = table.factors(spec, BIG)
+        second = rate.factors(spec, BIG)
+        assert first.weight_decay == pytest.approx(FANS[key]), key
+        assert first.lr * first.weight_decay == pytest.approx(L**-0.5), key
+        assert second.weight_decay == pytest.approx(FANS[key] * L**0.5), key
     with pytest.raises(
         PresetError,
         match=r"completep: eps_scope=all is not a choice; write blocks, everywhere or completed",
@@ -244,7 +236,8 @@ def test_u_mup_rows():
 @pytest.mark.parametrize(("alpha", "r"), [(1.0, 1.0), (0.5, 2.0)])
 def test_u_mup_branches_give_every_block_its_share_of_the_last_layer(alpha: float, r: float):
     """The tau rule's purpose: with unit branches, the stream stays at unit scale and each branch keeps the a of its kind."""
-    preset, depth = presets.get("u-mup", alpha_res=alpha, alpha_ratio=r), BIG["layers"]
+    preset = presets.get("u-mup", alpha_res=alpha, alpha_ratio=r)
+    depth = BIG["layers"]
     skip_product = 1.0
     shares: dict[str, list[float]] = {"attention": [], "mlp": []}
     for layer in reversed(range(depth)):
@@ -264,7 +257,8 @@ def test_u_mup_branches_give_every_block_its_share_of_the_last_layer(alpha: floa
 
 
 def test_spectral_is_mup_for_square_matrices():
-    spectral, mup = presets.get("spectral", base=BASE), presets.get("mup", base=BASE, form="plain")
+    spectral = presets.get("spectral", base=BASE)
+    mup = presets.get("mup", base=BASE, form="plain")
     for optimizer in ("adam", "sgd", "muon"):
         for key, spec in ALL.items():
             assert columns(spectral, spec, optimizer) == pytest.approx(
@@ -282,10 +276,8 @@ def test_spectral_rows_are_values_over_values_at_base():
         "mlp_out": (28, 56, 12, 6),
         "query": (56, 35, 6, 6),
     }.items():
-        std, std_base = (
-            (n_in**-0.5 * min(1, (n_out / n_in) ** 0.5)),
-            (b_in**-0.5 * min(1, (b_out / b_in) ** 0.5)),
-        )
+        std = n_in**-0.5 * min(1, (n_out / n_in) ** 0.5)
+        std_base = b_in**-0.5 * min(1, (b_out / b_in) ** 0.5)
         rates: dict[str, Any] = {"sgd": n_out / n_in / (b_out / b_in), "adam": b_in / n_in}
         rates["muon"] = rates["sgd"] ** 0.5
         for optimizer, lr in rates.items():
@@ -304,7 +296,8 @@ def test_spectral_rows_are_values_over_values_at_base():
 
 
 def test_sp_layerwise_rows():
-    preset, sp = presets.get("sp-layerwise", base=BASE), presets.get("sp", base=BASE)
+    preset = presets.get("sp-layerwise", base=BASE)
+    sp = presets.get("sp", base=BASE)
     for key, spec in ALL.items():
         assert preset.scales(spec, BIG).init_std == sp.scales(spec, BIG).init_std, key
     for key, spec in MATRICES.items():
@@ -387,7 +380,8 @@ def test_a_tied_array_has_one_rate_and_one_eps(name: str):
     preset = presets.get(name, base=BASE)
     for optimizer in set(preset.optimizers) & {"adam", "sgd"}:
         family = preset.family(optimizer)
-        token, readout = preset.rule(TOKEN), preset.with_form("readout-multiplier").row(READOUT)
+        token = preset.rule(TOKEN)
+        readout = preset.with_form("readout-multiplier").row(READOUT)
         finite = dict.fromkeys(("classes", "vocab"), 0.0)
         for axis in ("embed", "head_dim", "layers"):
             growth = {axis: 1.0, **finite}

@@ -1,4 +1,4 @@
-"""An encoder-decoder under every preset: each stack has its own depth, and cross-attention is attention of another fan-in."""
+"""Encoder-decoders under every preset: depths of their own, and the fan-in of the memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ pytestmark = pytest.mark.core
 TEXT = {"vocab_size": 17, "seq_len": 9, "target_len": 7, "positions": "relative", "tied": False}
 BASE = EncoderDecoderConfig(width=6, num_heads=3, depth=2, encoder_depth=4, qk_norm=True, **TEXT)
 MODEL = dataclasses.replace(BASE, width=15, depth=10, encoder_depth=12, num_heads=5)
-SIZES, SPECS = MODEL.sizes(), MODEL.parameters()
+SIZES = MODEL.sizes()
+SPECS = MODEL.parameters()
 CASES = [(name, form) for name in PRESETS for form in (None, "mean-field", "table-9")]
 TIED = dataclasses.replace(MODEL, tied=True).tied_readout
 
@@ -28,7 +29,7 @@ def preset_of(name: str, form: str | None, **constants: float) -> presets.Preset
 
 
 def alone(spec: ParamSpec) -> ParamSpec:
-    """The same parameter in a model that has one stack and no memory."""
+    """Return the parameter of a model that has one stack and no memory."""
     plain = {"encoder_layers": "layers", "memory": "embed", "source": "position"}
     axes, fan_in = (tuple(plain.get(axis, axis) for axis in of) for of in (spec.axes, spec.fan_in))
     return dataclasses.replace(spec, part="", axes=axes, fan_in=fan_in)
@@ -49,9 +50,9 @@ def test_every_parameter_has_the_row_of_a_model_with_its_stack_alone(
             continue  # below
         depth, base_depth = depths[spec.blocks]
         base = None if preset.base is None else {**BASE.base_sizes(), "layers": base_depth}
-        other = dataclasses.replace(preset, base=base)
+        second = dataclasses.replace(preset, base=base)
         for optimizer in {"adamw", "sgd", "muon"} & set(preset.optimizers):
-            expected = vars(other.scales(alone(spec), {**SIZES, "layers": depth}, optimizer))
+            expected = vars(second.scales(alone(spec), {**SIZES, "layers": depth}, optimizer))
             assert vars(preset.scales(spec, SIZES, optimizer)) == pytest.approx(expected), (
                 parameter,
                 optimizer,
@@ -60,10 +61,8 @@ def test_every_parameter_has_the_row_of_a_model_with_its_stack_alone(
 
 def test_the_depth_of_the_other_stack_is_told_apart() -> None:
     # Control: exchanged depths change rates wherever there is a depth rule.
-    preset, exchanged = (
-        preset_of("depth-mup", None, alpha_l=0.75),
-        {**SIZES, "layers": 12, "encoder_layers": 10},
-    )
+    preset = preset_of("depth-mup", None, alpha_l=0.75)
+    exchanged = {**SIZES, "layers": 12, "encoder_layers": 10}
     for name in ("block.mlp.up", "encoder.block.mlp.up", "relative_bias", "encoder.relative_bias"):
         assert preset.scales(SPECS[name], SIZES).lr != pytest.approx(
             preset.scales(SPECS[name], exchanged).lr
@@ -73,14 +72,16 @@ def test_the_depth_of_the_other_stack_is_told_apart() -> None:
 def test_keys_and_values_of_the_memory_have_its_width_as_fan_in() -> None:
     wider = {**SIZES, "memory": 4 * SIZES["memory"]}
     for name in ("query", "key", "value", "out"):
-        spec, preset = SPECS[f"block.cross.{name}"], preset_of("mup", None)
+        spec = SPECS[f"block.cross.{name}"]
+        preset = preset_of("mup", None)
         before, after = (preset.factors(spec, sizes).init_std for sizes in (SIZES, wider))
         assert after / before == pytest.approx(0.5 if name in ("key", "value") else 1)
 
 
 def test_the_norm_that_queries_alone_read_has_the_row_of_their_bias() -> None:
     # derived: both change logits and nothing else, by a step that is aligned with them.
-    preset, bias = preset_of("depth-mup", None, alpha_a=0.5), SPECS["block.cross.query_bias"]
+    preset = preset_of("depth-mup", None, alpha_a=0.5)
+    bias = SPECS["block.cross.query_bias"]
     for optimizer in ("adam", "sgd"):
         expected = preset.scales(bias, SIZES, optimizer)
         for name in ("block.cross_norm.gain", "block.cross_norm.bias"):
@@ -97,17 +98,20 @@ def test_a_base_that_names_one_stack_means_both() -> None:
         for name, size in BASE.base_sizes().items()
         if name not in ("memory", "encoder_layers")
     }
-    preset, whole = (
+    preset, complete = (
         presets.get("completep", base=base)
         for base in (short, {**short, "memory": 6, "encoder_layers": 2})
     )
-    assert all(preset.scales(spec, SIZES) == whole.scales(spec, SIZES) for spec in SPECS.values())
+    assert all(
+        preset.scales(spec, SIZES) == complete.scales(spec, SIZES) for spec in SPECS.values()
+    )
 
 
 @pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
 def test_relative_biases(alpha_l: float) -> None:
     # science: a bias' gradient is a sum over the head's values, and over the blocks that share a table.
-    preset, heads = preset_of("depth-mup", None, alpha_l=alpha_l), 5 / 3
+    preset = preset_of("depth-mup", None, alpha_l=alpha_l)
+    heads = 5 / 3
     for name, depth in (("relative_bias", 10 / 2), ("encoder.relative_bias", 12 / 4)):
         adam, sgd = (preset.scales(SPECS[name], SIZES, optimizer) for optimizer in ("adam", "sgd"))
         assert adam.init_std == adam.weight_decay == 0
@@ -134,12 +138,11 @@ def test_branches_of_both_stacks() -> None:
             unit.residual_scale(SIZES, i, b, stack) for i in range(layers) for b in stack.branches
         ]
         # The stream's variance stays 1, and every branch of every block has the same share of its end.
-        shares, stream = [], 1.0
+        shares = []
+        stream = 1.0
         for skip, branch in scales:
-            stream, shares = (
-                skip**2 * stream + branch**2,
-                [*(skip**2 * share for share in shares), branch**2],
-            )
+            stream = skip**2 * stream + branch**2
+            shares = [*(skip**2 * share for share in shares), branch**2]
         assert stream == pytest.approx(1)
         assert shares == pytest.approx([shares[0]] * len(shares))
 
@@ -148,7 +151,7 @@ def test_groups_have_constants_of_their_own() -> None:
     assert [SPECS[f"{name}.query"].group for name in ("block.attention", "block.cross", "encoder.block.attention")] == [
         "block.query", "block.cross.query", "encoder.block.query",
     ]  # fmt: skip
-    one = presets.get(
+    first = presets.get(
         "mup", base=BASE.base_sizes(), rates={"block.cross.query": 2.0, "encoder.norm_gain": 3.0}
     )
     all_three = presets.get("mup", base=BASE.base_sizes(), rates={"query": 2.0})
@@ -156,7 +159,7 @@ def test_groups_have_constants_of_their_own() -> None:
     for name, spec in SPECS.items():
         lr = plain.scales(spec, SIZES).lr
         times = 3 if spec.group == "encoder.norm_gain" else 2 if name == "block.cross.query" else 1
-        assert one.scales(spec, SIZES).lr == pytest.approx(times * lr)
+        assert first.scales(spec, SIZES).lr == pytest.approx(times * lr)
         assert all_three.scales(spec, SIZES).lr == pytest.approx(
             (2 if spec.role is Role.QUERY else 1) * lr
         )

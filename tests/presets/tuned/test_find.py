@@ -22,7 +22,7 @@ BASE = {"embed": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "mlp": 160, "lay
 
 
 def tuned_preset(**changes: Any) -> tuned.Tuned:
-    """Of a preset with constants of both kinds, studied from width 64 to 256."""
+    """Return a tuned preset with constants of both kinds, studied from width 64 to 256."""
     interval = {"value": -7.0, "low": -7.1, "high": -6.9}
     fields: dict[str, Any] = {
         "name": "mine-v1",
@@ -155,8 +155,12 @@ def test_a_preset_has_its_base_and_constants(mine: tuned.Tuned):
         1.0,
         0.5,
     )
-    other = presets.get("depth-mup:mine-v1", base={"embed": 8}, alpha_l=0.5)
-    assert (other.base, other.choices["alpha_l"], other.choices["c_a"]) == ({"embed": 8}, 0.5, 0.5)
+    second = presets.get("depth-mup:mine-v1", base={"embed": 8}, alpha_l=0.5)
+    assert (second.base, second.choices["alpha_l"], second.choices["c_a"]) == (
+        {"embed": 8},
+        0.5,
+        0.5,
+    )
 
 
 @pytest.mark.parametrize(

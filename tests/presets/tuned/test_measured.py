@@ -36,10 +36,12 @@ TABLE = Table(
 
 def test_gives_what_was_measured():
     preset = measured(TABLE)
-    up, readout = (preset.scales(spec, SIZES, "adam", "independent") for spec in (UP, READOUT))
-    assert up == TABLE.scales["block.mlp_in"]
+    up_scales, readout = (
+        preset.scales(spec, SIZES, "adam", "independent") for spec in (UP, READOUT)
+    )
+    assert up_scales == TABLE.scales["block.mlp_in"]
     assert readout == TABLE.scales["readout"]
-    assert preset.factors(UP, SIZES, "adam", "independent") == up
+    assert preset.factors(UP, SIZES, "adam", "independent") == up_scales
     assert preset.logit_scale(SIZES) == 0.25
     assert preset.residual_scale(SIZES, 2, "attention") == (0.9, 0.5)
     assert preset.residual_scale(SIZES, 2, "mlp") == (0.8, 0.125)
@@ -51,10 +53,10 @@ def test_gives_what_was_measured():
 
 def test_rate_times_coupled_decay_is_the_independent_decay():
     preset = measured(TABLE)
-    up, readout = (preset.scales(spec, SIZES) for spec in (UP, READOUT))
-    assert isinstance(up.weight_decay, tuple)
+    up_scales, readout = (preset.scales(spec, SIZES) for spec in (UP, READOUT))
+    assert isinstance(up_scales.weight_decay, tuple)
     assert [
-        rate * decay for rate, decay in zip(UP_RATES, up.weight_decay, strict=True)
+        rate * decay for rate, decay in zip(UP_RATES, up_scales.weight_decay, strict=True)
     ] == pytest.approx([0.2] * 3)
     assert readout.lr * readout.weight_decay == pytest.approx(0.5)
 

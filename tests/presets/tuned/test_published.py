@@ -64,7 +64,8 @@ def test_every_published_preset_is_here_and_at_least_ten() -> None:
 
 @pytest.mark.parametrize("use", SOURCES)
 def test_the_table_is_the_sources_at_each_of_its_sizes(use: str) -> None:
-    tuned, preset = find.find(use), presets.get(use)
+    tuned = find.find(use)
+    preset = presets.get(use)
     assert tuned.evidence == "published"
     tables = SOURCES[use]()
     assert [table.model for table in tables] == [
@@ -88,7 +89,8 @@ def test_the_file_says_what_the_sources_rule_gives(use: str) -> None:
 
 @pytest.mark.parametrize("use", SOURCES)
 def test_control_a_changed_constant_is_a_difference(use: str) -> None:
-    tuned, tables = find.find(use), SOURCES[use]()
+    tuned = find.find(use)
+    tables = SOURCES[use]()
     read: set[str] = set()
     for table in tables:
         tied = [table.config.tied_readout] if table.config.tied_readout else []
@@ -152,8 +154,11 @@ def test_the_list_groups_what_was_measured_here_and_what_others_published(
 ) -> None:
     assert main(["presets", "tuned"]) == 0
     text = capsys.readouterr().out
-    here, there = text.index("measured here"), text.index("published")
-    assert here < text.index("mup:lm-laptop-v1") < there < text.index("mup:cerebras-gpt")
+    measured_at = text.index("measured here")
+    published_at = text.index("published")
+    assert (
+        measured_at < text.index("mup:lm-laptop-v1") < published_at < text.index("mup:cerebras-gpt")
+    )
     assert main(["presets", "tuned", "mup:cerebras-gpt"]) == 0
     shown = capsys.readouterr().out
     for words in (

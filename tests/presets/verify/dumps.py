@@ -18,11 +18,13 @@ from mupax.presets.rule import Decay
 from mupax.zoo.configs import DecoderConfig, ModelConfig
 
 CONFIGS = Path(__file__).parent / "configs"
-LR, EPS, WD = 1e-3, 1e-8, 0.1
+LR = 1e-3
+EPS = 1e-8
+WD = 0.1
 """Of the optimizer, which factors multiply."""
 
 Contents = dict[str, Any]
-"""Of a file."""
+"""Contents of a file."""
 
 
 def dump(
@@ -32,15 +34,7 @@ def dump(
     optimizer: str = "adamw",
     decay: Decay = "coupled",
 ) -> Contents:
-    """What `verify` reads of a model under a preset relative to a base: values, not factors.
-
-    Args:
-        preset: in any form.
-        model: whose parameters.
-        base: at which every factor is 1.
-        optimizer: whose rates.
-        decay: how it enters.
-    """
+    """Return the dump of a model under a preset relative to a base: values, not factors."""
     sizes = model.sizes()
     preset = preset if preset.baseless else dataclasses.replace(preset, base=base.base_sizes())
     contents: Contents = {}
@@ -65,7 +59,7 @@ def dump(
 
 
 def decoder(width: int, heads: int = 4, depth: int = 2, **fields: Any) -> DecoderConfig:
-    """A small decoder with biases and learned positions."""
+    """Return a small decoder with biases and learned positions."""
     return DecoderConfig(
         width=width,
         num_heads=heads,
@@ -79,29 +73,22 @@ def decoder(width: int, heads: int = 4, depth: int = 2, **fields: Any) -> Decode
 def changed(
     contents: Mapping[str, Any], change: Callable[[str, Contents], Contents | None]
 ) -> Contents:
-    """The dump where every parameter's entry has what `change` makes of it.
+    """Return a dump with changed entries.
 
     Args:
-        contents: of a file.
-        change: name and entry to the fields that differ, None without any.
+        change: Function from name and entry of a parameter to the fields that differ, or None.
     """
-    return {
-        n: entry if n == "model" else {**entry, **(change(n, entry) or {})}
-        for n, entry in contents.items()
-    }
+    parameters = {name: entry for name, entry in contents.items() if name != "model"}
+    for name, entry in parameters.items():
+        parameters[name] = {**entry, **(change(name, entry) or {})}
+    return {**contents, **parameters}
 
 
 def verified(folder: Path, *files: Contents, flags: tuple[str, ...] = ()) -> tuple[int, Contents]:
-    """The exit code of `verify`, and its JSON.
-
-    Args:
-        folder: to write into.
-        *files: contents of dumps.
-        flags: of the command.
-    """
+    """Write dumps into a folder, and return the exit code of `verify` and its JSON."""
     paths = []
-    for i, contents in enumerate(files):
-        path = folder / f"dump{i}.json"
+    for index, contents in enumerate(files):
+        path = folder / f"dump{index}.json"
         path.write_text(json.dumps(contents))
         paths.append(str(path))
     shown = io.StringIO()

@@ -108,9 +108,9 @@ def test_the_size_of_a_head_is_asked_for(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_three_sizes_have_to_be_of_one_law(tmp_path: Path):
     assert verified(tmp_path, SMALL, MIDDLE, LARGE)[0] == 0
-    off = changed(LARGE, lambda n, e: {"lr": e["lr"] * 2} if n == "block.mlp.up" else None)
+    doubled = changed(LARGE, lambda n, e: {"lr": e["lr"] * 2} if n == "block.mlp.up" else None)
     biggest = dump(MUP, decoder(16 * 16, heads=64), decoder(16))
-    code, report = verified(tmp_path, SMALL, off, biggest)
+    code, report = verified(tmp_path, SMALL, doubled, biggest)
     (finding,) = report["lines"][0]["findings"]
     assert code == 1
     assert finding["names"] == ["block.mlp.up"]

@@ -43,7 +43,8 @@ def rewritten(folder: Path, name: str, **words: str) -> str:
 
 def test_a_megatron_command_line_brings_its_base():
     base, large = read("megatron.sh")
-    hidden, table = "decoder.layers.*.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"
+    hidden = "decoder.layers.*.mlp.linear_fc1.weight"
+    table = "embedding.word_embeddings.weight"
     assert (base.parameters[hidden].shape, large.parameters[hidden].shape) == (
         (1024, 256),
         (8192, 2048),
@@ -66,7 +67,8 @@ def test_a_megatron_command_line_brings_its_base():
 
 def test_nanogpt_mup_brings_its_base():
     base, large = read("nanogpt.sh")
-    hidden, out = "transformer.h.*.attn.c_attn.weight", "transformer.h.*.mlp.c_proj.weight"
+    hidden = "transformer.h.*.attn.c_attn.weight"
+    out = "transformer.h.*.mlp.c_proj.weight"
     assert (base.parameters[hidden].shape, large.parameters[hidden].shape) == (
         (768, 256),
         (3072, 1024),
@@ -79,10 +81,8 @@ def test_nanogpt_mup_brings_its_base():
 
 def test_a_cerebras_config_brings_its_base():
     base, large = read("cerebras.yaml")
-    attention, out = (
-        "transformer_decoder.layers.*.self_attn.proj_q_dense_layer.weight",
-        "transformer_decoder.layers.*.ffn.ffn.1.linear_layer.weight",
-    )
+    attention = "transformer_decoder.layers.*.self_attn.proj_q_dense_layer.weight"
+    out = "transformer_decoder.layers.*.ffn.ffn.1.linear_layer.weight"
     assert (base.parameters[attention].shape, large.parameters[attention].shape) == (
         (256, 256),
         (768, 768),

@@ -158,7 +158,8 @@ def wrong(mistake: str) -> Pair:
 
 @pytest.mark.parametrize("mistake", GOLDEN)
 def test_a_mistake_is_named_with_parameter_consequence_and_remedy(mistake: str, tmp_path: Path):
-    golden, files = GOLDEN[mistake], wrong(mistake)
+    golden = GOLDEN[mistake]
+    files = wrong(mistake)
     code, report = verified(tmp_path, *files, flags=("--strict",) if mistake in CAUTIONS else ())
     (line,) = report["lines"]
     first = line["findings"][0]
@@ -199,7 +200,8 @@ def test_what_the_remedy_writes_is_right(mistake: str, tmp_path: Path):
         if finding["names"] == ["attention logits"]:
             large["model"]["attention"] = float(words[words.index("q.k") + 2])
             continue
-        column, number = words[words.index("Write") + 1], float(words[words.index("Write") + 2])
+        column = words[words.index("Write") + 1]
+        number = float(words[words.index("Write") + 2])
         for name in finding["names"]:
             large[name][column] = number
     code, report = verified(tmp_path, small, large)

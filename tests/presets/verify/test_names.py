@@ -1,4 +1,4 @@
-"""What a parameter is by its name: names of PyTorch's, JAX's and this project's models, and names that say nothing."""
+"""Roles of parameters by their names in PyTorch, JAX and mupax, and names without meaning."""
 
 from __future__ import annotations
 

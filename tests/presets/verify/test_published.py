@@ -56,7 +56,8 @@ def written(use: str, folder: Path, std: float) -> list[Path]:
 
 def differences(use: str, paths: list[Path]) -> list[str]:
     """Return every number that a reader finds and that the preset does not give."""
-    tuned, preset = find.find(use), presets.get(use)
+    tuned = find.find(use)
+    preset = presets.get(use)
     wrong: list[str] = []
     for dump, table in zip(formats.read(paths), SOURCES[use](), strict=True):
         sizes = table.config.sizes()

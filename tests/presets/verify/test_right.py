@@ -1,4 +1,4 @@
-"""No false alarm: every preset's own tables, in every form, and dumps that microsoft/mup's own package made."""
+"""No false alarm for tables of presets in every form and for dumps of microsoft/mup."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_there_are_enough_of_them():
 def test_a_presets_own_table_is_right_and_is_recognized(
     name: str, constants: tuple, optimizer: str, family: str, tmp_path: Path
 ):
-    preset, base = presets.get(name, **dict(constants)), FAMILIES[family]
+    preset = presets.get(name, **dict(constants))
+    base = FAMILIES[family]
     files = [dump(preset, model, base, optimizer) for model in (base, grown(base, "heads"))]
     code, report = verified(tmp_path, *files)
     (line,) = report["lines"]
@@ -81,8 +82,9 @@ def test_a_presets_own_table_is_right_and_is_recognized(
     "name", ["sp", "mup", "mup-half", "completep", "maximal-update", "hybrid", "sp-layerwise"]
 )
 def test_what_is_meant_is_right_along_every_axis(name: str, axis: str, tmp_path: Path):
-    """A preset that is not stable along an axis is none to be held against, unless it is named, with a caution."""
-    base, preset = FAMILIES["decoder"], presets.get(name)
+    """A preset that is unstable along an axis is compared only if it is named, with a caution."""
+    base = FAMILIES["decoder"]
+    preset = presets.get(name)
     files = [dump(preset, model, base) for model in (base, grown(base, axis))]
     code, report = verified(tmp_path, *files, flags=("--preset", name))
     (line,) = report["lines"]
@@ -100,7 +102,8 @@ def test_what_is_meant_is_right_along_every_axis(name: str, axis: str, tmp_path:
 @pytest.mark.parametrize("form", presets.FORMS)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_multiplier_may_be_in_any_place(form: presets.Form, optimizer: str, tmp_path: Path):
-    base, preset = FAMILIES["decoder"], presets.get("mup", form=form)
+    base = FAMILIES["decoder"]
+    preset = presets.get("mup", form=form)
     code, report = verified(
         tmp_path, *(dump(preset, m, base, optimizer) for m in (base, grown(base, "heads")))
     )
@@ -109,7 +112,8 @@ def test_a_multiplier_may_be_in_any_place(form: presets.Form, optimizer: str, tm
 
 @pytest.mark.parametrize(("tied", "decay"), [(True, "coupled"), (False, "independent")])
 def test_a_tied_readout_and_independent_decay_are_right(tied: bool, decay: Any, tmp_path: Path):
-    base, preset = decoder(8, tied=tied), presets.get("mup")
+    base = decoder(8, tied=tied)
+    preset = presets.get("mup")
     code, report = verified(
         tmp_path, *(dump(preset, m, base, "adamw", decay) for m in (base, grown(base, "heads")))
     )
@@ -117,7 +121,8 @@ def test_a_tied_readout_and_independent_decay_are_right(tied: bool, decay: Any, 
 
 
 def test_two_lines_of_growth_are_held_against_one_base(tmp_path: Path):
-    base, preset = FAMILIES["decoder"], presets.get("completep")
+    base = FAMILIES["decoder"]
+    preset = presets.get("completep")
     models = (
         base,
         grown(base, "heads"),
@@ -133,7 +138,7 @@ def test_two_lines_of_growth_are_held_against_one_base(tmp_path: Path):
 
 
 MUP = json.loads((CONFIGS / "mup.json").read_text())
-"""What `mup` 1.0.0 gives an MLP, a CNN and a Transformer of PyTorch at widths 32 (the base) and 128, under MuAdamW and MuSGD."""
+"""Values of `mup` 1.0.0 for an MLP, a CNN and a Transformer at widths 32 (base) and 128."""
 
 
 @pytest.mark.parametrize(
@@ -164,8 +169,10 @@ def test_nor_without_base_shapes(tmp_path: Path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_multipliers_moved_at_random_are_the_same_parameterization(optimizer: str, tmp_path: Path):
-    """Each parameter's multiplier times theta, another at every size: std / theta, lr / theta (or its square), eps * theta, wd * theta."""
-    random, base, preset = Random(0), FAMILIES["decoder"], presets.get("mup")
+    """Move each multiplier by theta, another at every size, and std, lr, eps and wd against it."""
+    random = Random(0)
+    base = FAMILIES["decoder"]
+    preset = presets.get("mup")
 
     def moved(contents: Contents) -> Contents:
         def one(name: str, entry: Contents) -> Contents:
@@ -178,7 +185,7 @@ def test_multipliers_moved_at_random_are_the_same_parameterization(optimizer: st
                 "wd": slower,
                 "multiplier": theta,
             }
-            return {column: entry[column] * by for column, by in columns.items()}
+            return {column: entry[column] * factor for column, factor in columns.items()}
 
         return changed(contents, one)
 
@@ -188,8 +195,9 @@ def test_multipliers_moved_at_random_are_the_same_parameterization(optimizer: st
 
 
 def test_layers_with_names_of_their_own_grow_in_number(tmp_path: Path):
-    """As PyTorch names them, one array a layer, under a rule for depth."""
-    preset, base = presets.get("completep"), decoder(8, heads=2)
+    """Check PyTorch's names, one array a layer, under a rule for depth."""
+    preset = presets.get("completep")
+    base = decoder(8, heads=2)
 
     def unstacked(contents: Contents) -> Contents:
         layers = contents["model"]["layers"]

@@ -1,4 +1,4 @@
-"""One verdict: exit code, first line, findings and consequences agree for any dump, whatever its parameters are called."""
+"""Exit code, first line, findings and consequences of `verify` agree for any dump."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ QUERIES = [
 def network(
     width: int, layers: int = 2, query: str = "attn.q_proj", key: str = "attn.k_proj", **model: Any
 ) -> Contents:
-    """Return a decoder under muP in PyTorch's names, relative to width 64, with a fixed number of heads."""
-    times, rate = width / 64, 6e-4
+    """Return a muP decoder in PyTorch's names, relative to width 64, with fixed heads."""
+    times = width / 64
+    rate = 6e-4
 
     def entry(shape: list[int], std: float, lr: float = 1.0, multiplier: float = 1.0) -> Contents:
         return {
@@ -235,7 +236,8 @@ TABLE = "wte.weight"
 def test_shapes_that_are_of_no_one_model_are_refused(
     name: str, shape: list[int], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    small, large = network(64), network(256)
+    small = network(64)
+    large = network(256)
     for layer in range(2):
         large[name.format(layer)]["shape"] = shape
     code, text = shown(capsys, tmp_path, small, large)
@@ -245,7 +247,8 @@ def test_shapes_that_are_of_no_one_model_are_refused(
 
 
 def test_a_vocabulary_that_was_padded_is_no_other_shape(tmp_path: Path):
-    small, large = network(64), network(256)
+    small = network(64)
+    large = network(256)
     for name in (TABLE, "lm_head.weight"):
         large[name]["shape"] = [320, 256]
     assert verified(tmp_path, small, large)[0] == 0
@@ -268,17 +271,16 @@ def test_of_presets_that_fit_equally_well_mup_is_first(
 def anything(random: Random) -> tuple[list[Contents], tuple[str, ...]]:
     """Return dumps at two sizes with wrong numbers at random, and flags."""
     name, constants = random.choice([*ORDER, ("sp", {}), ("mup", {}), ("mup", {})])
-    preset, tied = presets.get(name, **dict(constants)), random.random() < 0.2
+    preset = presets.get(name, **dict(constants))
+    tied = random.random() < 0.2
     optimizer = random.choice(preset.optimizers)
     base = decoder(16, tied=tied and name in ("mup", "sp"))
     larger = grown(base, random.choice(["heads", "head_dim", "depth"]))
     files = [dump(preset, model, base, optimizer) for model in (base, larger)]
     names = [n for n in files[0] if n != "model"]
     for _ in range(random.choice([0, 1, 1, 2, 4])):
-        column, factor = (
-            random.choice(["std", "lr", "eps", "wd", "multiplier"]),
-            4.0 ** random.choice([-2, -1, -0.5, 0.5, 1, 2]),
-        )
+        column = random.choice(["std", "lr", "eps", "wd", "multiplier"])
+        factor = 4.0 ** random.choice([-2, -1, -0.5, 0.5, 1, 2])
         for parameter in random.sample(names, random.choice([1, 1, 3, len(names)])):
             files[1][parameter][column] *= factor
     if random.random() < 0.3:
@@ -302,7 +304,8 @@ def test_exit_code_verdict_and_consequences_agree_for_any_dump(
         assert code in (0, 1), text
         _, report = verified(tmp_path, *files, flags=flags)
         (line,) = report["lines"]
-        verdict, limits = line["verdict"], line["limits"]
+        verdict = line["verdict"]
+        limits = line["limits"]
         severities = {finding["severity"] for finding in line["findings"]}
         verdicts.add(verdict)
         assert (verdict == "wrong") == (code == 1) == ("fault" in severities), text

@@ -1,4 +1,4 @@
-"""Every benchmark runs, checks that what it compares agrees, and writes what the page is made of. Nothing is timed here."""
+"""Every benchmark runs, checks that what it compares agrees, and writes its page."""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
-"""The GPU benchmark where there is none: what it tries and in which order, its time, its peaks, and small models through its command."""
+"""The GPU benchmark without a GPU: its plan, its time limits, its peaks and tiny models."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mupax import __main__ as mupax
 from scripts.bench.pytorch import gpu_mfu, gpu_point
 from scripts.bench.pytorch.gpu_mfu import BATCHES, SWEEP, Point, measure, plan
+from scripts.bench.runs import sweep_cost
 
 
 def test_the_best_point_of_both_sides_counts() -> None:
@@ -32,23 +35,26 @@ def test_every_model_and_the_sweep_come_before_other_batches_and_variants() -> N
     models = [*BATCHES, SWEEP]
     points = plan(models, ["mupax", "torch"], None, tiny=False)
     first = points[: 2 * len(BATCHES) + 1]
-    assert [(one.model, one.side) for one in first[:-1]] == [
+    assert [(point.model, point.side) for point in first[:-1]] == [
         (name, side) for name in BATCHES for side in ("mupax", "torch")
     ]
     assert first[-1] == Point(SWEEP)
-    assert all(one.batch_size == BATCHES[one.model][0] for one in first[:-1])
+    assert all(point.batch_size == BATCHES[point.model][0] for point in first[:-1])
     assert (
-        len({one.text for one in points}) == len(points) == 4 * sum(map(len, BATCHES.values())) + 1
+        len({point.text for point in points})
+        == len(points)
+        == 4 * sum(map(len, BATCHES.values())) + 1
     )
-    assert {one.batch_size for one in plan(["gpt2"], ["torch"], [3, 5], tiny=False)} == {3, 5}
+    assert {point.batch_size for point in plan(["gpt2"], ["torch"], [3, 5], tiny=False)} == {3, 5}
 
 
 def test_time_ends_the_run_and_says_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    now, limits = [0.0], []
+    clock = [0.0]
+    limits = []
 
     def run(point: Point, timeout_s: float) -> dict[str, Any]:
         limits.append(timeout_s)
-        now[0] += min(timeout_s, 100.0)
+        clock[0] += min(timeout_s, 100.0)
         if point.batch_size >= 4:
             return {"failed": "out of memory"}
         return {
@@ -61,7 +67,7 @@ def test_time_ends_the_run_and_says_what_it_left_out(capsys: pytest.CaptureFixtu
         }
 
     points = [Point("gpt2", "torch", size) for size in (4, 8, 2, 1, 3)]
-    rows, left_out = measure(points, run, 210.0, 120.0, lambda: now[0])
+    rows, left_out = measure(points, run, 210.0, 120.0, lambda: clock[0])
     assert [row["batch_size"] for row in rows] == [4, 2]  # 8 is more than what did not run
     assert limits == [120.0, 110.0]  # the second has what is left, not all that a point may take
     assert left_out == [
@@ -93,27 +99,6 @@ def test_a_card_has_the_peak_of_its_whole_name(
     point = gpu_point.point("mupax", "vit-s16", 3, {}, steps=1, profile=None, tiny=True)
     assert point["flops_per_s"] == pytest.approx(1e12)
     assert point["mfu"] == (mfu and pytest.approx(mfu))
-
-
-def test_a_gpu_point_runs_here_and_is_traced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [
-        "mupax",
-        "vit-s16",
-        "2",
-        "--variant",
-        '{"layers": "scan"}',
-        "--tiny",
-        "--steps",
-        "2",
-        "--profile",
-    ]
-    assert gpu_point.main([*words, str(tmp_path)]) == 0
-    point = json.loads(capsys.readouterr().out)
-    assert point["units_per_s"] > 0
-    assert point["mfu"] is None  # an unknown device has no peak
-    assert list(tmp_path.rglob("*.xplane.pb"))
 
 
 def test_a_point_that_does_not_run_says_its_last_line_and_the_command_fails(
@@ -149,9 +134,31 @@ def test_no_steps_and_no_minutes_are_refused(
 
 
 @pytest.mark.slow
-def test_the_command_measures_small_models_and_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_a_small_model_in_a_child_and_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep_cost._seconds(["--version"]) > 0  # the only child process of a sweep here
+    child_answer = gpu_mfu.answer
+
+    def seconds_here(words: list[str]) -> float:
+        assert mupax.main(words) == 0
+        return 0.5
+
+    def answer(point: Point, args: gpu_mfu.Options, timeout_s: float) -> dict[str, Any]:
+        if point.model != SWEEP:
+            return child_answer(point, args, timeout_s)
+        _, _, module, *words = point.command(args, tmp_path)
+        assert importlib.import_module(module).main(words) == 0
+        return json.loads((tmp_path / "sweep.json").read_text())
+
+    monkeypatch.setattr(sweep_cost, "_seconds", seconds_here)
+    monkeypatch.setattr(gpu_mfu, "answer", answer)
     words = ["--models", "vit-s16", SWEEP, "--sides", "mupax", "--tiny", "--steps", "2"]
+    words += ["--profile", str(tmp_path / "traces"), "--timeout", "600", "--minutes", "20"]
     assert gpu_mfu.main(words) == 0
     shown = capsys.readouterr().out
     assert "times as fast as runs of their own by whole commands" in shown
-    assert json.loads(shown.splitlines()[-1])["vit-s16"]["mupax"]["units_per_s"] > 0
+    point = json.loads(shown.splitlines()[-1])["vit-s16"]["mupax"]
+    assert point["units_per_s"] > 0
+    assert point["mfu"] is None  # an unknown device has no peak
+    assert list((tmp_path / "traces").rglob("*.xplane.pb"))

@@ -1,4 +1,4 @@
-"""The page of the pods: what is compiled, what is taken from a file, and what stays of the committed figures."""
+"""The page of the pods: what is compiled, what is read, and what stays of old figures."""
 
 from __future__ import annotations
 
@@ -75,11 +75,12 @@ def test_a_report_from_a_file_is_taken_as_of_this_program(
 def test_without_a_choice_every_pod_is_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled, one = [], COMMITTED[POD]
+    compiled = []
+    pod_row = COMMITTED[POD]
 
     def report(recipe: str, topology: str) -> dict[str, Any]:
         compiled.append((recipe, topology))
-        return {**one, "recipe": recipe, "topology": topology}
+        return {**pod_row, "recipe": recipe, "topology": topology}
 
     monkeypatch.setattr(pods, "compiled", report)
     monkeypatch.setattr(pods, "preset_cost", lambda *case: {"case": case})

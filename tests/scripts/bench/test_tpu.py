@@ -34,7 +34,8 @@ REPORT = {
 
 
 def test_a_report_is_added_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, report = tmp_path / "tpu.json", tmp_path / "report.json"
+    file = tmp_path / "tpu.json"
+    report = tmp_path / "report.json"
     file.write_text(tpu.FILE.read_text())
     report.write_text(json.dumps(REPORT))
     monkeypatch.setattr(tpu, "FILE", file)
@@ -73,7 +74,8 @@ def test_what_cannot_be_compared_is_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before, path = tpu.FILE.read_text(), tmp_path / "report.json"
+    before = tpu.FILE.read_text()
+    path = tmp_path / "report.json"
     path.write_text(json.dumps(report))
     with pytest.raises(SystemExit):
         tpu.main(["--json", str(path), "--shape", shape, "--says", "x"])

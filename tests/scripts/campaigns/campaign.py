@@ -1,4 +1,4 @@
-"""Campaigns of `scripts.campaigns` as a user starts them, with programs compiled as quickly as those of the tests."""
+"""Campaigns of `scripts.campaigns` as a user starts them, with quickly compiled programs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tests.fixtures.xla import QUICKLY
@@ -16,14 +16,27 @@ from tests.fixtures.xla import QUICKLY
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def campaign(module: ModuleType, words: str, folder: Path) -> Any:
-    """Run a campaign, which must end with 0, and return the record that it writes beside its page."""
-    page = folder / "page.md"
-    command = [sys.executable, "-m", module.__name__, *shlex.split(words), "--page", str(page)]
-    environ = os.environ | {"XLA_FLAGS": " ".join(QUICKLY)}
+def campaigns(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
+    """Run campaigns in one process, which imports JAX once, and return their records by name.
+
+    Args:
+        words: Name of each campaign, which must return 0, to its flags.
+    """
+    pages = {name: folder / f"{name}.md" for name in words}
+    lines: list[str] = []
+    for name, flags in words.items():
+        argv = [*shlex.split(flags), "--page", str(pages[name])]
+        lines += [f"from scripts.campaigns import {name}", f"assert {name}.main({argv}) == 0"]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    environ = os.environ | {"XLA_FLAGS": " ".join(QUICKLY), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500, check=False
+        command,
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=500 * len(words),
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    name = module.__name__.rpartition(".")[2]
-    return json.loads(page.with_name(f"{name}.json").read_text())
+    return {name: json.loads(page.with_suffix(".json").read_text()) for name, page in pages.items()}

@@ -1,4 +1,4 @@
-"""The campaign of `scripts.campaigns.corruptions`, in short: every kind of damage on a small state; and what it shows without digests."""
+"""The campaign of damaged checkpoints in short, and its control without digests."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from tests.fixtures.emulator import bucket, emulator
 
 __all__ = ["bucket", "emulator"]  # fixtures
 
-TURNS, FIRST = 3, 2
-"""Of every kind so many; from this seed on, so that of the last turn both checkpoints are damaged, as of one in five."""
+TURNS = 3
+FIRST = 2
+"""Damages of every kind, and the first seed: the last turn damages both checkpoints."""
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Two checkpoints of a state whose numbers all differ between them."""
+    """Save two checkpoints of a state whose values all differ between them."""
     workdir = tmp_path_factory.mktemp("saved")
     states: dict[int, Any] = {}
     health = jax.tree.map(jnp.asarray, TrainState._field_defaults["health"])
@@ -55,7 +56,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture
 def no_control(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The campaign's control shows what orbax alone does; here it is left out."""
+    """Leave out the campaign's control, which shows what orbax alone does."""
     monkeypatch.setattr(corruptions, "unverified", lambda saved, newest: "right")
 
 

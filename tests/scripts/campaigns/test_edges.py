@@ -1,4 +1,4 @@
-"""The campaigns at the edges: results are kept, faults are counted, and the committed page is made of the committed results."""
+"""Campaigns at the edges: results are kept, faults are counted, and the page is made of them."""
 
 from __future__ import annotations
 

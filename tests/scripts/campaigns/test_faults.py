@@ -1,4 +1,4 @@
-"""Runs on a disk that is unwell, in short; and that a lost checkpoint or another number would be seen."""
+"""Runs on a failing disk, in short, and the shim that makes operations fail."""
 
 from __future__ import annotations
 
@@ -11,16 +11,35 @@ import pytest
 
 from scripts.campaigns import PAGE, faults
 from scripts.campaigns.injection import shim
-from tests.scripts.campaigns.campaign import campaign
+from tests.scripts.campaigns.campaign import campaigns
 
 
 @pytest.mark.slow
 def test_runs_end_as_the_undisturbed_one(tmp_path: Path) -> None:
     if shim.compiled(tmp_path) is None:
         pytest.skip("there is no C compiler (cc) for scripts/campaigns/injection/faults.c")
-    rows = campaign(faults, "--count 4", tmp_path)
-    assert sum(bool(row["fired"]) for row in rows) >= 4
-    assert "**4 of 4 ended bitwise" in (tmp_path / "page.md").read_text()
+    rows = campaigns(tmp_path, {"faults": "--count 2"})["faults"]
+    assert {row["phase"] for row in rows} == {"new", "going on"}
+    assert sum(bool(row["fired"]) for row in rows) >= 2
+    assert "**2 of 2 ended bitwise" in (tmp_path / "faults.md").read_text()
+
+
+WRITE = """
+import os
+for _ in range(4):
+    try:
+        with open("sick/file", "wb", buffering=0) as file:
+            print(file.write(b"0123456789"), os.stat("sick/file").st_size)
+    except OSError as error:
+        print(error.errno, os.stat("sick/file").st_size)
+"""
+CALLS = {
+    "write": WRITE,
+    "read": WRITE.replace('"wb"', '"rb"').replace(
+        'write(b"0123456789")', "readinto(bytearray(10))"
+    ),
+}
+"""Programs that do an operation four times, by its kind."""
 
 
 @pytest.mark.core
@@ -30,21 +49,20 @@ def test_the_shim_fails_the_operation_that_is_chosen(tmp_path: Path) -> None:
         pytest.skip("there is no C compiler (cc) for scripts/campaigns/injection/faults.c")
     (tmp_path / "sick").mkdir()
     control = shim.Control(tmp_path / "control", library)
-    code = (
-        "import os, sys\n"
-        "for k in range(4):\n"
-        "    try:\n"
-        "        with open('sick/file', 'wb', buffering=0) as file:\n"
-        "            print(file.write(b'0123456789'), os.stat('sick/file').st_size)\n"
-        "    except OSError as error:\n"
-        "        print(error.errno, os.stat('sick/file').st_size)\n"
-    )
-    expected = {"EIO": "5 0", "ENOSPC": "28 0", "short": "5 5", "torn": "5 5", "slow": "10 10"}
-    for effect, line in expected.items():
+    expected = {
+        ("write", "EIO"): "5 0",
+        ("write", "ENOSPC"): "28 0",
+        ("write", "short"): "5 5",
+        ("write", "torn"): "5 5",
+        ("write", "slow"): "10 10",
+        ("read", "ESTALE"): "116 10",
+        ("read", "short"): "5 10",
+    }
+    for (kind, effect), line in expected.items():
         control.watch(tmp_path / "sick")
-        control.arm("write", effect, 2, milliseconds=10)
+        control.arm(kind, effect, 2, milliseconds=10)
         run = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", CALLS[kind]],
             cwd=tmp_path,
             env=control.environ,
             capture_output=True,
@@ -52,7 +70,7 @@ def test_the_shim_fails_the_operation_that_is_chosen(tmp_path: Path) -> None:
             check=True,
         )
         assert run.stdout.splitlines() == ["10 10", "10 10", line, "10 10"], effect
-        assert (control.calls()["write"], control.fired) == (4, 1)
+        assert (control.calls()[kind], control.fired) == (4, 1)
 
 
 @pytest.mark.core
@@ -62,8 +80,6 @@ def test_the_committed_table_is_whole() -> None:
     assert len(struck) >= 300
     assert not [row for row in struck if row["wrong"]]
     assert {row["kind"] for row in struck} == {*faults.READING, *faults.WRITING}
-    assert {row["effect"] for row in struck} == {
-        effect for each in faults.EFFECTS.values() for effect in each
-    }
+    assert {row["effect"] for row in struck} == set().union(*faults.EFFECTS.values())
     assert max(row["seconds"] for row in struck) < faults.BOUND_S
     assert faults.page(rows) in PAGE.read_text()

@@ -1,4 +1,4 @@
-"""Broken files in short, to every reader; and that a crash, a hang and a full memory would be counted."""
+"""Broken files for every reader, in short; a crash and a hang would be counted."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ def test_control_what_is_wrong_is_counted(
     def read(folder: Path) -> Any:
         if (folder / "x").read_bytes() == b"good":
             return None
-        return crash() if how == "traceback" else spin()
+        return crash() if fault == "traceback" else spin()
 
     def crash() -> None:
         raise IndexError("of no reader")
 
     def spin() -> None:
-        until = time.process_time() + 0.2
-        while time.process_time() < until:
+        deadline = time.process_time() + 0.2
+        while time.process_time() < deadline:
             pass
 
     monkeypatch.setattr(fuzz, "SECONDS", 0.1)
     rows: dict[str, Any] = {}
-    for how in ("traceback", "slow"):
+    for fault in ("traceback", "slow"):
         monkeypatch.setitem(
-            targets.TARGETS, how, Target(make, read, (lambda content, choose: b"broken",))
+            targets.TARGETS, fault, Target(make, read, (lambda content, choose: b"broken",))
         )
-        rows[how] = fuzz.fed(how, 1, tmp_path)
+        rows[fault] = fuzz.fed(fault, 1, tmp_path)
         err = capsys.readouterr().err
-        assert f"{how}, broken: b'broken'" in err, err
+        assert f"{fault}, broken: b'broken'" in err, err
     assert (rows["traceback"]["tracebacks"], rows["slow"]["hangs"]) == (1, 1), err
     assert "tracebacks 1\n" in fuzz.page(rows)
     assert "of processor time: 1 (" in fuzz.page(rows)

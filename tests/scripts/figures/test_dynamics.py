@@ -33,9 +33,12 @@ def test_nets_beside_the_limit(tmp_path: Path) -> None:
 
 
 def test_the_verdicts_on_made_up_errors() -> None:
-    rng, heads = np.random.default_rng(0), [8, 16, 32]
-    steps, seeds = 3, 400
-    limit, wrong = np.zeros((3, steps, 4)), np.ones((1, steps, 4))
+    rng = np.random.default_rng(0)
+    heads = [8, 16, 32]
+    steps = 3
+    seeds = 400
+    limit = np.zeros((3, steps, 4))
+    wrong = np.ones((1, steps, 4))
     kernels = np.zeros((3, steps, 2, 2))
     nets = [
         tuple(rng.standard_normal((seeds, *x.shape[1:])) / h**0.5 for x in (limit, kernels))

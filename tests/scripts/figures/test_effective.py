@@ -1,4 +1,4 @@
-"""The effective theory's trained strategies: the numbers of their runs are the paper's, and its claims are judged by losses made up."""
+"""Strategies of the effective theory have the paper's numbers, and its claims are judged."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
 from scripts.figures.effective import fig_effective_language, fig_effective_vision, strategies
 
-LANGUAGE, VISION = fig_effective_language.FIGURE.small, fig_effective_vision.FIGURE.small
+LANGUAGE = fig_effective_language.FIGURE.small
+VISION = fig_effective_vision.FIGURE.small
 H = 2.0**-8
 
 
 def numbers(config: Config) -> dict[str, tuple[float, float, float]]:
-    """Name of every parameter to its initial std, what a step of AdamW moves it by in the forward pass, and lr times wd."""
-    preset, opt = preset_of(config), config.optimizer
+    """Return the initial std, the movement by a step of AdamW, and lr * wd of every parameter."""
+    preset = preset_of(config)
+    opt = config.optimizer
     by_name = {}
     for name, spec in config.model.parameters().items():
         scales = preset.scales(spec, config.model.sizes(), "adamw")
@@ -37,7 +39,7 @@ def numbers(config: Config) -> dict[str, tuple[float, float, float]]:
 @pytest.mark.core
 @pytest.mark.parametrize("width", [64, 256])
 def test_the_language_runs_have_the_papers_numbers(width: int):
-    """Standard: one std, 0.02 at n = 1024, and one rate. Neural tangent: tokens start at 1, tables move n times as fast, h is alike."""
+    """Standard has one std and rate; neural tangent starts tokens at 1 and moves tables n times."""
     std = 0.64 / math.sqrt(width)
     standard = fig_effective_language.config(LANGUAGE, "standard", width, H, 0)
     assert all(scales == pytest.approx((std, H, 0.01 * H)) for scales in numbers(standard).values())
@@ -52,7 +54,7 @@ def test_the_language_runs_have_the_papers_numbers(width: int):
 
 
 def tied(config: Config) -> float:
-    """What the tied head multiplies by."""
+    """Return the multiplier of the tied head."""
     spec = config.model.tied_readout
     assert spec is not None
     return float(
@@ -66,20 +68,25 @@ def test_the_controls_raise_the_embeddings_alone():
     (name, _), *_ = LANGUAGE["embeddings"].items()
     by_name = numbers(fig_effective_language.config(LANGUAGE, name, width, H, 0))
     rates = {
-        rate for of, (_, rate, _) in by_name.items() if of == "token" or of.endswith("position")
+        rate
+        for name, (_, rate, _) in by_name.items()
+        if name == "token" or name.endswith("position")
     }
     assert [*rates] == [pytest.approx(0.64 * math.sqrt(width) * H)], (
         "as fast, over where they start, as ntk's"
     )
-    assert all(rate == pytest.approx(H) for of, (_, rate, _) in by_name.items() if "block" in of)
+    assert all(
+        rate == pytest.approx(H) for name, (_, rate, _) in by_name.items() if "block" in name
+    )
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("strategy", strategies.MAP)
 def test_the_vision_runs_start_and_move_alike_inside(strategy: str):
-    """The paper's map keeps the rate and the decay of hidden matrices; what starts otherwise is the readout, n^-s/2 lower."""
+    """The map keeps rate and decay of hidden matrices; the readout starts n^-s/2 lower."""
     config = fig_effective_vision.config(VISION, strategy, H, 0.5, 0)
-    width, specs = VISION["model"]["width"], config.model.parameters()
+    width = VISION["model"]["width"]
+    specs = config.model.parameters()
     s = 3 - 2 * strategies.MAP[strategy] if strategy != "standard" else 0
     for name, (std, rate, pull) in numbers(config).items():
         assert pull == pytest.approx(0.5 * H)
@@ -115,10 +122,10 @@ def test_strategies_that_share_their_best_place_reproduce_the_claim_and_others_d
     assert len(claims) == 6
     assert {row.verdict for row in claims} == {"reproduces"}
     assert [row.verdict for row in alike if row.control] == ["control: fails as it must"]
-    apart = fig_effective_vision.rows(VISION, made_up({"ntk": -8.4}, decay=-0.8))
+    shifted = fig_effective_vision.rows(VISION, made_up({"ntk": -8.4}, decay=-0.8))
     (ntk,) = [
         row
-        for row in apart
+        for row in shifted
         if "best hidden rate of standard to that of ntk, through the paper" in row.what
     ]
     assert (ntk.measured, ntk.verdict) == (pytest.approx(-1.2, abs=0.2), "does not reproduce")

@@ -1,4 +1,4 @@
-"""What learning rates below the best cost, on losses that are made up: the claim where it is true, and where it is not."""
+"""The claim on the cost of lower learning rates is judged right on made-up losses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from scripts.figures.effective import excess
 from scripts.figures.result import Row
 
 SIZES = (64, 128, 256)
-NOISE, SEEDS = 0.01, 5
+NOISE = 0.01
+SEEDS = 5
 
 
 def curve(sharpness: float, best: float = -8.0, seed: int = 0, noise: float = NOISE) -> Curve:
-    """Losses of 2 + sharpness u^2, u octaves from the best rate, from noisy seeds, on half octaves; an octave and a half above it runs
+    """Return losses of 2 + sharpness u^2, u octaves from the best rate, from noisy seeds, on half octaves; an octave and a half above it runs
     diverge."""
     x = best + np.arange(-5, 4) / 2
     mean = np.where(x > best + 1.2, np.inf, 2 + sharpness * (x - best) ** 2)
@@ -23,7 +24,7 @@ def curve(sharpness: float, best: float = -8.0, seed: int = 0, noise: float = NO
 
 
 def rows(flat: float, growth: float, control: float) -> dict[bool, list[Row]]:
-    """Rows where `ntk` has the sharpness `flat`, `standard` 0.3 with a growth per doubling and the control one of its own."""
+    """Return rows where `ntk` has the sharpness `flat`, `standard` 0.3 with a growth per doubling and the control one of its own."""
     curves = {
         "standard": [curve(0.3 + growth * n, seed=n) for n in range(3)],
         "ntk": [curve(flat, best=-7.5, seed=10 + n) for n in range(3)],
@@ -65,14 +66,15 @@ def test_a_false_claim_does_not_and_neither_does_a_control_like_the_first():
 
 @pytest.mark.core
 def test_noise_does_not_choose_the_loss_it_is_compared_with():
-    """Of rates that are all alike the best one's own seed is no better than another: the least of all losses would be."""
-    apart, least = [], []
+    """The own seed of the best of equal rates is no better than another."""
+    differences = []
+    least = []
     for seed in range(400):
         flat = Curve(np.arange(9) / 2, np.random.default_rng(seed).normal(0, 1, (9, SEEDS)), SEEDS)
         least.append(excess.least(flat).mean())
-        apart.append(flat.losses.mean(axis=1).min())
+        differences.append(flat.losses.mean(axis=1).min())
     assert abs(np.mean(least)) < 0.1
-    assert np.mean(apart) < -0.5
+    assert np.mean(differences) < -0.5
 
 
 @pytest.mark.core

@@ -1,4 +1,4 @@
-"""The frame of the figures: rows and verdicts, records that are not measured twice, and the page made from them."""
+"""The frame of the figures: verdicts, records that are measured once, and the page."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "evidence"
 RECORDS = sorted((DOCS / "figures").glob("fig*.json"))
 
 
-def row(measured: float, low: float, high: float, **more: object) -> Row:
+def row(measured: float, low: float, high: float, **fields: object) -> Row:
     return Row(
         what="",
         measured=measured,
         low=low,
         high=high,
-        **{"predicted": -1.0, "tolerance": 0.1, **more},
+        **{"predicted": -1.0, "tolerance": 0.1, **fields},
     )
 
 
@@ -49,7 +49,8 @@ def test_verdicts(result_row: Row, verdict: str):
 
 @pytest.mark.core
 def test_a_power_law_is_found_and_a_wrong_exponent_is_not():
-    sizes, rng = [4, 8, 16, 32], np.random.default_rng(0)
+    sizes = [4, 8, 16, 32]
+    rng = np.random.default_rng(0)
     values = 3.0 * np.array(sizes)[:, None] ** -0.5 * np.exp(0.02 * rng.standard_normal((4, 6)))
     right = result.exponent("", sizes, values, predicted=-0.5)
     assert right.verdict == "reproduces"
@@ -90,9 +91,9 @@ def test_a_figure_is_measured_once(
     assert len(calls) == 2
     shown = capsys.readouterr().out
     record = result.load(tmp_path / "docs" / "evidence" / "figures" / "fig_linear.json")
-    assert [one["predicted"] for one in record["rows"]] == [1.14, 1.55] * 2
-    assert [one["control"] for one in record["rows"]] == [False, False, True, True]
-    assert all(one["what"] in shown for one in record["rows"])
+    assert [record_row["predicted"] for record_row in record["rows"]] == [1.14, 1.55] * 2
+    assert [record_row["control"] for record_row in record["rows"]] == [False, False, True, True]
+    assert all(record_row["what"] in shown for record_row in record["rows"])
     assert (tmp_path / "docs" / "evidence" / "figures" / "fig_linear.png").stat().st_size > 10_000
     assert (
         "figures/fig_linear.png" in (tmp_path / "docs" / "evidence" / "reproduction.md").read_text()
@@ -124,11 +125,11 @@ def test_rows_follow_from_the_numbers(path: Path):
     assert result.same_settings(record, settings), "measure again: python -m scripts.figures NAME"
     again = result.record(figure, record["settings"], record["data"])
     assert len(again["rows"]) == len(record["rows"])
-    for result_row, there in zip(again["rows"], record["rows"], strict=True):
+    for result_row, stored in zip(again["rows"], record["rows"], strict=True):
         for (
             name,
             value,
-        ) in there.items():  # sums differ in their last digits between builds of numpy
+        ) in stored.items():  # sums differ in their last digits between builds of numpy
             assert result_row[name] == (
                 pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
             )
@@ -137,14 +138,17 @@ def test_rows_follow_from_the_numbers(path: Path):
 
 
 def test_the_linear_net_without_matrices_is_the_one_with_them():
-    """Means over nets of a small width, where they are far from the limit; without response terms they are elsewhere."""
-    depth, width, rate = 8, 64, 0.1
+    """Means over nets of a small width, far from the limit; the control has no response terms."""
+    depth = 8
+    width = 64
+    rate = 0.1
 
-    def means(make, count: int, **more: bool) -> np.ndarray:
+    def means(make, count: int, **fields: bool) -> np.ndarray:
         rngs = np.random.default_rng(1).spawn(count)
-        return np.array([make(depth, width, rate, rng, **more) for rng in rngs])
+        return np.array([make(depth, width, rate, rng, **fields) for rng in rngs])
 
-    dense, free = means(linear_net.one_step_dense, 400), means(linear_net.one_step, 4000)
+    dense = means(linear_net.one_step_dense, 400)
+    free = means(linear_net.one_step, 4000)
     error = np.sqrt(dense.var(axis=0) / 400 + free.var(axis=0) / 4000)
     assert (abs(dense.mean(axis=0) - free.mean(axis=0)) < 4 * error).all()
     control = means(linear_net.one_step, 400, response=False).mean(axis=0)

@@ -28,8 +28,8 @@ def test_activation_kernels_are_gaussian_averages(name: str):
     grid = np.linspace(-8, 8, 801)
     density = np.exp(-(grid**2) / 2) / math.sqrt(2 * math.pi) * (grid[1] - grid[0])
     for c in (-0.7, 0.0, 0.3, 0.95):
-        other = c * grid[:, None] + math.sqrt(1 - c * c) * grid
-        expected = density * PHI[name](grid) @ PHI[name](other) @ density
+        partner = c * grid[:, None] + math.sqrt(1 - c * c) * grid
+        expected = density * PHI[name](grid) @ PHI[name](partner) @ density
         np.testing.assert_allclose(
             kernels.activation_kernel(name)(np.array(c)), expected, rtol=2e-4
         )
@@ -69,17 +69,21 @@ def test_one_position_has_a_closed_form(alpha_a: float, head_dim: int | None):
 @pytest.mark.core
 def test_uniform_attention_by_hand():
     """Two positions with products 1 and c: all four means are (1 + c) / 2, and the MLP acts on the sum."""
-    c, eps2 = 0.4, 0.25
+    c = 0.4
+    eps2 = 0.25
     first = np.array([[1.0, c], [c, 1.0]]).reshape(1, 2, 1, 2)
     kernel = (
         kernels.residual_kernels(first, depth=2, alpha_a=1.0, alpha_l=1.0, activation="relu")
         .layers[1]
         .reshape(2, 2)
     )
-    diagonal, off = 1 + eps2 * (1 + c) / 2, c + eps2 * (1 + c) / 2
-    phi = kernels.relu_kernel(np.array([1.0, off / diagonal]))
+    diagonal = 1 + eps2 * (1 + c) / 2
+    off_diagonal = c + eps2 * (1 + c) / 2
+    phi = kernels.relu_kernel(np.array([1.0, off_diagonal / diagonal]))
     np.testing.assert_allclose(
-        kernel, np.array([[diagonal, off], [off, diagonal]]) + eps2 * phi[[[0, 1], [1, 0]]]
+        kernel,
+        np.array([[diagonal, off_diagonal], [off_diagonal, diagonal]])
+        + eps2 * phi[[[0, 1], [1, 0]]],
     )
 
 
@@ -92,7 +96,8 @@ def test_sampled_attention_tends_to_its_limits():
             bar, bar, everything, alpha_a, head_dim, 20_000, np.random.default_rng(0)
         )
 
-    gaussian, uniform = drawn(0.5, None), attention_kernels.uniform(bar, everything)
+    gaussian = drawn(0.5, None)
+    uniform = attention_kernels.uniform(bar, everything)
     room = 0.012  # five standard errors of 20,000 heads
     np.testing.assert_allclose(drawn(0.5, 32), gaussian, atol=room)
     np.testing.assert_allclose(drawn(1.0, 200), uniform, atol=room)
@@ -109,8 +114,11 @@ def test_the_sampling_error_is_the_error():
     many = kernels.residual_kernels(first, **rule, samples=60_000).layers[-1]
     again = kernels.residual_kernels(first, **rule, samples=800, seed=3)
     np.testing.assert_array_equal(again.layers, few[3].layers)
-    errors = [math.sqrt(((one.layers[-1] - many) ** 2).mean() / (many**2).mean()) for one in few]
-    stated = np.mean([one.sampling_error[-1] for one in few])
+    errors = [
+        math.sqrt(((recursion.layers[-1] - many) ** 2).mean() / (many**2).mean())
+        for recursion in few
+    ]
+    stated = np.mean([recursion.sampling_error[-1] for recursion in few])
     assert 0.6 < np.mean(errors) / stated < 1.7
     assert few[0].sampling_error[0] < 1e-12
 
@@ -118,25 +126,25 @@ def test_the_sampling_error_is_the_error():
 def test_finite_models_follow_the_recursion_and_no_other():
     """Means of 12 small models at both ends of both exponents; the recursion of any other pair is far off."""
     settings = {"images": 2, "depth": 5, "beta0": 4.0, "samples": 1000, "seeds": 12}
-    model_kernels, limits = (
-        finite_kernels.finite(settings, 8, 16),
-        finite_kernels.limits(settings, 8),
-    )
+    model_kernels = finite_kernels.finite(settings, 8, 16)
+    limits = finite_kernels.limits(settings, 8)
 
-    def distance(pair: int, other: int) -> float:
-        return math.sqrt(finite_kernels.products(model_kernels[[pair]], limits[[other]]).mean())
+    def distance(pair: int, partner: int) -> float:
+        return math.sqrt(finite_kernels.products(model_kernels[[pair]], limits[[partner]]).mean())
 
     for pair in range(4):
         assert distance(pair, pair) < 0.11
-        for other in range(4):
-            if finite_kernels.ENDS[pair][1] != finite_kernels.ENDS[other][1]:
-                assert distance(pair, other) > 0.5
+        for partner in range(4):
+            if finite_kernels.ENDS[pair][1] != finite_kernels.ENDS[partner][1]:
+                assert distance(pair, partner) > 0.5
 
 
 @pytest.mark.core
 def test_masks_and_a_memory_by_hand():
-    """Uniform attention of two positions with products 1 and c: a causal one of their means, and those of the memory that is seen."""
-    c, m, eps2 = 0.4, 0.7, 0.25
+    """Uniform attention of two positions with products 1 and c, causal, and to a memory."""
+    c = 0.4
+    m = 0.7
+    eps2 = 0.25
     first, memory_kernel = (np.array([[1.0, x], [x, 1.0]]).reshape(1, 2, 1, 2) for x in (c, m))
     rule = {
         "depth": 2,
@@ -145,7 +153,8 @@ def test_masks_and_a_memory_by_hand():
         "activation": "relu",
         "mask": np.tri(2, dtype=bool),
     }
-    mean, causal = (1 + c) / 2, np.array([[1.0, (1 + c) / 2], [(1 + c) / 2, (1 + c) / 2]])
+    mean = (1 + c) / 2
+    causal = np.array([[1.0, (1 + c) / 2], [(1 + c) / 2, (1 + c) / 2]])
     for mask, cross in (([[True, True]], (1 + m) / 2), ([[True, False]], 1.0)):
         memory = kernels.Memory(memory_kernel, np.array(mask))
         kernel = kernels.residual_kernels(first, **rule, memory=memory).layers[1].reshape(2, 2)

@@ -1,4 +1,4 @@
-"""One block with infinitely many heads against nets with all their matrices: errors fall with H, and without responses they do not."""
+"""One block with infinitely many heads against finite nets, with and without responses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from mupax.presets.infinite import heads
 from mupax.presets.infinite.heads import OneBlock, Trajectory
 from scripts.figures.infinite import one_block
 
-STEPS, SEEDS = 4, 64
+STEPS = 4
+SEEDS = 64
 INPUTS = np.random.default_rng(0).standard_normal((2, 3, 4))
 TARGETS = np.array([1.0, -1.0])
 KERNEL = np.einsum("psi,qti->psqt", INPUTS, INPUTS) / INPUTS.shape[-1]
@@ -30,7 +31,9 @@ def limit(block: OneBlock, *, responses: bool = True) -> Trajectory:
 @pytest.mark.parametrize(("head_dim", "alpha_a"), [(2, 0.5), (3, 1.0)])
 def test_nets_come_to_the_limit_as_heads_are_added(head_dim: int, alpha_a: float) -> None:
     block = OneBlock(head_dim=head_dim, alpha_a=alpha_a, rate=0.5)
-    expected, wrong, errors = limit(block), limit(block, responses=False), []
+    expected = limit(block)
+    wrong = limit(block, responses=False)
+    errors = []
     for count in (12, 48):
         nets = one_block.train(
             block,

@@ -1,4 +1,4 @@
-"""Figures of loss against learning rate: what is kept of a study, what is said of it, and which runs it has."""
+"""Figures of loss against learning rate: their runs, their records and their verdicts."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def _made_up(drift: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> d
 
 
 def _row(config, drift: float) -> Row:
-    at = math.log2(config.model.width / config.model.num_heads / SIZES[0])
-    away = math.log2(config.optimizer.peak_lr) + 6 - drift * at
+    doublings = math.log2(config.model.width / config.model.num_heads / SIZES[0])
+    away = math.log2(config.optimizer.peak_lr) + 6 - drift * doublings
     loss = (
         math.inf
         if away > 0.9
-        else 2 - 0.1 * at + 0.05 * away**2 + 0.001 * config.seed * (1 + 0.1 * away)
+        else 2 - 0.1 * doublings + 0.05 * away**2 + 0.001 * config.seed * (1 + 0.1 * away)
     )
     return Row("", "", loss, None, None, (loss,), 1, 0.1, "in turn")
 
@@ -79,7 +79,7 @@ def test_divergence_and_runs_that_were_not_made_survive_the_record(
 
 def test_the_runs_of_figure_2a(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     configs_by_name = {}
-    monkeypatch.setattr(rates, "measure", lambda configs, *rest: configs_by_name.update(configs))
+    monkeypatch.setattr(rates, "measure", lambda configs, *args: configs_by_name.update(configs))
     fig2a.FIGURE.measure(fig2a.FIGURE.small, tmp_path)
     assert [
         (name, grown[0].preset.name, grown[0].preset.alpha_a)

@@ -1,4 +1,4 @@
-"""Figures of trained models: their numbers from runs of a few steps, their verdicts from made-up numbers."""
+"""Figures of trained models: numbers of short runs, and verdicts of made-up numbers."""
 
 from __future__ import annotations
 
@@ -61,10 +61,8 @@ def test_the_authors_constants() -> None:
     program = training.assemble(
         training.vit(head_dim=2, heads=3, depth=1, rate=1, steps=1, patch_size=16, batch_size=8)
     )
-    plain, changed = (
-        program.inputs.factors,
-        training.with_constants(program.inputs, program, 4.0).factors,
-    )
+    plain = program.inputs.factors
+    changed = training.with_constants(program.inputs, program, 4.0).factors
     for name, spec in program.definition.specs.items():
         ends = spec.role in (Role.PATCH_EMBEDDING, Role.POSITION, Role.READOUT)
         assert changed.lr[name] == pytest.approx(plain.lr[name] * (4 if ends else 1))
@@ -106,10 +104,10 @@ def test_movement_of_weights_has_a_slope_per_rule_and_time() -> None:
 
 def test_alignment_sees_scale_and_mean_as_nothing() -> None:
     rng = np.random.default_rng(0)
-    features, other = rng.standard_normal((2, 12, 40))
+    features, noise = rng.standard_normal((2, 12, 40))
     kernel = features @ features.T
     assert curves.alignment(kernel, 3 * kernel + 7) == pytest.approx(1)
-    assert curves.alignment(kernel, other @ other.T) < 0.5
+    assert curves.alignment(kernel, noise @ noise.T) < 0.5
 
 
 def test_settings_are_complete() -> None:

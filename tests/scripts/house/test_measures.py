@@ -126,7 +126,8 @@ def traced(root: Path, part: traces.Part) -> traces.Recorder:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     recorder = traces.Recorder(part, root, root)
-    begun, done = threading.Event(), threading.Event()
+    begun = threading.Event()
+    done = threading.Event()
     elder = threading.Thread(target=lambda: (begun.wait(), module.late(), done.set()))
     profile = sys.getprofile()
     threading.setprofile(recorder)
@@ -266,7 +267,8 @@ def test_every_mutant_is_the_tree_with_one_change(source: str) -> None:
 def test_a_record_has_what_tests_kill_and_goes_on_where_it_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    root, out = small_tree(tmp_path / "tree"), tmp_path / "rows.jsonl"
+    root = small_tree(tmp_path / "tree")
+    out = tmp_path / "rows.jsonl"
     places = mutants.mutants_of("presets/small.py", SMALL)
     pairs = [(place.name, place) for place in (places[2], places[4], places[0])]
     mutants.measure(out, pairs[:2], root)
@@ -296,10 +298,10 @@ def test_control_a_short_text_in_a_function_of_that_name_is_no_match(tmp_path: P
     place = mutants.mutants_of("presets/small.py", SMALL)[-1]
     assert (place.function, place.before) == ("unseen", "1")
     row = {"mutant": place.name, **vars(place)}
-    other = write(tmp_path / "other", {"zoo/new.py": "def unseen(y):\n    print(y[1])\n"})
-    same = write(tmp_path / "same", {"zoo/new.py": "def unseen(x):\n    return x + 1\n"})
-    assert mutants.Tree(other).find(row) is None
-    assert mutants.Tree(same).find(row) is not None
+    renamed = write(tmp_path / "other", {"zoo/new.py": "def unseen(y):\n    print(y[1])\n"})
+    unchanged = write(tmp_path / "same", {"zoo/new.py": "def unseen(x):\n    return x + 1\n"})
+    assert mutants.Tree(renamed).find(row) is None
+    assert mutants.Tree(unchanged).find(row) is not None
 
 
 def test_records_differ_where_a_mutant_is_no_longer_killed() -> None:

@@ -1,4 +1,4 @@
-"""The record of what mupax does: what counts as a difference, and that sections name what is there."""
+"""The record of what mupax does: which changes count, and that sections name what exists."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_differences_name_what_was_removed_added_and_changed() -> None:
         "flags": {"eval": ["--step", "--json"]},
         "recipes": {"old": "1"},
     }
-    now = {
+    current = {
         "losses": {"a": [1.0, 2.5]},
         "flags": {"eval": ["--json", "--samples"]},
         "recipes": {"new": "1"},
     }
     assert list(house.differences(before, before)) == []
-    assert list(house.differences(before, now)) == [
+    assert list(house.differences(before, current)) == [
         'recipes/old: removed, was "1"',
         'recipes/new: new, "1"',
         "flags/eval: removed --step",
@@ -87,9 +87,9 @@ def test_a_digest_of_a_preset_changes_with_one_constant(monkeypatch: pytest.Monk
     lines = list(tables.lines("mup", None, "vit"))
     monkeypatch.setitem(tables.CONSTANTS, "rates.query", 2.25)
     changed = [
-        (line, other)
-        for line, other in zip(lines, tables.lines("mup", None, "vit"), strict=True)
-        if line != other
+        (line, expected)
+        for line, expected in zip(lines, tables.lines("mup", None, "vit"), strict=True)
+        if line != expected
     ]
     assert changed
     assert all("query" in line and "constants True" in line for line, _ in changed)

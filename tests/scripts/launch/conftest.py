@@ -1,4 +1,4 @@
-"""What every scheduler trains: a run of two processes of one device each, and its rows where two shells start it."""
+"""The run of two processes that every scheduler trains, and its rows from two shells."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ TINY = (
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the scripts take for the checkout: this one's packages and environment, a text, and nothing else."""
-    folder, choose = tmp_path_factory.mktemp("checkout"), random.Random(0)
+    """Make a checkout with links to these packages and this environment, and a text."""
+    folder = tmp_path_factory.mktemp("checkout")
+    choose = random.Random(0)
     for name in ("mupax", "presets", "scripts", "train", "zoo"):
         (folder / name).symlink_to(ROOT / name)
     (folder / ".venv").symlink_to(sys.prefix)
@@ -86,7 +87,7 @@ def whole(checkout: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl, without times."""
+    """Return the rows of metrics.jsonl without times."""
     text = (workdir / "metrics.jsonl").read_text() if (workdir / "metrics.jsonl").exists() else ""
     metrics = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [{**row, "seconds": 0} for row in metrics if "perf_data_wait" not in row]
@@ -94,7 +95,7 @@ def rows(workdir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def tool() -> Callable[[str, str], Path]:
-    """Where a program or package of `make schedulers` lies; the test is skipped where it could not be installed."""
+    """Return the place of a program of `make schedulers`; skip the test if it is absent."""
 
     def find(name: str, inside: str = "") -> Path:
         if not (path := TOOLS / name / inside).exists():

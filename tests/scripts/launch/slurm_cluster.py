@@ -1,4 +1,4 @@
-"""A SLURM cluster of two nodes on this machine, with nothing outside of a folder: munge, slurmctld and two slurmd."""
+"""A SLURM cluster of two nodes on this machine: munge, slurmctld and two slurmd."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """What this machine lacks for a cluster, in words."""
+    """Return what this machine lacks for a cluster, in words."""
     if os.geteuid():
         return "SLURM's daemons run as root"
     if lacking := [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]:
@@ -69,9 +69,9 @@ def _path() -> str:
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for bound in sockets:
+            bound.bind(("127.0.0.1", 0))
+        return [bound.getsockname()[1] for bound in sockets]
 
 
 class Cluster:
@@ -85,7 +85,7 @@ class Cluster:
         self.environment = environment
 
     def output(self, *command: str) -> str:
-        """What a command prints; it must succeed."""
+        """Run a command that must succeed, and return what it prints."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=60
         )
@@ -103,9 +103,9 @@ class Cluster:
 
     def wait(self, job: str, states: tuple[str, ...], seconds: float = 240) -> str:
         """The state of a job, as soon as it is one of these."""
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
-            assert time.monotonic() < until, f"job {job} is {state}, not {states}"
+            assert time.monotonic() < deadline, f"job {job} is {state}, not {states}"
             time.sleep(0.1)
         return state
 
@@ -153,11 +153,12 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
                 daemons.append(
                     subprocess.Popen(command, env=variables, cwd=folder, stdout=log, stderr=log)
                 )
-                until = time.monotonic() + 20
+                deadline = time.monotonic() + 20
                 while command[0] == "munged" and not (folder / "munge.socket").exists():
-                    assert time.monotonic() < until, (folder / "daemons.log").read_text()
+                    assert time.monotonic() < deadline, (folder / "daemons.log").read_text()
                     time.sleep(0.05)
-        slurm, until = Cluster(variables), time.monotonic() + 60
+        slurm = Cluster(variables)
+        deadline = time.monotonic() + 60
         while (
             "2"
             not in subprocess.run(
@@ -167,7 +168,7 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
                 text=True,
             ).stdout
         ):
-            assert time.monotonic() < until, (folder / "daemons.log").read_text()[-3000:]
+            assert time.monotonic() < deadline, (folder / "daemons.log").read_text()[-3000:]
             time.sleep(0.2)
         yield slurm
     finally:

@@ -1,4 +1,4 @@
-"""The files and commands for SkyPilot, JobSet and XPK, as these projects themselves read them; and what they refuse."""
+"""Files and commands for SkyPilot, JobSet and XPK, as these projects read them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def config(words: list[str]) -> Any:
 
 
 def test_skypilot(tool: Callable[..., Path], tmp_path: Path) -> None:
-    packages, text = tool("skypilot"), (FOLDER / "skypilot.yaml").read_text()
+    packages = tool("skypilot")
+    text = (FOLDER / "skypilot.yaml").read_text()
     done = run(packages, SKYPILOT, str(FOLDER / "skypilot.yaml"), home=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     nodes, spot, recovery, command, variables = json.loads(done.stdout.splitlines()[-1])

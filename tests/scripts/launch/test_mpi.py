@@ -1,4 +1,4 @@
-"""The `mpirun` command of docs/howto/launch.md, as it stands there, by Open MPI 4 (Debian's) and 5 (the wheel)."""
+"""The `mpirun` command of docs/howto/launch.md, by Open MPI 4 (Debian) and 5 (wheel)."""
 
 from __future__ import annotations
 

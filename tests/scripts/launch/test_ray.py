@@ -1,4 +1,4 @@
-"""`scripts/launch/ray_train.py` on a Ray of this machine: two workers of a real JaxTrainer, one lost and started again."""
+"""`scripts/launch/ray_train.py` on a local Ray: one of two workers is lost and restarted."""
 
 from __future__ import annotations
 

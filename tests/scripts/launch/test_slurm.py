@@ -1,4 +1,4 @@
-"""`scripts/launch/slurm.sh` on a real SLURM of two nodes: stopped, requeued, stopped, requeued, killed; and bitwise the same run."""
+"""`scripts/launch/slurm.sh` on a real SLURM: stopped, requeued, killed, and bitwise the run."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_a_job_is_stopped_and_requeued_and_killed_and_ends_as_if_it_had_not(
 
 def trains(slurm: Cluster, job: str, workdir: Path, log: Path, step: int) -> None:
     """Wait until the job has done a step."""
-    until = time.monotonic() + 240
+    deadline = time.monotonic() + 240
     while len(rows(workdir)) < step:
-        assert time.monotonic() < until, (
+        assert time.monotonic() < deadline, (
             log.read_text()[-3000:] if log.exists() else slurm.state(job)
         )
         assert slurm.state(job) not in STOPPED, log.read_text()[-3000:]

@@ -1,4 +1,4 @@
-"""The page of tuned presets says what the tuned presets' files say, and which are evidence of nothing beyond their size."""
+"""The page of tuned presets agrees with their files and names the untested ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The film is an animated picture of commands that can be typed, and no frame of it is wider than its terminal."""
+"""The film is an animated picture of valid commands, no wider than its terminal."""
 
 from __future__ import annotations
 

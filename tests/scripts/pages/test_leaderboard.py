@@ -1,4 +1,4 @@
-"""The leaderboard says what the studies' records say, and a study that is no folder's name is refused before it trains."""
+"""The leaderboard agrees with the studies' records, and refuses bad names before training."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_a_study_adds_its_rows_and_more_seeds_replace_fewer(tmp_path: Path) -> N
     assert rows[-1].preset == "sp"  # the dearest
     record = json.loads((study / "transfer.json").read_text())
     record["studies"] = [{**record["studies"][0], "seeds": 99}]
-    more = tmp_path / "b"
-    more.mkdir()
-    (more / "transfer.json").write_text(json.dumps(record))
+    second_folder = tmp_path / "b"
+    second_folder.mkdir()
+    (second_folder / "transfer.json").write_text(json.dumps(record))
     after = {row.preset: row for row in leaderboard.rows([tmp_path])}
     assert (after["mup"].seeds, after["mup"].study) == (99, f"{tmp_path.name}/b")
     assert after["sp"].study == f"{tmp_path.name}/a"

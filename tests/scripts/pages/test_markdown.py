@@ -1,4 +1,4 @@
-"""The part of a page that a command writes: the rest stays as it is, and a page without the markers is refused."""
+"""A command rewrites its part of a page and refuses a page without the markers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every arXiv number that is cited is that of the paper whose name and year stand beside it, and the page of papers says where."""
+"""Every arXiv number is that of the paper beside it, and the page of papers says where."""
 
 from __future__ import annotations
 

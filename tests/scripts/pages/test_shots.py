@@ -1,4 +1,4 @@
-"""Pictures of a site: what the browser measures on a page that is wrong is said, and every pixel of a page is in one."""
+"""Pictures of a site hold every pixel, and the problems of a page are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same weights here and in `transformers`: logits and greedy text. `make parity` installs what this needs and runs it."""
+"""Logits and greedy text of equal weights, here and in `transformers` (`make parity`)."""
 
 from __future__ import annotations
 
@@ -101,10 +101,12 @@ def test_greedy_text_is_the_same(model: Any, preset: str, tmp_path: Path) -> Non
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, preset_config = CONFIGS.get(model, SANDWICH), PresetConfig(name=preset, base="lm-proxy")
+    model = CONFIGS.get(model, SANDWICH)
+    preset_config = PresetConfig(name=preset, base="lm-proxy")
     model = dataclasses.replace(model, width=96, num_heads=6) if model is SANDWICH else model
     assert isinstance(model, DecoderConfig)
-    built, parameterization = definition(model), preset_for(preset_config, model)
+    built = definition(model)
+    parameterization = preset_for(preset_config, model)
     factors = resolve(parameterization, built)
     params = parity.random_params(built, init_stds(parameterization, built))
     folded = plain.absorb_multipliers(params, plain.scales(built, factors))
@@ -115,7 +117,8 @@ def test_greedy_text_is_the_same(model: Any, preset: str, tmp_path: Path) -> Non
         "float32",
     )
 
-    prompt, length = np.frombuffer(b"def __init__(self, ", np.uint8).astype(np.int32), 100
+    prompt = np.frombuffer(b"def __init__(self, ", np.uint8).astype(np.int32)
+    length = 100
     forward = jax.jit(built.apply)
 
     def logits(tokens: np.ndarray) -> Any:
@@ -144,11 +147,10 @@ def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path
     from transformers import AutoModelForSeq2SeqLM
 
     # MBart's own generation counts the encoder's layers for the decoder's.
-    model, preset_config = (
-        dataclasses.replace(models.MODELS[name], encoder_depth=3),
-        PresetConfig(name="depth-mup", base="ed-proxy"),
-    )
-    built, parameterization = definition(model), preset_for(preset_config, model)
+    model = dataclasses.replace(models.MODELS[name], encoder_depth=3)
+    preset_config = PresetConfig(name="depth-mup", base="ed-proxy")
+    built = definition(model)
+    parameterization = preset_for(preset_config, model)
     factors = resolve(parameterization, built)
     params = parity.random_params(built, init_stds(parameterization, built))
     params |= {
@@ -163,7 +165,8 @@ def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path
         ids,
     )
     inputs, mask, targets = parity.inputs_of(model)
-    text, forward = np.full_like(targets, 2), jax.jit(built.apply)
+    text = np.full_like(targets, 2)
+    forward = jax.jit(built.apply)
     for t in range(targets.shape[1] - 1):
         logits = forward(
             params, factors.multiplier, factors.forward, *map(jnp.asarray, (inputs, mask, text))
@@ -187,13 +190,12 @@ def test_queries_that_their_code_scales_are_read(name: str, last: str, tmp_path:
     }  # of heads of 10
     settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
-    read, inputs = trained.read(tmp_path), parity.inputs_of(models.GEMMA)
+    read = trained.read(tmp_path)
+    inputs = parity.inputs_of(models.GEMMA)
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
-    params, theirs = (
-        transplant.place(read, built, factors),
-        parity.transformers_logits(tmp_path, *inputs),
-    )
+    params = transplant.place(read, built, factors)
+    theirs = parity.transformers_logits(tmp_path, *inputs)
     for times, close in ((1, True), ((3 / 10) ** 0.5, False)):  # the control: as the file has them
         queries = {f"block.attention.{last}": times * params[f"block.attention.{last}"]}
         ours = built.apply(
@@ -209,7 +211,8 @@ def test_embeddings_that_their_code_scales_are_read(tmp_path: Path) -> None:
     fields = huggingface.to_huggingface(models.MBART)
     settings = MBartConfig(**{**fields, "scale_embedding": True})
     MBartForConditionalGeneration(settings).save_pretrained(tmp_path)
-    read, inputs = trained.read(tmp_path), parity.inputs_of(models.MBART)
+    read = trained.read(tmp_path)
+    inputs = parity.inputs_of(models.MBART)
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
     params = transplant.place(read, built, factors)
@@ -234,13 +237,13 @@ def test_transformers_reads_parts_and_halves(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "half", max_shard_size="20KB")
     assert (tmp_path / "half" / INDEX).is_file()
-    whole, half = (trained.read(tmp_path / name).params for name in ("one", "half"))
-    for name, value in whole.items():
+    complete, half = (trained.read(tmp_path / name).params for name in ("one", "half"))
+    for name, value in complete.items():
         np.testing.assert_array_equal(half[name], value.astype(jnp.bfloat16).astype(np.float32))
     (tmp_path / "parts").mkdir()
     write_tensors(
         tmp_path / "parts",
-        weights.to_huggingface(config, whole),
+        weights.to_huggingface(config, complete),
         metadata={"format": "pt"},
         shard_bytes=20_000,
     )

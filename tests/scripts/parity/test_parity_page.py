@@ -1,4 +1,4 @@
-"""The table of parity has every layout that is read, both ways, and every difference in it is within the bound. Needs no torch."""
+"""The table of parity has every layout that is read, within the bound. Needs no torch."""
 
 from __future__ import annotations
 

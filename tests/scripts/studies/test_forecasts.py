@@ -1,4 +1,4 @@
-"""The board of forecasts: what the page says is what was scored, and a forecast cannot be changed afterwards."""
+"""The board of forecasts agrees with the scores, and forecasts cannot be changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed law of published runs: what it must show, and that its page and its forecasts are made from it."""
+"""The committed law of published runs, and the page and forecasts made from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed transfer studies: what the page says is what the records say, and the records what the rows say."""
+"""Committed transfer studies: pages agree with records, and records with rows."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_drifts_follow_from_the_losses(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["head_dim", "heads", "ed-heads", "depth", "moe-width"])
 def test_what_a_study_must_show(name: str) -> None:
-    """The rate transfers, its drift lies apart from the control's, and its price is below half of that."""
+    """Check that the rate transfers, with a drift and price below the control's."""
     record = RECORDS[name]
     compared = {entry["preset"]: entry for entry in record["comparison"]}
     for study in record["studies"]:
@@ -85,7 +85,7 @@ def test_what_a_study_must_show(name: str) -> None:
 
 
 def test_the_batch_follows_the_square_root_and_the_horizon_no_source() -> None:
-    """What a rule of the batch must show; and the exponent of the horizon with its interval, beside those of three sources."""
+    """Check a rule of the batch, and the exponent of the horizon with its interval."""
     rule, constant = (study["drift_octaves_per_doubling"] for study in RECORDS["batch"]["studies"])
     assert abs(rule["value"]) < TOLERANCE
     assert constant["value"] > 0.3

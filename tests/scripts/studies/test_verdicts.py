@@ -1,4 +1,4 @@
-"""Simulated studies: what the committed record must show of the verdict and its intervals, and that it can be made again."""
+"""Simulated studies: the record of the verdict and its intervals can be made again."""
 
 from __future__ import annotations
 
