@@ -99,12 +99,13 @@ def numbers(model_definition: Definition, seed: int = 0) -> tuple[Arrays, Arrays
 
 def inputs_of(model: ModelConfig, batch: int = 2) -> jax.Array:
     random = np.random.default_rng(1)
+    config: Any = model
     if isinstance(model, DecoderConfig):
         return jnp.asarray(
             random.integers(model.vocab_size, size=(batch, model.seq_len)), jnp.int32
         )
     return jnp.asarray(
-        random.standard_normal((batch, model.image_size, model.image_size, model.channels)),
+        random.standard_normal((batch, config.image_size, config.image_size, config.channels)),
         jnp.float32,
     )
 

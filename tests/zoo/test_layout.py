@@ -58,7 +58,7 @@ def network_of(layout: Layout = ONE_DEVICE) -> Any:
 
 
 def layout_of(sizes: dict[str, int]) -> MeshLayout:
-    return MeshLayout(make_mesh(MeshConfig(**sizes)))
+    return MeshLayout(make_mesh(MeshConfig(**sizes)))  # pyright: ignore[reportArgumentType]
 
 
 def program_text(network: Any) -> str:
@@ -67,8 +67,9 @@ def program_text(network: Any) -> str:
 
 @pytest.mark.core
 def test_models_of_two_layouts_do_not_see_each_others() -> None:
-    layouts = {name: layout_of(sizes) for name, sizes in MESHES.items()}
-    layouts["one device"] = ONE_DEVICE
+    layouts: dict[str, Layout] = {"one device": ONE_DEVICE}
+    for name, sizes in MESHES.items():
+        layouts[name] = layout_of(sizes)
     alone = {name: program_text(network_of(layout)) for name, layout in layouts.items()}
     assert len(set(alone.values())) == 4  # the control: each layout makes another program
 
@@ -94,7 +95,8 @@ def test_a_layout_is_a_static_field_that_definitions_do_not_keep() -> None:
     before = hash(definition_graph)
     placed = network_of(layout)
     unplaced = nnx.graphdef(network_of())
-    parts = [part for _, part in nnx.iter_modules(placed) if partition.has_layout(part)]
+    modules: Any = nnx.iter_modules(placed)
+    parts = [part for _, part in modules if partition.has_layout(part)]
     assert {type(part).__name__ for part in parts} == {"Decoder", "Block", "Attention", "MLP"}
     assert all(part.layout is layout for part in parts)
     # A function that is compiled for one model is not traced for another with the same layout.

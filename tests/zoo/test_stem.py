@@ -31,8 +31,8 @@ MODEL = ViTConfig(
 
 def test_a_convolution_is_that_of_scipy_with_a_border_of_zeros() -> None:
     rng = np.random.default_rng(0)
-    image = rng.standard_normal((1, 6, 6, 2)).astype(np.float32)
-    weight = rng.standard_normal((9, 2, 4)).astype(np.float32)
+    image: Any = rng.standard_normal((1, 6, 6, 2)).astype(np.float32)
+    weight: Any = rng.standard_normal((9, 2, 4)).astype(np.float32)
     kernel = weight.reshape(3, 3, 2, 4)
     expected = np.zeros((6, 6, 4))
     for output in range(4):
@@ -102,7 +102,7 @@ def _step(model: ViTConfig) -> Callable[[Any, Any], jax.Array]:
     structure = definition(model)
     tx = optimizer.build(OptimizerConfig(name="adam", peak_lr=1e-2), structure.specs)
     config = OptimizerConfig(name="adam", peak_lr=1e-2, schedule="constant")
-    hyper = hyperparams(config, 2).at(np.int32(0))
+    hyper = hyperparams(config, 2).at(jax.numpy.int32(0))
     images = np.random.default_rng(0).standard_normal((8, 16, 16, 3)).astype(np.float32)
 
     def change(params: Any, factors: Any) -> jax.Array:
