@@ -337,10 +337,10 @@ def num_products(how: Any, layout: Layout) -> int:
 
 def shapes(how: Any) -> set[tuple[int, ...]]:
     """Return the shapes of all arrays that are computed for the gradient."""
-    found = set()
+    array_shapes = set()
     for equation in gradient_equations(how):
-        found.update(tuple(variable.aval.shape) for variable in equation.outvars)
-    return found
+        array_shapes.update(tuple(variable.aval.shape) for variable in equation.outvars)
+    return array_shapes
 
 
 def test_no_array_holds_all_logits() -> None:

@@ -72,11 +72,11 @@ def train(*words: str) -> Done:
 
 def rows(workdir: Path | str) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics, without those that hold measured times."""
-    kept = []
+    records = []
     for row in metrics.read(Path(workdir) / "metrics.jsonl"):
         if "perf_data_wait" not in row:
-            kept.append({name: value for name, value in row.items() if name != "seconds"})
-    return kept
+            records.append({name: value for name, value in row.items() if name != "seconds"})
+    return records
 
 
 def steps(workdir: str) -> list[int]:
@@ -199,18 +199,18 @@ def test_rollback_passes_over_the_batches_since_the_checkpoint_and_is_exact_unde
 @pytest.fixture(scope="module")
 def saves() -> list[tuple[int, int]]:
     """Steps that the undisturbed run saves, each with the last step that is on disk then."""
-    seen: list[tuple[int, int]] = []
+    saved_steps: list[tuple[int, int]] = []
     save = loop.Checkpoints.save
 
     def watched(checkpoints: Any, step: int, *rest: Any, **more: Any) -> None:
-        seen.append((step, max(row["step"] for row in rows("undisturbed"))))
+        saved_steps.append((step, max(row["step"] for row in rows("undisturbed"))))
         save(checkpoints, step, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Checkpoints, "save", watched)
         patch.setattr(metrics, "_DRAIN_SECONDS", 60.0)  # the writer's thread alone would be late
         assert train("--workdir", "undisturbed").code == 0
-    return seen
+    return saved_steps
 
 
 @pytest.fixture(scope="module")
