@@ -1,4 +1,4 @@
-"""Small models of every kind with random parameters and factors, their logits and gradients, and how near two of them must be."""
+"""Small models of every kind with random parameters and factors, their logits and gradients."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import Arrays, Definition, definition
 from mupax.zoo.layers.stack import runs_as_scan
+from tests.fixtures import tiny
 
 FORWARD, GRADIENT = 2e-5, 1e-4
 
@@ -80,7 +81,7 @@ def with_compute(model: ModelConfig, **changes: str) -> ModelConfig:
 
 
 def numbers(model_definition: Definition, seed: int = 0) -> tuple[Arrays, Arrays]:
-    """Random parameters of about fan-in size and random factors, different in every layer."""
+    """Draw parameters of about fan-in size and factors, different in every layer."""
     random = np.random.default_rng(seed)
 
     def draw(name: str) -> jax.Array:
@@ -98,12 +99,13 @@ def numbers(model_definition: Definition, seed: int = 0) -> tuple[Arrays, Arrays
 
 def inputs_of(model: ModelConfig, batch: int = 2) -> jax.Array:
     random = np.random.default_rng(1)
+    config: Any = model
     if isinstance(model, DecoderConfig):
         return jnp.asarray(
             random.integers(model.vocab_size, size=(batch, model.seq_len)), jnp.int32
         )
     return jnp.asarray(
-        random.standard_normal((batch, model.image_size, model.image_size, model.channels)),
+        random.standard_normal((batch, config.image_size, config.image_size, config.channels)),
         jnp.float32,
     )
 
@@ -111,13 +113,22 @@ def inputs_of(model: ModelConfig, batch: int = 2) -> jax.Array:
 def logits_of(
     model_definition: Definition, params: Arrays, factors: Arrays, x: jax.Array
 ) -> jax.Array:
-    return jax.jit(lambda params, factors, x: model_definition.bind(params, factors)(x))(
-        params, factors, x
-    )  # pyright: ignore[reportCallIssue]
+    def run(params: Arrays, factors: Arrays, x: jax.Array) -> jax.Array:
+        network: Any = model_definition.bind(params, factors)
+        return network(x)
+
+    return jax.jit(run)(params, factors, x)
+
+
+@functools.cache
+def random_logits(model: ModelConfig) -> jax.Array:
+    """Return the logits of a model with the `numbers` of its definition."""
+    model_definition = definition(model)
+    return logits_of(model_definition, *numbers(model_definition), inputs_of(model))
 
 
 def logits_and_gradients(model: ModelConfig) -> Any:
-    """Logits, and the gradient of a random linear function of them, of a model with the `numbers` of its definition."""
+    """Return logits of random parameters, and the gradient of a random linear function of them."""
     return _logits_and_gradients(
         with_compute(model, layers="scan" if runs_as_scan(model.compute, 2) else "unrolled")
     )
@@ -130,8 +141,9 @@ def _logits_and_gradients(model: ModelConfig) -> Any:
     x = inputs_of(model)
 
     def loss(params: Arrays) -> tuple[jax.Array, jax.Array]:
-        logits: Any = model_definition.bind(params, factors)(x)  # pyright: ignore[reportCallIssue]
-        weights = jnp.asarray(np.random.default_rng(2).standard_normal(logits.shape), jnp.float32)
+        network: Any = model_definition.bind(params, factors)
+        logits = network(x)
+        weights = np.random.default_rng(2).standard_normal(logits.shape).astype(np.float32)
         return jnp.sum(weights * logits), logits
 
     (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
@@ -139,9 +151,6 @@ def _logits_and_gradients(model: ModelConfig) -> Any:
 
 
 def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Every leaf within tolerance of the largest entry of its counterpart."""
+    """Assert that every array is within `tolerance` of its largest expected entry."""
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(
-            got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6)
-        )
+    tiny.assert_close(actual, expected, tolerance)

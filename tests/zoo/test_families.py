@@ -36,6 +36,9 @@ from mupax.train.studies.check import check
 from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError, ModelConfig, family_class
 from mupax.zoo.definition import definition
+from tests.fixtures.programs import shared_programs
+
+__all__ = ["shared_programs"]  # a fixture: runs of this file share what is compiled
 
 MIXER = MixerConfig(
     width=16,
@@ -152,22 +155,15 @@ def test_it_trains_is_saved_and_goes_on_bitwise(tmp_path: Path) -> None:
     assert loop.run(run_of(part, steps=3)) == 0
     assert loop.run(run_of(part, resume=True)) == 0
     states = []
+    losses = []
     for folder in (whole, part):
-        run = saved_run.find(folder)
-        states.append(
-            runs.whole_state(folder / "checkpoints" / "5", runs.on_one_device(run.config))
-        )
+        config = runs.on_one_device(saved_run.find(folder).config)
+        states.append(runs.whole_state(folder / "checkpoints" / "5", config))
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        losses.append([row["loss"] for row in rows if "loss" in row])
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
-    for one, other in zip(*map(jax.tree.leaves, states), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    losses = [
-        [
-            row["loss"]
-            for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-            if "loss" in row
-        ]
-        for folder in (whole, part)
-    ]
+    for expected, actual in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
     assert losses[0] == losses[1]
     assert len(losses[0]) == 5
     recorded = json.loads((whole / "config.json").read_text())["config"]

@@ -1,4 +1,4 @@
-"""The layout as an argument: models of two layouts side by side, modules with and without the field, and what stays of the old global.
+"""The layout as an argument: models of two layouts, modules with and without the field, old names.
 
 Whole steps on meshes against one device are in tests/train/parallel/test_mesh.py.
 """
@@ -6,6 +6,7 @@ Whole steps on meshes against one device are in tests/train/parallel/test_mesh.p
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
 
 from examples.mlp_mixer import Mixer, MixerConfig
 from mupax import zoo
 from mupax.train.config import data
-from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo import manual, partition
@@ -28,6 +28,8 @@ from mupax.zoo.layers import linear
 from mupax.zoo.layers.linear import ReadoutInputs, readout_method
 from mupax.zoo.layers.stack import residual_stack
 from mupax.zoo.partition import ONE_DEVICE, Layout
+from tests.fixtures.tiny import equations, run_of, train
+from tests.zoo.models import numbers as random_numbers
 
 MODEL = DecoderConfig(width=16, depth=3, num_heads=2, vocab_size=24, seq_len=8, positions="rotary")
 TOKENS = np.random.default_rng(0).integers(0, 24, (8, 8), np.int32)
@@ -38,16 +40,25 @@ MESHES = {
 }
 
 
-def numbers(model: Definition) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+@functools.cache
+def built() -> Definition:
+    return definition(MODEL)
+
+
+@functools.cache
+def numbers() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return parameters, multipliers and factors of the forward pass."""
-    stds = dict.fromkeys(model.specs, 0.1)
-    params = jax.jit(lambda: model.initialize(0, stds))()
-    ones = {name: np.ones(factor["shape"], np.float32) for name, factor in model.factors.items()}
-    return params, dict.fromkeys(model.specs, np.float32(1)), ones
+    params, _ = random_numbers(built())
+    ones = {name: np.ones(factor["shape"], np.float32) for name, factor in built().factors.items()}
+    return params, dict.fromkeys(params, np.float32(1)), ones
+
+
+def network_of(layout: Layout = ONE_DEVICE) -> Any:
+    return built().model(*numbers(), layout=layout)
 
 
 def layout_of(sizes: dict[str, int]) -> MeshLayout:
-    return MeshLayout(make_mesh(MeshConfig(**sizes)))
+    return MeshLayout(make_mesh(MeshConfig(**sizes)))  # pyright: ignore[reportArgumentType]
 
 
 def program_text(network: Any) -> str:
@@ -56,20 +67,14 @@ def program_text(network: Any) -> str:
 
 @pytest.mark.core
 def test_models_of_two_layouts_do_not_see_each_others() -> None:
-    model = definition(MODEL)
-    layouts = {name: layout_of(sizes) for name, sizes in MESHES.items()}
-    alone = {
-        name: program_text(model.model(*numbers(model), layout=layout))
-        for name, layout in layouts.items()
-    }
-    alone["one device"] = program_text(model.model(*numbers(model)))
+    layouts: dict[str, Layout] = {"one device": ONE_DEVICE}
+    for name, sizes in MESHES.items():
+        layouts[name] = layout_of(sizes)
+    alone = {name: program_text(network_of(layout)) for name, layout in layouts.items()}
     assert len(set(alone.values())) == 4  # the control: each layout makes another program
 
     # All are made first, and called in another order than they were made in.
-    networks = {
-        name: model.model(*numbers(model), layout=layout) for name, layout in layouts.items()
-    }
-    networks["one device"] = model.model(*numbers(model))
+    networks = {name: network_of(layout) for name, layout in layouts.items()}
     for name in reversed([*networks]):
         assert program_text(networks[name]) == alone[name], name
 
@@ -85,29 +90,29 @@ def test_models_of_two_layouts_do_not_see_each_others() -> None:
 
 @pytest.mark.core
 def test_a_layout_is_a_static_field_that_definitions_do_not_keep() -> None:
-    model, layout = definition(MODEL), layout_of(MESHES["batch"])
-    definition_graph = model.graph
+    layout = layout_of(MESHES["batch"])
+    definition_graph = built().graph
     before = hash(definition_graph)
-    placed: Any = model.model(*numbers(model), layout=layout)
-    unplaced = nnx.graphdef(model.model(*numbers(model)))
-    parts = [part for _, part in nnx.iter_modules(placed) if partition.has_layout(part)]
+    placed = network_of(layout)
+    unplaced = nnx.graphdef(network_of())
+    modules: Any = nnx.iter_modules(placed)
+    parts = [part for _, part in modules if partition.has_layout(part)]
     assert {type(part).__name__ for part in parts} == {"Decoder", "Block", "Attention", "MLP"}
     assert all(part.layout is layout for part in parts)
+    # A function that is compiled for one model is not traced for another with the same layout.
     graph, state = nnx.split(placed)
-    again = nnx.graphdef(model.model(*numbers(model), layout=layout))
-    assert (graph, hash(graph)) == (
-        again,
-        hash(again),
-    )  # a function that is compiled for one is not traced for the other
+    again = nnx.graphdef(network_of(layout))
+    assert graph == again
+    assert hash(graph) == hash(again)
     assert graph != unplaced  # the control: the layout is in the graph of a placed model
     assert not [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, Layout)]
     # Neither in the definition nor in a model of one device, such as a user builds and saves.
-    assert (model.graph, hash(model.graph)) == (definition_graph, before)
-    assert unplaced == nnx.graphdef(model.model(*numbers(model)))
-    assert (
-        nnx.graphdef(zoo.get("lm-tiny").module(nnx.Rngs(0))) == definition(zoo.get("lm-tiny")).graph
-    )
-    assert ONE_DEVICE not in vars(model.model(*numbers(model))).values()
+    assert built().graph == definition_graph
+    assert hash(built().graph) == before
+    assert unplaced == nnx.graphdef(network_of())
+    tiny_model = zoo.get("lm-tiny")
+    assert nnx.graphdef(tiny_model.module(nnx.Rngs(0))) == definition(tiny_model).graph
+    assert ONE_DEVICE not in vars(network_of()).values()
 
 
 class Gathered(Mixer):
@@ -143,45 +148,30 @@ class PlacedConfig(MixerConfig):
 
 def step_of(config: type[MixerConfig]) -> Program:
     model = config(width=16, depth=2, image_size=4, patch_size=2, channels=1, num_classes=8)
-    run = Config(
-        recipe="r",
-        model=model,
-        data=DataConfig(name="images:x", batch_size=8),
-        mesh=MeshConfig(data=1, fsdp=8),
-        optimizer=OptimizerConfig(peak_lr=0.1),
-        preset=PresetConfig(name="mup", base="embed=8,mlp=32,layers=2"),
-        steps=9,
+    return assemble(
+        run_of(
+            model,
+            mesh=MeshConfig(data=1, fsdp=8),
+            optimizer=OptimizerConfig(peak_lr=0.1),
+            preset=PresetConfig(name="mup", base="embed=8,mlp=32,layers=2"),
+        )
     )
-    return assemble(run)
 
 
-def primitives(jaxpr: Any) -> set[str]:
-    inner = [one for equation in jaxpr.eqns for one in jaxprs_in_params(equation.params)]
-    return {equation.primitive.name for equation in jaxpr.eqns}.union(*map(primitives, inner))
+def is_gathered_by_hand(program: Program) -> bool:
+    names = {eqn.primitive.name for eqn in equations(program.trace_train().jaxpr.jaxpr)}
+    return "shard_map" in names
 
 
 def test_a_users_module_has_its_parameters_gathered_by_hand_if_it_reads_them_so() -> None:
-    random = np.random.default_rng(1)
-    images, targets = random.standard_normal((8, 4, 4, 1)), random.integers(0, 8, 8)
-    batch = {
-        "inputs": images.astype(np.float32),
-        "targets": targets.astype(np.int32),
-        "weights": np.ones(8, "f4"),
-    }
-    losses, by_hand = [], []
-    for config in (MixerConfig, GatheredConfig):
-        program = step_of(config)
-        step, state = program.compile_train(), program.initial_state()
-        for _ in range(2):
-            state, metrics = step(
-                state, program.step_inputs(), program.train_feed().shard_batch(batch)
-            )
-            losses.append(float(metrics["loss"]))
-        by_hand.append("shard_map" in primitives(program.trace_train().jaxpr.jaxpr))
-    assert by_hand == [False, True]
-    np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-5)
+    plain = train(step_of(MixerConfig), 2)
+    gathered = train(step_of(GatheredConfig), 2)
+    losses = [row["loss"] for row in plain.rows]
     assert losses[1] != losses[0]  # the control: the step changes the model
-    assert "shard_map" not in primitives(step_of(PlacedConfig).trace_train().jaxpr.jaxpr)
+    np.testing.assert_allclose([row["loss"] for row in gathered.rows], losses, rtol=1e-5)
+    assert not is_gathered_by_hand(plain.program)
+    assert is_gathered_by_hand(gathered.program)
+    assert not is_gathered_by_hand(step_of(PlacedConfig))
 
 
 @pytest.mark.core
@@ -208,14 +198,10 @@ def test_what_users_may_have_written_warns() -> None:
         def module(self, rngs: nnx.Rngs) -> Old:
             return Old(self, rngs)
 
-    layout, sizes = (
-        layout_of({"data": 1, "fsdp": 8}),
-        {"width": 16, "depth": 2, "image_size": 4, "patch_size": 2},
-    )
+    layout = layout_of({"data": 1, "fsdp": 8})
+    config = OldConfig(width=16, depth=2, image_size=4, patch_size=2, channels=1, num_classes=8)
     with pytest.warns(DeprecationWarning, match="Old.gathers is deprecated"):
-        assert (
-            manual.inside(layout, definition(OldConfig(**sizes, channels=1, num_classes=8))) is None
-        )
+        assert manual.inside(layout, definition(config)) is None
     with pytest.warns(DeprecationWarning, match="read self.layout"):
         assert partition.current() is ONE_DEVICE
 

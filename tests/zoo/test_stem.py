@@ -1,9 +1,12 @@
-"""Convolutions that make a ViT's patches: what they compute, what they count, and that they follow a preset as the width grows."""
+"""Convolutions that make a ViT's patches: their output, their count, and growth under a preset."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,8 +31,8 @@ MODEL = ViTConfig(
 
 def test_a_convolution_is_that_of_scipy_with_a_border_of_zeros() -> None:
     rng = np.random.default_rng(0)
-    image = rng.standard_normal((1, 6, 6, 2)).astype(np.float32)
-    weight = rng.standard_normal((9, 2, 4)).astype(np.float32)
+    image: Any = rng.standard_normal((1, 6, 6, 2)).astype(np.float32)
+    weight: Any = rng.standard_normal((9, 2, 4)).astype(np.float32)
     kernel = weight.reshape(3, 3, 2, 4)
     expected = np.zeros((6, 6, 4))
     for output in range(4):
@@ -93,42 +96,54 @@ def _factors(structure: Definition) -> dict[str, np.ndarray]:
     }
 
 
-def _moved(model: ViTConfig, preset: presets.Preset, wrong: frozenset[str] = frozenset()) -> float:
-    """Return how far one step of Adam moves what the stem writes, as a root mean square.
-
-    Args:
-        model: of some width.
-        preset: relative to `MODEL`.
-        wrong: parameters whose rate does not fall with what they read.
-    """
+@functools.cache
+def _step(model: ViTConfig) -> Callable[[Any, Any], jax.Array]:
+    """Compile (parameters, factors) -> root mean square of the stem's change by a step of Adam."""
     structure = definition(model)
-    specs = {
-        name: _without_growth(spec) if name in wrong else spec
-        for name, spec in structure.specs.items()
-    }
-    resolved = resolve(preset, dataclasses.replace(structure, specs=specs), "adam", "coupled")
-    params = structure.initialize(np.uint32(0), init_stds(preset, structure))
     tx = optimizer.build(OptimizerConfig(name="adam", peak_lr=1e-2), structure.specs)
-    hyper = hyperparams(OptimizerConfig(name="adam", peak_lr=1e-2, schedule="constant"), 2).at(
-        np.int32(0)
-    )
+    config = OptimizerConfig(name="adam", peak_lr=1e-2, schedule="constant")
+    hyper = hyperparams(config, 2).at(jax.numpy.int32(0))
     images = np.random.default_rng(0).standard_normal((8, 16, 16, 3)).astype(np.float32)
 
-    def stem(params: dict[str, jax.Array]) -> jax.Array:
-        return structure.model(params, resolved.multiplier, resolved.forward).embed(images)
+    def change(params: Any, factors: Any) -> jax.Array:
+        def network(params: Any) -> Any:
+            return structure.model(params, factors.multiplier, factors.forward)
 
-    def loss(params: dict[str, jax.Array]) -> jax.Array:
-        logits = structure.model(params, resolved.multiplier, resolved.forward)(images)
-        return -jax.nn.log_softmax(logits)[np.arange(8), np.arange(8) % 5].mean()
+        def loss(params: Any) -> jax.Array:
+            log_p = jax.nn.log_softmax(network(params)(images))
+            return -log_p[np.arange(8), np.arange(8) % 5].mean()
 
-    def change(params: dict[str, jax.Array]) -> jax.Array:
         grads = jax.grad(loss)(params)
         moved, _ = optimizer.apply_gradients(
-            tx, grads, tx.init(params), params, factors=resolved, hyper=hyper
+            tx, grads, tx.init(params), params, factors=factors, hyper=hyper
         )
-        return jax.numpy.sqrt(jax.numpy.mean((stem(moved) - stem(params)) ** 2))
+        difference = network(moved).embed(images) - network(params).embed(images)
+        return jax.numpy.sqrt(jax.numpy.mean(difference**2))
 
-    return float(jax.jit(change, compiler_options={"xla_backend_optimization_level": 0})(params))
+    return jax.jit(change, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def _moved(model: ViTConfig, preset: presets.Preset, wrong: frozenset[str] = frozenset()) -> float:
+    """Return how far one step of Adam moves the output of the stem, as a root mean square.
+
+    Args:
+        preset: Preset relative to `MODEL`.
+        wrong: Parameters whose rate does not fall with what they read.
+    """
+    structure = definition(model)
+    specs = dict(structure.specs)
+    for name in wrong:
+        specs[name] = _without_growth(specs[name])
+    factors = resolve(preset, dataclasses.replace(structure, specs=specs), "adam", "coupled")
+    random = np.random.default_rng(1)
+    params = {}
+    for name, std in init_stds(preset, structure).items():
+        # Gains start at their spread; other parameters are drawn.
+        shape = structure.abstract[name].shape
+        is_gain = structure.specs[name].role is Role.NORM_GAIN
+        draw = np.ones(shape) if is_gain else random.standard_normal(shape)
+        params[name] = np.asarray(std * draw, np.float32)
+    return float(_step(model)(params, factors))
 
 
 def _without_growth(spec: ParamSpec) -> ParamSpec:

@@ -1,4 +1,4 @@
-"""What a run refuses before anything is allocated, by name: growth no rule covers, drifting decay, missing rules and specs."""
+"""Runs that would undo a preset are refused by name before anything is allocated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def program_of(*words: str) -> Program:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What the run says on its way out, with exit code 2."""
+    """Return the message of a run that is refused with exit code 2."""
     assert main(["train", "lm-tiny", *words, "--dry-run"]) == 2
     out, err = capsys.readouterr()
     assert not out
@@ -234,7 +234,7 @@ def test_a_parameter_without_a_spec_stops_a_run(
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_the_chain_of_a_run_applies_the_rates_once(name: str):
-    """As any chain of a user's own; and with the preset over it once more, it is refused."""
+    """A chain of a run passes as any user's; with the preset over it once more it is refused."""
     model = definition(DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5))
     base = {"embed": 4, "heads": 1, "kv_heads": 1, "head_dim": 4, "mlp": 8, "layers": 2}
     preset = presets.get("mup", base=base)

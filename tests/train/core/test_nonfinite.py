@@ -1,17 +1,18 @@
-"""Runs whose losses or gradients are no numbers, that hear a signal, or hang: named, and exact under kill and resume."""
+"""Runs that meet a loss or gradient that is no number, a signal, or a hang."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -31,49 +32,65 @@ __all__ = ["shared_programs"]  # a fixture
 
 STEPS = 12
 TINY = (
-    "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 "
-    "--data.eval-examples 64 --data.eval-batch-size 32 --optimizer.warmup-steps 2 --checkpoint.every-steps 4 --log.no-samples "
-    f"--log.no-tensorboard --log.eval-every-steps 4 --checkpoint.keep 9 --steps {STEPS}"
+    "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 "
+    "--model.seq-len 16 --data.batch-size 16 --data.eval-examples 64 --data.eval-batch-size 32 "
+    "--optimizer.warmup-steps 2 --checkpoint.every-steps 4 --log.no-samples --log.no-tensorboard "
+    f"--log.eval-every-steps 4 --checkpoint.keep 9 --steps {STEPS}"
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
+    """A run that has ended. Lines of its output are joined."""
+
     code: int
     out: str
     err: str
+    error_lines: int
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path, choose = tmp_path_factory.mktemp("bad"), random.Random(0)
+    path = tmp_path_factory.mktemp("bad")
+    choose = random.Random(0)
     words = ("def", "return", "import", "class", "self", "value", "lambda", "yield")
-    (path / "text.txt").write_text(
-        "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
-    )
+    lines = [" ".join(choose.choices(words, k=9)) for _ in range(600)]
+    (path / "text.txt").write_text("\n".join(lines))
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
         patch.setenv("MUPAX_DATA", str(path / "cache"))
         yield path
 
 
 def train(*words: str) -> Done:
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(["train", *TINY.split(), *words])
-    return Done(code, out.getvalue(), err.getvalue())
+    errors = err.getvalue()
+    lines = len(errors.splitlines())
+    return Done(code, " ".join(out.getvalue().split()), " ".join(errors.split()), lines)
 
 
 def rows(workdir: Path | str) -> list[dict[str, Any]]:
-    records = metrics.read(Path(workdir) / "metrics.jsonl")
-    return [
-        {k: v for k, v in row.items() if k != "seconds"}
-        for row in records
-        if "perf_data_wait" not in row
-    ]
+    """Return the rows of a run's metrics, without those that hold measured times."""
+    records = []
+    for row in metrics.read(Path(workdir) / "metrics.jsonl"):
+        if "perf_data_wait" not in row:
+            records.append({name: value for name, value in row.items() if name != "seconds"})
+    return records
+
+
+def steps(workdir: str) -> list[int]:
+    """Return the steps whose loss is recorded."""
+    return [row["step"] for row in rows(workdir) if "loss" in row]
 
 
 def interrupted(source: str, name: str, step: int, lines: int) -> Path:
-    """A copy of a finished run as a kill would have left it: only checkpoints up to a step, so many rows, one torn."""
+    """Copy a finished run as a kill would have left it, with its last row torn.
+
+    Args:
+        step: Step of the last checkpoint that is kept.
+        lines: Number of complete rows of metrics that are kept.
+    """
     copy = Path(name)
     shutil.copytree(source, copy)
     for path in (copy / "checkpoints").iterdir():
@@ -85,119 +102,135 @@ def interrupted(source: str, name: str, step: int, lines: int) -> Path:
 
 
 @pytest.fixture
-def spoilt(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Numbers of batches in which no target counts, so that their mean loss is not a number."""
-    bad: set[int] = set()
+def spoilt(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Factors on the weights of batches, by number: 0 or NaN makes their mean loss not a number."""
+    factors: dict[int, float] = {}
     make = TokenData.train_batch
 
     def train_batch(data: TokenData, k: int, rows: slice = slice(None)) -> Any:
         batch = make(data, k, rows)
-        return {**batch, "weights": 0 * batch["weights"]} if k in bad else batch
+        return {**batch, "weights": factors.get(k, 1) * batch["weights"]}
 
     monkeypatch.setattr(TokenData, "train_batch", train_batch)
-    return bad
+    return factors
 
 
-def test_raise_stops_and_says_where(spoilt: set[int]) -> None:
-    spoilt.add(6)
+NAN = float("nan")
+
+
+def test_raise_stops_and_says_where(spoilt: dict[int, float]) -> None:
+    spoilt[6] = NAN
     done = train("--workdir", "raised")
     assert done.code == 1
-    stderr = " ".join(done.err.split())
-    assert "is not finite at step 7 (loss nan, gradient norm nan)" in stderr
-    assert "(role " in stderr
-    assert "the last good checkpoint is step 4" in stderr
-    assert "--resume --bad-numbers skip" in stderr
-    assert len(done.err.splitlines()) <= 10
+    assert "is not finite at step 7 (loss nan, gradient norm nan)" in done.err
+    assert "(role " in done.err
+    assert "the last good checkpoint is step 4" in done.err
+    assert "--resume --bad-numbers skip" in done.err
+    assert done.error_lines <= 10
     assert "Traceback" not in done.err
     assert rows("raised")[-1]["step"] == 7
-    # What it advises works.
+    # The advice works.
     assert train("--workdir", "raised", "--resume", "--bad-numbers", "skip").code == 0
-    assert [row["step"] for row in rows("raised") if "loss" in row] == list(range(1, STEPS + 1))
+    assert steps("raised") == [*range(1, STEPS + 1)]
 
 
 def test_the_culprit_is_one_of_the_trained_parameters_where_others_are_frozen(
-    spoilt: set[int],
+    spoilt: dict[int, float],
 ) -> None:
-    spoilt.add(1)
+    spoilt[1] = 0
     done = train("--workdir", "frozen", "--freeze", "token_embedding", "block.attention.*")
     assert done.code == 1, done.err
-    assert (
-        "the gradient of block.attention_norm.gain (role norm_gain, layer 0), the first of"
-        in " ".join(done.err.split())
-    )
+    culprit = "the gradient of block.attention_norm.gain (role norm_gain, layer 0), the first of"
+    assert culprit in done.err
 
 
-def test_skip_counts_and_is_exact_under_resume(spoilt: set[int]) -> None:
-    spoilt |= {2, 6, 7}
+def test_skip_counts_and_is_exact_under_resume(spoilt: dict[int, float]) -> None:
+    spoilt.update({2: 0, 6: NAN, 7: 0})
     done = train("--workdir", "skipped", "--bad-numbers", "skip")
     assert done.code == 0, done.err
     records = rows("skipped")
-    assert [row["step"] for row in records if row.get("skipped")] == [3, 7, 8]
-    assert all(row["loss"] is None for row in records if row.get("skipped"))
+    assert steps("skipped") == [*range(1, STEPS + 1)]
+    skipped = [row for row in records if row.get("skipped")]
+    assert [row["step"] for row in skipped] == [3, 7, 8]
+    assert all(row["loss"] is None for row in skipped)
+    assert [row["step"] for row in records if row.get("tokens") == 0] == [3, 7, 8]
     interrupted("skipped", "skipped-on", 4, 9)
     assert train("--workdir", "skipped-on", "--bad-numbers", "skip", "--resume").code == 0
     assert rows("skipped-on") == records
-    done = train("--workdir", "too-many", "--bad-numbers", "skip", "--faults.most-in-a-row", "2")
+
+    limit = ("--faults.most-in-a-row", "2")
+    interrupted("skipped", "too-many", 4, 9)
+    done = train("--workdir", "too-many", "--bad-numbers", "skip", "--resume", *limit)
     assert done.code == 1
-    assert "2 steps in a row were left out" in " ".join(done.err.split())
+    assert "2 steps in a row were left out" in done.err
     assert rows("too-many")[-1]["step"] == 8
 
 
 def test_rollback_passes_over_the_batches_since_the_checkpoint_and_is_exact_under_resume(
-    spoilt: set[int],
+    spoilt: dict[int, float],
 ) -> None:
-    spoilt |= {1, 8}
+    spoilt.update({1: 0, 8: NAN})
     done = train("--workdir", "back", "--bad-numbers", "rollback")
     assert done.code == 0, done.err
-    output = " ".join(done.out.split())
-    assert "back to step 0, going on 2 batches later" in output
-    assert "back to step 4, going on 3 batches later" in output
+    assert "back to step 0, going on 2 batches later" in done.out
+    assert "back to step 4, going on 3 batches later" in done.out
     records = [row for row in rows("back") if "loss" in row]
-    assert [row["step"] for row in records] == list(range(1, STEPS + 1))
+    assert steps("back") == [*range(1, STEPS + 1)]
     # Batches 0 and 1 for the first; at step 7, batch 8, three later: 6, 7 and 8.
     assert [row["batch"] for row in records] == [2, 3, 4, 5, *range(9, 9 + STEPS - 4)]
-    assert not any(row.get("skipped") for row in records)
+    assert not any(row.get("skipped") or row["tokens"] == 0 for row in records)
     for step, lines in ((4, 8), (0, 3), (8, 11)):
-        copy = f"back-{step}"
-        interrupted("back", copy, step, lines)
-        assert train("--workdir", copy, "--bad-numbers", "rollback", "--resume").code == 0
-        assert rows(copy) == rows("back")
-    spoilt |= set(range(9, 99))
+        name = f"back-{step}"
+        interrupted("back", name, step, lines)
+        assert train("--workdir", name, "--bad-numbers", "rollback", "--resume").code == 0
+        assert rows(name) == rows("back")
+
+    spoilt.update(dict.fromkeys(range(9, 99), 0.0))
     interrupted("back", "hopeless", 8, 3)
-    done = train(
-        "--workdir",
-        "hopeless",
-        "--bad-numbers",
-        "rollback",
-        "--resume",
-        "--faults.most-in-a-row",
-        "3",
-    )
+    limit = ("--faults.most-in-a-row", "3")
+    done = train("--workdir", "hopeless", "--bad-numbers", "rollback", "--resume", *limit)
     assert done.code == 1
-    assert "3 rollbacks to one checkpoint did not help" in " ".join(done.err.split())
+    assert "3 rollbacks to one checkpoint did not help" in done.err
 
 
 # Signals, where a run may be
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> list[dict[str, Any]]:
-    assert train("--workdir", "whole").code == 0
-    return rows("whole")
+def saves() -> list[tuple[int, int]]:
+    """Steps that the undisturbed run saves, each with the last step that is on disk then."""
+    saved_steps: list[tuple[int, int]] = []
+    save = loop.Checkpoints.save
+
+    def watched(checkpoints: Any, step: int, *rest: Any, **more: Any) -> None:
+        saved_steps.append((step, max(row["step"] for row in rows("undisturbed"))))
+        save(checkpoints, step, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Checkpoints, "save", watched)
+        patch.setattr(metrics, "_DRAIN_SECONDS", 60.0)  # the writer's thread alone would be late
+        assert train("--workdir", "undisturbed").code == 0
+    return saved_steps
 
 
-def goes_on(workdir: str, whole: list[dict[str, Any]]) -> None:
-    assert train("--workdir", workdir, "--resume").code == 0
-    assert rows(workdir) == whole
+@pytest.fixture(scope="module")
+def undisturbed(saves: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Rows of a run that nothing disturbs."""
+    return rows("undisturbed")
+
+
+def test_rows_are_on_disk_before_the_checkpoint_after_them(saves: list[tuple[int, int]]) -> None:
+    assert saves == [(4, 4), (8, 8), (12, 12)]
 
 
 def test_a_signal_ends_an_evaluation_and_resuming_does_it_again(
-    whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    undisturbed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, batches = TokenData.eval_batches, []
+    evaluate = TokenData.eval_batches
+    batches = []
 
-    def eval_batches(data: TokenData, *rows: slice) -> Any:
-        for batch in evaluate(data, *rows):
+    def eval_batches(data: TokenData, *parts: slice) -> Any:
+        for batch in evaluate(data, *parts):
             batches.append(1)
             if len(batches) == 4:  # of the second evaluation, at step 8, the second batch
                 signal.raise_signal(signal.SIGTERM)
@@ -208,18 +241,22 @@ def test_a_signal_ends_an_evaluation_and_resuming_does_it_again(
         patch.setattr(TokenData, "eval_batches", eval_batches)
         done = train("--workdir", "evaluating")
     assert done.code == 143, done.err
-    assert "stopped by SIGTERM at step 8 of 12, saved; add --resume" in " ".join(done.out.split())
-    assert rows("evaluating") == [
-        row for row in whole if row["step"] <= 8 and (row["step"] < 8 or "loss" in row)
-    ]
-    goes_on("evaluating", whole)
+    assert "stopped by SIGTERM at step 8 of 12, saved; add --resume" in done.out
+    expected = [row for row in undisturbed if row["step"] < 8]
+    expected += [row for row in undisturbed if row["step"] == 8 and "loss" in row]
+    assert rows("evaluating") == expected
+    assert train("--workdir", "evaluating", "--resume").code == 0
+    assert rows("evaluating") == undisturbed
 
 
 def test_a_signal_ends_a_wait_for_data(
-    whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    undisturbed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, look = TokenData.train_batch, Prefetch.ready
-    hangs, released = threading.Event(), threading.Event()
+    make = TokenData.train_batch
+    look = Prefetch.ready
+    hangs = threading.Event()
+    released = threading.Event()
+    sent = threading.Event()
 
     def train_batch(data: TokenData, k: int, rows: slice = slice(None)) -> Any:
         if k == 6:
@@ -228,10 +265,13 @@ def test_a_signal_ends_a_wait_for_data(
         return make(data, k, rows)
 
     def ready(batches: Prefetch[Any, Any], seconds: float = 0.0) -> bool:
-        # Batch 5 was queued before batch 6 was begun: once the queue is empty, the loop waits for batch 6.
+        # Batch 5 was queued before batch 6 was begun: once the queue is empty, the loop waits for
+        # batch 6.
         queued_to_5 = hangs.is_set()
         is_ready = look(batches, seconds)
-        if queued_to_5 and not is_ready:
+        # Once: a second signal would end the process at once.
+        if queued_to_5 and not is_ready and not sent.is_set():
+            sent.set()
             signal.raise_signal(signal.SIGINT)
         return is_ready
 
@@ -242,22 +282,9 @@ def test_a_signal_ends_a_wait_for_data(
         done = train("--workdir", "waiting")
     released.set()
     assert done.code == 130, done.err
-    assert "stopped by SIGINT at step 6 of 12, saved" in " ".join(done.out.split())
-    goes_on("waiting", whole)
-
-
-def test_rows_are_on_disk_before_the_checkpoint_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    saves: list[tuple[int, int]] = []
-    save = loop.Checkpoints.save
-
-    def watched(checkpoints: Any, step: int, *rest: Any, **more: Any) -> None:
-        saves.append((step, max(row["step"] for row in rows("flushed"))))
-        save(checkpoints, step, *rest, **more)
-
-    monkeypatch.setattr(loop.Checkpoints, "save", watched)
-    monkeypatch.setattr(metrics, "_DRAIN_SECONDS", 60.0)  # the writer's thread alone would be late
-    assert train("--workdir", "flushed").code == 0
-    assert saves == [(4, 4), (8, 8), (12, 12)]
+    assert "stopped by SIGINT at step 6 of 12, saved" in done.out
+    assert train("--workdir", "waiting", "--resume").code == 0
+    assert rows("waiting") == undisturbed
 
 
 # The watchdog
@@ -297,9 +324,6 @@ def test_the_watchdog_speaks_after_a_silence_and_says_what_it_waits_for(tmp_path
 
 @pytest.mark.core
 def test_a_signal_while_the_main_thread_is_deaf_ends_the_process(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     # Native code that no signal interrupts, as the compiler is.
     program = """
 import hashlib, sys
@@ -335,27 +359,3 @@ def test_control_a_first_signal_in_training_is_only_noted() -> None:
         assert stop.received == signal.SIGINT
         with pytest.raises(SystemExit):
             stop.release()
-
-
-@pytest.mark.parametrize("policy", ["raise", "skip", "rollback"])
-def test_a_weight_that_is_no_number_is_judged_as_a_loss_that_is_none(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = TokenData.train_batch
-
-    def train_batch(data: TokenData, k: int, rows: slice = slice(None)) -> Any:
-        batch = make(data, k, rows)
-        return {**batch, "weights": float("nan") * batch["weights"]} if k == 6 else batch
-
-    monkeypatch.setattr(TokenData, "train_batch", train_batch)
-    done = train("--workdir", f"weights {policy}", "--bad-numbers", policy)
-    assert "Traceback" not in done.err
-    assert done.code == (1 if policy == "raise" else 0), done.err
-    if policy == "raise":
-        assert "is not finite at step 7" in " ".join(done.err.split())
-    else:
-        losses = [row for row in rows(f"weights {policy}") if "loss" in row]
-        assert [row["step"] for row in losses] == list(range(1, STEPS + 1))
-        assert [row["step"] for row in losses if row["tokens"] == 0] == (
-            [7] if policy == "skip" else []
-        )

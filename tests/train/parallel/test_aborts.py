@@ -1,4 +1,4 @@
-"""What a process says that a library aborts, in a process that does."""
+"""Messages of a process that a library aborts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes must have alike: each difference is refused by name, on every screen."""
+"""Processes that differ are refused: each difference by name, on every screen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.core
 
 
 def agreed(change: Any = lambda facts: None) -> list[Any]:
-    """What two processes find, where the second has other facts."""
+    """Return the errors of two processes if the second has other facts."""
 
     def work(processes: Processes) -> None:
         config = dataclasses.replace(lm_tiny(), workdir="same")

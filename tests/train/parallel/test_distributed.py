@@ -1,4 +1,4 @@
-"""How processes find each other, and what they tell each other: with a made-up environment and a made-up store."""
+"""Processes that find and inform each other, with a made-up environment and store."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Store:
 
 
 def on_two_processes(work: Any) -> list[Any]:
-    """What two processes, each a thread, make of it: its results, or its exceptions."""
+    """Run `work` as two processes, each a thread. Return its results or exceptions."""
     store, results = Store(), [None, None]
 
     def one(index: int) -> None:

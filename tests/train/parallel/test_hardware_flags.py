@@ -53,7 +53,7 @@ def program() -> Program:
 
 
 def losses(program: Program, options: dict[str, Value]) -> list[float]:
-    """Of the first steps, on random tokens."""
+    """Return the losses of the first steps on random tokens."""
     step = program.trace_train().lower().compile(compiler_options=options)
     state, numbers, feed = program.initial_state(), program.step_inputs(), program.train_feed()
     shape = abstract_batch(program.config.model, program.config.data.batch_size)["inputs"].shape

@@ -7,6 +7,7 @@ the kernel's place, so that every case runs and what it must not let through (th
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ from mupax.train.config.run import MeshConfig
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.layers.kernels import attend, why_not
 from mupax.zoo.partition import ONE_DEVICE, Layout
+from tests.fixtures.tiny import relative_errors
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -34,7 +36,7 @@ gradients are each rounded to 8 bits (0.004). A mask, scale or group of heads th
 
 
 class Case(NamedTuple):
-    """What attends."""
+    """Shapes and mask of an attention."""
 
     causal: bool
     segments: bool = False
@@ -85,17 +87,19 @@ def results(case: Case, implementation: Any, layout: Layout, dtype: Any) -> list
     return [np.asarray(x, np.float32) for x in (y, *gradients)]
 
 
+@functools.cache
+def expected_results(case: Case) -> list[np.ndarray]:
+    return results(case, "xla", ONE_DEVICE, jnp.float32)
+
+
 def differences(case: Case, layout: Layout) -> list[float]:
-    """Of the kernel's output and three gradients from XLA's in float32, over the largest entry of each."""
-    expected = results(case, "xla", ONE_DEVICE, jnp.float32)
+    """Return relative errors of the kernel's output and gradients against XLA's in float32."""
     outputs = results(case, "cudnn", layout, jnp.bfloat16)
-    return [
-        float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(outputs, expected, strict=True)
-    ]
+    return relative_errors(outputs, expected_results(case))
 
 
 def refusal(case: Case, layout: Layout) -> str | None:
-    """Why these devices' kernel does not take a case; None where it does."""
+    """Return why these devices' kernel does not take a case, or None if it does."""
     q, k = (
         jax.ShapeDtypeStruct((2, case.length, heads, case.size), jnp.bfloat16)
         for heads in (case.heads, case.kv_heads)
@@ -104,7 +108,7 @@ def refusal(case: Case, layout: Layout) -> str | None:
 
 
 def missing() -> str | None:
-    """What the kernel needs and is not here, in words."""
+    """Return what the kernel needs and this machine does not have, or None."""
     command = shutil.which("nvidia-smi")
     if (
         not command

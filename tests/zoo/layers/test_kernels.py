@@ -1,6 +1,6 @@
-"""Attention kernels: splash as ordinary operations against the merged products, its choice, and the TPU compiler's word.
+"""Attention kernels: splash as ordinary operations against merged products, and their choice.
 
-Tolerance is for float32, relative to the largest entry.
+The tolerance is for float32, relative to the largest entry: sums in another order.
 """
 
 from __future__ import annotations
@@ -31,39 +31,62 @@ from mupax.zoo.layers.flash import (
 )
 from mupax.zoo.layers.kernels import attend, merged_attention, tiled_attention, why_not
 from mupax.zoo.layers.ring import ring
-from mupax.zoo.partition import Layout
+from mupax.zoo.partition import ONE_DEVICE, Layout
+from tests.fixtures.tiny import assert_close, relative_errors
 
 
 class Device(MeshLayout):
-    """The layout of one device of a named platform."""
+    """Layout of the devices of a named platform."""
 
     def __init__(self, platform: str, **sizes: int) -> None:
         super().__init__(make_mesh(MeshConfig(**(sizes or {"data": 8}))))  # pyright: ignore
         self.platform = platform
 
 
+def layout_of(**sizes: int) -> MeshLayout:
+    return MeshLayout(make_mesh(MeshConfig(**sizes)))  # pyright: ignore[reportArgumentType]
+
+
 def projections(
     *, length: int = 128, heads: int = 4, kv_heads: int = 2, size: int = 8, dtype: Any = jnp.float32
 ) -> Any:
+    """Draw queries, keys and values."""
     random = np.random.default_rng(5)
     shapes = [(2, length, n, size) for n in (heads, kv_heads, kv_heads)]
     return tuple(np.asarray(random.standard_normal(shape), dtype) for shape in shapes)
 
 
-def outputs_and_gradients(run: Any, qkv: Any, layout: Layout | None = None) -> Any:
+def outputs_and_gradients(attention: Any, qkv: Any, **options: Any) -> Any:
+    """Return the output, and the gradients of a random linear function of it."""
     weights = np.random.default_rng(6).standard_normal(qkv[0].shape).astype(np.float32)
 
     def total(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = run(*qkv) if layout is None else run(*qkv, layout=layout)
+        y = attention(*qkv, **options)
         return jnp.sum(y * weights), y
 
     (_, y), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*qkv)
     return jax.device_get((y, *grads))
 
 
-def output(run: Any, qkv: Any, **how: Any) -> np.ndarray:
-    """Of one program."""
-    return np.asarray(jax.jit(functools.partial(run, **how))(*qkv))
+def output(attention: Any, qkv: Any, **options: Any) -> np.ndarray:
+    return np.asarray(jax.jit(functools.partial(attention, **options))(*qkv))
+
+
+@functools.cache
+def expected_products(
+    length: int, causal: bool = True, kv_heads: int = 2, segments: bool = False
+) -> Any:
+    """Return output and gradients of `merged_attention` for `projections` and `segments_of`."""
+    segments_BT = segments_of(length) if segments else None
+    qkv = projections(length=length, kv_heads=kv_heads)
+    return outputs_and_gradients(merged_attention, qkv, causal=causal, segments_BT=segments_BT)
+
+
+def segments_of(length: int) -> np.ndarray:
+    """Draw segments, about 6 per text. Some cross borders of devices."""
+    starts = np.random.default_rng(11).random((2, length)) < 6 / length
+    starts[:, length // 2] = False
+    return np.cumsum(starts, axis=1, dtype=np.int32)
 
 
 @pytest.mark.parametrize(
@@ -80,21 +103,20 @@ def test_splash_equals_the_products(
     causal: bool, sizes: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mupax.zoo.layers.flash.FUSED", 128 if sizes is None else 2048)
-    qkv = projections(length=256 if sizes else 128)
-    expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal), qkv)
-    layout = None if sizes is None else MeshLayout(make_mesh(MeshConfig(**sizes)))
+    length = 256 if sizes else 128
+    layout = layout_of(**sizes) if sizes else ONE_DEVICE
     actual = outputs_and_gradients(
-        functools.partial(splash_attention, causal=causal, interpret=True), qkv, layout
+        splash_attention, projections(length=length), causal=causal, interpret=True, layout=layout
     )
-    for got, want in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    assert_close(actual, expected_products(length, causal))
     if causal:
-        other = output(merged_attention, qkv, causal=False)
+        other = output(merged_attention, projections(length=length), causal=False)
         assert np.abs(other - actual[0]).max() > 0.1  # the control: the mask is seen
 
 
 RINGS = [
-    # Softmax put together of eight parts, or of two in tiles of a kernel; key heads that tensor does not divide; no mask.
+    # Softmax put together of eight parts, or of two in tiles of a kernel; key heads that tensor
+    # does not divide; no mask.
     ({"data": 1, "sequence": 8}, 32, True, False),
     ({"data": 2, "tensor": 2, "sequence": 2}, 512, True, True),
     ({"data": 1, "tensor": 4, "sequence": 2}, 8, True, False),
@@ -102,91 +124,72 @@ RINGS = [
 ]
 
 
+@pytest.mark.parametrize("segments", [False, True], ids=["", "segments"])
 @pytest.mark.parametrize(("sizes", "length", "causal", "kernel"), RINGS)
 def test_a_ring_equals_the_products(
-    sizes: dict[str, int], length: int, causal: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
+    sizes: dict[str, int],
+    length: int,
+    causal: bool,
+    kernel: bool,
+    segments: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mupax.zoo.layers.ring.products.TILE", 2)
-    qkv, layout = projections(length=length), MeshLayout(make_mesh(MeshConfig(**sizes)))
-    expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal), qkv)
-    actual = outputs_and_gradients(
-        functools.partial(ring_attention, causal=causal, interpret=kernel), qkv, layout
-    )
-    for got, want in zip(actual, expected, strict=True):
-        # Sums of float32 in another order; a part that is left out or looked at twice changes the first digit.
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    qkv = projections(length=length)
+    segments_BT = segments_of(length) if segments else None
+    options = {"causal": causal, "segments_BT": segments_BT, "interpret": kernel}
+    ring_of_mesh = functools.partial(ring_attention, layout=layout_of(**sizes), **options)
+    expected = expected_products(length, causal, segments=segments)
+    # A part that is left out or looked at twice changes the first digit.
+    assert_close(outputs_and_gradients(ring_of_mesh, qkv), expected)
+    if not segments:
+        return
 
-
-@pytest.mark.parametrize(("sizes", "length", "causal", "kernel"), RINGS)
-def test_segments_go_round_with_their_keys(
-    sizes: dict[str, int], length: int, causal: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mupax.zoo.layers.ring.products.TILE", 2)
-    qkv, layout = projections(length=length), MeshLayout(make_mesh(MeshConfig(**sizes)))
-    # Of a length between a part's and all: some cross borders of devices, and some parts have none of a query's.
-    starts = np.random.default_rng(11).random((2, length)) < 6 / length
-    starts[:, length // 2] = False
-    segments_BT = np.cumsum(starts, axis=1, dtype=np.int32)
+    assert segments_BT is not None
     assert segments_BT.max() > 1
-    expected = outputs_and_gradients(
-        functools.partial(merged_attention, causal=causal, segments_BT=segments_BT), qkv
-    )
-    ways = functools.partial(
-        ring_attention, causal=causal, segments_BT=segments_BT, interpret=kernel
-    )
-    for got, want in zip(outputs_and_gradients(ways, qkv, layout), expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
-
     sent = ring._sent
 
     def stay(parts: Any, names: tuple[str, ...]) -> Any:
         return jax.tree.map(lambda x: x if x.dtype == np.int32 else sent(x, names), parts)
 
+    # The control: segments that stay where they are, while keys go round.
     monkeypatch.setattr(ring, "_sent", stay)
-    stays = outputs_and_gradients(
-        ways, qkv, layout
-    )  # the control: segments that stay where they are, keys that go
-    assert (
-        min(
-            np.abs(got - want).max() / np.abs(want).max()
-            for got, want in zip(stays, expected, strict=True)
-        )
-        > 0.1
-    )
+    wrong = output(ring_of_mesh, qkv)
+    assert relative_errors(wrong, expected[0])[0] > 0.1
 
 
 @pytest.mark.core
 def test_tiles_equal_the_products_in_value_gradient_and_derivative() -> None:
-    qkv, causal = (
-        projections(length=150),
-        functools.partial(merged_attention, causal=True),
-    )  # 64, 64 and 22 queries
-    actual, expected = (outputs_and_gradients(run, qkv) for run in (tiled_attention, causal))
-    for got, want in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    qkv = projections(length=150)  # tiles of 64, 64 and 22 queries
+    actual = outputs_and_gradients(tiled_attention, qkv)
+    assert_close(actual, expected_products(150))
     shifted = tuple(np.roll(x, 1, axis=1) for x in qkv)
-    changes = [
-        np.asarray(jax.jit(lambda *x, run=run: jax.jvp(run, x, shifted)[1])(*qkv))
-        for run in (tiled_attention, causal)
-    ]
-    np.testing.assert_allclose(*changes, rtol=0, atol=1e-5 * np.abs(changes[1]).max())
-    other = outputs_and_gradients(functools.partial(merged_attention, causal=False), qkv)
-    assert (
-        min(np.abs(a - b).max() for a, b in zip(other, actual, strict=True)) > 0.1
-    )  # the control: the mask is seen
+
+    def derivative(attention: Any) -> jax.Array:
+        return jax.jit(lambda *x: jax.jvp(attention, x, shifted)[1])(*qkv)
+
+    expected = derivative(functools.partial(merged_attention, causal=True))
+    assert_close(derivative(tiled_attention), expected)
+    other = outputs_and_gradients(merged_attention, qkv, causal=False)
+    differences = [np.abs(a - b).max() for a, b in zip(other, actual, strict=True)]
+    assert min(differences) > 0.1  # the control: the mask is seen
 
 
 def seen_by_a_window(qkv: Any, window: int, cap: float | None = None) -> np.ndarray:
-    """The definition in float64: query t sees keys t - window + 1 to t, by logits of at most the cap."""
+    """Attend by the definition in float64.
+
+    Query t sees keys t - window + 1 to t, by logits of at most the cap.
+    """
     q, k, v = (np.asarray(x, np.float64) for x in qkv)
-    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    logits, distance = (
-        np.einsum("bthn,bshn->bhts", q, k),
-        np.subtract.outer(*[np.arange(q.shape[1])] * 2),
-    )
-    logits = logits if cap is None else cap * np.tanh(logits / cap)
+    groups = q.shape[2] // k.shape[2]
+    logits = np.einsum("bthn,bshn->bhts", q, np.repeat(k, groups, axis=2))
+    if cap is not None:
+        logits = cap * np.tanh(logits / cap)
+    positions = np.arange(q.shape[1])
+    distance = np.subtract.outer(positions, positions)
     weights = np.exp(np.where((distance >= 0) & (distance < window), logits, -np.inf))
-    return np.einsum("bhts,bshn->bthn", weights / weights.sum(-1, keepdims=True), v)
+    weights = weights / weights.sum(-1, keepdims=True)
+    return np.einsum("bhts,bshn->bthn", weights, np.repeat(v, groups, axis=2))
 
 
 @pytest.mark.parametrize(
@@ -194,72 +197,90 @@ def seen_by_a_window(qkv: Any, window: int, cap: float | None = None) -> np.ndar
 )
 def test_a_window_and_a_cap_are_what_their_definitions_say(window: int, cap: float | None) -> None:
     qkv = projections()
-    whole, expected = output(merged_attention, qkv, causal=True), seen_by_a_window(qkv, window, cap)
-    ways = {
+    expected = seen_by_a_window(qkv, window, cap)
+    implementations = {
         "merged": merged_attention,
-        "by platform": attend,
-        "xla": functools.partial(attend, layout=Device("cpu", data=4, tensor=2)),
-    }  # tiles of 64 queries, and XLA of many devices
-    for name, way in ways.items():
-        y = output(way, qkv, causal=True, window=window, cap=cap)
+        "tiles of 64 queries": attend,
+        "XLA of many devices": functools.partial(attend, layout=Device("cpu", data=4, tensor=2)),
+    }
+    for name, attention in implementations.items():
+        y = output(attention, qkv, causal=True, window=window, cap=cap)
         np.testing.assert_allclose(y, expected, atol=2e-6, err_msg=name)
-    assert (np.abs(expected - whole).max() > 0.1) == (
-        window < 128 or cap is not None
-    )  # the control: all of it is no window
-
-
-def test_kernels_take_a_window_and_a_cap_or_say_why_not() -> None:
-    qkv = projections(length=256)
-    sight = {"window": 100, "cap": 1.5}
-    expected = outputs_and_gradients(functools.partial(merged_attention, causal=True, **sight), qkv)
-    splash = functools.partial(splash_attention, causal=True, **sight, block=128, interpret=True)
-    for way in (splash, functools.partial(tiled_attention, **sight)):
-        for got, want in zip(outputs_and_gradients(way, qkv), expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
-    for kernel, platform in (("ring", "tpu"), ("cudnn", "gpu")):
-        reason = functools.partial(why_not, kernel, *qkv[:2], True, layout=Device(platform))
-        assert "model.window" in (reason(100) or "")
-        assert "model.attention_softcap is 1.5" in (reason(None, 1.5) or "")
+    # The control: only a window of the complete text changes nothing.
+    unlimited = seen_by_a_window(qkv, 128)
+    changes = np.abs(expected - unlimited).max() > 0.1
+    assert changes == (window < 128 or cap is not None)
 
 
 SEGMENTS = np.cumsum(np.random.default_rng(7).random((2, 256)) < 0.02, axis=1, dtype=np.int32)
+WINDOW: dict[str, Any] = {"window": 100, "cap": 1.5}
 
 
-def test_segments_do_not_see_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    qkv, split = projections(length=256), MeshLayout(make_mesh(MeshConfig(sequence=2, tensor=2)))
-    kernel = (
-        jax.nn.dot_product_attention
-    )  # of cuDNN only a GPU can tell: what it is asked is what XLA is
+@pytest.mark.parametrize("segments", [False, True], ids=["", "segments"])
+@pytest.mark.parametrize("name", ["tiles", "splash"])
+def test_kernels_take_a_window_a_cap_and_segments(name: str, segments: bool) -> None:
+    attention = tiled_attention
+    options = dict(WINDOW)
+    if name == "splash":
+        attention = splash_attention
+        options |= {"causal": True, "block": 128, "interpret": True}
+        options["layout"] = layout_of(sequence=2, tensor=2) if segments else ONE_DEVICE
+    if segments:
+        options["segments_BT"] = SEGMENTS
+    expected = windowed_products(segments)
+    assert_close(outputs_and_gradients(attention, projections(length=256), **options), expected)
 
-    def plainly(*qkv: jax.Array, **how: Any) -> jax.Array:
-        return kernel(*qkv, **how | {"implementation": "xla"})
 
-    monkeypatch.setattr("mupax.zoo.layers.flash.jax.nn.dot_product_attention", plainly)
-    splash = functools.partial(splash_attention, block=128, interpret=True)
-    by_sight: list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = [
-        ({}, {"xla": (attend, split), "cudnn": (cudnn_attention, split)}),
-        ({"window": 100, "cap": 1.5}, {"tiles": (attend, None), "splash": (splash, split)}),
-    ]
-    for sight, ways in by_sight:
-        merged = functools.partial(merged_attention, causal=True, **sight)
-        expected = outputs_and_gradients(functools.partial(merged, segments_BT=SEGMENTS), qkv)
-        for row, places in (
-            (0, SEGMENTS[0] == 1),
-            (1, SEGMENTS[1] == SEGMENTS[1].max()),
-        ):  # each by itself
-            alone = output(merged, [np.asarray(x)[row : row + 1, places] for x in qkv])
-            np.testing.assert_allclose(expected[0][row, places], alone[0], atol=2e-6)
-        assert (
-            np.abs(expected[0] - output(merged, qkv)).max() > 0.1
-        )  # the control: segments are seen
-        for name, (way, layout) in ways.items():
-            actual = outputs_and_gradients(
-                functools.partial(way, causal=True, segments_BT=SEGMENTS, **sight), qkv, layout
-            )
-            for got, want in zip(actual, expected, strict=True):
-                np.testing.assert_allclose(
-                    got, want, rtol=0, atol=1e-5 * np.abs(want).max(), err_msg=name
-                )
+@functools.cache
+def windowed_products(segments: bool) -> Any:
+    segments_BT = SEGMENTS if segments else None
+    qkv = projections(length=256)
+    return outputs_and_gradients(
+        merged_attention, qkv, causal=True, segments_BT=segments_BT, **WINDOW
+    )
+
+
+@pytest.mark.parametrize(("kernel", "platform"), [("ring", "tpu"), ("cudnn", "gpu")])
+def test_a_kernel_without_windows_and_caps_says_why_not(kernel: Any, platform: str) -> None:
+    q, k, _ = projections(length=256)
+    reason = functools.partial(why_not, kernel, q, k, True, layout=Device(platform))
+    assert "model.window" in (reason(100) or "")
+    assert "model.attention_softcap is 1.5" in (reason(None, 1.5) or "")
+
+
+@pytest.mark.parametrize("options", [{}, WINDOW], ids=["", "window"])
+def test_segments_do_not_see_one_another(options: dict[str, Any]) -> None:
+    qkv = projections(length=256)
+    merged = functools.partial(merged_attention, causal=True, **options)
+    together = output(merged, qkv, segments_BT=SEGMENTS)
+    for row, segment in ((0, 1), (1, SEGMENTS[1].max())):
+        places = SEGMENTS[row] == segment
+        alone = merged(*(jnp.asarray(x)[row : row + 1, places] for x in qkv))
+        np.testing.assert_allclose(together[row, places], alone[0], atol=2e-6)
+    assert np.abs(together - output(merged, qkv)).max() > 0.1  # the control: segments are seen
+
+
+@pytest.mark.parametrize("attention", [attend, cudnn_attention], ids=["xla", "cudnn"])
+def test_devices_that_split_heads_and_positions_see_segments(
+    attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only a GPU can tell of cuDNN: here XLA computes what cuDNN is asked for.
+    kernel = jax.nn.dot_product_attention
+
+    def by_xla(*qkv: jax.Array, **options: Any) -> jax.Array:
+        return kernel(*qkv, **options | {"implementation": "xla"})
+
+    monkeypatch.setattr("mupax.zoo.layers.flash.jax.nn.dot_product_attention", by_xla)
+    qkv = projections(length=256)
+    layout = layout_of(sequence=2, tensor=2)
+    actual = outputs_and_gradients(attention, qkv, causal=True, segments_BT=SEGMENTS, layout=layout)
+    assert_close(actual, segment_products())
+
+
+@functools.cache
+def segment_products() -> Any:
+    qkv = projections(length=256)
+    return outputs_and_gradients(merged_attention, qkv, causal=True, segments_BT=SEGMENTS)
 
 
 @pytest.mark.core
@@ -367,25 +388,21 @@ def test_the_gpus_of_the_mesh_decide(capability: str, size: int, why: str | None
 def test_split_positions_are_exchanged_for_heads(
     kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What every device attends with is ordinary products here, in place of the kernel: of whole positions, causal from 0.
-    lengths = []
+    # Every device attends by ordinary products in place of the kernel: all positions, causal from 0.
+    sizes = set()
 
     def products(
         q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool, **_: Any
     ) -> jax.Array:
-        lengths.append((q.shape[1], q.shape[2], k.shape[2]))
+        sizes.add((q.shape[1], q.shape[2], k.shape[2]))
         return merged_attention(q, k, v, causal=is_causal)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", products)
-    qkv, layout = (
-        projections(length=16, kv_heads=kv_heads),
-        MeshLayout(make_mesh(MeshConfig(data=2, tensor=2, sequence=2))),
-    )
-    expected = outputs_and_gradients(functools.partial(merged_attention, causal=True), qkv)
-    actual = outputs_and_gradients(functools.partial(cudnn_attention, causal=True), qkv, layout)
-    for got, want in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
-    assert set(lengths) == {(16, 1, 1)}
+    qkv = projections(length=16, kv_heads=kv_heads)
+    layout = layout_of(data=2, tensor=2, sequence=2)
+    actual = outputs_and_gradients(cudnn_attention, qkv, causal=True, layout=layout)
+    assert_close(actual, expected_products(16, kv_heads=kv_heads))
+    assert sizes == {(16, 1, 1)}
 
 
 @pytest.mark.core

@@ -24,29 +24,7 @@ from mupax.zoo.definition import Init
 from mupax.zoo.layers.kernels import attend, merged_attention
 from mupax.zoo.layers.linear import Norm, _turned, project, rotary, scaled_frequencies
 from mupax.zoo.transformer import RopeScaling
-
-FORWARD, GRADIENT = 2e-5, 1e-4
-
-
-DECODER = DecoderConfig(
-    width=11,
-    depth=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=4,
-    mlp_ratio=13 / 11,
-    vocab_size=17,
-    seq_len=7,
-)
-
-
-def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Every leaf within tolerance of the largest entry of its counterpart."""
-    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(
-            got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6)
-        )
+from tests.zoo.models import DECODER, FORWARD, GRADIENT, assert_close
 
 
 def projections(
@@ -134,7 +112,7 @@ def test_rotary_is_multiplication_by_a_phase() -> None:
 @pytest.mark.parametrize("kind", ["llama3", "linear"])
 def test_scaled_frequencies_are_those_of_the_reference(kind: Literal["llama3", "linear"]) -> None:
     def apply_scaling(frequency: float) -> float:
-        """Of Meta's reference code of Llama 3.1, its constants as arguments."""
+        """Scale a frequency as Meta's reference code of Llama 3.1 does."""
         wavelength = 2 * math.pi / frequency
         if wavelength < scaling.original / scaling.high:
             return frequency

@@ -1,4 +1,4 @@
-"""What `--dry-run` says of a step that does not fit: flags that were compiled, and that hold when they are typed."""
+"""Advice of `--dry-run` on a step that does not fit: the flags it names do make the step fit."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.costs import fit
 from mupax.train.core.program import assemble
+from tests.fixtures.programs import shared_programs
 
-FLAGS = "--model.depth 2 --mesh.data 2 --mesh.fsdp 4 --data.batch-size 32"
-Advice = Callable[[float], str | None]
+__all__ = ["shared_programs"]  # a fixture: each step is compiled once for all tests of this file
+
+MODEL = "--model.depth 1"
+FLAGS = f"{MODEL} --mesh.data 2 --mesh.fsdp 4 --data.batch-size 32"
+Advice = Callable[..., str | None]
 
 
-def needs(flags: str) -> fit.MemoryEstimate:
-    memory = fit.needs(assemble(cli.parse("lm-tiny", RECIPES["lm-tiny"], flags.split()).config))
+def estimate(flags: str) -> fit.MemoryEstimate:
+    """Return the compiled memory of a training step."""
+    config = cli.parse("lm-tiny", RECIPES["lm-tiny"], flags.split()).config
+    memory = fit.needs(assemble(config))
     assert memory
     return memory
 
 
-@pytest.fixture(scope="module")
-def memory() -> fit.MemoryEstimate:
-    return needs(FLAGS)
-
-
 @pytest.fixture
 def advice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Advice:
-    """The row of a dry run on devices of so many bytes, where the step does not fit; None where it says that it does."""
+    """Return a dry run on devices of `limit` bytes: its row of advice, or None if the step fits."""
 
     def run(limit: float, flags: str = FLAGS) -> str | None:
         monkeypatch.setattr(fit, "room", lambda device: int(limit))
@@ -45,76 +46,75 @@ def advice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
 
 def advised(text: str | None) -> str:
-    """The flags of a row."""
+    """Return the flags in a row of advice."""
     flags = re.search(r"[Ww]ith (--.*?),? it takes", text or "")
     assert flags, text
     return flags[1]
 
 
-def test_the_flags_that_it_names_make_it_fit(memory: fit.MemoryEstimate, advice: Advice) -> None:
+def test_the_advised_flags_make_the_step_fit(advice: Advice) -> None:
+    memory = estimate(FLAGS)
     assert advice(memory.peak) is None
     limit = memory.state + memory.temporary // 2
     flags = advised(advice(limit))
-    assert needs(f"{FLAGS} {flags}").peak <= limit
+    assert estimate(f"{FLAGS} {flags}").peak <= limit
 
 
-def test_a_state_that_is_too_large_alone_is_split_over_the_devices_there_are(
+def test_a_state_that_is_too_large_alone_is_split_over_the_present_devices(
     advice: Advice,
 ) -> None:
-    flags = "--model.depth 2 --data.batch-size 24"
-    whole = needs(flags)
-    limit = whole.state * 0.9 + whole.temporary / 2
+    flags = f"{MODEL} --data.batch-size 24"
+    memory = estimate(flags)
+    limit = memory.state * 0.9 + memory.temporary / 2
     text = advice(limit, flags)  # the control: without the flags it does not fit
     assert "as compiled" in (text or "")
     assert re.match(r"--mesh\.fsdp [248]\b", advised(text)), text
     assert advice(limit, f"{flags} {advised(text)}") is None
 
 
-def test_more_devices_than_there_are_divide_batch_and_sizes(advice: Advice) -> None:
+def test_more_devices_than_this_machine_has_divide_batch_and_sizes(advice: Advice) -> None:
+    # Of one block, activations are too small a part for a larger mesh to help.
     flags = "--model.depth 2 --data.batch-size 40 --mesh.fsdp 2"
-    limit = needs(f"{flags} --model.compute.remat block --accumulation-steps 5").peak * 0.85
+    smallest = estimate(f"{flags} --model.compute.remat block --accumulation-steps 5")
+    limit = smallest.peak * 0.85
     text = advice(limit, flags)  # the control: without the flags it does not fit
     assert "still too much" not in (text or "")
-    again = f"{flags} {advised(text)}"
-    data, fsdp = (int(re.findall(rf"--mesh\.{axis} (\d+)", again)[-1]) for axis in ("data", "fsdp"))
-    assert (40 % (data * fsdp), 128 % fsdp) == (0, 0), text
+    more_flags = f"{flags} {advised(text)}"
+    data = int(re.findall(r"--mesh\.data (\d+)", more_flags)[-1])
+    fsdp = int(re.findall(r"--mesh\.fsdp (\d+)", more_flags)[-1])
+    assert 40 % (data * fsdp) == 0, text
+    assert 128 % fsdp == 0, text
     assert data * fsdp > 8
     assert f"On {data * fsdp} such devices" in (text or "")
-    assert advice(limit, again) is None
+    assert advice(limit, more_flags) is None
 
 
-def test_a_dry_run_for_devices_that_are_not_here_says_so(
+def test_a_dry_run_names_the_devices_that_are_missing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["lm-tiny", "--model.depth", "2", "--data.batch-size", "16", "--mesh.fsdp", "16"]
-    assert main(["train", *words, "--dry-run"]) == 0
+    command = ["train", "lm-tiny", *MODEL.split(), "--data.batch-size", "16", "--mesh.fsdp", "16"]
+    assert main([*command, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "fsdp 16 (cpu); 8 of them are not here, where a run would be refused" in printed
     assert "for activations and gradients, estimated from the step of one" in printed
-    assert main(["train", *words]) == 2
-    assert (
-        "the mesh needs a multiple of 16 devices (fsdp 16); there are 8" in capsys.readouterr().err
-    )
+    assert main(command) == 2
+    message = "the mesh needs a multiple of 16 devices (fsdp 16); there are 8"
+    assert message in capsys.readouterr().err
 
 
-def test_what_no_flag_makes_fit_is_said(memory: fit.MemoryEstimate, advice: Advice) -> None:
-    text = advice(memory.temporary / 4) or ""
+def test_advice_says_that_no_flags_make_it_fit(advice: Advice) -> None:
+    text = advice(estimate(FLAGS).temporary / 4) or ""
+    problem = "No flags make it fit these devices. On "
     assert re.search(
-        r"No flags make it fit these devices\. On \d+ such devices, with .* by estimate, still too much",
-        text,
+        rf"{re.escape(problem)}\d+ such devices, with .* by estimate, still too much", text
     )
     text = advice(1000) or ""
-    assert (
-        "No flags make it fit these devices. On 32 of them the activations of one example alone are more."
-        in text
-    )
+    assert f"{problem}32 of them the activations of one example alone are more." in text
     assert text.endswith("Write a smaller model, or a smaller --model.seq-len")
-    assert "No larger mesh divides the batch and" in (
-        advice(1000, "--model.depth 2 --data.batch-size 8") or ""
-    )
+    text = advice(1000, f"{MODEL} --data.batch-size 8") or ""
+    assert "No larger mesh divides the batch and" in text
 
 
-def test_a_cpu_has_its_part_of_the_host() -> None:
-
+def test_a_cpu_device_has_a_share_of_the_host() -> None:
     assert 2**27 < (fit.room(jax.devices()[0]) or 0) < 2**40
