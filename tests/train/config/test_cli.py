@@ -174,32 +174,28 @@ def test_preset_constants(capsys: Capture) -> None:
     assert (preset.alpha_a, preset.alpha_l, preset.gamma0, preset.beta0) == (0.75, 0.5, 0.2, 3.0)
 
 
-def test_every_other_constant_of_a_preset_has_a_way(capsys: Capture) -> None:
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_other_constant_of_a_preset_has_a_way(name: str) -> None:
     """By name, through config.json and back, to the preset."""
-    for name, make in PRESETS.items():
-        values = {
-            constant: "table" if parameter.default is None else parameter.default
-            for constant, parameter in inspect.signature(make).parameters.items()
-        }
-        words = tuple(f"{constant}={value}" for constant, value in values.items())
-        own = ["--preset.constants", *words] if words else []
-        config = printed(capsys, "lm-tiny", "--preset", name, "--preset.base", "None", *own)
-        assert config.preset.constants == words
-        assert preset_of(config).name == name
-    config = printed(
-        capsys,
-        "lm-tiny",
-        "--preset",
-        "completep",
-        "--preset.constants",
-        "eps-scope=everywhere",
-        "alpha_l=0.75",
-    )
+    parameters = inspect.signature(PRESETS[name]).parameters
+    words: list[str] = []
+    for constant, parameter in parameters.items():
+        default = "table" if parameter.default is None else parameter.default
+        words.append(f"{constant}={default}")
+    recipe = RECIPES["lm-tiny"]()
+    preset = dataclasses.replace(recipe.preset, name=name, base=None, constants=tuple(words))
+    config = dataclasses.replace(recipe, preset=preset)
+    assert preset_of(config).name == name
+    again = from_json(json.loads(json.dumps(to_json(config))))
+    assert again == config
+    assert preset_of(again).choices == preset_of(config).choices
+
+
+def test_constants_of_a_preset_are_read_by_their_names(capsys: Capture) -> None:
+    constants = ["--preset.constants", "eps-scope=everywhere", "alpha_l=0.75"]
+    config = printed(capsys, "lm-tiny", "--preset", "completep", *constants)
+    assert list(config.preset.constants) == constants[1:]
     assert preset_of(config).choices == {"eps_scope": "everywhere", "alpha_l": 0.75}
-    assert (
-        preset_of(from_json(json.loads(json.dumps(to_json(config))))).choices
-        == preset_of(config).choices
-    )
 
 
 def test_model_fields_are_checked_again(capsys: Capture) -> None:
