@@ -1,4 +1,4 @@
-"""A run and its checkpoints know each other: by a name, and by the config.json that each of them keeps."""
+"""A run and its checkpoints know each other by a name and by the config.json that each keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run under a joint rule trains as one whose numbers were worked out by hand and written as flags, to the bit."""
+"""A run under a joint rule trains to the bit as one with the numbers written as flags."""
 
 from __future__ import annotations
 

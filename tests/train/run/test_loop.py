@@ -1,4 +1,4 @@
-"""Runs as a person starts them, through the command line: what they write, print and return. Tiny models, a small text."""
+"""Runs as a person starts them, by a command line: what they write, print and return."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_a_z_loss_is_trained_and_has_a_row(plain: Done) -> None:
     assert record_of("z")["config"]["z_loss"] == 1e-4
     with_z = rows("z")
     without = rows("plain")
-    # Before its weight, and at first nearly the loss squared: targets' logits are 0 on average. The loss is without it.
+    # Before its weight, and at first nearly the loss squared: targets' logits are 0 on average.
+    # The loss is without it.
     assert with_z[0]["logit_z_loss"] == pytest.approx(with_z[0]["loss"] ** 2, rel=0.2)
     assert with_z[0]["loss"] == without[0]["loss"]
     assert losses("z") == pytest.approx(losses("plain"), rel=0.02)
@@ -186,7 +187,8 @@ def test_the_record_says_how_the_run_was_made(plain: Done) -> None:
     record = record_of("plain")
     config = from_json(record["config"])
     assert (config.recipe, config.steps) == ("lm-tiny", STEPS)
-    assert (config.model.width, config.data.name) == (16, "text:text.txt")
+    assert config.model.sizes()["embed"] == 16
+    assert config.data.name == "text:text.txt"
     versions = record["versions"]
     assert versions.keys() >= {"python", "jax", "flax", "optax", "mupax"}
     versions.pop("mupax")  # not installed in a checkout
@@ -236,7 +238,7 @@ def test_a_vision_run_leaves_a_picture(folder: Path) -> None:
 def test_a_state_that_lies_as_the_compiler_likes_trains_alike(
     plain: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on TPU. Here the choice is made up: every matrix the other way round."""
+    """Stand in for the TPU compiler, which chooses layouts: here every matrix lies the other way round."""
 
     def reversed_(leaf: jax.ShapeDtypeStruct) -> Format:
         return Format(Layout(tuple(range(leaf.ndim))[::-1]), leaf.sharding)
@@ -271,7 +273,7 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(
 def test_the_same_words_give_the_same_numbers_by_a_step_that_is_traced_once(
     plain: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps, evaluations, checkpoints and a learning rate that changes with every step: one trace, one program."""
+    """Evaluations, checkpoints and a learning rate that changes with every step need no new trace."""
     make = core_step.make_train_step
     traced: list[Any] = []
 

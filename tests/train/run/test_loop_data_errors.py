@@ -1,4 +1,4 @@
-"""Data that cannot be read in mid-run: the state is saved as on Ctrl-C, and the run goes on when the data are whole again."""
+"""Data that cannot be read in mid-run: the state is saved, and the run goes on with whole data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that cannot start or cannot go on, and a dry run: what they say, and what they leave behind."""
+"""Runs that cannot start or go on, and a dry run: what they say and leave behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mupax eval` and `generate` on real runs: the run's own numbers, any step, other data, and what they refuse."""
+"""`mupax eval` and `generate` on real runs: the run's own numbers, other data, and refusals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def succeeded(*words: str, err: str | None = "", stdin: str = "") -> Done:
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a run of a language model that keeps an average, one of a ViT, and two texts."""
+    """A folder with a run of a language model with an average, one of a ViT, and two texts."""
     with working_folder(tmp_path_factory.mktemp("use")) as path:
         write_text(path / "text.txt")
         write_text(path / "other.txt", seed=1)
@@ -129,7 +129,7 @@ def test_other_data_is_named_as_such() -> None:
 
 
 def test_bits_per_byte_are_those_of_the_targets_that_count(folder: Path) -> None:
-    """The bytes are counted from the files: a document's first token is no target, and its end counts one byte."""
+    """The bytes are counted from the files: a document's first token is no target, its end a byte."""
     choose = random.Random(1)
     (folder / "documents").mkdir()
     for index in range(60):

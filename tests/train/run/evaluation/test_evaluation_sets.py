@@ -1,4 +1,4 @@
-"""A run that is evaluated on further sets by name: their numbers, in one compiled program, and sets that do not fit."""
+"""A run that is evaluated on further sets by name: their numbers, and sets that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mupax noise`: the estimate and its interval on gradients whose noise is known, and the command on a real run."""
+"""`mupax noise`: the estimate on gradients whose noise is known, and the command on a real run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BATCH = 8
 
 
 def drawn(rng: np.random.Generator, ratio: float, many: int) -> np.ndarray:
-    """Gradients of 400 entries, of length 1 in the mean, whose noise has this many times its square."""
+    """Draw gradients of 400 entries and mean length 1, with `ratio` as the variance of their noise."""
     return np.full(400, 0.05) + math.sqrt(ratio / 400) * rng.standard_normal((many, 400))
 
 
 def covered(ratio: float, many: int, shared: float = 0.0) -> tuple[float, float]:
-    """How often the interval holds the truth, and the median estimate over it."""
+    """Return how often the interval holds the truth, and the median estimate over the truth."""
     rng, hits, values = np.random.default_rng(0), [], []
     for _ in range(200):
         grads = drawn(rng, ratio, many) + math.sqrt(shared * ratio / 400) * rng.standard_normal(400)

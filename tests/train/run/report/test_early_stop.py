@@ -1,4 +1,4 @@
-"""A run whose evaluations have stopped improving ends before its last step, as a run that is done, and ends so again when resumed."""
+"""A run whose evaluations have stopped improving ends early, and so again when resumed."""
 
 from __future__ import annotations
 

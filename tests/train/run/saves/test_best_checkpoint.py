@@ -1,4 +1,4 @@
-"""The best checkpoints by an evaluation stay beside the newest, are found again after kills, and any that stayed can be gone back to."""
+"""The best checkpoints by an evaluation stay beside the newest, and a run can go back to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose workdir is a bucket, as a user starts it: killed, resumed, and read by every other command."""
+"""A run whose workdir is a bucket: killed, resumed, and read by every other command."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_weights_go_out_and_come_in(resumed: Done, address: str) -> None:
     assert command(f"grow {address} --set depth=2 --out {address}-grown").code == 0
     run = saved_run.find(path_of(f"{address}-grown"))
     assert run.step == STEPS
-    assert run.config.model.depth == 2
+    assert run.config.model.sizes()["layers"] == 2
     assert command(f"export {address} --out {address}-exported").code == 0
     words = f"import {address}-exported --preset sp --out {address}-imported"
     assert command(words).code == 0

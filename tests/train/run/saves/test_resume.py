@@ -1,4 +1,4 @@
-"""A run that goes on with other settings than before: what is shown, what is refused, and what the record holds of both."""
+"""A run that goes on with other settings than before: what is shown, refused and recorded."""
 
 from __future__ import annotations
 

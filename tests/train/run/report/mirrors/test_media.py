@@ -1,4 +1,4 @@
-"""Images, texts and histograms in TensorBoard, read back from the event files of runs; nothing of them where they are not asked for."""
+"""Images and histograms in TensorBoard, read back from the event files of runs."""
 
 from __future__ import annotations
 
