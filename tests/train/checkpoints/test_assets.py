@@ -140,10 +140,10 @@ def test_a_copy_of_the_workdir_is_all_that_commands_need(project: Path, elsewher
     succeeded("convert lm --form plain --out plain")
     succeeded("grow lm --set depth=2 --out grown")
     shutil.rmtree("lm")
-    for made in ("plain", "grown"):
-        assert named(Path(made), 4) == named(project / "lm", 4)
-        assert Path(made, TOKENIZER).read_bytes() == tokenizer
-        assert reads_its_tokenizer(made)
+    for workdir in ("plain", "grown"):
+        assert named(Path(workdir), 4) == named(project / "lm", 4)
+        assert Path(workdir, TOKENIZER).read_bytes() == tokenizer
+        assert reads_its_tokenizer(workdir)
 
 
 def test_a_finetuned_run_is_all_that_commands_need(project: Path, elsewhere: Path) -> None:
@@ -162,9 +162,10 @@ def test_a_finetuned_run_is_all_that_commands_need(project: Path, elsewhere: Pat
         Path(file).unlink()
     succeeded("generate chat", PROMPT)
     service = trained.open_model(Path("chat"))
-    found = templates.find(service.config.data.tokenizer, service.config.data.chat_template)
-    assert found is not None
-    assert found.source == TEMPLATE
+    data = service.config.data
+    chat_template = templates.find(data.tokenizer, data.chat_template)
+    assert chat_template is not None
+    assert chat_template.source == TEMPLATE
     succeeded("finetune new --from chat --workdir text", few)
     assert Path("text", TOKENIZER).read_bytes() == tokenizer
 

@@ -45,9 +45,9 @@ def test_a_run_has_a_name_which_its_checkpoints_bear(whole: Done, untrained: lis
     record = record_of(copy)
     assert len(record["run"]) == 16
     for step in steps(copy / "checkpoints"):
-        kept = layout.read(copy / "checkpoints" / str(step)).record
-        assert kept["run"] == record["run"]
-        assert kept["config"]["model"] == record["config"]["model"]
+        checkpoint_record = layout.read(copy / "checkpoints" / str(step)).record
+        assert checkpoint_record["run"] == record["run"]
+        assert checkpoint_record["config"]["model"] == record["config"]["model"]
     assert train("--workdir named --resume").code == 0
     assert record_of(copy)["run"] == record["run"]
     assert train("--workdir other").code == 0

@@ -90,13 +90,13 @@ def test_a_tuned_preset_brings_the_batch_and_tokens_of_its_study(capsys: Capture
     study = next(
         study for study in studies if study.preset == "mup" and study.optimizer["name"] == "adam"
     )
-    seen = study.provenance["seen"]
+    tokens = study.provenance["seen"]
     batch = study.provenance["batch"]
-    unit = seen // (study.provenance["steps"] * batch)
+    unit = tokens // (study.provenance["steps"] * batch)
     flags = f"--preset {study.use} --joint complete-d --model.seq-len {unit}"
     base = shown(capsys, flags).preset.base
     assert base is not None
-    assert f"batch={batch},tokens={seen}" in base
+    assert f"batch={batch},tokens={tokens}" in base
 
 
 def test_batches_count_tokens_where_examples_change_their_length(capsys: Capture):

@@ -76,8 +76,8 @@ def test_the_flag_is_found_and_left_out_however_it_is_written(flags: list[str]) 
     words = ["--steps", "4", *flags, "--seed", "1"]
     assert tuned.named_moved(words) == USE
     assert tuned.without_preset(words) == ["--steps", "4", "--seed", "1"]
-    others = ["--steps", "4", "--preset", "mup:lm-short-v1", "--workdir", USE]
-    assert tuned.named_moved(others) is None
+    other_words = ["--steps", "4", "--preset", "mup:lm-short-v1", "--workdir", USE]
+    assert tuned.named_moved(other_words) is None
 
 
 def test_a_record_that_has_the_name_itself_goes_on(run: Path) -> None:
