@@ -1,10 +1,9 @@
-"""A run keeps what its model needs: a copy of its workdir is used where neither its training data nor the cache is."""
+"""A run keeps what its model needs: a workdir is used without its training data and the cache."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import random
 import shutil
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mupax.__main__ import main
 from mupax.disk import path_of
 from mupax.train import data as data_sources
 from mupax.train.checkpoints import assets, layout
@@ -26,70 +24,75 @@ from mupax.train.data import assets as data_assets
 from mupax.train.data.chats import templates
 from mupax.train.data.text.tokenizer import Subwords
 from mupax.train.reuse import trained
+from tests.fixtures.commands import command
 from tests.fixtures.emulator import bucket, emulator
 from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import VOCABULARY, untrained, working_folder
 
-__all__ = ["bucket", "emulator", "shared_programs"]  # fixtures
+__all__ = ["bucket", "emulator", "shared_programs", "untrained"]  # fixtures
 
-WORDS = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
 MODEL = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 48 --model.vocab-size 300"
 )
+BATCHES = "--data.batch-size 16 --data.eval-examples 32 --data.eval-batch-size 32"
 TRAINING = (
-    "--data.batch-size 16 --data.eval-examples 32 --data.eval-batch-size 32 --optimizer.warmup-steps 1 --steps 4 "
-    "--checkpoint.every-steps 2 --log.no-tensorboard --log.no-samples"
+    f"{BATCHES} --optimizer.warmup-steps 1 --steps 4 --checkpoint.every-steps 2 "
+    "--log.no-tensorboard --log.no-samples"
 )
 BPE = f"train lm-tiny --data.name text:texts --data.tokenizer bpe:300 {MODEL} {TRAINING}"
+FURTHER = "--resume --steps 6 --resume-change schedule"
+PROMPT = "--prompt def --tokens 6 --temperature 0"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+TOKENIZER = "assets/tokenizer.json"
 
 
-def run(words: str) -> tuple[int, str, str]:
-    """Run a command of `mupax train` in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(words.split())
-    return code, out.getvalue(), err.getvalue()
-
-
-def succeeded(words: str) -> str:
-    code, out, err = run(words)
-    assert code == 0, err
-    return out
+def succeeded(*words: str) -> str:
+    """Return what a command prints that ends well."""
+    done = command(*words)
+    assert done.code == 0, done.err
+    return done.out
 
 
 def write_texts(folder: Path, seed: int) -> None:
+    """Write four texts, whose words depend on the seed: another seed makes another tokenizer."""
     folder.mkdir(exist_ok=True)
     choose = random.Random(seed)
-    # Other words than before make another tokenizer.
-    words = [*WORDS, *(f"{choose.choice(WORDS)}{seed}{choose.choice(WORDS)}" for _ in range(9))]
+    new_words = (f"{choose.choice(VOCABULARY)}{seed}{choose.choice(VOCABULARY)}" for _ in range(9))
+    words = [*VOCABULARY, *new_words]
     for number in range(4):
         lines = (" ".join(choose.choices(words, k=9)) for _ in range(150))
         (folder / f"{seed}-{number}.txt").write_text("\n".join(lines))
 
 
 def named(workdir: Path, step: int) -> assets.Entries:
+    """Return the files that a checkpoint names."""
     return layout.read(workdir / "checkpoints" / str(step)).assets
+
+
+def reads_its_tokenizer(workdir: str, step: int | None = None) -> bool:
+    """Return whether the model of a run finds a tokenizer of the size that the run has."""
+    return trained.open_model(Path(workdir), step).tokenizer().vocab_size == 300
 
 
 @pytest.fixture(scope="module", autouse=True)
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with texts, conversations, and the run `lm` whose tokenizer was made from its texts."""
-    path = tmp_path_factory.mktemp("project")
-    write_texts(path / "texts", 0)
-    write_texts(path / "other", 1)
-    turns = [(f"self {i}", f"value {i % 7}") for i in range(400)]
-    chats = [
-        [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
-        for ask, answer in turns
-    ]
-    (path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    (path / "template.jinja").write_text(TEMPLATE)
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
-        patch.setenv("MUPAX_DATA", str(path / "cache"))
-        succeeded(f"{BPE} --workdir lm")
+    with working_folder(tmp_path_factory.mktemp("project")) as path:
+        write_texts(path / "texts", 0)
+        write_texts(path / "other", 1)
+        chats: list[str] = []
+        for index in range(400):
+            turns = [
+                {"role": "user", "content": f"self {index}"},
+                {"role": "assistant", "content": f"value {index % 7}"},
+            ]
+            chats.append(json.dumps({"messages": turns}))
+        (path / "chat.jsonl").write_text("\n".join(chats))
+        (path / "template.jinja").write_text(TEMPLATE)
+        succeeded(BPE, "--workdir lm")
         yield path
 
 
@@ -102,127 +105,115 @@ def elsewhere(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path / "lm"
 
 
+@pytest.fixture
+def grown_copy(project: Path, elsewhere: Path, tmp_path: Path) -> None:
+    """A folder with the run and its texts, to which one was added, and an empty cache."""
+    shutil.copytree(project / "texts", tmp_path / "texts")
+    shutil.copy(project / "other" / "1-0.txt", tmp_path / "texts")
+
+
 def test_every_manifest_names_the_files_with_size_and_digest(project: Path) -> None:
     workdir = project / "lm"
     entries = named(workdir, 2)
     assert entries == named(workdir, 4)
-    assert set(entries) == {"assets/tokenizer.json", "assets/assets.json"}
+    assert set(entries) == {TOKENIZER, "assets/assets.json"}
     assert all((workdir / path).stat().st_size == size for path, (size, _) in entries.items())
     record = json.loads((workdir / "assets" / "assets.json").read_text())
     assert record["tokenizer"]["name"] == "bpe:300"
     assert record["tokenizer"]["separator"] == {"text": "<|endoftext|>", "id": 0}
     facts = json.loads((workdir / "config.json").read_text())["data"]
-    assert (
-        record["tokenizer"]["key"]
-        == facts["tokenizer"]
-        == Subwords(workdir / "assets" / "tokenizer.json").key
-    )
+    key = Subwords(workdir / TOKENIZER).key
+    assert record["tokenizer"]["key"] == facts["tokenizer"] == key
 
 
 def test_a_copy_of_the_workdir_is_all_that_commands_need(project: Path, elsewhere: Path) -> None:
     write_texts(Path("new"), 1)
-    shutil.copy(project / "chat.jsonl", ".")
-    shutil.copy(project / "template.jinja", ".")
-    prompt = "--prompt def --tokens 6 --temperature 0"
     with contextlib.chdir(project):
-        before = succeeded(f"generate lm {prompt}")
-    assert (
-        succeeded(f"generate lm {prompt}")
-        == succeeded(f"generate lm/checkpoints/4 {prompt}")
-        == before
-    )
+        text = succeeded("generate lm", PROMPT)
+    assert succeeded("generate lm", PROMPT) == text
     succeeded("eval lm --data.name text:new --json new.json")
     assert json.loads(Path("new.json").read_text())["data_of_the_run"] is False
-    assert main(["export", "lm", "--out", "exported"]) == 0
-    assert (
-        Path("exported/tokenizer.json").read_bytes()
-        == Path("lm/assets/tokenizer.json").read_bytes()
-    )
-    assert succeeded(f"generate exported {prompt}") == before
+    succeeded("export lm --out exported")
+    tokenizer = Path("lm", TOKENIZER).read_bytes()
+    assert Path("exported/tokenizer.json").read_bytes() == tokenizer
+    assert succeeded("generate exported", PROMPT) == text
     succeeded("convert lm --form plain --out plain")
-    assert succeeded(f"generate plain {prompt}") == before
     succeeded("grow lm --set depth=2 --out grown")
-    assert succeeded(f"generate grown {prompt}") == before
-    assert named(Path("grown"), 4) == named(Path("lm"), 4)
+    shutil.rmtree("lm")
+    for workdir in ("plain", "grown"):
+        assert named(Path(workdir), 4) == named(project / "lm", 4)
+        assert Path(workdir, TOKENIZER).read_bytes() == tokenizer
+        assert reads_its_tokenizer(workdir)
 
-    few = f"--steps 2 {' '.join(TRAINING.split()[:6])} --optimizer.warmup-steps 1 --log.no-tensorboard"
-    succeeded(
-        f"finetune chat.jsonl --from lm --data.chat-template template.jinja --workdir chat {few}"
-    )
-    assert set(named(Path("chat"), 2)) == {
-        f"assets/{name}" for name in ("assets.json", "tokenizer.json", "chat_template.jinja")
-    }
-    for gone in ("lm", "cache", "chat.jsonl", "template.jinja"):
-        shutil.rmtree(gone) if Path(gone).is_dir() else Path(gone).unlink()
-    succeeded(f"generate chat {prompt}")
+
+def test_a_finetuned_run_is_all_that_commands_need(project: Path, elsewhere: Path) -> None:
+    write_texts(Path("new"), 1)
+    shutil.copy(project / "chat.jsonl", ".")
+    shutil.copy(project / "template.jinja", ".")
+    tokenizer = Path("lm", TOKENIZER).read_bytes()
+    few = f"--steps 2 {BATCHES} --optimizer.warmup-steps 1 --log.no-tensorboard --log.no-samples"
+    template = "--data.chat-template template.jinja"
+    succeeded(f"finetune chat.jsonl --from lm {template} --workdir chat", few)
+    files = ("assets.json", "tokenizer.json", "chat_template.jinja")
+    assert set(named(Path("chat"), 2)) == {f"assets/{name}" for name in files}
+    for folder in ("lm", "cache"):
+        shutil.rmtree(folder)
+    for file in ("chat.jsonl", "template.jinja"):
+        Path(file).unlink()
+    succeeded("generate chat", PROMPT)
     service = trained.open_model(Path("chat"))
-    template = templates.find(service.config.data.tokenizer, service.config.data.chat_template)
-    assert template is not None
-    assert template.source == TEMPLATE
-    succeeded(f"finetune new --from chat --workdir text {few}")
-    assert (
-        Path("text/assets/tokenizer.json").read_bytes()
-        == Path("exported/tokenizer.json").read_bytes()
-    )
+    data = service.config.data
+    chat_template = templates.find(data.tokenizer, data.chat_template)
+    assert chat_template is not None
+    assert chat_template.source == TEMPLATE
+    succeeded("finetune new --from chat --workdir text", few)
+    assert Path("text", TOKENIZER).read_bytes() == tokenizer
 
 
-def grown_copy(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enter a folder with the run and its texts, to which one was added, and an empty cache."""
-    shutil.copytree(project / "lm", tmp_path / "lm")
-    shutil.copytree(project / "texts", tmp_path / "texts")
-    shutil.copy(project / "other" / "1-0.txt", tmp_path / "texts")
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-
-
-def test_a_resumed_run_keeps_its_tokenizer_where_the_folder_has_grown(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grown_copy(project, tmp_path, monkeypatch)
-    code, _, err = run(f"{BPE} --workdir lm --resume --steps 6 --resume-change schedule")
-    assert code == 2
-    assert "--resume-change data" in err
-    out = succeeded(f"{BPE} --workdir lm --resume --steps 6 --resume-change data schedule")
+@pytest.mark.usefixtures("grown_copy")
+def test_a_resumed_run_keeps_its_tokenizer_where_the_folder_has_grown(project: Path) -> None:
+    refused = command(f"{BPE} --workdir lm {FURTHER}")
+    assert refused.code == 2
+    assert "--resume-change data" in refused.err
+    out = succeeded(f"{BPE} --workdir lm {FURTHER} data")
     assert "training a tokenizer" not in out
     assert named(Path("lm"), 6) == named(Path("lm"), 4)
     for path in named(Path("lm"), 6):
-        assert (Path("lm") / path).read_bytes() == (project / "lm" / path).read_bytes()
+        assert Path("lm", path).read_bytes() == (project / "lm" / path).read_bytes()
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "cut"])
 def test_a_damaged_or_missing_tokenizer_is_named(damage: str, elsewhere: Path) -> None:
-    file = elsewhere / "assets" / "tokenizer.json"
+    file = elsewhere / TOKENIZER
     content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
     if damage == "missing":
         file.unlink()
+    elif damage == "flipped":
+        file.write_bytes(content)
     else:
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content if damage == "flipped" else content[:-3])
+        file.write_bytes(content[:-3])
     Path("text.txt").write_text("def self")
     for words in ("generate lm --prompt a", "finetune text.txt --from lm"):
-        code, _, err = run(words)
-        assert code == 2
-        assert "lm/assets/tokenizer.json" in err
-    code, out, _ = run("checkpoints lm")
-    assert (code, out.count("assets/tokenizer.json")) == (1, 2)
+        done = command(words)
+        assert done.code == 2
+        assert f"lm/{TOKENIZER}" in done.err
+    listed = command("checkpoints lm")
+    assert listed.code == 1
+    assert listed.out.count(TOKENIZER) == 2
 
 
-def test_what_is_lost_comes_back_when_the_run_goes_on_with_its_data(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grown_copy(project, tmp_path, monkeypatch)
+@pytest.mark.usefixtures("grown_copy")
+def test_what_is_lost_comes_back_when_the_run_goes_on_with_its_data(project: Path) -> None:
     shutil.rmtree("lm/assets")
     # Texts that make another tokenizer must not take the place of the lost one.
-    code, _, err = run(f"{BPE} --workdir lm --resume --steps 6 --resume-change data schedule")
-    assert code == 2
-    assert "lm/assets/tokenizer.json" in err
+    refused = command(f"{BPE} --workdir lm {FURTHER} data")
+    assert refused.code == 2
+    assert f"lm/{TOKENIZER}" in refused.err
     assert not Path("lm/assets").exists()
     Path("texts/1-0.txt").unlink()
     succeeded(f"{BPE} --workdir lm --resume")
-    assert (
-        Path("lm/assets/tokenizer.json").read_bytes()
-        == (project / "lm/assets/tokenizer.json").read_bytes()
-    )
+    assert Path("lm", TOKENIZER).read_bytes() == (project / "lm" / TOKENIZER).read_bytes()
     assert not assets.problems(Path("lm"), named(Path("lm"), 4))
 
 
@@ -240,121 +231,119 @@ def of_an_older_version(workdir: Path) -> None:
         file.write_text(json.dumps(content))
 
 
+@pytest.mark.usefixtures("grown_copy")
 def test_a_run_of_an_older_version_is_read_from_the_cache_and_gets_its_files_when_it_goes_on(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grown_copy(project, tmp_path, monkeypatch)
     of_an_older_version(Path("lm"))
-    code, _, err = run("generate lm --prompt a --tokens 2")  # nothing has its tokenizer any more
-    assert code == 2
-    assert "lm/assets" in err
-    shutil.copytree(
-        project / "lm" / "assets", "lm/assets", ignore=shutil.ignore_patterns("assets.json")
-    )
-    succeeded("generate lm --prompt a --tokens 2")
+    done = command("generate lm --prompt a --tokens 2")  # nothing has its tokenizer any more
+    assert done.code == 2
+    assert "lm/assets" in done.err
+    ignored = shutil.ignore_patterns("assets.json")
+    shutil.copytree(project / "lm" / "assets", "lm/assets", ignore=ignored)
+    assert reads_its_tokenizer("lm")
     shutil.rmtree("lm/assets")
     monkeypatch.setenv("MUPAX_DATA", str(project / "cache"))
-    succeeded("generate lm --prompt a --tokens 2")
-    assert main(["export", "lm", "--out", "exported"]) == 0
+    succeeded("generate lm", PROMPT)
+    succeeded("export lm --out exported")
     assert Path("exported/tokenizer.json").is_file()
     Path("texts/1-0.txt").unlink()
-    succeeded(f"{BPE} --workdir lm --resume --steps 6 --resume-change schedule")
-    assert set(named(Path("lm"), 6)) == {"assets/tokenizer.json", "assets/assets.json"}
+    succeeded(f"{BPE} --workdir lm {FURTHER}")
+    assert set(named(Path("lm"), 6)) == {TOKENIZER, "assets/assets.json"}
     shutil.rmtree("texts")
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
-    for step in (4, 6):
-        succeeded(f"generate lm --step {step} --prompt a --tokens 2")
+    assert reads_its_tokenizer("lm", 4)
+    succeeded("generate lm --step 6", PROMPT)
 
 
-def test_a_branch_has_the_files_too(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(project / "lm", tmp_path / "lm")
-    succeeded(f"{BPE} --workdir {tmp_path}/lm --resume --resume-from 2")
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    succeeded("generate lm/branches/4 --prompt a --tokens 2")
+def test_a_branch_has_the_files_too(project: Path, elsewhere: Path) -> None:
+    with contextlib.chdir(project):
+        succeeded(f"{BPE} --workdir {elsewhere} --resume --resume-from 2")
+    assert reads_its_tokenizer("lm/branches/4")
+    succeeded("generate lm/branches/4", PROMPT)
 
 
 def test_another_chat_template_leaves_earlier_checkpoints_theirs(
     project: Path, tmp_path: Path
 ) -> None:
-    chat = f"train lm-tiny --data.name chat:chat.jsonl {MODEL} {TRAINING} --workdir {tmp_path}/chat"
-    succeeded(f"{chat} --data.chat-template template.jinja")
+    workdir = tmp_path / "chat"
+    chat = f"train lm-tiny --data.name chat:chat.jsonl {MODEL} {TRAINING} --workdir {workdir}"
+    succeeded(f"{chat} --data.chat-template template.jinja --steps 2")
     other = tmp_path / "other.jinja"
-    other.write_text(TEMPLATE.replace("<|endoftext|>", "<|end|>"))
-    goes_on = "--resume --steps 6 --resume-change data schedule"
-    succeeded(f"{chat} --data.chat-template {other} {goes_on}")
+    other_source = TEMPLATE.replace("<|endoftext|>", "<|end|>")
+    other.write_text(other_source)
+    further = f"{chat} --data.chat-template {other} --resume --resume-change data schedule"
+    succeeded(further)
     other.unlink()
     sources: list[str] = []
-    for step in (4, 6):
-        run_assets = assets.find(tmp_path / "chat", step)
+    for step in (2, 4):
+        run_assets = assets.find(workdir, step)
         assert run_assets is not None
         assert run_assets.chat_template is not None
         sources.append(run_assets.chat_template.read_text())
-    assert sources == [TEMPLATE, TEMPLATE.replace("<|endoftext|>", "<|end|>")]
-    succeeded(f"{chat} --data.chat-template {other} {goes_on}")  # its file is gone, the run has it
+    assert sources == [TEMPLATE, other_source]
+    succeeded(further)  # the file of the template is gone, the run has it
 
 
 def test_eval_reads_other_texts_by_the_tokenizer_of_the_run(project: Path, tmp_path: Path) -> None:
-    file = tmp_path / "record.jsonl"
-    lines = [
-        json.dumps({"text": text})
-        for text in (project / "other" / "1-0.txt").read_text().splitlines()
-    ]
-    file.write_text("\n".join(lines))
+    texts = (project / "other" / "1-0.txt").read_text().splitlines()
+    records = "\n".join(json.dumps({"text": text}) for text in texts)
     (tmp_path / "hf").mkdir()
     for split in ("train", "validation"):
-        shutil.copy(file, tmp_path / "hf" / f"{split}.jsonl")
-    tokenizer = "--data.tokenizer bpe:300"
-    places = (
-        "text:other",
-        f"records:{file}",
+        (tmp_path / "hf" / f"{split}.jsonl").write_text(records)
+    for other in (
+        "text:other --data.tokenizer bpe:300",
+        f"records:{tmp_path}/hf/train.jsonl",
         f"hf:{tmp_path}/hf",
         "chat:chat.jsonl --data.chat-template template.jinja",
-    )
-    for other in places:
-        succeeded(f"eval lm --data.name {other} {tokenizer if other == 'text:other' else ''}")
-    code, _, err = run("eval lm --data.name text:other --data.tokenizer bpe:290")
-    assert code == 2
-    assert "--data.tokenizer" in err
+    ):
+        succeeded(f"eval lm --data.name {other}")
+    refused = command("eval lm --data.name text:other --data.tokenizer bpe:290")
+    assert refused.code == 2
+    assert "--data.tokenizer" in refused.err
 
 
 def test_eval_reads_a_text_in_place_of_the_mixture(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mix = f"--data.mix a=text:{project}/texts:0.7 b=text:{project}/other:0.3 --data.evaluate c=text:{tmp_path}/c"
+    sources = f"a=text:{project}/texts:0.7 b=text:{project}/other:0.3"
+    mix = f"--data.mix {sources} --data.evaluate c=text:{tmp_path}/c"
     shutil.copytree(project / "texts", tmp_path / "c")
-    succeeded(f"train lm-tiny {mix} {MODEL} {TRAINING} --workdir {tmp_path}/mix")
+    succeeded(f"train lm-tiny {mix} {MODEL} {TRAINING} --steps 2 --workdir {tmp_path}/mix")
     monkeypatch.chdir(tmp_path)
-    numbers: dict[str, Any] = {}
-    for name, flags in {
-        "own": "",
-        "text": f"--data.name text:{project}/other",
-        "other": f"--data.mix x=text:{project}/other:1",
-    }.items():
-        succeeded(f"eval mix {flags} --json {name}.json")
-        numbers[name] = json.loads(Path(f"{name}.json").read_text())
-    assert [each["data"] for each in numbers.values()] == ["mix", f"text:{project}/other", "mix"]
-    assert [each["data_of_the_run"] for each in numbers.values()] == [True, False, False]
-    assert numbers["text"]["loss"] != numbers["own"]["loss"]
-    assert all(set(each["sets"]) == {"c"} for each in numbers.values())
+    other = f"--data.name text:{project}/other"
+
+    def evaluated(flags: str) -> dict[str, Any]:
+        succeeded(f"eval mix {flags} --json numbers.json")
+        numbers = json.loads(Path("numbers.json").read_text())
+        assert set(numbers["sets"]) == {"c"}
+        return numbers
+
+    own = evaluated("")
+    assert (own["data"], own["data_of_the_run"]) == ("mix", True)
+    text = evaluated(other)
+    assert (text["data"], text["data_of_the_run"]) == (f"text:{project}/other", False)
+    assert text["loss"] != own["loss"]
+    mixture = evaluated(f"--data.mix x=text:{project}/other:1")
+    assert (mixture["data"], mixture["data_of_the_run"]) == ("mix", False)
     shutil.rmtree("c")  # a set of the run's own, which another machine does not have
-    code, _, err = run(f"eval mix --data.name text:{project}/other --json without.json")
-    assert (code, "data.evaluate c" in err) == (0, True)
+    without = command(f"eval mix {other} --json without.json")
+    assert without.code == 0
+    assert "data.evaluate c" in without.err
     assert "sets" not in json.loads(Path("without.json").read_text())
-    assert run("eval mix")[0] == 2
-    assert run(f"eval mix --data.name text:{project}/other --data.evaluate c=text:c")[0] == 2
+    assert command("eval mix").code == 2
+    assert command(f"eval mix {other} --data.evaluate c=text:c").code == 2
 
 
-def test_a_run_that_starts_from_another_takes_its_tokenizer(project: Path, tmp_path: Path) -> None:
+def test_a_run_that_starts_from_another_takes_its_tokenizer(
+    project: Path, untrained: list, tmp_path: Path
+) -> None:
     flags = BPE.replace("text:texts", "text:other")
     out = succeeded(f"{flags} --init-from lm --workdir {tmp_path}/next")
     assert "training a tokenizer" not in out
-    assert (tmp_path / "next/assets/tokenizer.json").read_bytes() == (
-        project / "lm/assets/tokenizer.json"
-    ).read_bytes()
     assert "other text then" not in out
+    tokenizer = (project / "lm" / TOKENIZER).read_bytes()
+    assert (tmp_path / "next" / TOKENIZER).read_bytes() == tokenizer
 
 
 def test_a_bucket_holds_them(bucket: str, project: Path) -> None:

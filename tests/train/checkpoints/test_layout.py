@@ -41,7 +41,7 @@ def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(params=["bucket", "mounted"])
 def workdir(request: pytest.FixtureRequest) -> Path:
-    """Of a run, without anything in it."""
+    """An empty workdir where no folder can be renamed."""
     place = request.getfixturevalue(request.param)
     folder = place / "run" if request.param == "mounted" else path_of(f"{place}/run")
     assert not renames_folders(folder)
@@ -50,7 +50,7 @@ def workdir(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def first() -> dict[type[Path], dict[str, bytes]]:
-    """What the first run left, by the kind of its folder: files by their path."""
+    """Files that the first run left, by path, for each kind of folder."""
     return {}
 
 

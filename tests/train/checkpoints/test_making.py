@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
 import json
 import os
 import shutil
@@ -17,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from mupax.__main__ import main
 from mupax.disk import path_of
 from mupax.train.checkpoints import making, workdir
 from mupax.zoo.huggingface import tensorfile
+from tests.fixtures.commands import command
 from tests.fixtures.emulator import bucket, emulator
 from tests.train.reuse.test_source import published
 
@@ -34,10 +33,8 @@ ENTRIES = {workdir.MARK, "model.json", "model.safetensors"}
 
 def run(words: str) -> tuple[int, str]:
     """Return the exit code and what was printed."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        code = main(words.split())
-    return code, " ".join(printed.getvalue().split())
+    done = command(words)
+    return done.code, f"{done.text} {done.message}"
 
 
 def names(folder: Path) -> set[str]:

@@ -388,7 +388,7 @@ def test_a_disk_that_is_too_slow_does_not_stop_training(
 
 
 def save_under_a_limit(run: Path) -> None:
-    """Of a process of its own: a limit on files is its process's, and what tensorstore still writes then breaks later."""
+    """Save under a limit on files, in a process of its own: tensorstore writes on and breaks later."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     notes: list[str] = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,17 +16,18 @@ import pytest
 import tensorstore
 
 from mupax import disk
-from mupax.__main__ import main
 from mupax.disk import plainly_named, storage_url
 from mupax.train.checkpoints import folder as checkpoints_folder
 from mupax.train.checkpoints import layout, lock
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.state import TrainState
-from mupax.train.run.report import metrics
+from tests.fixtures.commands import Done, command
 from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import folder, losses
+from tests.fixtures.small_runs import train as train_small
 
-__all__ = ["shared_programs"]  # a fixture
+__all__ = ["folder", "shared_programs"]  # fixtures
 
 NAMES = [
     "plain",
@@ -48,16 +49,11 @@ NAMES = [
     os.fsdecode(b"caf\xe9\xff"),
 ]
 ALL_AT_ONCE = os.fsdecode("%41 [a]*?#|\\~'\"`;&=,:@{}\n\u00e9".encode() + b"\xff")
-TINY = (
-    "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 "
-    "--data.eval-examples 64 --data.eval-batch-size 64 --optimizer.warmup-steps 2 --optimizer.schedule constant "
-    "--checkpoint.every-steps 2 --log.no-samples --log.no-tensorboard"
-)
 
 
 @dataclasses.dataclass
 class Arrays:
-    """What saving and restoring ask of a state."""
+    """The part of a state that saving and restoring use."""
 
     values: dict[str, Any]
 
@@ -82,29 +78,31 @@ def loaded(checkpoint: Path) -> list[float]:
     return checkpoints_folder.loaded(checkpoint, {"a": jnp.zeros(3)})["a"].tolist()
 
 
+def entries(checkpoint: Path) -> list[str]:
+    """Return the paths of all entries but those of arrays, whose names are drawn."""
+    paths = [path for path in checkpoint.rglob("*") if path.parent.name != "d"]
+    return sorted(str(path.relative_to(checkpoint)) for path in paths)
+
+
+@pytest.fixture(scope="module")
+def plain_entries(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return entries(save(tmp_path_factory.mktemp("plainly")))
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_checkpoint_is_saved_under_any_name_and_moves_to_any_other(
-    name: str, tmp_path: Path
+    name: str, plain_entries: list[str], tmp_path: Path
 ) -> None:
     checkpoint = save(tmp_path / name / "run")
-    names = sorted(
-        str(path.relative_to(checkpoint))
-        for path in checkpoint.rglob("*")
-        if path.parent.name != "d"
-    )
-    assert [entry for entry in os.listdir(tmp_path) if entry != name] == []
+    assert entries(checkpoint) == plain_entries
+    assert os.listdir(tmp_path) == [name]
     (tmp_path / name).rename(tmp_path / "]moved[")
-    moved = tmp_path / "]moved[" / "run" / "checkpoints" / "3"
-    assert loaded(moved) == [0.0, 1.0, 2.0]
+    assert loaded(tmp_path / "]moved[" / "run" / "checkpoints" / "3") == [0.0, 1.0, 2.0]
     (tmp_path / "]moved[").rename(tmp_path / name)
     assert loaded(checkpoint) == [0.0, 1.0, 2.0]
     assert checkpoints_folder.metadata(checkpoint)["a"].shape == (3,)
     assert checkpoints_folder.damaged_arrays(checkpoint, layout.read(checkpoint).arrays) == []
-    plain = save(tmp_path / "plainly")
-    assert names == sorted(
-        str(path.relative_to(plain)) for path in plain.rglob("*") if path.parent.name != "d"
-    )
 
 
 def test_without_open_folders_a_link_is_another_way(
@@ -153,38 +151,24 @@ def test_a_bucket_has_percent_encoded_urls(name: str) -> None:
     assert spec == {"driver": "gcs", "bucket": "bucket", "path": f"{name}/"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty folder with a small text; prepared data lies in it too."""
-    path = tmp_path_factory.mktemp("run")
-    (path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 600)
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
-        patch.setenv("MUPAX_DATA", str(path / "cache"))
-        yield path
-
-
-def train(*words: str) -> tuple[int, str]:
-    """Return the exit code of a run, and its errors."""
-    err = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        code = main(["train", *TINY.split(), *words])
-    return code, err.getvalue()
-
-
-def left(workdir: Path) -> Any:
-    """Return the training losses and the digests of all arrays of a run of four steps."""
-    losses = [row["loss"] for row in metrics.read(workdir / metrics.FILE_NAME) if "loss" in row]
-    return losses, layout.read(workdir / "checkpoints" / "4").arrays
+def train(workdir: Path | str, *words: str) -> Done:
+    quoted = shlex.quote(str(workdir))
+    settings = "--optimizer.schedule constant --log.no-tensorboard --steps 4"
+    return train_small(settings, "--workdir", quoted, *words)
 
 
 def test_a_run_in_an_odd_folder_resumes_bitwise(folder: Path) -> None:
-    assert train("--steps", "4", "--workdir", "plain") == (0, "")
+    plain = train("plain")
+    assert plain.code == 0
+    assert not plain.err
     odd = folder / "gs:" / ALL_AT_ONCE
-    for steps in ("2", "4"):
-        code, err = train("--resume", "--steps", steps, "--workdir", str(odd))
-        assert code == 0, err
-    assert left(odd) == left(folder / "plain")
-    assert main(["checkpoints", str(odd), "--verify"]) == 0
+    for words in ("--steps 2", "--steps 4"):
+        done = train(odd, "--resume", words)
+        assert done.code == 0, done.err
+    assert losses(odd) == losses("plain")
+    arrays = [layout.read(path / "checkpoints" / "4").arrays for path in (odd, Path("plain"))]
+    assert arrays[0] == arrays[1]
+    assert command(f"checkpoints --verify {shlex.quote(str(odd))}").code == 0
 
 
 @pytest.mark.parametrize("fault", ["elsewhere", "other bytes", "refused"])
@@ -204,8 +188,8 @@ def test_a_folder_where_nothing_can_be_saved_is_refused_before_work(
         monkeypatch.setattr(np, "array_equal", lambda a, b: False)
     else:
         monkeypatch.setattr(tensorstore, "open", refused)
-    code, err = train("--steps", "4", "--workdir", "refused")
-    assert code == 2
-    assert "--workdir" in err
-    assert len(err.splitlines()) == 1
+    done = train("refused")
+    assert done.code == 2
+    assert "--workdir" in done.err
+    assert len(done.err.splitlines()) == 1
     assert not [name for name in os.listdir("refused") if name != ".lock"]

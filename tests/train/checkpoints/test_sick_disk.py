@@ -48,7 +48,7 @@ def tree(workdir: Path) -> list[str]:
 
 
 def suffer(workdir: Path, control: shim.Control) -> list[list[object]]:
-    """Of a process that has the shim: what became of a restore under every fault, a short one and one without end."""
+    """Return the outcome of a restore under every fault, short or endless, in a process with the shim."""
     target, whole = abstract(state_at(0, 1)), tree(workdir)
     outcomes: list[list[object]] = []
     for times, disk.PATIENCE_S in ((3, 30.0), (10**9, 0.3)):

@@ -14,9 +14,12 @@ import pytest
 
 from mupax.train.parallel.processes import StopRequest
 from mupax.train.run.restart.supervisor import Listener
-from tests.train.checkpoints.test_checkpointer import ROOT, TINY, checkpoints, folder, rows, train
+from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import RUN, checkpoints, folder, rows, train
 
-__all__ = ["folder"]  # fixtures
+__all__ = ["folder", "shared_programs"]  # fixtures
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -25,22 +28,15 @@ def test_a_signal_saves_and_the_run_goes_on(
 ) -> None:
     """SIGHUP as a closed ssh session sends it: the terminal is gone, and whatever is written to it fails."""
     workdir = Path(number.name)
-    command = [
-        sys.executable,
-        "-m",
-        "train",
-        *TINY.split(),
-        "--workdir",
-        str(workdir),
-        "--steps",
-        "1000000",
-    ]
-    command += ["--checkpoint.every-steps", "1000000", "--log.no-tensorboard", "--resume"]
+    endless = "--steps 1000000 --checkpoint.every-steps 1000000 --log.no-tensorboard --resume"
+    words = f"train {RUN} {endless} --workdir {workdir}"
     environment = {
         **os.environ,
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",
         "PYTHONPATH": str(ROOT),
     }
+    command = [sys.executable, "-m", *words.split()]
+    file = workdir / "metrics.jsonl"
     terminal, inside = os.openpty()
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     if number == signal.SIGHUP:
@@ -48,10 +44,7 @@ def test_a_signal_saves_and_the_run_goes_on(
     with subprocess.Popen(command, env=environment, **streams) as child:
         try:
             until = time.monotonic() + 200
-            while (
-                not (workdir / "metrics.jsonl").exists()
-                or not (workdir / "metrics.jsonl").stat().st_size
-            ):
+            while not file.exists() or not file.stat().st_size:
                 assert child.poll() is None, child.communicate()
                 assert time.monotonic() < until
                 time.sleep(0.05)
@@ -65,21 +58,12 @@ def test_a_signal_saves_and_the_run_goes_on(
     (step,) = checkpoints(workdir)
     if number == signal.SIGTERM:
         assert "Traceback" not in err
-        message = (
-            f"stopped by {number.name} at step {step} of 1000000, saved; the same command goes on"
-        )
-        assert message in " ".join(out.split())
+        message = f"stopped by {number.name} at step {step} of 1000000, saved"
+        assert f"{message}; the same command goes on" in " ".join(out.split())
     assert rows(workdir)[-1]["step"] == step
     # One device saved it, eight go on.
-    done = train(
-        "--workdir",
-        str(workdir),
-        "--resume",
-        "--steps",
-        str(step + 2),
-        "--resume-change",
-        "schedule",
-    )
+    resume = f"--workdir {workdir} --resume --resume-change schedule"
+    done = train(resume, f"--steps {step + 2}")
     assert done.code == 0, done.err
     assert f"resuming lm-tiny at step {step} of {step + 2}" in done.out
     assert [row["step"] for row in rows(workdir) if "loss" in row] == list(range(1, step + 3))
@@ -180,14 +164,11 @@ def test_what_nohup_or_a_background_job_ignores_stays_ignored(number: signal.Sig
 
 @pytest.mark.core
 def test_handlers_are_those_from_before() -> None:
-    before = [
-        signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    ]
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
     with StopRequest() as stop:
         assert signal.getsignal(signal.SIGTERM) == stop._note
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     signal.signal(signal.SIGHUP, before[1])
-    assert [
-        signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    ] == before
+    assert [signal.getsignal(number) for number in numbers] == before

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.core
 
 
 class Response:
-    """Of orbax, in one of two processes: that of process 1 fails, that of process 0 waits for it."""
+    """Save of orbax in one of two processes: process 1 fails, process 0 waits for it."""
 
     def __init__(self, fails: bool, released: threading.Event) -> None:
         self.fails, self.released = fails, released

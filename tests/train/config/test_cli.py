@@ -12,7 +12,6 @@ import shlex
 import pytest
 
 from mupax import command_line
-from mupax.__main__ import main
 from mupax.presets import PRESETS
 from mupax.train.config import cli
 from mupax.train.config.cli import Command
@@ -24,11 +23,42 @@ from mupax.train.reuse.generate.command import Generate
 from mupax.train.studies.sweep import command as sweep
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig
-from tests.fixtures.command_line import Capture, printed, refused, started
+from tests.fixtures.command_line import started
+from tests.fixtures.commands import command
 
 __all__ = ["started"]  # fixture
 
 pytestmark = pytest.mark.core
+
+
+def out_of(*words: str) -> str:
+    """Return what a command prints that ends well."""
+    done = command(*words)
+    assert done.code == 0, done.err
+    return done.out
+
+
+def shown(*words: str, recipe: str = "lm-tiny") -> Config:
+    """Return the config that `--print-config` shows, without a word beside it."""
+    done = command(f"train {recipe} --print-config", *words)
+    assert done.code == 0, done.err
+    assert not done.err
+    return from_json(json.loads(done.out))
+
+
+def refusal(*words: str) -> str:
+    """Return the message for bad input."""
+    done = command(*words)
+    assert done.code == 2
+    assert not done.out
+    assert "Traceback" not in done.err
+    assert 1 <= len(done.err.splitlines()) <= 10
+    assert done.err.startswith("error: ")
+    return done.err
+
+
+def flags_of(recipe: str) -> list[command_line.FlagField]:
+    return list(command_line.flag_fields(Command(config=RECIPES[recipe]())))
 
 
 @pytest.mark.parametrize(
@@ -50,14 +80,13 @@ pytestmark = pytest.mark.core
         ("grow w", "this needs --out WORKDIR"),
     ],
 )
-def test_commands_answer_as_recipes_do(words: str, text: str, capsys: Capture) -> None:
-    assert text in refused(capsys, *words.split())
+def test_commands_answer_as_recipes_do(words: str, text: str) -> None:
+    assert text in refusal(words)
 
 
-def test_a_word_left_out_has_its_default_beside_flags_of_a_run(capsys: Capture) -> None:
-    words = "check --grow heads --model.width 32 --seeds 2 --dry-run"
-    assert main(words.split()) == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
+def test_a_word_left_out_has_its_default_beside_flags_of_a_run() -> None:
+    out = out_of("check --grow heads --model.width 32 --seeds 2 --dry-run")
+    first, second, *_ = out.splitlines()
     assert "width 32 to 256" in first
     assert second.startswith("width 32, 4 heads of 8")
 
@@ -66,12 +95,12 @@ def test_a_word_left_out_has_its_default_beside_flags_of_a_run(capsys: Capture) 
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_alone_is_its_config(name: str, capsys: Capture, started: list[Config]) -> None:
+def test_a_recipe_alone_is_its_config(name: str, started: list[Config]) -> None:
     recipe = RECIPES[name]()
     assert recipe.recipe == name
-    assert main(["train", name]) == 0
+    out_of("train", name)
     assert started == [recipe.resolved()]
-    assert printed(capsys, name) == recipe.resolved()
+    assert shown(recipe=name) == recipe.resolved()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -83,33 +112,30 @@ def test_a_recipe_says_what_it_costs_and_what_to_expect(name: str) -> None:
 
 
 def test_the_folder_of_compiled_programs_is_of_the_process_and_no_part_of_a_run(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MUPAX_COMPILATION_CACHE", "before")  # what a test sets is taken back
-    assert printed(capsys, "lm-tiny") == RECIPES["lm-tiny"]().resolved()
+    recipe = RECIPES["lm-tiny"]().resolved()
+    assert shown() == recipe
     assert os.environ["MUPAX_COMPILATION_CACHE"] == "before"
-    assert (
-        printed(capsys, "lm-tiny", "--compilation-cache", "none") == RECIPES["lm-tiny"]().resolved()
-    )
+    assert shown("--compilation-cache none") == recipe
     assert os.environ["MUPAX_COMPILATION_CACHE"] == "none"
     words = ["lm-tiny", "--compilation-cache", "folder"]
-    sweep.points(
-        *command_line.parse_known(sweep.Sweep, "", words)
-    )  # as of every command with a recipe's flags
+    # As of every command with a recipe's flags.
+    sweep.points(*command_line.parse_known(sweep.Sweep, "", words))
     assert os.environ["MUPAX_COMPILATION_CACHE"] == "folder"
-    capsys.readouterr()
-    assert "gs:// is no folder of this machine" in refused(
-        capsys, "train", "lm-tiny", "--compilation-cache", "gs://bucket/a"
-    )
-    assert "did you mean --compilation-cache?" in refused(
-        capsys, "train", "lm-tiny", "--compilation-cash", "none"
-    )
+    remote = refusal("train lm-tiny --compilation-cache gs://bucket/a")
+    assert "gs:// is no folder of this machine" in remote
+    misspelt = refusal("train lm-tiny --compilation-cash none")
+    assert "did you mean --compilation-cache?" in misspelt
 
 
-def test_flags_change_fields(capsys: Capture) -> None:
-    argv = "--optimizer.peak-lr 3e-3 --steps 20 --seed=7 --workdir w --resume --mesh.data -1 --data.batch-size 4"
-    more = "--checkpoint.every-steps 5 --log.no-tensorboard --model.compute.layers unrolled --log.eval-every-steps None"
-    config = printed(capsys, "lm-tiny", *argv.split(), *more.split())
+def test_flags_change_fields() -> None:
+    config = shown(
+        "--optimizer.peak-lr 3e-3 --steps 20 --seed=7 --workdir w --resume --mesh.data -1",
+        "--data.batch-size 4 --checkpoint.every-steps 5 --log.no-tensorboard",
+        "--model.compute.layers unrolled --log.eval-every-steps None",
+    )
     base = RECIPES["lm-tiny"]()
     assert config == dataclasses.replace(
         base,
@@ -127,126 +153,112 @@ def test_flags_change_fields(capsys: Capture) -> None:
     )
 
 
-def test_underscores_and_equals_signs_work(capsys: Capture) -> None:
-    assert printed(capsys, "lm-tiny", "--optimizer.peak_lr=3e-3").optimizer.peak_lr == 3e-3
+def test_underscores_and_equals_signs_work() -> None:
+    assert shown("--optimizer.peak_lr=3e-3").optimizer.peak_lr == 3e-3
 
 
-def test_a_text_may_begin_with_dashes(capsys: Capture) -> None:
-    separator = ["--data.tokenizer", "bpe:300", "--data.separator"]
-    for words in (["--location=eu"], ["--x"], ["-5"], ["---"]):
-        config = printed(capsys, "lm-tiny", *separator, *words, "--steps", "7")
-        assert (config.data.separator, config.steps) == (words[0], 7)
+def test_a_text_may_begin_with_dashes() -> None:
+    for separator in ("--location=eu", "--x", "-5", "---"):
+        config = shown("--data.tokenizer bpe:300 --data.separator", separator, "--steps 7")
+        assert (config.data.separator, config.steps) == (separator, 7)
     for text in ("--location=eu", "--tokens", "--help", "-h", "-", "--", "-5", "=", ""):
         assert command_line.parse(Generate, "", ["run", f"--prompt={text}"]).prompt == text
         if text not in ("--tokens", "--help", "-h"):
             parsed = command_line.parse(Generate, "", ["run", "--prompt", text, "--tokens", "5"])
             assert (parsed.prompt, parsed.tokens) == (text, 5)
     # Control: flags of the command are not taken for a text that was left out.
-    assert "--prompt needs a value" in refused(
-        capsys, "generate", "run", "--prompt", "--tokens", "5"
-    )
-    assert "--data.separator needs a value" in refused(
-        capsys, "train", "lm-tiny", "--data.separator", "--steps", "5"
-    )
+    assert "--prompt needs a value" in refusal("generate run --prompt --tokens 5")
+    assert "--data.separator needs a value" in refusal("train lm-tiny --data.separator --steps 5")
 
 
-def test_the_last_of_a_repeated_flag_counts(capsys: Capture) -> None:
-    assert printed(capsys, "lm-tiny", "--steps", "5", "--steps", "6").steps == 6
+def test_the_last_of_a_repeated_flag_counts() -> None:
+    assert shown("--steps 5 --steps 6").steps == 6
 
 
-@pytest.mark.parametrize("flag", [["--preset", "sp"], ["--preset=sp"], ["--preset.name", "sp"]])
-def test_preset_is_an_alias(flag: list[str], capsys: Capture) -> None:
-    assert printed(capsys, "lm-tiny", *flag).preset.name == "sp"
+@pytest.mark.parametrize("flag", ["--preset sp", "--preset=sp", "--preset.name sp"])
+def test_preset_is_an_alias(flag: str) -> None:
+    assert shown(flag).preset.name == "sp"
 
 
-def test_an_older_name_of_a_preset_is_read_and_not_written(capsys: Capture) -> None:
-    assert printed(capsys, "lm-tiny", "--preset", "standard").preset.name == "sp"
+def test_an_older_name_of_a_preset_is_read_and_not_written() -> None:
+    assert shown("--preset standard").preset.name == "sp"
     written = to_json(RECIPES["lm-tiny"]())
-    assert (
-        from_json({**written, "preset": {**written["preset"], "name": "standard"}}).preset.name
-        == "sp"
-    )
+    older = {**written, "preset": {**written["preset"], "name": "standard"}}
+    assert from_json(older).preset.name == "sp"
 
 
-def test_preset_constants(capsys: Capture) -> None:
+def test_preset_constants() -> None:
     constants = "--preset.alpha-a 0.75 --preset.alpha-l 0.5 --preset.gamma0 0.2 --preset.beta0 3"
-    preset = printed(capsys, "lm-tiny", "--preset", "depth-mup", *constants.split()).preset
+    preset = shown("--preset depth-mup", constants).preset
     assert (preset.alpha_a, preset.alpha_l, preset.gamma0, preset.beta0) == (0.75, 0.5, 0.2, 3.0)
 
 
-def test_every_other_constant_of_a_preset_has_a_way(capsys: Capture) -> None:
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_other_constant_of_a_preset_has_a_way(name: str) -> None:
     """By name, through config.json and back, to the preset."""
-    for name, make in PRESETS.items():
-        values = {
-            constant: "table" if parameter.default is None else parameter.default
-            for constant, parameter in inspect.signature(make).parameters.items()
-        }
-        words = tuple(f"{constant}={value}" for constant, value in values.items())
-        own = ["--preset.constants", *words] if words else []
-        config = printed(capsys, "lm-tiny", "--preset", name, "--preset.base", "None", *own)
-        assert config.preset.constants == words
-        assert preset_of(config).name == name
-    config = printed(
-        capsys,
-        "lm-tiny",
-        "--preset",
-        "completep",
-        "--preset.constants",
-        "eps-scope=everywhere",
-        "alpha_l=0.75",
-    )
+    parameters = inspect.signature(PRESETS[name]).parameters
+    words: list[str] = []
+    for constant, parameter in parameters.items():
+        default = "table" if parameter.default is None else parameter.default
+        words.append(f"{constant}={default}")
+    recipe = RECIPES["lm-tiny"]()
+    preset = dataclasses.replace(recipe.preset, name=name, base=None, constants=tuple(words))
+    config = dataclasses.replace(recipe, preset=preset)
+    assert preset_of(config).name == name
+    again = from_json(json.loads(json.dumps(to_json(config))))
+    assert again == config
+    assert preset_of(again).choices == preset_of(config).choices
+
+
+def test_constants_of_a_preset_are_read_by_their_names() -> None:
+    config = shown("--preset completep --preset.constants eps-scope=everywhere alpha_l=0.75")
+    assert config.preset.constants == ("eps-scope=everywhere", "alpha_l=0.75")
     assert preset_of(config).choices == {"eps_scope": "everywhere", "alpha_l": 0.75}
-    assert (
-        preset_of(from_json(json.loads(json.dumps(to_json(config))))).choices
-        == preset_of(config).choices
-    )
 
 
-def test_model_fields_are_checked_again(capsys: Capture) -> None:
-    model = printed(capsys, "lm-tiny", "--model.width", "256", "--model.num-heads", "8").model
+def test_model_fields_are_checked_again() -> None:
+    model = shown("--model.width 256 --model.num-heads 8").model
     assert isinstance(model, DecoderConfig)
     assert model.sizes()["head_dim"] == 32
 
 
-def test_another_model_by_name(capsys: Capture) -> None:
-    config = printed(capsys, "gpt2-c4", "--model", "gpt2-medium", "--model.depth", "3")
-    recipe = RECIPES["gpt2-c4"]()
-    assert config.model == dataclasses.replace(
-        configs.get("gpt2-medium"), depth=3, compute=recipe.model.compute
-    )
+def test_another_model_by_name() -> None:
+    config = shown("--model gpt2-medium --model.depth 3", recipe="gpt2-c4")
+    compute = RECIPES["gpt2-c4"]().model.compute
+    expected = dataclasses.replace(configs.get("gpt2-medium"), depth=3, compute=compute)
+    assert config.model == expected
 
 
-def test_a_short_run_inside_its_warm_up_is_said(capsys: Capture, started: list[Config]) -> None:
-    warmup = ["--optimizer.warmup-steps", "50"]
-    assert main(["train", "lm-tiny", "--steps", "3", *warmup]) == 0
-    assert "all 3 steps are warm-up, which has 50" in capsys.readouterr().err
-    assert main(["train", "lm-tiny", "--steps", "100", *warmup]) == 0
-    assert not capsys.readouterr().err
+def test_a_short_run_inside_its_warm_up_is_said(started: list[Config]) -> None:
+    short = command("train lm-tiny --optimizer.warmup-steps 50 --steps 3")
+    assert short.code == 0
+    assert "all 3 steps are warm-up, which has 50" in short.err
+    longer = command("train lm-tiny --optimizer.warmup-steps 50 --steps 100")
+    assert longer.code == 0
+    assert not longer.err
     assert [config.steps for config in started] == [3, 100]
 
 
 # Help
 
 
-def test_help_lists_recipes(capsys: Capture) -> None:
-    assert main(["train", "--help"]) == 0
-    out = capsys.readouterr().out
+def test_help_lists_recipes() -> None:
+    out = out_of("train --help")
     for name, recipe in RECIPES.items():
         assert f"  {name} " in out
         assert (inspect.getdoc(recipe) or "").splitlines()[0] in out
 
 
-def listed(capsys: Capture, *words: str) -> set[str]:
+def listed(recipe: str, words: str) -> set[str]:
     """Return the names, of those before aliases, of the flags that a help lists."""
-    assert main(["train", *words]) == 0
-    names = {
-        field.names[0] for field in command_line.flag_fields(Command(config=RECIPES[words[0]]()))
-    }
-    first_lines = re.findall(r"^[│ ] (--?[a-z].*)$", capsys.readouterr().out, re.MULTILINE)
-    found_flags = {flag for line in first_lines for flag in re.findall(r"--[\w.-]+", line)}
-    assert len(names & found_flags) == len(
-        [line for line in first_lines if not line.startswith("-h")]
-    )
+    names = {field.names[0] for field in flags_of(recipe)}
+    out = out_of("train", recipe, words)
+    first_lines = re.findall(r"^[│ ] (--?[a-z].*)$", out, re.MULTILINE)
+    found_flags: set[str] = set()
+    for line in first_lines:
+        found_flags.update(re.findall(r"--[\w.-]+", line))
+    own_lines = [line for line in first_lines if not line.startswith("-h")]
+    assert len(names & found_flags) == len(own_lines)
     return names & found_flags
 
 
@@ -254,86 +266,64 @@ def listed(capsys: Capture, *words: str) -> set[str]:
     ("name", "columns"), [("lm-tiny", "80"), ("vit-s16-imagenet", "200"), ("ed-tiny", "120")]
 )
 def test_help_of_a_recipe_has_the_flags_in_use(
-    name: str, columns: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    name: str, columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    flags = listed(capsys, name, "--help")
+    flags = listed(name, "--help")
     assert {"--steps", "--optimizer.peak-lr", "--model.width", "--data.name", "--workdir"} <= flags
-    fields = command_line.flag_fields(Command(config=RECIPES[name]()))
-    assert flags == {field.names[0] for field in fields if cli.is_listed(field)}
+    assert flags == {field.names[0] for field in flags_of(name) if cli.is_listed(field)}
     assert 40 <= len(flags) <= 60
     assert os.environ["COLUMNS"] == columns
 
 
-def test_help_of_a_section_has_all_of_its_flags_and_no_other(capsys: Capture) -> None:
-    every_flag = {
-        field.names[0] for field in command_line.flag_fields(Command(config=RECIPES["lm-tiny"]()))
-    }
-    sections = ("run", "model", "faults")
-    by_section = {section: listed(capsys, "lm-tiny", "--help", section) for section in sections}
-    assert "--model.rotary-fraction" in by_section["model"]
-    assert by_section == {
-        section: {flag for flag in every_flag if cli.section_of(flag) == section}
-        for section in sections
-    }
-    assert "write all, or one of run, model" in refused(
-        capsys, "train", "lm-tiny", "--help", "modell"
-    )
+def test_help_of_a_section_has_all_of_its_flags_and_no_other() -> None:
+    every_flag = {field.names[0] for field in flags_of("lm-tiny")}
+    for section in ("run", "model", "faults"):
+        expected = {flag for flag in every_flag if cli.section_of(flag) == section}
+        assert listed("lm-tiny", f"--help {section}") == expected
+        assert section != "model" or "--model.rotary-fraction" in expected
+    assert "write all, or one of run, model" in refusal("train lm-tiny --help modell")
 
 
-def test_help_joins_the_lines_of_a_docstring(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_joins_the_lines_of_a_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapped docstring has an indented second line, here one that begins with a digit."""
     monkeypatch.setenv("COLUMNS", "120")
-    assert main(["train", "lm-tiny", "--help", "model"]) == 0
-    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    lines = [line.strip("│ ") for line in out_of("train lm-tiny --help model").splitlines()]
     (line,) = [line for line in lines if "which differs by" in line]
     assert line.startswith("gelu: the tanh approximation")
     assert "which differs by 1e-3." in line
 
 
-def test_help_without_boxes_has_the_flags_in_use_too(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the terminal has ASCII alone."""
-    boxed = listed(capsys, "lm-tiny", "--help")
+def test_help_without_boxes_has_the_flags_in_use_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that has ASCII alone gets no boxes."""
+    boxed = listed("lm-tiny", "--help")
     monkeypatch.setattr(command_line._HelpBuffer, "encoding", "ascii")
-    assert listed(capsys, "lm-tiny", "--help") == boxed
+    assert listed("lm-tiny", "--help") == boxed
 
 
-def test_a_flag_that_help_leaves_out_still_works(capsys: Capture, started: list[Config]) -> None:
-    assert "--model.rotary-fraction" not in listed(capsys, "lm-tiny", "--help")
-    assert (
-        main(
-            ["train", "lm-tiny", "--model.rotary-fraction", "0.5", "--faults.spike-deviations", "9"]
-        )
-        == 0
-    )
+def test_a_flag_that_help_leaves_out_still_works(started: list[Config]) -> None:
+    assert "--model.rotary-fraction" not in listed("lm-tiny", "--help")
+    out_of("train lm-tiny --model.rotary-fraction 0.5 --faults.spike-deviations 9")
     (config,) = started
     assert isinstance(config.model, DecoderConfig)
     assert (config.model.rotary_fraction, config.faults.spike_deviations) == (0.5, 9)
 
 
 @pytest.mark.parametrize("name", ["lm-tiny", "vit-digits"])
-def test_help_all_of_a_recipe_has_every_flag(name: str, capsys: Capture) -> None:
-    assert main(["train", name, "--help", "all"]) == 0
-    out = capsys.readouterr().out
-    assert [
-        flag
-        for flag in command_line.flags(RECIPES[name]())
-        if f"{flag} " not in out and f"{flag}," not in out
-    ] == []
+def test_help_all_of_a_recipe_has_every_flag(name: str) -> None:
+    out = out_of("train", name, "--help all")
+    for flag in command_line.flags(RECIPES[name]()):
+        assert f"{flag} " in out or f"{flag}," in out
     assert "--recipe" not in out
     assert (inspect.getdoc(RECIPES[name]) or "").splitlines()[0] in out
 
 
-@pytest.mark.parametrize("words", [[], ["train"]])
-def test_no_words_at_all_list_commands_or_recipes(words: list[str], capsys: Capture) -> None:
-    assert main([*words, "--help"]) == 0
-    overview = capsys.readouterr().out
-    assert main(words) == 0
-    assert capsys.readouterr() == (overview, "")
+@pytest.mark.parametrize("words", ["", "train"])
+def test_no_words_at_all_list_commands_or_recipes(words: str) -> None:
+    bare = command(words)
+    assert bare.code == 0
+    assert bare.out == out_of(words, "--help")
+    assert not bare.err
 
 
 PLAIN_WORDS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,12 @@ from PIL import Image
 from mupax import train
 from mupax.commands import table
 from mupax.train.pods import topology
+from tests.fixtures.commands import Done
 from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import empty_loss_plot
 from tests.train.config import test_plugins as plugins
 
-__all__ = ["shared_programs"]  # fixture
+__all__ = ["empty_loss_plot", "shared_programs"]  # fixtures
 
 METRIC = """
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def everything():
         preset=dataclasses.replace(config.preset, name="own-preset"),
         optimizer=dataclasses.replace(config.optimizer, name="own-sign", warmup_steps=1),
         data=dataclasses.replace(config.data, name="own-bars", batch_size=8, eval_examples=8),
-        log=dataclasses.replace(config.log, tensorboard=False, progress=False),
+        log=dataclasses.replace(config.log, tensorboard=False, progress=False, samples=False),
         checkpoint=dataclasses.replace(config.checkpoint, keep_best=1, best_metric="eval_own_sure"),
     )
 
@@ -187,28 +188,24 @@ def place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return trained
 
 
-def command(line: str) -> int:
+def command(line: str) -> Done:
     """Run a line with the module named, as a process of its own would."""
     sys.modules.pop("own_all", None)
-    return plugins.command(*shlex.split(line), plugin="own_all")
+    return plugins.command(line, plugin="own_all")
 
 
 @pytest.mark.parametrize(("typed", "line"), [*READS.items(), *READS_OF_THE_ZOO.items()])
-def test_a_command_reads_what_is_of_ones_own(
-    typed: str, line: str, place: Path, capsys: pytest.CaptureFixture[str]
-):
-    code = command(line)
-    out, err = capsys.readouterr()
-    assert code == 0, err
-    assert out.strip()
+def test_a_command_reads_what_is_of_ones_own(typed: str, line: str, place: Path):
+    done = command(line)
+    assert done.code == 0, done.err
+    assert done.out.strip()
     if typed == "eval":
         assert "own_sure" in json.loads((place / "scores.json").read_text())
 
 
 @pytest.mark.parametrize("typed", REFUSES)
-def test_a_command_refuses_what_is_of_ones_own(
-    typed: str, place: Path, capsys: pytest.CaptureFixture[str]
-):
-    line, told = REFUSES[typed]
-    assert command(line) == 2
-    assert told in capsys.readouterr().err
+def test_a_command_refuses_what_is_of_ones_own(typed: str, place: Path):
+    line, message = REFUSES[typed]
+    done = command(line)
+    assert done.code == 2
+    assert message in done.err

@@ -18,15 +18,18 @@ from tests.fixtures.command_line import printed, refused
 pytestmark = pytest.mark.core
 
 Capture = pytest.CaptureFixture[str]
-FOUR = ("--data.batch-size", "64", "--steps", "200")
+FOUR = "--data.batch-size 64 --steps 200"
 """lm-tiny at four times its batch of 16 and its own tokens, 800 steps of 16 x 128."""
 
 
+def shown(capsys: Capture, *words: str) -> Config:
+    """Return the config that the recipe lm-tiny with further words prints."""
+    return printed(capsys, "lm-tiny", *" ".join(words).split())
+
+
 def test_a_run_without_a_joint_rule_is_as_it_was(capsys: Capture):
-    for config in (
-        printed(capsys, "lm-tiny", *FOUR),
-        printed(capsys, "lm-tiny", *FOUR, "--joint", "none"),
-    ):
+    for rule in ("", "--joint none"):
+        config = shown(capsys, FOUR, rule)
         assert config.scaled_optimizer is config.optimizer
         assert config.preset == RECIPES["lm-tiny"]().preset
     before = to_json(config)
@@ -36,7 +39,7 @@ def test_a_run_without_a_joint_rule_is_as_it_was(capsys: Capture):
 
 
 def test_the_recipes_batch_and_tokens_are_the_base(capsys: Capture):
-    config = printed(capsys, "lm-tiny", *FOUR, "--joint", "sde")
+    config = shown(capsys, FOUR, "--joint sde")
     opt = config.optimizer
     assert config.preset.base == "lm-proxy,batch=16,tokens=1638400"
     assert opt == RECIPES["lm-tiny"]().optimizer
@@ -49,14 +52,14 @@ def test_the_recipes_batch_and_tokens_are_the_base(capsys: Capture):
         "weight_decay": 0.0012,
         "warmup_steps": 12,
     }
-    assert dataclasses.asdict(config.scaled_optimizer) == pytest.approx(
-        {**dataclasses.asdict(opt), **expected}
-    )
-    at_the_base = printed(capsys, "lm-tiny", "--joint", "sde")
+    scaled = dataclasses.asdict(config.scaled_optimizer)
+    assert scaled == pytest.approx({**dataclasses.asdict(opt), **expected})
+    at_the_base = shown(capsys, "--joint sde")
     assert at_the_base.scaled_optimizer == at_the_base.optimizer
     assert from_json(to_json(config)) == config
-    assert words(config) is not None
-    assert printed(capsys, "lm-tiny", *(words(config) or ())) == config
+    flags = words(config)
+    assert flags is not None
+    assert printed(capsys, "lm-tiny", *flags) == config
 
 
 @pytest.mark.parametrize(
@@ -78,41 +81,29 @@ def test_what_a_base_says_of_batch_and_tokens_holds(base: str, expected: str, ca
     other = RECIPES["gpt2-c4"]()
     batch = other.data.batch_size
     expected = expected.format(batch * 8, batch * other.model.units * other.steps)
-    argv = (
-        "lm-tiny",
-        "--joint",
-        "sde",
-        "--preset.base",
-        base,
-        "--data.batch-size",
-        "32",
-        "--optimizer.b2",
-        "0.9999",
-    )
-    argv += ("--optimizer.b1", "0.999")
-    assert printed(capsys, *argv).preset.base == expected
+    flags = "--joint sde --data.batch-size 32 --optimizer.b2 0.9999 --optimizer.b1 0.999"
+    assert shown(capsys, flags, f"--preset.base {base}").preset.base == expected
 
 
 def test_a_tuned_preset_brings_the_batch_and_tokens_of_its_study(capsys: Capture):
-    every = (find.load(path) for path in find.files().values())
+    studies = [find.load(path) for path in find.files().values()]
     study = next(
-        each for each in every if each.preset == "mup" and each.optimizer["name"] == "adam"
+        study for study in studies if study.preset == "mup" and study.optimizer["name"] == "adam"
     )
-    unit = study.provenance["seen"] // (study.provenance["steps"] * study.provenance["batch"])
-    argv = ("lm-tiny", "--preset", study.use, "--joint", "complete-d", "--model.seq-len", str(unit))
-    config = printed(capsys, *argv)
-    assert config.preset.base is not None
-    assert (
-        f"batch={study.provenance['batch']},tokens={study.provenance['seen']}" in config.preset.base
-    )
+    tokens = study.provenance["seen"]
+    batch = study.provenance["batch"]
+    unit = tokens // (study.provenance["steps"] * batch)
+    flags = f"--preset {study.use} --joint complete-d --model.seq-len {unit}"
+    base = shown(capsys, flags).preset.base
+    assert base is not None
+    assert f"batch={batch},tokens={tokens}" in base
 
 
 def test_batches_count_tokens_where_examples_change_their_length(capsys: Capture):
-    config = printed(capsys, "lm-tiny", "--joint", "sde", "--model.seq-len", "64")
+    config = shown(capsys, "--joint sde --model.seq-len 64")
     assert config.preset.base == "lm-proxy,batch=32,tokens=1638400"
-    assert config.scaled_optimizer.peak_lr == pytest.approx(
-        0.008 * 0.5**0.5
-    )  # half the tokens in a step
+    half_step_lr = 0.008 * 0.5**0.5  # half the tokens in a step
+    assert config.scaled_optimizer.peak_lr == pytest.approx(half_step_lr)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +148,9 @@ def test_what_does_not_fit_is_refused(words: str, message: str, capsys: Capture)
 
 
 def test_control_a_batch_below_the_noise_scale_is_not_refused(capsys: Capture):
-    assert (
-        printed(
-            capsys, "lm-tiny", *FOUR, "--joint", "sde", "--noise-scale", "64"
-        ).preset.noise_scale
-        == 64
-    )
-    printed(
-        capsys, "lm-tiny", "--joint", "sde", "--noise-scale", "3"
-    )  # at the base nothing is scaled
-    printed(capsys, "lm-tiny", *FOUR, "--noise-scale", "3")
+    assert shown(capsys, FOUR, "--joint sde --noise-scale 64").preset.noise_scale == 64
+    shown(capsys, "--joint sde --noise-scale 3")  # at the base nothing is scaled
+    shown(capsys, FOUR, "--noise-scale 3")
 
 
 def test_a_config_of_ones_own_says_what_its_base_lacks():

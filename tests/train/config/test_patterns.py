@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import io
-import json
-import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.config import checks
 from mupax.train.config.run import (
     Config,
@@ -29,6 +24,9 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.definition import definition
+from tests.fixtures.small_runs import folder, record_of, train
+
+__all__ = ["folder"]  # a fixture
 
 DECODER = DecoderConfig(width=16, depth=1, num_heads=4, mlp_ratio=1.5, vocab_size=16, seq_len=7)
 WHOLE = Config(
@@ -66,15 +64,13 @@ class Steps(NamedTuple):
 @functools.cache
 def trained(run: Config) -> Steps:
     program = assemble(run, jax.devices()[:1])
-    step, numbers, state, history = (
-        program.compile_train(),
-        program.step_inputs(),
-        program.initial_state(),
-        [],
-    )
+    step = program.compile_train()
+    step_inputs = program.step_inputs()
+    state = program.initial_state()
     states = [jax.device_get(state)]
+    history: list[dict[str, Any]] = []
     for batch in batches():
-        state, metrics = step(state, numbers, program.train_feed().shard_batch(batch))
+        state, metrics = step(state, step_inputs, program.train_feed().shard_batch(batch))
         states.append(jax.device_get(state))
         history.append(jax.device_get(metrics))
     return Steps(program, states, history[0])
@@ -172,53 +168,28 @@ def test_no_gradient_of_a_frozen_matrix_is_computed() -> None:
     assert dots(config(train_only=("readout",))) < 0.6 * dots(config())
 
 
-def test_a_run_shows_what_it_trains_and_goes_on_only_with_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choose = random.Random(0)
-    (tmp_path / "text.txt").write_text(
-        "\n".join(" ".join(choose.choices(("def", "self"), k=9)) for _ in range(200))
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
+def test_a_run_shows_what_it_trains_and_goes_on_only_with_that(folder: Path) -> None:
+    words = "--optimizer.schedule constant --log.no-tensorboard --steps 2 --workdir out"
+    frozen = "--freeze token_embedding block.mlp.*"
+    shown = train(words, "--dry-run", frozen)
+    assert shown.code == 0, shown.err
+    assert not shown.err
+    lines = {line.split()[0]: line.rstrip() for line in shown.out.splitlines() if line.strip()}
+    for name in ("token", "block.mlp.up", "block.mlp.down"):
+        assert lines[name].endswith("frozen")
+    assert not lines["block.attention.query"].endswith("frozen")
+    assert "of them frozen" in shown.out
 
-    def train(*words: str) -> tuple[int, str, str]:
-        tiny = (
-            "--data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
-            "--data.batch-size 16 --data.eval-examples 16 --optimizer.warmup-steps 2 --log.no-tensorboard --log.no-samples "
-            "--optimizer.schedule constant --checkpoint.every-steps 2 --workdir out"
-        )
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as out,
-            contextlib.redirect_stderr(io.StringIO()) as err,
-        ):
-            code = main(["train", "lm-tiny", *tiny.split(), *words])
-        return code, out.getvalue(), err.getvalue()
-
-    frozen = ("--freeze", "token_embedding", "block.mlp.*")
-    code, out, err = train("--steps", "2", "--dry-run", *frozen)
-    assert (code, err) == (0, "")
-    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
-    assert all(
-        lines[name].rstrip().endswith("frozen")
-        for name in ("token", "block.mlp.up", "block.mlp.down")
-    )
-    assert not lines["block.attention.query"].rstrip().endswith("frozen")
-    assert "of them frozen" in out
-
-    code, out, err = train("--steps", "2", *frozen)
-    assert (code, err) == (0, "")
-    assert " frozen) under mup" in out
-    assert json.loads(Path("out/config.json").read_text())["config"]["freeze"] == [
-        "token_embedding",
-        "block.mlp.*",
-    ]
-    code, _, err = train("--steps", "4", "--resume")
-    assert code == 2
-    assert (
-        "the run in out has freeze token_embedding block.mlp.*, not nothing; continue it with --freeze token_"
-        in err
-    )
-    code, _, err = train("--steps", "4", "--workdir", "other", "--freeze", "tokens")
-    assert code == 2
-    assert "--freeze tokens: no parameter has this role or name; did you mean token" in err
+    done = train(words, frozen)
+    assert done.code == 0, done.err
+    assert not done.err
+    assert " frozen) under mup" in done.out
+    assert record_of("out")["config"]["freeze"] == ["token_embedding", "block.mlp.*"]
+    resumed = train(words, "--steps 4 --resume")
+    assert resumed.code == 2
+    message = "the run in out has freeze token_embedding block.mlp.*, not nothing"
+    assert f"{message}; continue it with --freeze token_" in resumed.err
+    misspelt = train("--workdir other --freeze tokens")
+    assert misspelt.code == 2
+    message = "--freeze tokens: no parameter has this role or name; did you mean token"
+    assert message in misspelt.err

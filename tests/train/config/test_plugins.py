@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from mupax import plugins as modules
-from mupax.__main__ import main
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS
 from mupax.train.config import record as config_record
@@ -22,9 +21,12 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import model_from_json
 from mupax.train.pods import topology
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError
+from tests.fixtures import commands
+from tests.fixtures.commands import Done
 from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import empty_loss_plot
 
-__all__ = ["shared_programs"]  # fixture
+__all__ = ["empty_loss_plot", "shared_programs"]  # fixtures
 
 SIGN = """
 import optax
@@ -128,7 +130,10 @@ def recipe():
 RECIPES["own-recipe"] = recipe
 """
 TINY = "--model.width 16 --model.depth 1 --model.num-heads 2 --preset.base vit-proxy"
-SHORT = "--steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-tensorboard --log.no-progress"
+SHORT = (
+    "--steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 "
+    "--log.no-tensorboard --log.no-progress --log.no-samples"
+)
 RUNS = {
     "own_sign": f"vit-digits {TINY} --optimizer.name own-sign",
     "own_preset": f"vit-digits {TINY} --preset.name own-preset",
@@ -163,11 +168,10 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget(path)
 
 
-def command(*words: str, plugin: str | None = None) -> int:
+def command(words: str, plugin: str | None = None) -> Done:
     """Run a command as a process of its own would: nothing of an earlier one is known."""
     forget([*sys.path])
-    line = [part for word in words for part in word.split()]
-    return main([*line, *(["--plugin", plugin] if plugin else [])])
+    return commands.command(words, f"--plugin {plugin}" if plugin else "")
 
 
 def written(name: str, folder: Path = Path()) -> None:
@@ -178,38 +182,38 @@ def written(name: str, folder: Path = Path()) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_ones_own_extension_is_read_by_every_command(
-    name: str,
-    fresh: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    train = f"train {RUNS[name]} {SHORT}"
     written(name, tmp_path / "code")
     monkeypatch.chdir(tmp_path / "code")
-    assert command("train", RUNS[name], SHORT, "--workdir ../run", plugin=name) == 0
+    assert command(f"{train} --workdir ../run", plugin=name).code == 0
     record = json.loads(Path("../run/config.json").read_text())
     assert [*record["plugins"]] == [name]
     monkeypatch.chdir(tmp_path)
     # Trained on this account: from any folder, without a flag.
-    assert command("eval run --json scores.json") == 0
+    assert command("eval run --json scores.json").code == 0
     assert json.loads(Path("scores.json").read_text())["step"] == 2
     exported = command("export run --out out")
-    assert exported == (2 if name == "own_pixels" else 0), capsys.readouterr().err
-    assert (
-        command("train", RUNS[name], SHORT, "--steps 3 --resume --workdir run", plugin=None) == 2
-    )  # its flags name the extension
-    capsys.readouterr()
+    assert exported.code == (2 if name == "own_pixels" else 0), exported.err
+    # The flags of a resume name the extension.
+    assert command(f"{train} --steps 3 --resume --workdir run").code == 2
     # Of somebody else: refused in a line that names the flag, before the module's code runs.
     shutil.rmtree("home")
-    assert command("eval run") == 2
-    assert f"--plugin {name}" in capsys.readouterr().err
+    refused = command("eval run")
+    assert refused.code == 2
+    assert f"--plugin {name}" in refused.err
     assert name not in sys.modules
     # Named by the user, and changed since the run.
     monkeypatch.chdir(tmp_path / "code")
     with Path(f"{name}.py").open("a") as file:
         file.write("\nCHANGED = True\n")
-    assert command("eval ../run", plugin=name) == 0
-    assert f"caution: {name} has changed" in capsys.readouterr().err
+    changed = command("eval ../run", plugin=name)
+    assert changed.code == 0
+    assert f"caution: {name} has changed" in changed.err
+
+
+CHIPS = "--chips v5e:4x4 --out plan.json"
 
 
 @pytest.mark.parametrize(
@@ -217,88 +221,87 @@ def test_a_run_of_ones_own_extension_is_read_by_every_command(
     [
         ("own_sign", "check vit-proxy --optimizer own-sign --sizes 2 --seeds 1 --dry-run"),
         ("own_preset", "check vit-proxy --preset own-preset --sizes 2 --seeds 1 --dry-run"),
-        ("own_sign", f"plan {RUNS['own_sign']} --chips v5e:4x4 --out plan.json"),
-        ("own_bars", f"plan {RUNS['own_bars']} --chips v5e:4x4 --out plan.json"),
-        ("own_pixels", "plan own-recipe --chips v5e:4x4 --out plan.json"),
+        ("own_sign", f"plan {RUNS['own_sign']} {CHIPS}"),
+        ("own_bars", f"plan {RUNS['own_bars']} {CHIPS}"),
+        ("own_pixels", f"plan own-recipe {CHIPS}"),
         ("own_pixels", "train own-recipe --print-config"),
     ],
 )
 def test_a_plugin_reaches_studies_and_plans(
-    name: str,
-    line: str,
-    fresh: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, line: str, fresh: None, monkeypatch: pytest.MonkeyPatch
 ):
     def absent() -> None:
         raise topology.TopologyError("no compiler here")
 
     monkeypatch.setattr(topology, "ready", absent)
     written(name)
-    assert command(line, plugin=name) == 0
+    done = command(line, plugin=name)
+    assert done.code == 0
     if line.startswith("plan"):
-        assert f"--plugin {name}" in capsys.readouterr().out
-    if (
-        name != "own_bars"
-    ):  # a data set of an unknown name may be one of TFDS, which a plan does not open
-        assert command(line) == 2  # the control: without the flag nobody knows the name
+        assert f"--plugin {name}" in done.out
+    # A data set of an unknown name may be one of TFDS, which a plan does not open.
+    if name != "own_bars":
+        assert command(line).code == 2  # the control: without the flag nobody knows the name
 
 
-def test_a_data_set_of_ones_own_is_prepared(fresh: None, capsys: pytest.CaptureFixture[str]):
+PREPARE = """
+def prepare(data_dir, note):
+    note("written")
+
+SOURCES["own-bars"] = SOURCES["own-bars"]._replace(prepare="own_bars:prepare")
+"""
+
+
+def test_a_data_set_of_ones_own_is_prepared(fresh: None):
     written("own_bars")
-    assert command("data prepare own-bars", plugin="own_bars") == 0
-    assert "nothing to prepare" in capsys.readouterr().out
+    done = command("data prepare own-bars", plugin="own_bars")
+    assert done.code == 0
+    assert "nothing to prepare" in done.out
     with Path("own_bars.py").open("a") as file:
-        file.write("\ndef prepare(data_dir, note):\n    note('written')\n")
-        file.write(
-            "\nSOURCES['own-bars'] = SOURCES['own-bars']._replace(prepare='own_bars:prepare')\n"
-        )
-    assert command("data prepare own-bars", plugin="own_bars") == 0
-    assert "written" in capsys.readouterr().out
+        file.write(PREPARE)
+    done = command("data prepare own-bars", plugin="own_bars")
+    assert done.code == 0
+    assert "written" in done.out
 
 
-@pytest.mark.parametrize("kind", ["own_preset", "own_pixels"])
-def test_presets_and_models_of_ones_own_are_listed(
-    kind: str, fresh: None, capsys: pytest.CaptureFixture[str]
-):
-    written(kind)
-    group = "presets" if kind == "own_preset" else "models"
-    assert command(f"{group} list", plugin=kind) == 0
-    assert kind.replace("_", "-") in capsys.readouterr().out
+@pytest.mark.parametrize(("group", "name"), [("presets", "own_preset"), ("models", "own_pixels")])
+def test_presets_and_models_of_ones_own_are_listed(group: str, name: str, fresh: None):
+    written(name)
+    done = command(f"{group} list", plugin=name)
+    assert done.code == 0
+    assert name.replace("_", "-") in done.out
 
 
 @pytest.mark.parametrize(
     ("source", "words", "named"),
     [
-        (None, ["--plugin", "not_there"], "not_there"),
-        ("raise ValueError('broken')", ["--plugin", "mine"], "mine.py, line 1"),
-        ("import not_installed_anywhere", ["--plugin=mine"], "not_installed_anywhere"),
-        ("import sys; sys.exit(3)", ["--plugin", "mine"], "mine"),
-        ("", ["--plugin"], "--plugin"),
-        ("", ["--plugin", "mine.py"], "--plugin mine"),
-        ("", ["--plugin", "../mine"], "../mine"),
-        ("from mupax.train.run import loop\nloop.run(None)", ["--plugin", "mine"], "__main__"),
+        (None, "--plugin not_there", "not_there"),
+        ("raise ValueError('broken')", "--plugin mine", "mine.py, line 1"),
+        ("import not_installed_anywhere", "--plugin=mine", "not_installed_anywhere"),
+        ("import sys; sys.exit(3)", "--plugin mine", "mine"),
+        ("", "--plugin", "--plugin"),
+        ("", "--plugin mine.py", "--plugin mine"),
+        ("", "--plugin ../mine", "../mine"),
+        ("from mupax.train.run import loop\nloop.run(None)", "--plugin mine", "__main__"),
     ],
 )
 def test_a_plugin_that_cannot_be_imported_is_named(
-    source: str | None,
-    words: list[str],
-    named: str,
-    fresh: None,
-    capsys: pytest.CaptureFixture[str],
+    source: str | None, words: str, named: str, fresh: None
 ):
     if source is not None:
         Path("mine.py").write_text(source)
-    assert main(["train", "vit-digits", "--print-config", *words]) == 2
+    done = commands.command("train vit-digits --print-config", words)
     sys.modules.pop("mine", None)
-    assert named in capsys.readouterr().err
+    assert done.code == 2
+    assert named in done.err
 
 
-def test_a_module_that_adds_nothing_is_told(fresh: None, capsys: pytest.CaptureFixture[str]):
+def test_a_module_that_adds_nothing_is_told(fresh: None):
     Path("mine.py").write_text("")
-    assert main(["train", "vit-digits", "--print-config", "--plugin", "mine"]) == 0
+    done = commands.command("train vit-digits --print-config --plugin mine")
     sys.modules.pop("mine", None)
-    assert "caution: --plugin mine" in capsys.readouterr().err
+    assert done.code == 0
+    assert "caution: --plugin mine" in done.err
 
 
 def test_the_family_of_a_script_is_named_by_its_file(fresh: None):
@@ -320,9 +323,7 @@ def test_a_record_cannot_choose_what_is_imported(fresh: None):
     assert "trap" not in sys.modules
 
 
-def test_an_entry_point_is_imported(
-    fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_an_entry_point_is_imported(fresh: None, monkeypatch: pytest.MonkeyPatch):
     written("own_sign")
     monkeypatch.setattr(config_record, "_entry_points", lambda: ("own_sign",))
-    assert command("train", RUNS["own_sign"], "--print-config") == 0
+    assert command(f"train {RUNS['own_sign']} --print-config").code == 0

@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from mupax.__main__ import main
+from tests.fixtures.commands import command
 
 pytestmark = pytest.mark.core
 
 
-def test_a_run_says_what_it_rests_on_and_has_the_sources_rate(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["train", "lm-1b", "--preset", "mup:cerebras-gpt", "--print-config"]) == 0
-    out, err = capsys.readouterr()
-    config = json.loads(out)
-    assert (config["preset"]["name"], config["optimizer"]["peak_lr"]) == ("mup", 6e-3)
+def test_a_run_says_what_it_rests_on_and_has_the_sources_rate() -> None:
+    done = command("train lm-1b --preset mup:cerebras-gpt --print-config")
+    assert done.code == 0
+    config = json.loads(done.out)
+    assert config["preset"]["name"] == "mup"
+    assert config["optimizer"]["peak_lr"] == 6e-3
     assert "embed=256" in config["preset"]["base"]
     for words in (
         "mup:cerebras-gpt",
@@ -29,60 +28,24 @@ def test_a_run_says_what_it_rests_on_and_has_the_sources_rate(
         "Not known",
         "stds.position=0.08",
     ):
-        assert words in err
-    assert "stds.position" not in out
-    assert (
-        main(
-            [
-                "train",
-                "lm-1b",
-                "--preset",
-                "mup:cerebras-gpt",
-                "--optimizer.name",
-                "muon",
-                "--print-config",
-            ]
-        )
-        == 2
-    )
-    assert (
-        main(
-            [
-                "train",
-                "lm-1b",
-                "--preset",
-                "mup:lm-short-v1",
-                "--optimizer.name",
-                "adam",
-                "--print-config",
-            ]
-        )
-        == 0
-    )
-    assert "rests on" not in capsys.readouterr().err
+        assert words in done.err
+    assert "stds.position" not in done.out
+    muon = "train lm-1b --preset mup:cerebras-gpt --optimizer.name muon --print-config"
+    assert command(muon).code == 2
+    own = command("train lm-1b --preset mup:lm-short-v1 --optimizer.name adam --print-config")
+    assert own.code == 0
+    assert "rests on" not in own.err
 
 
-def test_a_dry_run_shows_the_table_beside_the_sources(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a model of the source's shape but few layers, which is compiled at once."""
-    shape = "--model.width 768 --model.num-heads 12 --model.depth 1 --model.seq-len 8 --model.vocab-size 64 --model.mlp-ratio 4"
-    words = f"train lm-tiny --preset mup:cerebras-gpt {shape} --data.batch-size 8 --dry-run --workdir {tmp_path}"
-    assert main(words.split()) == 0
-    text = capsys.readouterr().out
-    assert "Cerebras-GPT muP, 111M: 111m_mup.yaml" in text
-    (row,) = [line.split() for line in text.splitlines() if line.startswith("block.query ")]
-    assert row[1:] == [
-        "1",
-        "[1]",
-        "0.0462",
-        "[0.0462]",
-        "0.002",
-        "[0.002]",
-        "1e-08",
-        "[1e-08]",
-        "0.1",
-        "[0.1]",
-    ]
-    (row,) = [line.split() for line in text.splitlines() if line.startswith("block.mlp_out ")]
-    assert row[3:5] == ["0.0327", "[0.0103]"]  # by depth: 1 and 10
+def test_a_dry_run_shows_the_table_beside_the_sources(tmp_path: Path) -> None:
+    """The model has the source's shape but few layers, which compile at once."""
+    shape = "--model.width 768 --model.num-heads 12 --model.mlp-ratio 4 --model.depth 1"
+    small = "--model.seq-len 8 --model.vocab-size 64 --data.batch-size 8"
+    words = f"train lm-tiny --preset mup:cerebras-gpt {shape} {small} --dry-run"
+    done = command(words, f"--workdir {tmp_path}")
+    assert done.code == 0
+    assert "Cerebras-GPT muP, 111M: 111m_mup.yaml" in done.out
+    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if line.strip()}
+    query = "1 [1] 0.0462 [0.0462] 0.002 [0.002] 1e-08 [1e-08] 0.1 [0.1]"
+    assert rows["block.query"][1:] == query.split()
+    assert rows["block.mlp_out"][3:5] == ["0.0327", "[0.0103]"]  # by depth: 1 and 10

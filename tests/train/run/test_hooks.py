@@ -1,9 +1,8 @@
-"""Hooks of a run from Python: when they are called, what they log, how they stop a run, and how they fail."""
+"""Hooks of a run from Python: their calls, what they log, and how they stop a run or fail."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import pytest
 from mupax import train
 from mupax.errors import MupaxError
 from mupax.train.config.run import CheckpointConfig, Config, LogConfig
-from mupax.train.run import hooks
+from mupax.train.run import hooks as run_hooks
+from mupax.train.run import loop
 from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import empty_loss_plot
 
-__all__ = ["shared_programs"]  # fixture
+__all__ = ["empty_loss_plot", "shared_programs"]  # fixtures
 
 STEPS = 6
 
@@ -27,7 +28,7 @@ def config_of(workdir: Path, **changes: Any) -> Config:
     recipe = train.RECIPES["vit-digits"]()
     model = dataclasses.replace(recipe.model, width=16, num_heads=2, depth=1)  # pyright: ignore
     data = dataclasses.replace(recipe.data, batch_size=16, eval_examples=16, eval_batch_size=16)
-    log = LogConfig(eval_every_steps=2, tensorboard=False, progress=False)
+    log = LogConfig(eval_every_steps=2, tensorboard=False, progress=False, samples=False)
     values = {
         "model": model,
         "data": data,
@@ -45,11 +46,20 @@ def rows_with(run: train.Run, name: str) -> list[tuple[int, float]]:
 
 
 def test_hooks_are_called_in_order_after_the_checkpoint_and_the_evaluation_of_their_step(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int]] = []
-    evaluated: list[int] = []
     norms: dict[int, float] = {}
+
+    def note(name: str) -> None:
+        """Note the steps at which the loop calls one of its functions."""
+        real = getattr(loop, name)
+
+        def noted(session: Any, report: Any, state: Any, step: int, **options: Any) -> None:
+            calls.append((name, step))
+            real(session, report, state, step, **options)
+
+        monkeypatch.setattr(loop, name, noted)
 
     def first(step: int, state: Any, run: train.HookRun) -> None:
         calls.append(("first", step))
@@ -59,35 +69,28 @@ def test_hooks_are_called_in_order_after_the_checkpoint_and_the_evaluation_of_th
 
     def second(step: int, state: Any, run: train.HookRun) -> None:
         calls.append(("second", step))
-        norms[step] = float(
-            np.sqrt(
-                sum(np.sum(np.square(w)) for w in jax.tree.leaves(jax.device_get(state.params)))
-            )
-        )
+        params = jax.tree.leaves(jax.device_get(state.params))
+        norms[step] = float(np.sqrt(sum(np.sum(np.square(array)) for array in params)))
         run.log({"my/norm": norms[step], "speed": np.float32(step)})
-        rows = [
-            json.loads(line)
-            for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-        ]
-        evaluated.extend(row["step"] for row in rows[-1:] if "eval_loss" in row)
 
-    run = train.fit(
-        config_of(tmp_path / "run"), hooks=[train.every(3, first), train.every(2, second)]
-    )
-    assert calls == [("second", 2), ("first", 3), ("second", 4), ("first", 6), ("second", 6)]
+    note("save")
+    note("evaluation")
+    hooks = [train.every(3, first), train.every(2, second)]
+    run = train.fit(config_of(tmp_path / "run"), hooks=hooks)
+    assert calls == [
+        *[("save", 2), ("evaluation", 2), ("second", 2)],
+        ("first", 3),
+        *[("save", 4), ("evaluation", 4), ("second", 4)],
+        *[("save", 6), ("evaluation", 6), ("first", 6), ("second", 6)],
+    ]
     assert rows_with(run, "my/norm") == list(norms.items())
     assert rows_with(run, "speed") == [(step, float(step)) for step in norms]
     assert len(set(norms.values())) == len(norms)
     assert run.step == STEPS
-
-
-def test_a_hook_changes_no_number_of_the_run(tmp_path: Path) -> None:
+    # Hooks change no number of the run.
     plain = train.fit(config_of(tmp_path / "plain"))
-    hooked = train.fit(
-        config_of(tmp_path / "hooked"), hooks=[train.every(1, lambda step, state, run: None)]
-    )
-    assert rows_with(plain, "loss") == rows_with(hooked, "loss")
-    assert rows_with(plain, "eval_loss") == rows_with(hooked, "eval_loss")
+    assert rows_with(plain, "loss") == rows_with(run, "loss")
+    assert rows_with(plain, "eval_loss") == rows_with(run, "eval_loss")
 
 
 def test_a_hook_stops_the_run_which_a_resume_takes_on(tmp_path: Path) -> None:
@@ -180,14 +183,14 @@ def test_what_cannot_be_logged_is_refused(
     runtime.folder = tmp_path
     runtime.processes = type("Processes", (), {"index": 0, "count": 1})()
     with pytest.raises(MupaxError, match=text):
-        hooks.HookRun(runtime).log(values)
+        run_hooks.HookRun(runtime).log(values)
 
 
 def test_processes_agree_on_the_first_failure_and_the_first_reason() -> None:
-    assert hooks.first_outcome([["", ""], ["", ""]]) == ["", ""]
-    assert hooks.first_outcome([["", ""], ["", "done"], ["", "late"]]) == ["", "done"]
-    assert hooks.first_outcome([["", ""], ["f at step 3: E", "done"]]) == [
+    assert run_hooks.first_outcome([["", ""], ["", ""]]) == ["", ""]
+    assert run_hooks.first_outcome([["", ""], ["", "done"], ["", "late"]]) == ["", "done"]
+    assert run_hooks.first_outcome([["", ""], ["f at step 3: E", "done"]]) == [
         "on process 1, f at step 3: E",
         "done",
     ]
-    assert hooks.first_outcome([["f at step 3: E", ""]]) == ["f at step 3: E", ""]
+    assert run_hooks.first_outcome([["f at step 3: E", ""]]) == ["f at step 3: E", ""]

@@ -1,4 +1,4 @@
-"""A run under a joint rule trains as one whose numbers were worked out by hand and written as flags, to the bit."""
+"""A run under a joint rule trains to the bit as one with the numbers written as flags."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any
 
 import pytest
 
-from tests.train.run.test_loop import Done, folder, train
+from tests.fixtures import small_runs
+from tests.fixtures.commands import Done
+from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import folder, record_of
 
-__all__ = ["folder"]  # a fixture
+__all__ = ["folder", "shared_programs"]  # fixtures
 
-TINY = (
-    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-examples 16 "
-    "--steps 5 --log.no-progress --log.no-samples --log.no-tensorboard --optimizer.decay coupled"
-)
 BASE = (
-    "--preset.base",
-    "lm-proxy,batch=4,tokens=1280",
-    "--optimizer.peak-lr",
-    "0.02",
-    "--optimizer.warmup-steps",
-    "12",
+    "--preset.base lm-proxy,batch=4,tokens=1280 --optimizer.peak-lr 0.02 "
+    "--optimizer.warmup-steps 12"
 )
 BY_HAND = (
     "--preset.base lm-proxy --optimizer.peak-lr 0.04 --optimizer.warmup-steps 3 --optimizer.eps 5e-9 "
     "--optimizer.weight-decay 6e-4 --optimizer.b1 0.6000000000000001 --optimizer.b2 0.7999999999999998"
 )
 """Four times the batch at the same tokens: 5 steps where the base has 20."""
+
+
+def train(*words: str) -> Done:
+    return small_runs.train("--steps 5 --log.no-tensorboard --optimizer.decay coupled", *words)
 
 
 def rows(workdir: str) -> list[dict[str, Any]]:
@@ -43,13 +42,13 @@ def rows(workdir: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def scaled(folder: Path) -> Done:
-    return train(*BASE, "--joint", "sde", "--workdir", "sde", tiny=TINY)
+    return train(BASE, "--joint sde --workdir sde")
 
 
 def test_the_rules_numbers_are_those_that_train(scaled: Done):
     assert scaled.code == 0, scaled.err
-    assert train(*BY_HAND.split(), "--workdir", "hand", tiny=TINY).code == 0
-    assert train(*BASE, "--workdir", "none", tiny=TINY).code == 0
+    assert train(BY_HAND, "--workdir hand").code == 0
+    assert train(BASE, "--workdir none").code == 0
     assert rows("sde") == rows("hand")
     assert [row["lr"] for row in rows("sde")][:3] == pytest.approx([0.04 / 3, 0.08 / 3, 0.04])
     control = rows("none")
@@ -62,36 +61,30 @@ def test_the_header_and_the_record_say_so(scaled: Done):
         "joint sde at 4 times the base's batch, 1 times its tokens: peak_lr 0.04, b1 0.6, b2 0.8, eps 5e-09, "
         "weight_decay 0.0006, warmup_steps 3"
     )
-    plain = " ".join(scaled.out.split())
-    assert message in plain
-    assert (
-        "the noise scale, which is not known here: measure it with `mupax noise WORKDIR`" in plain
-    )
-    record = json.loads(Path("sde", "config.json").read_text())
-    assert record["config"]["preset"]["base"] == "lm-proxy,batch=4,tokens=1280"
-    assert (record["config"]["preset"]["joint"], record["config"]["optimizer"]["peak_lr"]) == (
-        "sde",
-        0.02,
-    )
+    assert message in scaled.text
+    advice = "the noise scale, which is not known here: measure it with `mupax noise WORKDIR`"
+    assert advice in scaled.text
+    config = record_of("sde")["config"]
+    assert config["preset"]["base"] == "lm-proxy,batch=4,tokens=1280"
+    assert config["preset"]["joint"] == "sde"
+    assert config["optimizer"]["peak_lr"] == 0.02
 
 
 def test_a_run_does_not_go_on_under_another_rule(scaled: Done):
-    done = train(*BASE, "--workdir", "sde", "--resume", "--steps", "6", tiny=TINY)
+    done = train(BASE, "--workdir sde --resume --steps 6")
     assert done.code == 2
-    assert (
-        "the run in sde has preset.joint sde, not none; continue it with --preset.joint sde"
-        in done.err
-    )
+    message = "the run in sde has preset.joint sde, not none; continue it with --preset.joint sde"
+    assert message in done.err
 
 
 def test_the_dry_run_shows_the_numbers_and_the_decay_as_a_timescale(folder: Path):
-    done = train(*BASE, "--joint", "sde", "--dry-run", tiny=TINY)
-    assert "joint sde at 4 times the base's batch" in " ".join(done.out.split())
-    (tokens,) = re.findall(r"warm-up +3 steps, ([\d,]+) tokens", done.out)
-    (steps, whole) = re.findall(r"steps +(\d+), ([\d,]+) tokens", done.out)[0]
-    assert int(tokens.replace(",", "")) * int(steps) == int(whole.replace(",", "")) * 3
-    assert re.search(
-        r"decay averages +8\.33e\+03 of the run, 41,667 steps \(tau = batch / \(lr wd tokens\)",
-        done.out,
+    done = train(BASE, "--joint sde --dry-run")
+    assert "joint sde at 4 times the base's batch" in done.text
+    (warmup,) = re.findall(r"warm-up +3 steps, ([\d,]+) tokens", done.out)
+    ((steps, tokens),) = re.findall(r"steps +(\d+), ([\d,]+) tokens", done.out)[:1]
+    assert int(warmup.replace(",", "")) * int(steps) == int(tokens.replace(",", "")) * 3
+    timescale = (
+        r"decay averages +8\.33e\+03 of the run, 41,667 steps \(tau = batch / \(lr wd tokens\)"
     )
-    assert "joint" not in train("--dry-run", tiny=TINY).out
+    assert re.search(timescale, done.out)
+    assert "joint" not in train("--dry-run").out

@@ -1,13 +1,10 @@
-"""Runs and commands that need more memory than there is: one message with a flag, exit codes, and what is left behind."""
+"""Runs and commands that need more memory than there is: their messages and what is left behind."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import random
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,50 +13,35 @@ import jax
 import pytest
 
 from mupax import memory
-from mupax.__main__ import main
 from mupax.memory import Room
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.run import loop, start
+from tests.fixtures.commands import Done, command
 from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import MODEL, folder, record_of
 
-__all__ = ["shared_programs"]  # a fixture
+__all__ = ["folder", "shared_programs"]  # fixtures
 
 TINY = (
-    "--data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 64 "
-    "--data.eval-batch-size 64 --data.eval-examples 64 --optimizer.warmup-steps 1 --steps 3 --log.no-samples --log.no-tensorboard"
+    f"--data.name text:text.txt {MODEL} --data.batch-size 64 --data.eval-batch-size 64 --data.eval-examples 64 "
+    "--optimizer.warmup-steps 1 --steps 3 --log.no-samples --log.no-tensorboard"
 )
 DEVICES = 8
 """Devices of a test, which share the memory of the machine."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a text, and prepared data."""
-    path = tmp_path_factory.mktemp("memory")
-    choose = random.Random(0)
-    lines = (" ".join(choose.choices(("def", "self", "None"), k=9)) for _ in range(300))
-    (path / "text.txt").write_text("\n".join(lines))
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
-        patch.setenv("MUPAX_DATA", str(path / "cache"))
-        yield path
+def train(*words: str) -> Done:
+    return command("train lm-tiny", TINY, *words)
 
 
-def called(*words: str) -> tuple[int, str]:
-    """Exit code and standard error of a command."""
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()) as err,
-    ):
-        code = main(words)
-    assert "Traceback" not in err.getvalue()
-    return code, " ".join(err.getvalue().split())
-
-
-def train(*words: str) -> tuple[int, str]:
-    return called("train", "lm-tiny", *TINY.split(), *words)
+def check_refused(done: Done, message: str = "out of memory") -> None:
+    """Check that a command ended as for bad input, with a message that has some words."""
+    assert done.code == 2, done.err
+    assert "Traceback" not in done.err
+    assert message in done.message
 
 
 @pytest.fixture
@@ -86,12 +68,14 @@ def trained(folder: Path, usage: fit.MemoryEstimate) -> str:
         patch.setattr(
             memory, "room", lambda: Room(int(DEVICES * usage.peak / 0.85), "this machine")
         )
-        assert train("--workdir", "trained") == (0, "")
+        done = train("--workdir trained")
+    assert done.code == 0
+    assert not done.err
     return "trained"
 
 
 def test_rows_have_nats_per_byte_beside_nats_per_token(trained: str) -> None:
-    rows = [json.loads(line) for line in (Path(trained) / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(trained, "metrics.jsonl").read_text().splitlines()]
     (evaluation,) = [row for row in rows if "eval_loss" in row]
     assert evaluation["eval_loss_per_byte"] == pytest.approx(evaluation["eval_loss"])
     steps = [row for row in rows if "loss" in row]
@@ -118,10 +102,9 @@ def test_parameters_are_refused_before_anything_is_compiled_or_written(
 
     monkeypatch.setattr(Program, "compile_train", compiled)
     limited(3e9)
-    code, err = train(*words.split(), "--workdir", str(tmp_path / "run"))
-    assert code == 2, err
-    assert flag in err
-    assert "--faults.no-memory-check" in err
+    done = train(words, f"--workdir {tmp_path}/run")
+    check_refused(done, flag)
+    assert "--faults.no-memory-check" in done.message
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
 
 
@@ -129,8 +112,7 @@ def test_optimizer_state_is_counted(
     usage: fit.MemoryEstimate, limited: Callable[[float], None], tmp_path: Path
 ) -> None:
     limited(usage.state)  # with gradients it is more
-    code, err = train("--workdir", str(tmp_path / "run"))
-    assert (code, "out of memory" in err) == (2, True)
+    check_refused(train(f"--workdir {tmp_path}/run"))
 
 
 @pytest.mark.parametrize(
@@ -148,17 +130,16 @@ def test_a_step_and_an_evaluation_are_refused_with_flags_that_then_start(
     limited: Callable[[float], None],
     tmp_path: Path,
 ) -> None:
-    workdir = ("--workdir", str(tmp_path / "run"))
+    workdir = tmp_path / "run"
     limited(usage.state + usage.saved + share * usage.temporary)
-    code, err = train(*words.split(), *workdir)
-    assert code == 2, err
-    assert flag in err
-    values = err.split(f"{flag} ")[1].split()
-    assert train(*words.split(), flag, values[0], *workdir) == (
-        0,
-        f"{tmp_path / 'run'} holds a run that ended before its first step; starting it anew",
-    )
-    assert "segments" not in json.loads((tmp_path / "run" / "config.json").read_text())
+    refused = train(words, f"--workdir {workdir}")
+    check_refused(refused, flag)
+    value = refused.message.split(f"{flag} ")[1].split()[0]
+    done = train(words, flag, value, f"--workdir {workdir}")
+    assert done.code == 0
+    restart = f"{workdir} holds a run that ended before its first step; starting it anew"
+    assert done.message == restart
+    assert "segments" not in record_of(workdir)
 
 
 def test_the_check_can_be_turned_off(
@@ -168,8 +149,8 @@ def test_the_check_can_be_turned_off(
     tmp_path: Path,
 ) -> None:
     limited(0.5 * usage.peak)
-    assert train("--workdir", str(tmp_path / "one"))[0] == 2
-    assert train("--workdir", str(tmp_path / "two"), "--faults.no-memory-check")[0] == 0
+    check_refused(train(f"--workdir {tmp_path}/checked"))
+    assert train(f"--workdir {tmp_path}/unchecked --faults.no-memory-check").code == 0
     monkeypatch.setenv("MUPAX_MEMORY_CHECK", "off")
     assert not memory.checks()
 
@@ -180,8 +161,8 @@ def test_the_check_can_be_turned_off(
         "eval trained",
         "generate trained --prompt def --tokens 2",
         "export trained --out exported",
-        "train lm-tiny --init-from trained --workdir started",
-        "sweep lm-tiny --lr 2^-8:2^-7:2 --out swept",
+        f"train lm-tiny --init-from trained --workdir started {TINY}",
+        f"sweep lm-tiny --lr 2^-8:2^-7:2 --out swept {TINY}",
         "check lm-tiny --grow width --sizes 3 --seeds 1",
         "noise trained",
         "convert trained --form mean-field --out converted",
@@ -190,55 +171,51 @@ def test_the_check_can_be_turned_off(
 def test_every_command_that_takes_memory_refuses_to_start_without(
     words: str, trained: str, limited: Callable[[float], None]
 ) -> None:
-    typed = words.split()
     limited(1000)
-    flags = (
-        TINY.replace("--workdir", "").split()
-        if {"lm-tiny"} & {*typed} and "check" not in typed
-        else []
-    )
-    code, err = called(*typed, *flags)
-    assert (code, "out of memory" in err) == (2, True), err
+    check_refused(command(words))
 
 
 def test_an_import_and_many_samples_are_refused(
     trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert called("export", trained, "--out", "weights")[0] == 0
+    assert command(f"export {trained} --out weights").code == 0
     monkeypatch.setattr(memory, "room", lambda: Room(10_000, "`ulimit -v`"))
-    code, err = called("import", "weights", "--out", "imported")
-    assert (code, "`ulimit -v`" in err) == (2, True), err
+    check_refused(command("import weights --out imported"), "`ulimit -v`")
     monkeypatch.setattr(memory, "room", lambda: Room(10_000_000, "`ulimit -v`"))
-    code, err = called("generate", trained, "--prompt", "def", "--samples", "100000")
-    assert (code, "--samples" in err) == (2, True), err
+    check_refused(command(f"generate {trained} --prompt def --samples 100000"), "--samples")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123456789 bytes."),
-        MemoryError(),
-        RuntimeError("std::bad_alloc"),
-    ],
-)
+EXHAUSTED = [
+    jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123456789 bytes."),
+    MemoryError(),
+    RuntimeError("std::bad_alloc"),
+]
+
+
+@pytest.mark.parametrize("error", EXHAUSTED)
+def test_errors_of_memory_are_known(error: Exception) -> None:
+    assert "out of memory" in (memory.exhausted(error) or "")
+
+
 def test_memory_that_runs_out_in_a_run_is_one_message(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = loop.next_batch
 
-    def batch(batches: Any, report: Any, rt: Any, step: int) -> Any:
-        if step == 5:
-            raise error
-        return real(batches, report, rt, step)
+    def batch(batches: Any, report: Any, context: Any, step: int) -> Any:
+        if step == 3:
+            raise EXHAUSTED[0]
+        return real(batches, report, context, step)
 
-    monkeypatch.setattr(loop, "next_batch", batch)
-    code, err = train("--workdir", str(tmp_path / "run"), "--steps", "6")
-    assert code == 1, err
-    assert "out of memory" in err
-    assert "--accumulation-steps" in err
-    monkeypatch.undo()
-    code, err = train("--workdir", str(tmp_path / "run"))
-    assert (code, "--resume" in err) == (2, True), "a run that has done a step is not begun anew"
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "next_batch", batch)
+        done = train(f"--workdir {tmp_path}/run")
+    assert done.code == 1, done.err
+    assert "Traceback" not in done.err
+    assert "out of memory" in done.message
+    assert "--accumulation-steps" in done.message
+    # A run that has done a step is not begun anew.
+    check_refused(train(f"--workdir {tmp_path}/run"), "--resume")
 
 
 def test_errors_of_other_kinds_are_none_of_memory() -> None:
@@ -246,18 +223,18 @@ def test_errors_of_other_kinds_are_none_of_memory() -> None:
     assert memory.exhausted(FileNotFoundError(2, "No such file")) is None
 
 
-@pytest.mark.parametrize("left", ["notes.txt", "loss.png"])
 def test_a_workdir_with_anything_else_is_not_begun_anew(
-    left: str, usage: fit.MemoryEstimate, limited: Callable[[float], None], tmp_path: Path
+    usage: fit.MemoryEstimate, limited: Callable[[float], None], tmp_path: Path
 ) -> None:
     limited(usage.state + usage.saved + 0.7 * usage.temporary)
-    assert train("--workdir", str(tmp_path))[0] == 2
-    (tmp_path / left).write_text("mine")
+    words = f"--workdir {tmp_path} --steps 2"
+    check_refused(train(words))
     limited(1e12)
-    code, err = train("--workdir", str(tmp_path), "--steps", "2")
-    assert (code, "--resume" in err) == (2, True)
-    (tmp_path / left).unlink()
-    assert train("--workdir", str(tmp_path), "--steps", "2")[0] == 0
+    for left in ("notes.txt", "loss.png"):
+        (tmp_path / left).write_text("mine")
+        check_refused(train(words), "--resume")
+        (tmp_path / left).unlink()
+    assert train(words).code == 0
 
 
 def test_fewer_steps_are_queued_where_memory_is_short(
@@ -267,10 +244,8 @@ def test_fewer_steps_are_queued_where_memory_is_short(
     program = assemble(config)
     sizes = SimpleNamespace(argument_size_in_bytes=usage.state, temp_size_in_bytes=10 * usage.state)
     step: Any = SimpleNamespace(memory_analysis=lambda: sizes)
-    queued = [
-        start._steps_in_flight(program, step, limit and limit * usage.state)
-        for limit in (None, 100, 50, 20)
-    ]
+    limits = [None, 100 * usage.state, 50 * usage.state, 20 * usage.state]
+    queued = [start._steps_in_flight(program, step, limit) for limit in limits]
     assert queued == [2, 2, 1, 0]
 
 
@@ -286,31 +261,25 @@ def cgroup(folder: Path, **files: int | str) -> None:
 def test_memory_that_is_left_is_the_least_of_machine_containers_and_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    proc = tmp_path / "proc"
+    groups = tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: {16 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\n")
     (proc / "self" / "status").write_text(f"VmSize: {2**20} kB\nVmData: {2**19} kB\n")
     (proc / "self" / "cgroup").write_text("0::/pods/mine\n")
     monkeypatch.setattr(memory, "_PROC", proc)
     monkeypatch.setattr(memory, "_CGROUPS", groups)
-    limits = {
-        resource.RLIMIT_AS: resource.RLIM_INFINITY,
-        resource.RLIMIT_DATA: resource.RLIM_INFINITY,
-    }
+    unlimited = resource.RLIM_INFINITY
+    limits = {resource.RLIMIT_AS: unlimited, resource.RLIMIT_DATA: unlimited}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
     assert memory.room() == Room(8 * 2**30, "this machine")
 
     stat = f"anon 5\ninactive_file {100 * MIB}\nactive_file {MIB}"
     cgroup(groups / "pods" / "mine", memory_dot_max="max", memory_dot_current=0, memory_dot_stat="")
-    cgroup(
-        groups / "pods",
-        memory_dot_max=1000 * MIB,
-        memory_dot_current=400 * MIB,
-        memory_dot_stat=stat,
-    )
-    assert memory.room() == Room(701 * MIB, "the container"), (
-        "a limit around its own counts, cached files do not"
-    )
+    used = {"memory_dot_current": 400 * MIB, "memory_dot_stat": stat}
+    cgroup(groups / "pods", memory_dot_max=1000 * MIB, **used)
+    # A limit around its own counts, cached files do not.
+    assert memory.room() == Room(701 * MIB, "the container")
     cgroup(groups / "pods" / "mine", memory_dot_max="max", memory_dot_high=300 * MIB)
     assert memory.room().bytes == 300 * MIB, "above `high` it would be slowed down until it hangs"
 
@@ -324,6 +293,8 @@ def test_memory_that_is_left_is_the_least_of_machine_containers_and_limits(
 
     limits[resource.RLIMIT_AS] = 3 * 2**30
     left = memory.room()
-    assert (left.limit, left.bytes < 2 * 2**30) == ("`ulimit -v`", True)
-    limits[resource.RLIMIT_AS], limits[resource.RLIMIT_DATA] = resource.RLIM_INFINITY, 2**30
+    assert left.limit == "`ulimit -v`"
+    assert left.bytes < 2 * 2**30
+    limits[resource.RLIMIT_AS] = unlimited
+    limits[resource.RLIMIT_DATA] = 2**30
     assert memory.room().limit == "`ulimit -d`"

@@ -1,4 +1,4 @@
-"""What one step does with numbers that are none, and which losses are spikes."""
+"""Steps whose numbers are not finite, and losses that are spikes."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import to_json
 from mupax.zoo import configs
+from tests.fixtures.commands import Done, command
 
 pytestmark = pytest.mark.core
 
@@ -25,27 +25,36 @@ def parsed(path: Path | str, *words: str) -> dict[str, object]:
     return to_json(cli.parse(str(path), cli.recipe(str(path)), words).config)
 
 
+def refused(*words: str) -> Done:
+    done = command(*words)
+    assert done.code == 2, done.out
+    return done
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path of a config file, mine.yaml, in the working folder of the test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "mine.yaml"
+
+
 @pytest.mark.parametrize("ending", ["json", "yaml"])
-def test_what_print_config_prints_is_the_run_again(
-    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_print_config_prints_is_the_run_again(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"run.{ending}"
-    words = FLAGS.split()
-    assert main(["train", "vit-digits", *words, "--print-config"]) == 0
-    path.write_text(capsys.readouterr().out)  # JSON is YAML
-    assert main(["train", "--config", str(path), "--steps", "9", "--print-config"]) == 0
-    again = json.loads(capsys.readouterr().out)
-    config = to_json(cli.parse("vit-digits", RECIPES["vit-digits"], words).config)
-    assert again == {**config, "steps": 9, "workdir": "runs/vit-digits"}
-    assert main(["train", f"--config={path}", "--steps", "9", "--print-config"]) == 0
-    assert json.loads(capsys.readouterr().out) == again
+    first = command(f"train vit-digits {FLAGS} --print-config")
+    assert first.code == 0
+    path.write_text(first.out)  # JSON is YAML
+    config = to_json(cli.parse("vit-digits", RECIPES["vit-digits"], FLAGS.split()).config)
+    for flag in (f"--config {path}", f"--config={path}"):
+        again = command(f"train {flag} --steps 9 --print-config")
+        assert again.code == 0
+        assert json.loads(again.out) == {**config, "steps": 9, "workdir": "runs/vit-digits"}
 
 
 def test_a_record_of_a_run_has_it_under_config(tmp_path: Path) -> None:
     config = to_json(cli.parse("lm-tiny", RECIPES["lm-tiny"], ["--steps", "5", "--resume"]).config)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"run": "1f", "config": config, "versions": {}})
-    )
+    record = {"run": "1f", "config": config, "versions": {}}
+    (tmp_path / "config.json").write_text(json.dumps(record))
     assert parsed(tmp_path / "config.json") == {**config, "resume": False}
 
 
@@ -57,15 +66,6 @@ def test_fields_that_a_file_leaves_out_are_its_recipes(tmp_path: Path) -> None:
     path.write_text("recipe: gpt2-c4\nmodel: gpt2-medium\n")
     assert parsed(path)["model"] == parsed("gpt2-c4", "--model", "gpt2-medium")["model"]
     assert parsed(path)["model"]["width"] == configs.get("gpt2-medium").width  # pyright: ignore
-
-
-def test_commands_that_take_a_recipe_take_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("recipe: vit-digits\nsteps: 12\n")
-    assert main(["sweep", str(path), "--lr", "2^-8:2^-6:3", "--dry-run"]) == 0
-    assert "12 steps" in capsys.readouterr().out
 
 
 def test_a_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,80 +88,54 @@ DRY = {
 
 
 @pytest.mark.parametrize(
-    ("command", "written"),
+    ("name", "written"),
     [
         ("sweep", "{} {}"),
         ("sweep", "{1} --config={0}"),
         ("check", "{} {}"),
-        *(
-            (command, "--config {} {}")
-            for command in ("sweep", "tune", "transfer", "check", "plan")
-        ),
+        *((name, "--config {} {}") for name in ("sweep", "tune", "transfer", "check", "plan")),
     ],
 )
 def test_a_file_stands_in_a_recipes_place_in_every_command(
-    command: str,
-    written: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, written: str, mine: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text(
-        "recipe: lm-tiny\nsteps: 12\nmodel: {width: 32, depth: 1}\n"
-    )
-    assert main([command, *written.format("mine.yaml", DRY[command]).split()]) == 0
-    assert "12 steps" in capsys.readouterr().out or command == "check"
+    mine.write_text("recipe: lm-tiny\nsteps: 12\nmodel: {width: 32, depth: 1}\n")
+    done = command(name, written.format("mine.yaml", DRY[name]))
+    assert done.code == 0
+    assert "12 steps" in done.out or name == "check"
 
 
-def test_a_file_stands_in_a_recipes_place_where_one_model_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nmodel: {depth: 1}\n")
-    assert main(["models", "roles", "--config", "mine.yaml"]) == 0
-    assert main(["presets", "balance", "mine.yaml", "--out", "no-such-folder/b.json"]) == 2
-    assert "no-such-folder" in capsys.readouterr().err  # the file was read
-    assert main(["compile", "--config", "mine.yaml", "--topology", "v0:2x2"]) == 2
-    assert "v0" in capsys.readouterr().err
+def test_a_file_stands_in_a_recipes_place_where_one_model_is_read(mine: Path) -> None:
+    mine.write_text("recipe: lm-tiny\nmodel: {depth: 1}\n")
+    assert command("models roles --config mine.yaml").code == 0
+    balance = refused("presets balance mine.yaml --out no-such-folder/b.json")
+    assert "no-such-folder" in balance.err  # the file was read
+    assert "v0" in refused("compile --config mine.yaml --topology v0:2x2").err
 
 
-@pytest.mark.parametrize("command", DRY)
-def test_a_wrong_file_is_named_by_every_command(
-    command: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nmodel: {widht: 32}\n")
-    assert main([*command.split(), "--config", "mine.yaml", *DRY[command].split()]) == 2
-    err = capsys.readouterr().err
-    assert "mine.yaml" in err
-    assert "model.widht" in err
-    assert "model.width" in err
-    assert main([*command.split(), "none.yaml", *DRY[command].split()]) == 2
-    assert "none.yaml" in capsys.readouterr().err
-    assert main([*command.split(), "lm-tiny", "--config", "mine.yaml", *DRY[command].split()]) == 2
-    err = capsys.readouterr().err
+@pytest.mark.parametrize("name", DRY)
+def test_a_wrong_file_is_named_by_every_command(name: str, mine: Path) -> None:
+    mine.write_text("recipe: lm-tiny\nmodel: {widht: 32}\n")
+    err = refused(name, "--config mine.yaml", DRY[name]).err
+    for words in ("mine.yaml", "model.widht", "model.width"):
+        assert words in err
+    assert "none.yaml" in refused(name, "none.yaml", DRY[name]).err
+    err = refused(name, "lm-tiny --config mine.yaml", DRY[name]).err
     assert "lm-tiny" in err
     assert "mine.yaml" in err
 
 
-def test_a_sweep_leaves_out_what_a_file_has_for_a_run_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = "recipe: lm-tiny\nsteps: 12\ndata: {evaluate: {other: python_corpus}}\nstop: {patience: 2}\n"
-    (tmp_path / "mine.yaml").write_text(text + "log: {eval_every_steps: 4}\n")
-    assert main(["sweep", "mine.yaml", "--dry-run"]) == 0
-    err = capsys.readouterr().err
-    assert "mine.yaml" in err
-    assert "data.evaluate" in err
-    assert "stop.patience" in err
+def test_a_sweep_leaves_out_what_a_file_has_for_a_run_by_itself(mine: Path) -> None:
+    sets = "data: {evaluate: {other: python_corpus}}"
+    stop = "stop: {patience: 2}\nlog: {eval_every_steps: 4}"
+    mine.write_text(f"recipe: lm-tiny\nsteps: 12\n{sets}\n{stop}\n")
+    done = command("sweep mine.yaml --dry-run")
+    assert done.code == 0
+    for words in ("mine.yaml", "data.evaluate", "stop.patience"):
+        assert words in done.err
     # The control: written as a flag it is refused.
-    assert main(["sweep", "mine.yaml", "--data.evaluate", "x=python_corpus", "--dry-run"]) == 2
-    assert "data.evaluate" in capsys.readouterr().err
+    flag = "--data.evaluate x=python_corpus"
+    assert "data.evaluate" in refused("sweep mine.yaml --dry-run", flag).err
 
 
 MIX = [
@@ -177,23 +151,16 @@ MIX = [
 def test_a_file_has_a_mixture_as_a_list_or_a_map(mix: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"recipe: lm-tiny\ndata:\n  {mix}\n  evaluate: {{code: text:src}}\n")
-    flags = [
-        "--data.mix",
-        "code=text:src:0.3",
-        "prose=records:books:0.7",
-        "--data.evaluate",
-        "code=text:src",
-    ]
-    assert parsed(path) == to_json(cli.parse("lm-tiny", RECIPES["lm-tiny"], flags).config)
+    flags = "--data.mix code=text:src:0.3 prose=records:books:0.7 --data.evaluate code=text:src"
+    config = cli.parse("lm-tiny", RECIPES["lm-tiny"], flags.split()).config
+    assert parsed(path) == to_json(config)
 
 
 def test_flags_stand_above_the_mixture_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"recipe: lm-tiny\ndata:\n  {MIX[0]}\n")
-    assert parsed(path, "--data.mix", "a=text:a:1", "b=text:b:1")["data"]["mix"] == [
-        "a=text:a:1",
-        "b=text:b:1",
-    ]  # pyright: ignore
+    mix = ["a=text:a:1", "b=text:b:1"]
+    assert parsed(path, "--data.mix", *mix)["data"]["mix"] == mix  # pyright: ignore
     data = parsed(path, "--data.name", "text:other")["data"]
     assert (data["name"], data["mix"]) == ("text:other", [])  # pyright: ignore
 
@@ -215,15 +182,11 @@ def test_flags_stand_above_the_mixture_of_a_file(tmp_path: Path) -> None:
         ("name: text:src\n  mix: {code: text:src:1}", "data.mix"),
     ],
 )
-def test_a_wrong_mixture_names_the_file_and_the_key(
-    data: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"recipe: lm-tiny\ndata:\n  {data}\n")
-    assert main(["train", "--config", str(path), "--print-config"]) == 2
-    err = capsys.readouterr().err
-    assert str(path) in err
-    assert key in err
+def test_a_wrong_mixture_names_the_file_and_the_key(data: str, key: str, mine: Path) -> None:
+    mine.write_text(f"recipe: lm-tiny\ndata:\n  {data}\n")
+    done = refused(f"train --config {mine} --print-config")
+    assert str(mine) in done.err
+    assert key in done.err
 
 
 @pytest.mark.parametrize(
@@ -251,34 +214,26 @@ def test_a_wrong_mixture_names_the_file_and_the_key(
     ],
 )
 def test_a_wrong_file_is_one_message_with_its_name(
-    name: str, text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, text: str | None, message: str, tmp_path: Path
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    assert main(["train", "--config", str(tmp_path / name), "--dry-run"]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert len(err.splitlines()) <= 2
+    done = refused(f"train --config {tmp_path / name} --dry-run")
+    assert message in done.err
+    assert len(done.err.splitlines()) <= 2
 
 
-def test_a_missing_path_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--config"]) == 2
-    assert "--config PATH: write a file that ends in .json, .yaml, .yml" in capsys.readouterr().err
+def test_a_missing_path_is_said() -> None:
+    message = "--config PATH: write a file that ends in .json, .yaml, .yml"
+    assert message in refused("train --config").err
 
 
-def test_a_runs_folder_is_told_its_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runs_folder_is_told_its_config(tmp_path: Path) -> None:
     config = tmp_path / "my run" / "config.json"
     config.parent.mkdir()
-    config.write_bytes(
-        b"\xef\xbb\xbf" + json.dumps({"recipe": "lm-tiny", "data": {"mix": None}}).encode()
-    )
-    assert main(["sweep", str(config), "--dry-run"]) == 0  # a byte order mark is no part of it
-    capsys.readouterr()
-    for words in (
-        ["train", "--config", str(config.parent), "--dry-run"],
-        ["sweep", str(config.parent), "--dry-run"],
-    ):
-        assert main(words) == 2
-        assert f"--config '{config}'" in capsys.readouterr().err
+    content = json.dumps({"recipe": "lm-tiny", "data": {"mix": None}})
+    # A byte order mark is no part of it.
+    config.write_bytes(b"\xef\xbb\xbf" + content.encode())
+    assert command(f"sweep '{config}' --dry-run").code == 0
+    for words in (f"train --config '{config.parent}'", f"sweep '{config.parent}'"):
+        assert f"--config '{config}'" in refused(words, "--dry-run").err

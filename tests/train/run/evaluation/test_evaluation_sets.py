@@ -1,4 +1,4 @@
-"""A run that is evaluated on further sets by name: their numbers, in one compiled program, and sets that do not fit."""
+"""A run that is evaluated on further sets by name: their numbers, and sets that do not fit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from PIL import Image
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program
 from mupax.train.data import DataError, named_sets
-from mupax.train.run.report import metrics
 from mupax.train.run.report.mirrors.trackers import scalars
+from tests.fixtures.commands import Done, command
 from tests.fixtures.programs import shared_programs
-from tests.train.checkpoints.test_checkpointer import Done, folder, train, untrained, write_text
-from tests.train.run.evaluation.test_eval_command import run
+from tests.fixtures.small_runs import evaluations, folder, record_of, train, untrained, write_text
 
 __all__ = ["folder", "shared_programs", "untrained"]  # fixtures
 
-WORDS = ("--log.eval-every-steps", "2", "--steps", "3", "--ema.decay", "0.5")
+WORDS = "--log.eval-every-steps 2 --steps 3 --ema.decay 0.5 --log.no-tensorboard"
+SETS = "--data.evaluate own=text:text.txt my_other=text:other.txt"
 
 
 @pytest.fixture(scope="module")
 def sets(folder: Path) -> Done:
     """A run on a text, evaluated on two others as well, of which one is its own."""
-    write_text(Path("other.txt"), 1)
-    compiled, compile_eval = [], Program.compile_eval
+    write_text(Path("other.txt"), seed=1)
+    compiled: list[Any] = []
+    compile_eval = Program.compile_eval
 
     def counted(self: Program, *arguments: Any) -> Any:
         compiled.append(self.config)
@@ -38,14 +39,7 @@ def sets(folder: Path) -> Done:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Program, "compile_eval", counted)
-        done = train(
-            "--workdir",
-            "sets",
-            *WORDS,
-            "--data.evaluate",
-            "own=text:text.txt",
-            "my_other=text:other.txt",
-        )
+        done = train("--workdir sets", WORDS, SETS)
     assert done.code == 0, done.err
     assert len(compiled) == 1, (
         "one program evaluates all sets, and a compiled one takes no other shapes"
@@ -53,49 +47,34 @@ def sets(folder: Path) -> Done:
     return done
 
 
-def evaluations(workdir: str) -> list[dict[str, Any]]:
-    return [row for row in metrics.read(Path(workdir) / "metrics.jsonl") if "eval_loss" in row]
-
-
 def test_every_set_has_its_numbers_in_the_row_of_an_evaluation(sets: Done) -> None:
     records = evaluations("sets")
     assert [row["step"] for row in records] == [2, 3]
     for row in records:
-        assert (row["eval/own/loss"], row["eval/own/accuracy"]) == (
-            row["eval_loss"],
-            row["eval_accuracy"],
-        )
-        assert row["eval/my_other/loss"] != row["eval_loss"], (
-            "control: another text has other numbers"
-        )
+        assert row["eval/own/loss"] == row["eval_loss"]
+        assert row["eval/own/accuracy"] == row["eval_accuracy"]
+        # Control: another text has other numbers.
+        assert row["eval/my_other/loss"] != row["eval_loss"]
     tags = scalars(records[0])
     assert {"eval/loss", "eval/own/loss", "eval/my_other/accuracy"} <= tags.keys()
     assert "  on my_other" in sets.out
     assert "nats/byte, accuracy" in sets.out
-    recorded = json.loads(Path("sets/config.json").read_text())["data"]["sets"]
+    recorded = record_of("sets")["data"]["sets"]
     assert recorded["my_other"]["digest"] != recorded["own"]["digest"]
 
 
 def test_eval_has_the_same_numbers_of_the_run_s_sets_and_of_others(sets: Done) -> None:
-    code, out, err = run("eval", "sets", "--json", "found.json")
-    assert (code, err) == (0, "")
-    row, record = evaluations("sets")[-1], json.loads(Path("found.json").read_text())
+    done = command("eval sets --json found.json")
+    assert done.code == 0
+    assert not done.err
+    row = evaluations("sets")[-1]
+    record = json.loads(Path("found.json").read_text())
     for name in ("own", "my_other"):
         assert record["sets"][name]["loss"] == row[f"eval/{name}/loss"]
         assert record["sets"][name]["accuracy"] == row[f"eval/{name}/accuracy"]
-    assert "text:other.txt" in out
-    assert (
-        run(
-            "eval",
-            "sets",
-            "--data.name",
-            "text:other.txt",
-            "--data.evaluate",
-            "--json",
-            "other.json",
-        )[0]
-        == 0
-    )
+    assert "text:other.txt" in done.out
+    words = "eval sets --data.name text:other.txt --data.evaluate --json other.json"
+    assert command(words).code == 0
     other = json.loads(Path("other.json").read_text())
     assert other["loss"] == row["eval/my_other/loss"]
     assert "sets" not in other
@@ -104,15 +83,7 @@ def test_eval_has_the_same_numbers_of_the_run_s_sets_and_of_others(sets: Done) -
 def test_a_set_with_other_contents_than_before_is_said(sets: Done, untrained: list) -> None:
     content = Path("other.txt").read_text()
     Path("other.txt").write_text(content + "\nmore of it")
-    words = (
-        "--workdir",
-        "sets",
-        "--data.evaluate",
-        "own=text:text.txt",
-        "my_other=text:other.txt",
-        "--resume",
-    )
-    done = train(*words, *WORDS)
+    done = train("--workdir sets --resume", SETS, WORDS)
     Path("other.txt").write_text(content)
     assert done.code == 0, done.err
     assert "caution: the evaluation set my_other holds other data than before" in done.out
@@ -137,9 +108,9 @@ def test_sets_that_do_not_fit_are_refused_before_anything_is_compiled(
 ) -> None:
     np.save("ids.npy", np.arange(2000, dtype=np.uint16))
     monkeypatch.setattr(Program, "compile_train", lambda *_: pytest.fail("compiled"))
-    done = train("--workdir", str(tmp_path / "run"), *WORDS, "--data.evaluate", *words.split())
+    done = train(f"--workdir {tmp_path}/run", WORDS, "--data.evaluate", words)
     assert done.code == 2
-    assert message in " ".join(done.err.split())
+    assert message in done.message
 
 
 def test_classes_that_are_not_the_run_s_are_refused(tmp_path: Path) -> None:
@@ -158,20 +129,12 @@ def test_classes_that_are_not_the_run_s_are_refused(tmp_path: Path) -> None:
 
 
 def test_points_of_a_sweep_have_no_further_sets(folder: Path, tmp_path: Path) -> None:
-    words = (
-        "sweep",
-        "lm-tiny",
-        "--lr",
-        "0.01",
-        "--data.name",
-        "text:text.txt",
-        "--out",
-        str(tmp_path / "out"),
-    )
-    for flags in (
-        ["--data.evaluate", "own=text:text.txt"],
-        ["--log.eval-every-steps", "2", "--stop.patience", "2"],
-    ):
-        code, _, err = run(*words, *flags)
-        assert code == 2
-        assert f"{flags[-2][2:].replace('-', '_')} is of a run by itself" in err
+    words = f"sweep lm-tiny --lr 0.01 --data.name text:text.txt --out {tmp_path}/out"
+    refused = {
+        "data.evaluate": "--data.evaluate own=text:text.txt",
+        "stop.patience": "--log.eval-every-steps 2 --stop.patience 2",
+    }
+    for field, flags in refused.items():
+        done = command(words, flags)
+        assert done.code == 2
+        assert f"{field} is of a run by itself" in done.err

@@ -1,4 +1,4 @@
-"""`mupax noise`: the estimate and its interval on gradients whose noise is known, and the command on a real run."""
+"""`mupax noise`: the estimate on gradients whose noise is known, and the command on a real run."""
 
 from __future__ import annotations
 
@@ -9,27 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.run.noise import measured, noise_scale
-from tests.train.run.test_loop import Done, folder, train
+from tests.fixtures.commands import Done, command
+from tests.fixtures.small_runs import folder, train
 
 __all__ = ["folder"]  # a fixture
 
-TINY = (
-    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-examples 16 "
-    "--steps 4 --checkpoint.every-steps 2 --checkpoint.keep 3 --log.no-progress --log.no-samples --log.no-tensorboard"
-)
 BATCH = 8
 
 
 def drawn(rng: np.random.Generator, ratio: float, many: int) -> np.ndarray:
-    """Gradients of 400 entries, of length 1 in the mean, whose noise has this many times its square."""
+    """Draw gradients of 400 entries and mean length 1, with `ratio` as the variance of their noise."""
     return np.full(400, 0.05) + math.sqrt(ratio / 400) * rng.standard_normal((many, 400))
 
 
 def covered(ratio: float, many: int, shared: float = 0.0) -> tuple[float, float]:
-    """How often the interval holds the truth, and the median estimate over it."""
+    """Return how often the interval holds the truth, and the median estimate over the truth."""
     rng, hits, values = np.random.default_rng(0), [], []
     for _ in range(200):
         grads = drawn(rng, ratio, many) + math.sqrt(shared * ratio / 400) * rng.standard_normal(400)
@@ -66,48 +62,45 @@ def test_the_estimate_by_hand():
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Done:
-    return train("--workdir", "noisy", tiny=TINY)
+    return train("--workdir noisy --steps 4 --log.no-tensorboard")
 
 
 def test_gradients_are_those_of_the_runs_next_steps(trained: Done):
     products, groups = measured(saved_run.find(Path("noisy"), 2, False), 3)
-    rows = [json.loads(line) for line in Path("noisy/metrics.jsonl").read_text().splitlines()]
-    (third,) = (row["grad_norm"] for row in rows if row["step"] == 3 and "grad_norm" in row)
-    assert math.sqrt(sum(each[0, 0] for each in products.values())) == pytest.approx(
-        third, rel=1e-5
-    )
+    lines = Path("noisy/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    norms = {row["step"]: row["grad_norm"] for row in rows if "grad_norm" in row}
+    third = math.sqrt(sum(product[0, 0] for product in products.values()))
+    assert third == pytest.approx(norms[3], rel=1e-5)
     assert sorted(name for names in groups.values() for name in names) == sorted(products)
     # The fourth step is taken at other parameters: near, and not the same.
-    (fourth,) = (row["grad_norm"] for row in rows if row["step"] == 4 and "grad_norm" in row)
-    assert math.sqrt(sum(each[1, 1] for each in products.values())) != pytest.approx(
-        fourth, rel=1e-5
-    )
+    fourth = math.sqrt(sum(product[1, 1] for product in products.values()))
+    assert fourth != pytest.approx(norms[4], rel=1e-5)
 
 
-def test_the_command(trained: Done, capsys: pytest.CaptureFixture[str]):
-    assert main(["noise", "noisy", "--step", "4", "--batches", "4", "--json", "noise.json"]) == 0
-    out = capsys.readouterr().out
+def test_the_command(trained: Done):
+    done = command("noise noisy --step 4 --batches 4 --json noise.json")
+    assert done.code == 0
     numbers = json.loads(Path("noise.json").read_text())
     scale = numbers["noise_scale"]
     assert (numbers["step"], numbers["batch"], numbers["batches"]) == (4, 16, 4)
-    assert f"noise scale {scale['value']:.3g} examples [{scale['low']:.3g}, " in out
-    assert "at step 4 (95 %), from 4 batches of 16" in out
+    assert f"noise scale {scale['value']:.3g} examples [{scale['low']:.3g}, " in done.out
+    assert "at step 4 (95 %), from 4 batches of 16" in done.out
     assert set(numbers["groups"]) >= {"readout", "block.query", "token_embedding"}
-    assert all(f"\n{group} " in out for group in numbers["groups"])
-    assert f"--noise-scale {scale['value']:.3g} refuses them at a larger batch" in out
+    assert all(f"\n{group} " in done.out for group in numbers["groups"])
+    assert f"--noise-scale {scale['value']:.3g} refuses them at a larger batch" in done.out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["noisy", "--batches", "2"], "--batches is 2; write a number of at least 3"),
-        (["noisy", "--optimizer.b1", "0.5"], "noise does not read --optimizer.b1"),
-        (["noisy", "--step", "3"], "no checkpoint of step 3; there are 2, 4"),
-        (["nowhere"], "nowhere"),
+        ("noisy --batches 2", "--batches is 2; write a number of at least 3"),
+        ("noisy --optimizer.b1 0.5", "noise does not read --optimizer.b1"),
+        ("noisy --step 3", "no checkpoint of step 3; there are 2, 4"),
+        ("nowhere", "nowhere"),
     ],
 )
-def test_what_is_refused(
-    trained: Done, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["noise", *words]) == 2
-    assert message in capsys.readouterr().err
+def test_what_is_refused(trained: Done, words: str, message: str):
+    done = command("noise", words)
+    assert done.code == 2
+    assert message in done.err

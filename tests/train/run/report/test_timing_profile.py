@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is done to the profiler, in order, with pauses and notes between."""
+    """Calls of the profiler, in order, with pauses and notes between."""
     done: list[str] = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: done.append(f"start {folder}"))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: done.append("stop"))

@@ -1,4 +1,4 @@
-"""What a supervisor starts again, what it does not, and what it says and records of each attempt."""
+"""Runs that a supervisor starts again or not, and its words and records of each attempt."""
 
 from __future__ import annotations
 
@@ -99,10 +99,8 @@ def test_a_crash_is_followed_by_another_attempt_from_the_newest_checkpoint(
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == "so far so good"
     assert lines[1].startswith("attempt 1 ended after step 7 and 0:00:0")
-    assert (
-        "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 0 s (1 of 3)"
-        in lines[1]
-    )
+    killer = "killed by SIGKILL (by a person, a scheduler or the kernel)"
+    assert f"{killer}; starting again in 0 s (1 of 3)" in lines[1]
     assert lines[2] == "error: no memory"
     assert lines[3].endswith("exit code 1; starting again in 0 s (2 of 3)")
 
@@ -145,7 +143,7 @@ def test_what_asks_for_nothing_more_is_not_started_again(code: int) -> None:
 
 
 def test_a_folder_that_was_refused_is_neither_written_nor_gone_on_in() -> None:
-    """Of several processes one that has bad input ends all with 1."""
+    """One process of several that has bad input ends all of them with 1."""
     assert supervised("refused|error: not empty|1", "refused|error: not empty|1", "30||0") == 1
     assert started() == ["vit-digits --workdir run"] * 2
     assert not Path("run/attempts.jsonl").exists()
@@ -174,12 +172,9 @@ def parent(folder: Path) -> subprocess.Popen[bytes]:
     """A supervisor whose run waits for a signal."""
     Path("plan").write_text("7||wait\n9||0")
     command = [sys.executable, "-c", PARENT, *WORDS[:3]]
-    process, ready = (
-        subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL),
-        folder / "ready",
-    )
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
-    while not ready.exists():
+    while not (folder / "ready").exists():
         assert process.poll() is None
         assert time.monotonic() < until
         time.sleep(0.02)

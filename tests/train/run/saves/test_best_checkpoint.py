@@ -1,4 +1,4 @@
-"""The best checkpoints by an evaluation stay beside the newest, are found again after kills, and any that stayed can be gone back to."""
+"""The best checkpoints by an evaluation stay beside the newest, and a run can go back to them."""
 
 from __future__ import annotations
 
@@ -11,47 +11,33 @@ from typing import Any
 
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.checkpoints import checkpointer, saved_run
 from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.reuse import trained
 from mupax.train.run import loop
 from mupax.train.run.restart import supervisor
+from tests.fixtures.commands import Done, command
 from tests.fixtures.programs import shared_programs
-from tests.train.checkpoints.test_checkpointer import (
-    Done,
-    checkpoints,
-    folder,
-    rows,
-    train,
-    untrained,
-)
+from tests.fixtures.small_runs import checkpoints, folder, record_of, rows, train, untrained
 
 __all__ = ["folder", "shared_programs", "untrained"]  # fixtures
 
 LAST = 5
 LOSSES = {1: 5.0, 2: 3.0, 3: math.nan, 4: 3.0, 5: 6.0}
 """Of step 4 as good as of step 2, and later; of step 3 none."""
-BEST = (
-    "--log.eval-every-steps",
-    "1",
-    "--checkpoint.every-steps",
-    "100",
-    "--checkpoint.keep",
-    "1",
-    "--steps",
-    str(LAST),
-    "--checkpoint.keep-best",
-    "2",
+NEWEST = (
+    "--log.eval-every-steps 1 --checkpoint.every-steps 100 --checkpoint.keep 1 "
+    f"--log.no-tensorboard --steps {LAST}"
 )
+BEST = f"{NEWEST} --checkpoint.keep-best 2"
 
 
 def scripted(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]:
-    """Evaluations measure these losses, whatever the model does; gives the steps of those that were done."""
+    """Let evaluations measure these losses, and return the steps of those that were done."""
     steps: list[int] = []
     evaluation = loop.evaluation
 
-    def at(session: Any, report: Any, state: Any, step: int) -> None:
+    def noted(session: Any, report: Any, state: Any, step: int) -> None:
         steps.append(step)
         evaluation(session, report, state, step)
 
@@ -59,16 +45,17 @@ def scripted(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]:
         accuracy = 0.5 if steps[-1] == 4 else 0.25
         return loop.Scores({"loss": losses[steps[-1]], "accuracy": accuracy}, 1)
 
-    patch.setattr("mupax.train.run.loop.evaluation", at)
+    patch.setattr(loop, "evaluation", noted)
     patch.setattr(loop, "evaluate", measured)
-    patch.setattr("mupax.train.run.loop.finish.leave", lambda *_: None)
+    patch.setattr(loop.finish, "leave", lambda *_: None)
     return steps
 
 
 @pytest.fixture(scope="module")
 def best_run(folder: Path) -> Done:
     """A run whose best two checkpoints are those of steps 2 and 4."""
-    bests, prune = [], checkpointer.CheckpointFolder.prune
+    bests: list[int] = []
+    prune = checkpointer.CheckpointFolder.prune
 
     def watched(self: Any) -> None:
         bests.extend(checkpointer.ranked(self.folder, "eval_loss")[:1])
@@ -78,7 +65,7 @@ def best_run(folder: Path) -> Done:
     with pytest.MonkeyPatch.context() as patch:
         scripted(patch, LOSSES)
         patch.setattr(checkpointer.CheckpointFolder, "prune", watched)
-        done = train("--workdir", "kept", *BEST)
+        done = train("--workdir kept", BEST)
     assert done.code == 0, done.err
     # Whenever a kill comes: what is better has its evaluation on disk before anything is deleted.
     assert list(dict.fromkeys(bests)) == [1, 2]
@@ -97,7 +84,7 @@ def test_control_without_it_the_newest_alone_stay(
     best_run: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(monkeypatch, LOSSES)
-    assert train("--workdir", "newest", *BEST[:-2]).code == 0
+    assert train("--workdir newest", NEWEST).code == 0
     assert checkpoints("newest") == [LAST]
     assert not list(Path("newest").rglob(checkpointer.FILE))
     with pytest.raises(
@@ -107,28 +94,19 @@ def test_control_without_it_the_newest_alone_stay(
 
 
 def test_the_highest_accuracy_is_the_best(best_run: Done, untrained: list, tmp_path: Path) -> None:
-    shutil.copytree("kept", tmp_path / "run")
-    words = (
-        *BEST[:-1],
-        "1",
-        "--checkpoint.best-metric",
-        "eval_accuracy",
-        "--workdir",
-        str(tmp_path / "run"),
-        "--resume",
-    )
-    assert train(*words).code == 0
-    assert checkpoints(tmp_path / "run") == [4, LAST]
-    assert saved_run.find(tmp_path / "run", "best").step == 4
+    copy = shutil.copytree("kept", tmp_path / "run")
+    words = f"{NEWEST} --checkpoint.keep-best 1 --checkpoint.best-metric eval_accuracy"
+    assert train(words, f"--workdir {copy} --resume").code == 0
+    assert checkpoints(copy) == [4, LAST]
+    assert saved_run.find(copy, "best").step == 4
 
 
 def test_the_best_is_named_wherever_a_step_is(best_run: Done) -> None:
     best = Path("kept/checkpoints/best")
     assert saved_run.find(Path("kept"), "best").step == saved_run.find(best).step == 2
     assert trained.describe(best).exact_path == Path("kept/checkpoints/2").absolute()
-    assert (
-        trained.read(best).preset["step"] == trained.read(Path("kept"), "best").preset["step"] == 2
-    )
+    assert trained.read(best).preset["step"] == 2
+    assert trained.read(Path("kept"), "best").preset["step"] == 2
     with pytest.raises(WorkdirError, match="is step best, and --step says 4"):
         saved_run.find(best, 4)
 
@@ -147,7 +125,7 @@ def test_what_is_best_is_read_from_what_is_saved(
     elif lost == "damage":
         file.write_text(before.replace("3.0", "9.0"))
     assert checkpointer.ranked(copy / "checkpoints", "eval_loss")[0] == (2 if lost is None else 4)
-    assert train("--workdir", str(copy), *BEST, "--resume").code == 0
+    assert train(f"--workdir {copy} --resume", BEST).code == 0
     assert untrained == [(LAST, LAST)]
     assert file.read_text() == before
     assert checkpoints(copy) == [2, 4, LAST]
@@ -163,21 +141,21 @@ def test_a_run_goes_on_from_any_step_and_what_came_after_is_a_run_of_its_own(
     shutil.copytree("kept", copy)
     before = rows(copy)
     scripted(monkeypatch, LOSSES)
-    done = train("--workdir", str(copy), *BEST, "--resume", "--resume-from", "best")
+    done = train(f"--workdir {copy} --resume --resume-from best", BEST)
     assert done.code == 0, done.err
     assert f"resuming lm-tiny at step 2 of {LAST}" in done.out
     assert f"set aside as a run of its own in branches/{LAST}: steps 4, {LAST}" in done.out
     assert str(rows(copy)) == str(before), "bitwise the same steps again"
     assert checkpoints(copy) == [2, 4, LAST]
     branch = copy / "branches" / str(LAST)
-    assert (checkpoints(branch), str(rows(branch))) == ([4, LAST], str(before))
+    assert checkpoints(branch) == [4, LAST]
+    assert str(rows(branch)) == str(before)
     assert saved_run.find(branch).verified()
     assert saved_run.find(branch, "best").step == 4
-    run = [json.loads((path / "config.json").read_text())["run"] for path in (copy, branch)]
-    assert run[0] == run[1]
+    assert record_of(copy)["run"] == record_of(branch)["run"]
 
     monkeypatch.setattr(loop, "train_with_rollbacks", lambda session, position: position.state)
-    again = train("--workdir", str(copy), *BEST, "--resume", "--resume-from", "4")
+    again = train(f"--workdir {copy} --resume --resume-from 4", BEST)
     assert again.code == 0, again.err
     assert sorted(path.name for path in (copy / "branches").iterdir()) == [str(LAST), f"{LAST}.1"]
     assert checkpoints(copy) == [2, 4]
@@ -197,12 +175,10 @@ def test_a_step_that_cannot_be_gone_back_to_changes_nothing(
     copy = tmp_path / "run"
     shutil.copytree("kept", copy)
     if harm:
-        data = max(
-            (path for path in (copy / "checkpoints" / harm).rglob("d/*")),
-            key=lambda path: path.stat().st_size,
-        )
+        files = (copy / "checkpoints" / harm).rglob("d/*")
+        data = max(files, key=lambda path: path.stat().st_size)
         data.write_bytes(b"\0" * data.stat().st_size)
-    done = train("--workdir", str(copy), *BEST, "--resume", *flags.split())
+    done = train(f"--workdir {copy} --resume", BEST, flags)
     assert done.code == 2
     assert message in done.err
     assert checkpoints(copy) == [2, 4, LAST]
@@ -213,10 +189,8 @@ def test_a_step_that_cannot_be_gone_back_to_changes_nothing(
 def test_a_run_that_is_started_again_does_not_go_back_again() -> None:
     words = ["lm-tiny", "--resume", "--resume-from", "4", "--steps", "8"]
     assert supervisor._without(words, "--resume-from") == ["lm-tiny", "--resume", "--steps", "8"]
-    assert supervisor._without(["--resume-from=4", "--seed", "4"], "--resume-from") == [
-        "--seed",
-        "4",
-    ]
+    words = ["--resume-from=4", "--seed", "4"]
+    assert supervisor._without(words, "--resume-from") == ["--seed", "4"]
 
 
 # Refusals
@@ -245,56 +219,52 @@ def test_a_run_that_is_started_again_does_not_go_back_again() -> None:
 def test_what_makes_no_sense_is_refused(
     flags: str, message: str, folder: Path, untrained: list, tmp_path: Path
 ) -> None:
-    done = train("--workdir", str(tmp_path / "run"), "--log.eval-every-steps", "1", *flags.split())
+    done = train(f"--workdir {tmp_path}/run --log.eval-every-steps 1", flags)
     assert done.code == 2
-    assert message in " ".join(done.err.split())
+    assert message in done.message
     assert not untrained
 
 
 @pytest.mark.parametrize("without", ["nothing", "metrics.jsonl", "evaluation.json"])
 def test_the_list_of_checkpoints_has_losses_and_marks_the_best(
-    best_run: Done, without: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    best_run: Done, without: str, tmp_path: Path
 ) -> None:
     copy = shutil.copytree("kept", tmp_path / "copy")
     for file in copy.rglob(without):
         file.unlink()
-    assert main(["checkpoints", str(copy), "--json", str(tmp_path / "list.json")]) == 0
-    out = capsys.readouterr().out
+    done = command(f"checkpoints {copy} --json {tmp_path}/list.json")
+    assert done.code == 0
     listed = {row["step"]: row for row in json.loads((tmp_path / "list.json").read_text())}
-    assert {
-        step: row["metrics"]["eval_loss"] for step, row in listed.items() if row["metrics"]
-    } == {step: LOSSES[step] for step in (2, 4, LAST)}
+    measured = {step: row["metrics"] for step, row in listed.items() if row["metrics"]}
+    eval_losses = {step: metrics["eval_loss"] for step, metrics in measured.items()}
+    assert eval_losses == {step: LOSSES[step] for step in (2, 4, LAST)}
     assert [step for step, row in listed.items() if row["best"]] == [2]
     if without != "metrics.jsonl":
         assert all(row["metrics"]["loss"] > 0 for row in listed.values())
-    head, *lines = out.splitlines()
+    head, *lines = done.out.splitlines()
     assert "eval_loss" in head
     # The mark stands between the losses and the size; behind the age stands why each of them stays.
     assert [line.split()[0] for line in lines if re.search(r"\d +best +\d", line)] == ["2"]
     assert [line.split()[0] for line in lines if re.search(r":\d\d +best", line)] == ["2", "4"]
     assert "--step 2" in lines[-1]
     # An accuracy is better where it is more.
-    record = json.loads((copy / "config.json").read_text())
+    record = record_of(copy)
     record["config"]["checkpoint"]["best_metric"] = "eval_accuracy"
     (copy / "config.json").write_text(json.dumps(record))
-    assert main(["checkpoints", str(copy)]) == 0
-    assert "--step 4" in capsys.readouterr().out
+    assert "--step 4" in command(f"checkpoints {copy}").out
 
 
 def test_a_run_that_was_not_evaluated_has_losses_and_no_best(
-    best_run: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    best_run: Done, tmp_path: Path
 ) -> None:
     copy = shutil.copytree("kept", tmp_path / "copy")
     for file in copy.rglob("evaluation.json"):
         file.unlink()
-    rows = (copy / "metrics.jsonl").read_text().splitlines()
-    (copy / "metrics.jsonl").write_text(
-        "\n".join(row for row in rows if "eval_" not in row) + '\n{"step": 5, "lo'
-    )
-    assert main(["checkpoints", str(copy)]) == 0
-    out = capsys.readouterr().out
+    file = copy / "metrics.jsonl"
+    trained_rows = [row for row in file.read_text().splitlines() if "eval_" not in row]
+    file.write_text("\n".join(trained_rows) + '\n{"step": 5, "lo')
+    out = command(f"checkpoints {copy}").out
     assert "loss" in out.splitlines()[0]
     assert "best" not in out
-    (copy / "metrics.jsonl").unlink()
-    assert main(["checkpoints", str(copy)]) == 0
-    assert "loss" not in capsys.readouterr().out
+    file.unlink()
+    assert "loss" not in command(f"checkpoints {copy}").out

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mupax.__main__ import main
 from mupax.train.checkpoints import checkpointer
+from tests.fixtures.commands import Done, command
 from tests.fixtures.programs import shared_programs
-from tests.train.checkpoints.test_checkpointer import Done, checkpoints, folder, train
+from tests.fixtures.small_runs import checkpoints, folder, train
 from tests.train.run.saves.test_best_checkpoint import LOSSES, scripted
 
 __all__ = ["folder", "shared_programs"]  # fixtures
@@ -20,17 +20,11 @@ LAST = 7
 MEASURED = {**LOSSES, **dict.fromkeys(range(5, 20), 6.0)}
 """Loss of every evaluation; the one of step 2 is the best."""
 ALL = (
-    "--checkpoint.every-steps",
-    "1",
-    "--checkpoint.keep",
-    "1",
-    "--log.eval-every-steps",
-    "1",
-    "--steps",
-    str(LAST),
+    "--checkpoint.every-steps 1 --checkpoint.keep 1 --log.eval-every-steps 1 "
+    f"--log.no-tensorboard --steps {LAST}"
 )
-EVERY = ("--checkpoint.keep-every", "3")
-BEST = ("--checkpoint.keep-best", "1")
+EVERY = "--checkpoint.keep-every 3"
+BEST = "--checkpoint.keep-best 1"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +32,7 @@ def every_run(folder: Path) -> Done:
     """A run that was never asked about what it does not keep: the best is 2, every third stays, and the last is the newest."""
     with pytest.MonkeyPatch.context() as patch:
         scripted(patch, MEASURED)
-        done = train("--workdir", "every", *ALL, *EVERY, *BEST)
+        done = train("--workdir every", ALL, EVERY, BEST)
     assert done.code == 0, done.err
     return done
 
@@ -46,27 +40,25 @@ def every_run(folder: Path) -> Done:
 def listed(workdir: Path) -> dict[int, str | None]:
     """Step to the reason that `mupax checkpoints` gives."""
     file = workdir / "list.json"
-    assert main(["checkpoints", str(workdir), "--json", str(file)]) == 0
+    assert command(f"checkpoints {workdir} --json {file}").code == 0
     return {row["step"]: row["stays_as"] for row in json.loads(file.read_text())}
 
 
-def longer(steps: int) -> tuple[str, ...]:
-    return (*ALL[:-1], str(steps), "--resume", "--resume-change", "schedule")
+def longer(steps: int) -> str:
+    return f"{ALL} --steps {steps} --resume --resume-change schedule"
 
 
-def test_multiples_stay_beside_the_newest_and_the_best(
-    every_run: Done, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_multiples_stay_beside_the_newest_and_the_best(every_run: Done) -> None:
     assert checkpoints("every") == [2, 3, 6, LAST]
     assert listed(Path("every")) == {2: "best", 3: "every 3", 6: "every 3", LAST: "newest"}
-    head, *lines = capsys.readouterr().out.splitlines()
+    head, *lines = command("checkpoints every").out.splitlines()
     assert "stays as" in head
     assert [line.split()[0] for line in lines if " every 3 " in line] == ["3", "6"]
 
 
 def test_control_without_the_flag_they_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, MEASURED)
-    assert train("--workdir", "without", *ALL).code == 0
+    assert train("--workdir without", ALL).code == 0
     assert checkpoints("without") == [LAST]
 
 
@@ -74,7 +66,7 @@ def test_a_multiple_is_saved_where_nothing_else_is_due(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(monkeypatch, MEASURED)
-    assert train("--workdir", "rare", *ALL, "--checkpoint.every-steps", "100", *EVERY).code == 0
+    assert train("--workdir rare", ALL, EVERY, "--checkpoint.every-steps 100").code == 0
     assert checkpoints("rare") == [3, 6, LAST]
 
 
@@ -83,7 +75,7 @@ def test_a_resume_without_the_flag_deletes_none_and_keeps_no_more(
 ) -> None:
     copy = shutil.copytree("every", tmp_path / "run")
     scripted(monkeypatch, MEASURED)
-    done = train("--workdir", str(copy), *longer(13))
+    done = train(f"--workdir {copy}", longer(13))
     assert done.code == 0, done.err
     assert "changed since: checkpoint.keep_every 3 -> None" in done.out
     assert "the checkpoints 2 are deleted" in done.out, "the best one, and no other"
@@ -91,9 +83,7 @@ def test_a_resume_without_the_flag_deletes_none_and_keeps_no_more(
     assert listed(copy) == {3: "every 3", 6: "every 3", 13: "newest"}
 
     # Back to 6 and on, without the flag or with another interval: what was kept before 6 still stays.
-    done = train(
-        "--workdir", str(copy), *longer(9), "--resume-from", "6", "--checkpoint.keep-every", "4"
-    )
+    done = train(f"--workdir {copy} --resume-from 6 --checkpoint.keep-every 4", longer(9))
     assert done.code == 0, done.err
     assert checkpoints(copy) == [3, 6, 8, 9]
     assert checkpoints(copy / "branches" / "13") == [13]
@@ -106,25 +96,19 @@ def test_what_a_kill_left_undeleted_goes_at_the_next_save(
     scripted(monkeypatch, MEASURED)
     with monkeypatch.context() as patch:
         patch.setattr(checkpointer.CheckpointFolder, "prune", lambda self: None)
-        assert train("--workdir", "killed", *ALL, *EVERY).code == 0
+        assert train("--workdir killed", ALL, EVERY).code == 0
     assert checkpoints("killed") == [*range(1, LAST + 1)]
-    assert {step for step, reason in listed(Path("killed")).items() if reason is None} == {
-        1,
-        2,
-        4,
-        5,
-    }
+    undeleted = {step for step, reason in listed(Path("killed")).items() if reason is None}
+    assert undeleted == {1, 2, 4, 5}
     # config.json is lost, too: the newest checkpoint has what was recorded.
     Path("killed/config.json").unlink()
-    done = train("--workdir", "killed", *longer(8))
+    done = train("--workdir killed", longer(8))
     assert done.code == 0, done.err
     assert checkpoints("killed") == [3, 6, 8]
 
 
 @pytest.mark.parametrize("value", ["0", "-3"])
 def test_an_interval_below_one_is_refused(value: str, folder: Path) -> None:
-    done = train("--workdir", "refused", "--checkpoint.keep-every", value)
+    done = train(f"--workdir refused --checkpoint.keep-every {value}")
     assert done.code == 2
-    assert f"checkpoint.keep_every is {value}; write a number of at least 1" in " ".join(
-        done.err.split()
-    )
+    assert f"checkpoint.keep_every is {value}; write a number of at least 1" in done.message

@@ -1,4 +1,4 @@
-"""What `--dry-run` says of the time of a save, and what it leaves behind: nothing."""
+"""The time of a save that `--dry-run` prints; nothing is left behind."""
 
 from __future__ import annotations
 

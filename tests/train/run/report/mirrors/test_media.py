@@ -1,8 +1,7 @@
-"""Images, texts and histograms in TensorBoard, read back from the event files of runs; nothing of them where they are not asked for."""
+"""Images and histograms in TensorBoard, read back from the event files of runs."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mupax.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.config import cli
 from mupax.train.core import step as core_step
@@ -20,15 +18,16 @@ from mupax.train.core.program import assemble
 from mupax.train.data import load
 from mupax.train.run.report import metrics
 from mupax.train.run.report.mirrors import snapshots
+from tests.fixtures.commands import command
+from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import empty_loss_plot
+
+__all__ = ["empty_loss_plot", "shared_programs"]  # fixtures
 
 SHOWN = 16
 DIGITS = (
     f"vit-digits --model.depth 1 --steps 4 --optimizer.warmup-steps 1 --data.batch-size 16 --data.eval-examples {SHOWN} "
-    f"--data.eval-batch-size {SHOWN} --log.eval-every-steps 2 --log.no-samples --workdir"
-).split()
-TEXT = (
-    "lm-tiny --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 8 --data.eval-batch-size 8 "
-    "--data.eval-examples 8 --optimizer.warmup-steps 1 --steps 2 --workdir"
+    f"--data.eval-batch-size {SHOWN} --log.eval-every-steps 2 --log.no-samples"
 )
 
 
@@ -50,53 +49,42 @@ def shown(folder: Path) -> dict[tuple[str, int], Any]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with both, none of whose programs is traced twice."""
-    folder, builds = tmp_path_factory.mktemp("media") / "run", []
+    folder = tmp_path_factory.mktemp("media") / "run"
+    builds: list[Any] = []
     make = core_step.make_train_step
+
+    def traced_once(*arguments: Any) -> Any:
+        builds.append(chex.assert_max_traces(make(*arguments), n=1))
+        return builds[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((snapshots, "_predicted"), (snapshots, "_spread")):
-            once = chex.assert_max_traces(getattr(owner, name), n=1)
-            patch.setattr(owner, name, once)
-        patch.setattr(
-            core_step,
-            "make_train_step",
-            lambda *a: (builds.append(0), chex.assert_max_traces(make(*a), n=1))[1],
-        )
-        assert (
-            main(["train", *DIGITS, str(folder), "--log.images", str(SHOWN), "--log.histograms"])
-            == 0
-        )
+        for name in ("_predicted", "_spread"):
+            once = chex.assert_max_traces(getattr(snapshots, name), n=1)
+            patch.setattr(snapshots, name, once)
+        patch.setattr(core_step, "make_train_step", traced_once)
+        words = f"--workdir {folder} --log.images {SHOWN} --log.histograms"
+        assert command("train", DIGITS, words).code == 0
     assert len(builds) == 1
     return folder
 
 
 def test_images_have_their_labels_and_predictions(run: Path) -> None:
     values = shown(run / "tensorboard")
-    config = cli.parse(DIGITS[0], cli.recipe(DIGITS[0]), [*DIGITS[1:], str(run)]).config
+    recipe, *words = DIGITS.split()
+    config = cli.parse(recipe, cli.recipe(recipe), words).config
     batch = load(config.data, config.model, seed=config.data_seed).eval_batch(0)
-    accuracy = {
-        row["step"]: row["eval_accuracy"]
-        for row in metrics.read(run / "metrics.jsonl")
-        if "eval_loss" in row
-    }
+    rows = [row for row in metrics.read(run / "metrics.jsonl") if "eval_loss" in row]
+    accuracy = {row["step"]: row["eval_accuracy"] for row in rows}
     assert sorted(accuracy) == [2, 4]
     for step in accuracy:
-        table = (
-            values["examples/labels/text_summary", step]
-            .tensor.string_val[0]
-            .decode()
-            .splitlines()[2:]
-        )
-        assert [line.split(" | ")[1] for line in table] == [
-            str(label) for label in batch["targets"]
-        ]
-        right = sum(
-            line.split(" | ")[1] == line.split(" | ")[2].removesuffix(" |") for line in table
-        )
-        assert (
-            right
-            == SHOWN - sum("(wrong)" in line for line in table)
-            == round(accuracy[step] * SHOWN)
-        )
+        text = values["examples/labels/text_summary", step].tensor.string_val[0].decode()
+        lines = text.splitlines()[2:]
+        cells = [line.removesuffix(" |").split(" | ") for line in lines]
+        labels = [cell[1] for cell in cells]
+        assert labels == [str(label) for label in batch["targets"]]
+        right = sum(cell[1] == cell[2] for cell in cells)
+        wrong = sum("(wrong)" in line for line in lines)
+        assert right == SHOWN - wrong == round(accuracy[step] * SHOWN)
         low, high = batch["inputs"].min(), batch["inputs"].max()
         for index in range(SHOWN):
             png = values[f"examples/{index:03}", step].image.encoded_image_string
@@ -110,21 +98,21 @@ def test_histograms_are_of_the_parameters_and_their_changes(run: Path) -> None:
     values = shown(run / "tensorboard")
     trained = saved_run.find(run)
     params = trained.params(assemble(trained.config).abstract)
-    for name, array in params.items():
-        array, histogram = np.asarray(array, np.float64), values[f"parameters/{name}", 4].histo
-        assert (histogram.num, sum(histogram.bucket)) == (array.size, array.size)
-        np.testing.assert_allclose(
-            [histogram.min, histogram.max], [array.min(), array.max()], rtol=1e-6
-        )
+    for name, param in params.items():
+        array = np.asarray(param, np.float64)
+        histogram = values[f"parameters/{name}", 4].histo
+        assert histogram.num == array.size
+        assert sum(histogram.bucket) == array.size
+        bounds = (array.min(), array.max())
+        np.testing.assert_allclose([histogram.min, histogram.max], bounds, rtol=1e-6)
         np.testing.assert_allclose(histogram.sum_squares, (array**2).sum(), rtol=1e-4)
-        counts, _ = np.histogram(
-            array, bins=len(histogram.bucket), range=(array.min(), array.max())
-        )
-        assert np.abs(np.cumsum(counts) - np.cumsum(histogram.bucket)).max() <= max(
-            2, array.size / 200
-        )
-        before, change = values[f"parameters/{name}", 2].histo, values[f"changes/{name}", 4].histo
-        np.testing.assert_allclose(change.sum, histogram.sum - before.sum, atol=1e-2, rtol=1e-2)
+        counts, _ = np.histogram(array, bins=len(histogram.bucket), range=bounds)
+        difference = np.abs(np.cumsum(counts) - np.cumsum(histogram.bucket)).max()
+        assert difference <= max(2, array.size / 200)
+        before = values[f"parameters/{name}", 2].histo
+        change = values[f"changes/{name}", 4].histo
+        growth = histogram.sum - before.sum
+        np.testing.assert_allclose(change.sum, growth, atol=1e-2, rtol=1e-2)
     assert any(values[f"changes/{name}", 2].histo.sum_squares > 0 for name in params)
 
 
@@ -133,46 +121,30 @@ def test_nothing_is_taken_unless_asked_for(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("it was not asked for")
 
     monkeypatch.setattr(snapshots, "Snapshots", never)
-    assert main(["train", *DIGITS, str(tmp_path / "run")]) == 0
+    assert command(f"train {DIGITS} --workdir {tmp_path}/run").code == 0
     tags = {tag.partition("/")[0] for tag, _ in shown(tmp_path / "run" / "tensorboard")}
     assert tags == {"train", "eval", "perf"}
 
 
-def test_the_sample_of_a_language_model_is_there_as_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("def value(self): return self._value  # as it was\n" * 400)
-    with contextlib.chdir(tmp_path):
-        assert main(["train", *TEXT.split(), "run", "--data.name", "text:text.txt"]) == 0
-    text = (
-        shown(tmp_path / "run" / "tensorboard")["sample/text_summary", 2]
-        .tensor.string_val[0]
-        .decode()
-    )
-    sample = (tmp_path / "run" / "sample.txt").read_text()
-    assert text.splitlines() == [f"    {line}" for line in sample.splitlines()]
-
-
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "message"),
     [
         (
-            [*TEXT.split(), "run", "--log.images", "4"],
+            "lm-tiny --data.name text:text.txt --log.images 4",
             "log.images shows images, and the model, a decoder, reads tokens; leave it out",
         ),
         (
-            [*DIGITS, "run", "--log.images", "17"],
+            f"{DIGITS} --log.images 17",
             "log.images is 17, of one evaluation batch; write at most 16",
         ),
-        ([*DIGITS, "run", "--log.images", "0"], "log.images is 0; write a number of at least 1"),
+        (f"{DIGITS} --log.images 0", "log.images is 0; write a number of at least 1"),
         (
-            [*DIGITS, "run", "--log.histograms", "--log.no-tensorboard"],
+            f"{DIGITS} --log.histograms --log.no-tensorboard",
             "log.histograms is written to TensorBoard; leave",
         ),
     ],
 )
-def test_what_cannot_be_shown_is_refused(
-    words: list[str], what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (main(["train", *words]), what in " ".join(capsys.readouterr().err.split())) == (2, True)
+def test_what_cannot_be_shown_is_refused(words: str, message: str, tmp_path: Path) -> None:
+    done = command(f"train {words} --workdir {tmp_path}/run")
+    assert done.code == 2
+    assert message in done.message

@@ -1,4 +1,4 @@
-"""What the TensorBoard mirror loads; what it writes is in `test_metrics.py`."""
+"""Modules that the TensorBoard mirror loads; `test_metrics.py` reads what it writes."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def test_tensorboard_is_imported_without_what_it_takes_for_tensors_and_buckets(tmp_path):
-    """Where torch is installed it would be loaded for every run: stand-ins here, since the tests' own environment lacks it."""
+    """Put a stand-in in the place of torch, which every run would load where it is installed."""
     for name in ("torch", "boto3"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('loaded')")
     program = (
