@@ -52,9 +52,9 @@ def test_cifar5m_trains_on_five_parts_and_tests_on_the_last() -> None:
     for batches, places in ((train, slice(0, 15)), (dataset.eval_batches(), slice(15, 22))):
         batch = loading.joined([*batches])
         pixels = np.round((batch["inputs"] + 1) * 127.5).astype(np.uint8)
-        seen = zip(pixels, batch["targets"], batch["weights"], strict=True)
+        examples = zip(pixels, batch["targets"], batch["weights"], strict=True)
         expected = zip(IMAGES[places], LABELS[places], strict=True)
-        assert sorted((image.tobytes(), label) for image, label, weight in seen if weight) == (
+        assert sorted((image.tobytes(), label) for image, label, weight in examples if weight) == (
             sorted((image.tobytes(), label) for image, label in expected)
         )
     assert dataset.class_names[0] == "airplane"

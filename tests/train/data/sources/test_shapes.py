@@ -38,8 +38,8 @@ def test_an_image_depends_on_seed_stream_and_index_alone() -> None:
         assert np.array_equal(image[0], images[i])
         assert label[0] == labels[i]
     for seed, stream in ((1, shapes.TRAIN), (0, shapes.EVAL)):
-        others, _ = shapes.render(seed, stream, indices)
-        assert (others != images).any(axis=(1, 2, 3)).all()
+        other_images, _ = shapes.render(seed, stream, indices)
+        assert (other_images != images).any(axis=(1, 2, 3)).all()
     assert images.shape == (6, 32, 32, 3)
     assert images.dtype == np.uint8
     assert labels.dtype == np.int32

@@ -28,8 +28,8 @@ def losses(positions: Any, order: int = 4, train: bytes = TRAIN, text: bytes = E
 
 
 def references(targets: np.ndarray, digest: str = "digest") -> dict[str, float]:
-    found = ngrams.references(array(TRAIN), array(EVAL), targets, digest)
-    return {reference.name: reference.value for reference in found}
+    computed = ngrams.references(array(TRAIN), array(EVAL), targets, digest)
+    return {reference.name: reference.value for reference in computed}
 
 
 def plain(train: bytes, context: bytes, byte: int) -> float:
@@ -64,16 +64,16 @@ def test_probabilities_sum_to_one(context: bytes) -> None:
 def test_only_the_targets_count(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, trigram, fourgram = losses(range(len(EVAL)))
     targets = np.arange(len(EVAL)) % 3 == 1
-    found = references(targets)
-    assert found["uniform"] == pytest.approx(math.log(256))
-    assert found["byte trigram"] == pytest.approx(trigram[targets].mean())
-    assert found["byte 4-gram"] == pytest.approx(fourgram[targets].mean())
+    values = references(targets)
+    assert values["uniform"] == pytest.approx(math.log(256))
+    assert values["byte trigram"] == pytest.approx(trigram[targets].mean())
+    assert values["byte 4-gram"] == pytest.approx(fourgram[targets].mean())
     monkeypatch.setattr(ngrams, "_MOST_TARGETS", 5)
     spread = np.flatnonzero(targets)[:: -(-targets.sum() // 5)]
     fewer = references(targets, "other digest")
     assert fewer["byte trigram"] == pytest.approx(trigram[spread].mean())
     everything = references(targets | True)
-    assert everything["byte trigram"] != pytest.approx(found["byte trigram"])
+    assert everything["byte trigram"] != pytest.approx(values["byte trigram"])
 
 
 def test_remembered_for_the_same_data_only(monkeypatch: pytest.MonkeyPatch) -> None:

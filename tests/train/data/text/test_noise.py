@@ -186,11 +186,11 @@ def test_a_share_of_the_tokens_is_cut_and_each_span_leaves_a_mask() -> None:
         for token, run in itertools.groupby([*body, length], key=lambda i: i == IDS.mask):
             if token:
                 continue
-            kept = list(run)
-            assert kept[0] > previous
-            previous = kept[-1]
+            body_run = list(run)
+            assert body_run[0] > previous
+            previous = body_run[-1]
             # Without a mask nothing is missing.
-            assert kept == list(range(kept[0], previous + 1))
+            assert body_run == list(range(body_run[0], previous + 1))
     np.testing.assert_array_equal(batch.targets[7], [IDS.bos, *range(length), IDS.eos])
 
 
