@@ -1,108 +1,91 @@
-"""Text, images and prepared data sets in a bucket give the batches that the same files on a disk do."""
+"""Text, images and prepared data sets in a bucket give the batches of the same files on a disk."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from mupax.disk import copy, path_of
-from mupax.train import data
-from mupax.train.config.run import DataConfig
+from mupax.train.data import DataError
 from mupax.zoo.configs import ConfigError, ModelConfig
 from tests.fixtures.emulator import bucket, emulator
-from tests.train.data.sources.test_folders import pictures
-from tests.train.data.sources.test_published import (
-    SHORT,
-    TEXT,
-    VIT,
-    cache_folder,
-    prepare,
-    sentences,
+from tests.train.data.loading import (
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    assert_batches_equal,
+    load,
+    load_with_notes,
 )
-from tests.train.data.sources.test_records import write_as
+from tests.train.data.prepared import write_text_set
+from tests.train.data.writing import write, write_pictures, write_texts
 
-__all__ = ["bucket", "cache_folder", "emulator"]  # fixtures
+__all__ = ["bucket", "emulator"]  # fixtures
 
+pytestmark = pytest.mark.usefixtures("work_folder")
 
-def same(one: data.Data, other: data.Data) -> bool:
-    batches = (
-        [*source.eval_batches(), source.train_batch(0), source.train_batch(5)]
-        for source in (one, other)
-    )
-    return all(
-        np.array_equal(a[name], b[name]) for a, b in zip(*batches, strict=True) for name in a
-    )
+TEXTS = [f"document {i} of some words\n" for i in range(60)]
 
 
-def load(
-    model: ModelConfig, name: str, notes: list[str] | None = None, **fields: object
-) -> data.Data:
-    config = DataConfig(name=name, batch_size=6, **fields)
-    return data.load(config, model, seed=0, note=(notes if notes is not None else []).append)
+def assert_same(remote: Any, local: Any) -> None:
+    for batch, expected in zip(remote.eval_batches(), local.eval_batches(), strict=True):
+        assert_batches_equal(batch, expected)
+    for k in (0, 5):
+        assert_batches_equal(remote.train_batch(k), local.train_batch(k))
 
 
-def test_text(tmp_path: Path, bucket: str) -> None:
-    texts = tmp_path / "texts"
-    (texts / "deep").mkdir(parents=True)
+def copied_notes(bucket: str, name: str, model: ModelConfig = TEXT_MODEL) -> list[str]:
+    """Copy a folder to the bucket, and read it in both places. Return the notes on the bucket's."""
+    kind, _, folder = name.partition(":")
+    copy(Path(folder), path_of(f"{bucket}/{folder}"))
+    remote, notes = load_with_notes(f"{kind}:{bucket}/{folder}", model)
+    assert_same(remote, load(name, model))
+    return notes
+
+
+def test_text(bucket: str) -> None:
     for i in range(6):
-        (texts / ("deep" if i % 2 else ".") / f"{i}.txt").write_text(
-            "".join(f"line {j} of {i}\n" for j in range(40))
-        )
-    (texts / "records.jsonl").write_text('{"message": "x"}\n')
-    copy(texts, path_of(f"{bucket}/texts"))
-    notes: list[str] = []
-    assert same(load(SHORT, f"text:{bucket}/texts", notes), load(SHORT, f"text:{texts}"))
+        folder = "texts/deep" if i % 2 else "texts"
+        write(f"{folder}/{i}.txt", "".join(f"line {j} of {i}\n" for j in range(40)))
+    write("texts/records.jsonl", '{"message": "x"}\n')
+    notes = copied_notes(bucket, "text:texts")
     assert any(f"{bucket}/texts" in note and "records.jsonl" in note for note in notes)
-    assert same(load(SHORT, f"text:{bucket}/texts/0.txt"), load(SHORT, f"text:{texts / '0.txt'}"))
-    with pytest.raises(data.DataError, match=f"no file or folder {bucket}/nothing"):
-        load(SHORT, f"text:{bucket}/nothing")
+    assert_same(load(f"text:{bucket}/texts/0.txt"), load("text:texts/0.txt"))
+    with pytest.raises(DataError, match=f"no file or folder {bucket}/nothing"):
+        load(f"text:{bucket}/nothing")
 
 
-def test_records(tmp_path: Path, bucket: str) -> None:
+def test_records(bucket: str) -> None:
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"):
-        write_as(tmp_path / "records" / name)
-    copy(tmp_path / "records", path_of(f"{bucket}/records"))
-    assert same(
-        load(SHORT, f"records:{bucket}/records"), load(SHORT, f"records:{tmp_path / 'records'}")
-    )
+        write_texts(f"records/{name}", TEXTS)
+    copied_notes(bucket, "records:records")
 
 
-def test_a_split_by_names(tmp_path: Path, bucket: str) -> None:
+def test_a_split_by_names(bucket: str) -> None:
     for name in ("train/a.jsonl", "valid/b.jsonl.gz", ".hidden/c.jsonl", "README.md"):
-        write_as(tmp_path / "split" / name)
-    copy(tmp_path / "split", path_of(f"{bucket}/split"))
-    notes: list[str] = []
-    assert same(
-        load(SHORT, f"records:{bucket}/split", notes), load(SHORT, f"records:{tmp_path / 'split'}")
-    )
+        write_texts(f"split/{name}", TEXTS)
+    notes = copied_notes(bucket, "records:split")
     assert any("training on train" in note for note in notes)
 
 
-def test_images(tmp_path: Path, bucket: str) -> None:
-    copy(pictures(tmp_path / "pictures", 3), path_of(f"{bucket}/pictures"))
-    assert same(
-        load(VIT, f"images:{bucket}/pictures"), load(VIT, f"images:{tmp_path / 'pictures'}")
-    )
+def test_images(bucket: str) -> None:
+    write_pictures("pictures", 3)
+    copied_notes(bucket, "images:pictures", IMAGE_MODEL)
 
 
 def test_a_prepared_data_set_is_fetched_once(tmp_path: Path, bucket: str) -> None:
-    prepare(tmp_path / "tfds", TEXT, {"train": sentences(0, 20), "validation": sentences(20, 25)})
+    write_text_set(tmp_path / "tfds")
     copy(tmp_path / "tfds", path_of(f"{bucket}/tfds"))
-    notes: list[str] = []
-    there = load(SHORT, "tiny", notes, data_dir=f"{bucket}/tfds")
+    remote, notes = load_with_notes("tiny", data_dir=f"{bucket}/tfds")
     assert any(note.startswith(f"fetching {bucket}/tfds/tiny/1.2.3") for note in notes)
-    assert same(there, load(SHORT, "tiny", data_dir=str(tmp_path / "tfds")))
-    notes.clear()
-    load(SHORT, "tiny", notes, data_dir=f"{bucket}/tfds")
-    assert notes == []
-    with pytest.raises(data.DataError, match=r"run `mupax data prepare mnist`, or set"):
-        load(SHORT, "mnist", data_dir=f"{bucket}/tfds")
+    assert_same(remote, load("tiny", data_dir="tfds"))
+    assert load_with_notes("tiny", data_dir=f"{bucket}/tfds")[1] == []
+    with pytest.raises(DataError, match=r"run `mupax data prepare mnist`, or set"):
+        load("mnist", data_dir=f"{bucket}/tfds")
 
 
-def test_what_is_made_here_is_made_on_a_disk(bucket: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"data\.data_dir is gs://.* is no folder of this machine"
-    ):
-        load(SHORT, "python_corpus", data_dir=f"{bucket}/tfds")
+def test_generated_data_need_a_folder_of_this_machine(bucket: str) -> None:
+    message = r"data\.data_dir is gs://.* is no folder of this machine"
+    with pytest.raises(ConfigError, match=message):
+        load("python_corpus", data_dir=f"{bucket}/tfds")

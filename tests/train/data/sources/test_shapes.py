@@ -1,28 +1,33 @@
-"""The endless set: images as a function of (seed, index), no image twice, and whole batches from any parts."""
+"""The endless set: images as a function of (seed, index), and batches from any parts."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mupax.train import data
 from mupax.train.config.recipes.laptop import vit_endless
-from mupax.train.config.run import DataConfig
 from mupax.train.data.sources import shapes
 from mupax.zoo import configs
-from mupax.zoo.configs import ModelConfig
+from tests.train.data import loading
+from tests.train.data.loading import assert_batches_equal, joined
 
 pytestmark = pytest.mark.core
 
 MODEL = vit_endless().model
 
 
-def load(seed: int = 0, model: ModelConfig = MODEL, **fields) -> data.Data:
-    config = DataConfig(name="shapes", batch_size=fields.pop("batch_size", 12), **fields)
-    return data.load(config, model, seed=seed, note=lambda line: None)
+def load(model: Any = MODEL, **fields: Any) -> Any:
+    return loading.load("shapes", model, **{"batch_size": 12, **fields})
+
+
+@pytest.fixture(scope="module")
+def rendered() -> tuple[np.ndarray, np.ndarray]:
+    """The first 3000 training images and their labels."""
+    return shapes.render(0, shapes.TRAIN, np.arange(3000))
 
 
 def test_an_image_depends_on_seed_stream_and_index_alone() -> None:
@@ -32,51 +37,52 @@ def test_an_image_depends_on_seed_stream_and_index_alone() -> None:
         image, label = shapes.render(0, shapes.TRAIN, np.array([index]))
         assert np.array_equal(image[0], images[i])
         assert label[0] == labels[i]
-    for other in (shapes.render(1, shapes.TRAIN, indices), shapes.render(0, shapes.EVAL, indices)):
-        assert not any(np.array_equal(a, b) for a, b in zip(images, other[0], strict=True))
+    for seed, stream in ((1, shapes.TRAIN), (0, shapes.EVAL)):
+        other_images, _ = shapes.render(seed, stream, indices)
+        assert (other_images != images).any(axis=(1, 2, 3)).all()
     assert images.shape == (6, 32, 32, 3)
     assert images.dtype == np.uint8
     assert labels.dtype == np.int32
 
 
-def test_no_image_comes_twice() -> None:
-    indices = np.r_[0:4000, 2**32 : 2**32 + 500, 10**9 : 10**9 + 500]
-    images, _ = shapes.render(0, shapes.TRAIN, indices)
-    assert len({image.tobytes() for image in images}) == len(indices)
-    far = load(batch_size=8).train_batch(10**9)
-    assert not any(
-        np.array_equal(a, b)
-        for a in far["inputs"]
-        for b in load(batch_size=8).train_batch(0)["inputs"]
-    )
+def test_no_image_comes_twice(rendered: tuple[np.ndarray, np.ndarray]) -> None:
+    # Indices that no 32-bit number tells from the first ones, and those of a long run.
+    far, _ = shapes.render(0, shapes.TRAIN, np.r_[2**32 : 2**32 + 500, 10**9 : 10**9 + 500])
+    assert len({image.tobytes() for image in (*rendered[0], *far)}) == 4000
+    source = load(batch_size=8)
+    images = joined([source.train_batch(0), source.train_batch(10**9)])["inputs"]
+    assert len({image.tobytes() for image in images}) == 16
 
 
-def test_classes_are_balanced() -> None:
+def test_classes_are_balanced(rendered: tuple[np.ndarray, np.ndarray]) -> None:
     """The chi-square of 10 classes is below 30 in all but 4 of 10,000 draws."""
-    _, labels = shapes.render(3, shapes.TRAIN, np.arange(3000))
-    counts = np.bincount(labels, minlength=10)
+    counts = np.bincount(rendered[1], minlength=10)
     assert len(counts) == 10
     assert ((counts - 300) ** 2 / 300).sum() < 30
 
 
-def test_a_class_is_seen_in_its_image() -> None:
-    """Level stripes vary down the image, upright ones across it; and shapes cover equal areas, whatever their kind."""
-    images, labels = shapes.render(0, shapes.TRAIN, np.arange(2000))
+def test_a_class_is_seen_in_its_image(rendered: tuple[np.ndarray, np.ndarray]) -> None:
+    """Level stripes vary down the image, upright ones across it."""
+    images, labels = rendered
     grey = images.astype(np.float32).mean(-1)[:, 8:24, 8:24]
-    down, across = ((np.diff(grey, axis=axis) ** 2).mean((1, 2)) for axis in (1, 2))
+    down = (np.diff(grey, axis=1) ** 2).mean((1, 2))
+    across = (np.diff(grey, axis=2) ** 2).mean((1, 2))
     upright = labels % 2 == 1
     assert shapes.CLASSES[1].endswith("upright")
     assert (across > down)[upright].mean() > 0.75
     assert (across > down)[~upright].mean() < 0.25
+
+
+def test_shapes_cover_equal_areas() -> None:
     line = (np.arange(400, dtype=np.float32) + 0.5) / 200 - 1
     v, u = np.meshgrid(line, line)
     for distance in (shapes._disc, shapes._square, shapes._triangle, shapes._ring, shapes._cross):
         assert 4 * (distance(u, v) < 0).mean() == pytest.approx(1, rel=0.01)
 
 
-def test_no_pixel_is_brighter_in_one_class() -> None:
-    """What a linear model could use: class means of pixels, in standard errors. A shift of an eighth would be seen."""
-    images, labels = shapes.render(0, shapes.TRAIN, np.arange(3000))
+def test_no_pixel_is_brighter_in_one_class(rendered: tuple[np.ndarray, np.ndarray]) -> None:
+    """Compare class means of pixels, in standard errors, which a linear model could use."""
+    images, labels = rendered
     pixels = images.reshape(len(images), -1).astype(np.float32)
 
     def farthest(pixels: np.ndarray) -> float:
@@ -84,6 +90,7 @@ def test_no_pixel_is_brighter_in_one_class() -> None:
         return float(np.abs((means - pixels.mean(0)) / (pixels.std(0) / np.sqrt(300))).max())
 
     assert farthest(pixels) < 6
+    # The control: a shift of an eighth would be seen.
     assert farthest(pixels + 16 * (labels == 4)[:, None]) > 6
 
 
@@ -101,54 +108,53 @@ def test_batches_are_the_images_in_turn_and_rows_of_them_their_parts() -> None:
         (slice(8, 12), slice(0, 8)),
     ):
         order = np.concatenate([np.arange(12)[rows] for rows in parts])
+        expected = {name: array[order] for name, array in batch.items()}
         with contextlib.closing(dataset.train_batches(3, *parts)) as batches:
-            joined = next(batches)
-        for name in batch:
-            assert np.array_equal(joined[name], batch[name][order])
+            assert_batches_equal(next(batches), expected)
 
 
 def test_a_run_goes_on_at_any_batch_on_any_number_of_hosts() -> None:
-    whole = load().train_batches(0)
-    expected = [next(whole) for _ in range(5)][4]
-    whole.close()
-    halves = [load().train_batches(4, rows) for rows in (slice(0, 6), slice(6, 12))]
-    parts = [next(half) for half in halves]
-    for half in halves:
-        half.close()
-    assert np.array_equal(np.concatenate([s["inputs"] for s in parts]), expected["inputs"])
+    with contextlib.closing(load().train_batches(0)) as batches:
+        expected = [next(batches) for _ in range(5)][4]
+    halves = []
+    for rows in (slice(0, 6), slice(6, 12)):
+        with contextlib.closing(load().train_batches(4, rows)) as batches:
+            halves.append(next(batches))
+    assert_batches_equal(joined(halves), expected)
 
 
 def test_evaluation_images_are_the_same_for_every_seed_and_counted_once() -> None:
     first, second = (load(seed=seed, eval_examples=17, eval_batch_size=6) for seed in (0, 1))
-    batches = [list(dataset.eval_batches()) for dataset in (first, second)]
-    assert [len(epoch) for epoch in batches] == [3, 3]
+    batches = list(first.eval_batches())
+    assert len(batches) == 3
     assert first.eval_size == 17
-    for a, b in zip(*batches, strict=True):
-        assert np.array_equal(a["inputs"], b["inputs"])
-    assert sum(b["weights"].sum() for b in batches[0]) == 17
+    assert joined(batches)["weights"].sum() == 17
+    assert_batches_equal(joined([*second.eval_batches()]), joined(batches))
     assert first.facts["digest"] == second.facts["digest"]
     assert first.class_names == shapes.CLASSES
 
 
-def test_a_model_that_does_not_fit_is_refused() -> None:
-    for change, message in (
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
         (
-            {"image_size": 16},
+            dataclasses.replace(MODEL, image_size=16),
             r"32 x 32 pixels with 3 channels.*--model\.image-size 32 --model\.channels 3",
         ),
-        ({"channels": 1}, r"write --model\.image-size 32 --model\.channels 3"),
-        ({"num_classes": 7}, r"write --model\.num-classes 10"),
-    ):
-        with pytest.raises(data.DataError, match=message):
-            load(model=dataclasses.replace(MODEL, **change))
-    with pytest.raises(data.DataError, match="the model reads text"):
-        load(model=configs.get("lm-tiny"))
+        (
+            dataclasses.replace(MODEL, channels=1),
+            r"write --model\.image-size 32 --model\.channels 3",
+        ),
+        (dataclasses.replace(MODEL, num_classes=7), r"write --model\.num-classes 10"),
+        (configs.get("lm-tiny"), "the model reads text"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(model: Any, message: str) -> None:
+    loading.assert_refused(message, "shapes", model)
 
 
-def test_the_linear_model_is_fitted_to_training_images(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path))
+@pytest.mark.usefixtures("cache_folder")
+def test_the_linear_model_is_fitted_to_training_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "LINEAR_IMAGES", 200)
     (reference,) = load(eval_examples=50).references()
     assert reference.unit == "accuracy"

@@ -1,4 +1,4 @@
-"""Text that is tokenized while it is trained on: the same tokens and batches whoever makes them, when, and after whatever stops."""
+"""Text tokenized during training: the same tokens and batches after any interruption."""
 
 from __future__ import annotations
 
@@ -14,232 +14,201 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.train import data
-from mupax.train.config.run import DataConfig
 from mupax.train.data import DataError
 from mupax.train.data.records import corpus
-from mupax.train.data.streams import hub, lanes
+from mupax.train.data.streams import hub
 from mupax.train.data.streams.batches import Stream
 from mupax.train.data.streams.files import MOST_LANES
 from mupax.train.data.streams.lanes import StreamShard
 from mupax.train.data.text.tokenizer import Bytes
-from mupax.zoo import configs
-from mupax.zoo.configs import DecoderConfig
+from tests.train.data import loading
+from tests.train.data.loading import (
+    TEXT_MODEL,
+    assert_batches_equal,
+    documents,
+    stream_shards,
+    token_ids,
+)
+from tests.train.data.writing import json_lines, write, write_rows
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("work_folder")]
 
-LM_TINY = configs.get("lm-tiny")
-assert isinstance(LM_TINY, DecoderConfig)
-MODEL = dataclasses.replace(LM_TINY, seq_len=7)
 RECORDS = 150
 
 
 @pytest.fixture(autouse=True)
-def few_bytes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
-    for module in ("files", "hub"):
-        monkeypatch.setattr(f"mupax.train.data.streams.{module}._CHUNK_BYTES", 64)
-    for name in ("_PART_BYTES", "_BLOCK_BYTES"):
-        monkeypatch.setattr(f"mupax.train.data.records.lines.{name}", 256)
-    monkeypatch.setattr(lanes, "_FIRST_BYTES", 200)
-    monkeypatch.setattr(lanes, "_STEP_BYTES", 900)
-    monkeypatch.setattr("mupax.train.data.streams.batches._POOL", 40)
+def few_bytes_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in {
+        "streams.files._CHUNK_BYTES": 64,
+        "streams.hub._CHUNK_BYTES": 64,
+        "records.lines._PART_BYTES": 256,
+        "records.lines._BLOCK_BYTES": 256,
+        "streams.lanes._FIRST_BYTES": 200,
+        "streams.lanes._STEP_BYTES": 900,
+        "streams.batches._POOL": 40,
+    }.items():
+        monkeypatch.setattr(f"mupax.train.data.{name}", size)
 
 
-def text_of(file: str, i: int) -> str:
-    return f"{file} {i} " + "abcdefg"[: i % 7] * (i % 5)
+def texts_of(file: str, count: int = RECORDS) -> list[str]:
+    return [f"{file} {i} " + "abcdefg"[: i % 7] * (i % 5) for i in range(count)]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Four files of records to train on, and one to evaluate on."""
     for name in ("train-0", "train-1", "train-2", "train-3", "validation-0"):
-        rows = (json.dumps({"n": i, "text": text_of(name, i)}) for i in range(RECORDS))
-        (tmp_path / "records").mkdir(exist_ok=True)
-        (tmp_path / "records" / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+        rows = [{"n": i, "text": text} for i, text in enumerate(texts_of(name))]
+        write_rows(tmp_path / f"records/{name}.jsonl", rows)
     return tmp_path / "records"
 
 
 @pytest.fixture(params=["files", "hub"])
 def load(request: pytest.FixtureRequest, folder: Path) -> Callable[..., Stream]:
-    """Opens the folder, as a user's own records and by `datasets`."""
+    """Return what opens the folder, as a user's own records or by `datasets`."""
     if request.param == "hub":
         pytest.importorskip("datasets", reason="data sets of the hub need the extra `hf`")
-    fields = {
-        "files": {"name": f"records:{folder}", "stream": True},
-        "hub": {"name": f"hf:{folder}"},
-    }[request.param]
+        fields: dict[str, Any] = {"name": f"hf:{folder}"}
+    else:
+        fields = {"name": f"records:{folder}", "stream": True}
 
-    def load(seed: int = 0, **more: Any) -> Stream:
-        config = DataConfig(**{"batch_size": 8, **fields, **more})
-        loaded = data.load(config, MODEL, seed=seed, note=lambda line: None)
-        assert isinstance(loaded, Stream)
-        return loaded
+    def load(**more: Any) -> Stream:
+        source = loading.load(**{**fields, **more})
+        assert isinstance(source, Stream)
+        return source
 
     return load
 
 
-def whole(stream: Stream) -> list[np.ndarray]:
-    """All tokens of each lane."""
-    for lane in stream._lanes:
-        lane.until(1 << 40, print)
-    return [lane.read(0, lane.tokens) for lane in stream._lanes]
+Load = Callable[..., Stream]
 
 
-def documents(tokens: np.ndarray) -> list[str]:
-    return bytes(tokens.astype(np.uint8)).decode().split("\0")[:-1]
-
-
-def test_lanes_have_every_training_document_once_and_whole_files(
-    load: Callable[..., Stream],
-) -> None:
+def test_lanes_have_every_training_document_once_and_whole_files(load: Load) -> None:
     stream = load()
-    of = [documents(tokens) for tokens in whole(stream)]
-    assert len(of) == 4
-    everything = [text_of(f"train-{name}", i) for name in range(4) for i in range(RECORDS)]
-    assert sorted(document for lane in of for document in lane) == sorted(everything)
-    for lane in of:
-        name = lane[0].split()[0]
-        assert lane == [text_of(name, i) for i in range(RECORDS)]
-    assert documents(stream._eval) == [text_of("validation-0", i) for i in range(RECORDS)]
+    shards = [documents(ids) for ids in stream_shards(stream)]
+    expected = [texts_of(f"train-{i}") for i in range(4)]
+    assert sorted(shards) == sorted(expected)
+    assert documents(stream._eval) == texts_of("validation-0")
     assert stream.train_size is None
     assert stream.references() == []
 
 
-def test_the_number_of_lanes_divides_the_batch_and_not_the_processes(
-    load: Callable[..., Stream],
-) -> None:
-    assert [len(load(batch_size=size)._lanes) for size in (1, 2, 6, 8, MOST_LANES)] == [
-        1,
-        2,
-        2,
-        4,
-        4,
-    ]
+def test_the_number_of_lanes_divides_the_batch_and_not_the_processes(load: Load) -> None:
+    counts = [len(load(batch_size=size)._lanes) for size in (1, 2, 6, 8, MOST_LANES)]
+    assert counts == [1, 2, 2, 4, 4]
 
 
-def test_a_lane_goes_on_after_any_kill(load: Callable[..., Stream], tmp_path: Path) -> None:
-    expected = whole(load(batch_size=2))
+def test_a_lane_goes_on_after_any_kill(load: Load) -> None:
+    expected = stream_shards(load(batch_size=2))[1]
     source = load(batch_size=2)._lanes[1]._documents
-    (tmp_path / "again").mkdir()
-    path = tmp_path / "again" / "lane"
+    Path("again").mkdir()
     for step in range(100):
-        lane = StreamShard(path, source, Bytes())  # as a new process has it
-        for _ in range(2):  # takes what is there, does a step
-            lane.grow()
+        lane = StreamShard(Path("again/lane"), source, Bytes())  # as a new process has it
+        lane.grow()  # takes what is there
+        lane.grow()  # does a step
         if lane.ended:
             break
-        with (tmp_path / "again" / "lane.bin").open(
-            "ab"
-        ) as file:  # a step whose line was not written,
+        # A step whose line was not written, or half of it.
+        with Path("again/lane.bin").open("ab") as file:
             file.write(b"\1" * (step % 3))
-        with (tmp_path / "again" / "lane.jsonl").open("ab") as file:  # or half of it
+        with Path("again/lane.jsonl").open("ab") as file:
             file.write(b'{"tokens": 10'[: 13 * (step % 2)])
     assert 5 < step < 99
-    np.testing.assert_array_equal(lane.read(0, lane.tokens), expected[1])
+    np.testing.assert_array_equal(lane.read(0, lane.tokens), expected)
 
 
-def test_lines_without_their_tokens_are_made_again(load: Callable[..., Stream]) -> None:
+def test_lines_without_their_tokens_are_made_again(load: Load) -> None:
     (lane,) = load(batch_size=1)._lanes
-    expected = whole(load(batch_size=1))[0]
+    (expected,) = stream_shards(load(batch_size=1))
     with lane._bin.open("r+b") as file:
         file.truncate(700)
     again = load(batch_size=1)
     assert 0 < again._lanes[0].tokens <= 700
-    np.testing.assert_array_equal(whole(again)[0], expected)
+    np.testing.assert_array_equal(stream_shards(again)[0], expected)
 
 
-def test_two_at_once_make_one_lane(load: Callable[..., Stream], tmp_path: Path) -> None:
-    expected = whole(load(batch_size=1))[0]
-    source = load(batch_size=1)._lanes[0]._documents
-    (tmp_path / "both").mkdir()
-    lanes = [StreamShard(tmp_path / "both" / "lane", source, Bytes()) for _ in range(2)]
-    threads = [threading.Thread(target=lane.until, args=(1 << 40, print)) for lane in lanes]
+def test_two_at_once_make_one_lane(load: Load) -> None:
+    stream = load(batch_size=1)
+    (expected,) = stream_shards(stream)
+    source = stream._lanes[0]._documents
+    Path("both").mkdir()
+    pair = [StreamShard(Path("both/lane"), source, Bytes()) for _ in range(2)]
+    threads = [threading.Thread(target=lane.until, args=(1 << 40, print)) for lane in pair]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for lane in lanes:
+    for lane in pair:
         np.testing.assert_array_equal(lane.read(0, lane.tokens), expected)
-    assert lanes[0].first(1 << 40, print).digest == lanes[1].first(1 << 40, print).digest
+    first, second = (lane.first(1 << 40, print) for lane in pair)
+    assert first.digest == second.digest
 
 
-def test_a_flipped_bit_is_seen(load: Callable[..., Stream]) -> None:
+def test_a_flipped_bit_is_seen(load: Load) -> None:
     lane = load(batch_size=1)._lanes[0]
     lane.until(1000, print)
     content = bytearray(lane._bin.read_bytes())
     content[500] ^= 1
     lane._bin.write_bytes(content)
-    assert (
-        lane.read(0, 100).size == 100
-    )  # written by this process, which looks at what others wrote
+    # A process checks what others wrote, and not its own.
+    assert lane.read(0, 100).size == 100
+    message = r"train-0-of-1.bin is not what was written; delete .*jsonl, and it is made again"
     again = load(batch_size=1)
-    with pytest.raises(
-        DataError,
-        match=r"train-0-of-1.bin is not what was written; delete .*jsonl, and it is made again",
-    ):
+    with pytest.raises(DataError, match=message):
         again._lanes[0].read(0, 1000)
 
 
 def test_batches_are_functions_of_seed_and_number(
-    load: Callable[..., Stream], tmp_path: Path, monkeypatch: Any
+    load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = load()
     iterator = stream.train_batches(0)
     batches = [next(iterator) for _ in range(30)]
     iterator.close()
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("MUPAX_DATA", "elsewhere")
     other = load()
     assert other.facts["digest"] == stream.facts["digest"]
     for k in (29, 3, 0):
-        parts = [other.train_batch(k, slice(start, start + 2)) for start in (6, 0, 4, 2)]
-        joined = np.concatenate([parts[i]["inputs"] for i in (1, 3, 2, 0)])
-        np.testing.assert_array_equal(joined, batches[k]["inputs"])
+        parts = {start: other.train_batch(k, slice(start, start + 2)) for start in (6, 0, 4, 2)}
+        batch = loading.joined([parts[start] for start in (0, 2, 4, 6)])
+        assert_batches_equal(batch, batches[k])
     assert (load(seed=1).train_batch(0)["inputs"] != batches[0]["inputs"]).any()
 
 
-def test_rows_tokenize_their_own_lanes_alone(load: Callable[..., Stream]) -> None:
+def test_rows_tokenize_their_own_lanes_alone(load: Load) -> None:
     stream = load()
     stream.train_batch(9, slice(4, 6))
-    assert [lane.tokens > 0 for lane in stream._lanes] == [
-        True,
-        False,
-        True,
-        False,
-    ]  # the first as it was opened
-    assert stream._lanes[2].tokens < whole(stream)[2].size  # nor more of it than is needed
+    counts = [lane.tokens for lane in stream._lanes]
+    # The first was opened to see what the text is.
+    assert [count > 0 for count in counts] == [True, False, True, False]
+    assert counts[2] < stream_shards(stream)[2].size  # nor more of it than is needed
 
 
-def test_an_epoch_has_every_window_once_and_the_next_has_others(
-    load: Callable[..., Stream],
-) -> None:
+def test_an_epoch_has_every_window_once_and_the_next_has_others(load: Load) -> None:
     stream = load(batch_size=2, document_mask=True)
-    tokens = whole(stream)[1]
-    count, length = (len(tokens) - 7) // 7, 7
-    windows = [stream.train_windows([2 * i + 1])[0] for i in range(2 * count)]
-    cut = [tokens[length * i : length * i + 8] for i in range(count)]
-    assert sorted(map(tuple, windows[:count])) == sorted(map(tuple, cut))
-    assert any((a != b).any() for a, b in zip(windows, cut, strict=False))  # in another order
+    ids = stream_shards(stream)[1]
+    count = (len(ids) - 7) // 7
+    windows = [tuple(stream.train_windows([2 * i + 1])[0]) for i in range(2 * count)]
+    cut = [tuple(ids[7 * i : 7 * i + 8]) for i in range(count)]
+    assert sorted(windows[:count]) == sorted(cut)
+    assert windows[:count] != cut  # in another order
     for i in range(count):  # the pool that it is in, and no later one
-        assert any((windows[i] == each).all() for each in cut[i // 20 * 20 : i // 20 * 20 + 20])
-    assert sorted(map(tuple, windows[count:])) != sorted(map(tuple, cut))
+        first = i // 20 * 20
+        assert windows[i] in cut[first : first + 20]
+    assert sorted(windows[count:]) != sorted(cut)
     assert "segments" in stream.train_batch(0)
 
 
-def test_a_file_without_a_split_is_split_by_its_records(
-    load: Callable[..., Stream], folder: Path
-) -> None:
+def test_a_file_without_a_split_is_split_by_its_records(load: Load, folder: Path) -> None:
     for name in ("train-1", "train-2", "train-3", "validation-0"):
         (folder / f"{name}.jsonl").unlink()
-    stream = load()
-    sides = [set(documents(tokens)) for tokens in (*whole(stream), stream._eval)]
-    assert [{corpus.side(text) for text in side} for side in sides] == [{"train"}, {"eval"}]
-    assert len(sides[0] | sides[1]) == RECORDS
+    train, evaluation = (set(documents(ids)) for ids in token_ids(load()))
+    assert {corpus.side(text) for text in train} == {"train"}
+    assert {corpus.side(text) for text in evaluation} == {"eval"}
+    assert len(train | evaluation) == RECORDS
 
 
-def test_evaluation_text_is_bounded(
-    load: Callable[..., Stream], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_text_is_bounded(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mupax.train.data.sources.streams.EVAL_TOKENS", 300)
     stream = load()
     assert 300 <= stream.facts["eval_tokens"] < 700
@@ -254,29 +223,25 @@ def test_evaluation_text_is_bounded(
     [
         ({"field": "n"}, "has no text but int in 'n'; write --data.field text"),
         ({"field": "body"}, "has no field 'body'; write --data.field text"),
-        (
-            {"tokenizer": "bpe:300"},
-            "bpe:300 and a model of 256 tokens; write --model.vocab-size 300",
-        ),
+        ({"tokenizer": "bpe:300"}, "a model of 256 tokens; write --model.vocab-size 300"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    load: Callable[..., Stream], fields: dict[str, Any], message: str
+def test_fields_that_do_not_fit_are_refused(
+    load: Load, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
         load(**fields)
 
 
-def test_a_short_text_is_refused(load: Callable[..., Stream], folder: Path) -> None:
+def test_a_short_text_is_refused(load: Load, folder: Path) -> None:
     for i in range(4):
-        (folder / f"train-{i}.jsonl").write_text('{"n": 0, "text": "abc"}\n')
-    with pytest.raises(
-        DataError, match=r"the training text .* has 4 tokens; sequences of 7 need at least 14"
-    ):
+        write(folder / f"train-{i}.jsonl", '{"n": 0, "text": "abc"}\n')
+    message = r"the training text .* has 4 tokens; sequences of 7 need at least 14"
+    with pytest.raises(DataError, match=message):
         load()
 
 
-def test_a_broken_line_ends_what_waits_for_it(load: Callable[..., Stream], folder: Path) -> None:
+def test_a_broken_line_ends_what_waits_for_it(load: Load, folder: Path) -> None:
     for i in (1, 2, 3):
         with (folder / f"train-{i}.jsonl").open("a") as file:
             file.write('{"n": 0, "text": 5\n')
@@ -286,25 +251,21 @@ def test_a_broken_line_ends_what_waits_for_it(load: Callable[..., Stream], folde
         [stream.train_batch(k) for k in range(0, 600, 50)]
 
 
-def test_a_tokenizer_is_trained_on_the_beginning(
-    load: Callable[..., Stream], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "MODEL", dataclasses.replace(MODEL, vocab_size=300))
-    one, other = load(tokenizer="bpe:300"), load(tokenizer="bpe:300", batch_size=2)
-    assert one.facts["tokenizer"] == other.facts["tokenizer"]
-    assert len(whole(one)[0]) < len(whole(load())[0])
-    assert one.tokenizer.decode(whole(one)[0][:60]).startswith("train-")
+def test_a_tokenizer_is_trained_on_the_beginning(load: Load) -> None:
+    fields = {"model": dataclasses.replace(TEXT_MODEL, vocab_size=300), "tokenizer": "bpe:300"}
+    stream = load(**fields)
+    assert load(batch_size=2, **fields).facts["tokenizer"] == stream.facts["tokenizer"]
+    ids = stream_shards(stream)[0]
+    assert len(ids) < len(stream_shards(load())[0])
+    assert stream.tokenizer.decode(ids[:60]).startswith("train-")
 
 
-def test_streams_in_mixtures_and_with_noise(load: Callable[..., Stream], folder: Path) -> None:
-    name = load().config.name
-    config = DataConfig(
-        name="mix", mix=(f"a={name}:1", f"b=records:{folder}:1"), batch_size=4, stream=True
-    )
-    mixed = data.load(config, MODEL, seed=0, note=lambda line: None)
+def test_streams_in_mixtures(load: Load, folder: Path) -> None:
+    mix = (f"a={load().config.name}:1", f"b=records:{folder}:1")
+    mixed = loading.load("mix", mix=mix, stream=True)
     assert mixed.train_size is None
     iterator = mixed.train_batches(3)
-    np.testing.assert_array_equal(next(iterator)["inputs"], mixed.train_batch(3)["inputs"])
+    assert_batches_equal(next(iterator), mixed.train_batch(3))
     iterator.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "tokenizing"]
 
@@ -317,10 +278,6 @@ def datasets() -> Any:
     return pytest.importorskip("datasets", reason="data sets of the hub need the extra `hf`")
 
 
-def opened(name: str) -> hub.DataSet:
-    return hub.opened(name)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -331,18 +288,15 @@ def opened(name: str) -> hub.DataSet:
         (f"hf:{__file__}", "test_streams.py is a file; write records:"),
     ],
 )
-def test_names_that_are_none(datasets: Any, name: str, message: str) -> None:
+def test_names_of_nothing_are_refused(datasets: Any, name: str, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
-        opened(name)
+        hub.opened(name)
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (
-            OSError("Name or service not known"),
-            "cannot be read: Name or service not known. Is there a network",
-        ),
+        (OSError("no name"), "cannot be read: no name. Is there a network"),
         (
             type("RepositoryNotFoundError", (OSError,), {})("404"),
             "the hub has no data set of hf:a/b@main:en",
@@ -361,7 +315,7 @@ def test_a_hub_that_does_not_answer(
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
     with pytest.raises(DataError, match=re.escape(message)):
-        opened("hf:a/b@main:en")
+        hub.opened("hf:a/b@main:en")
     assert requests == [("a/b", "main")]
 
 
@@ -378,148 +332,128 @@ def test_the_hub_is_read_at_one_commit(
     monkeypatch.setattr(datasets, "load_dataset", stand_in)
     commit = type("Info", (), {"sha": "abc"})()
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda self, name, **options: commit)
-    data_set = opened("hf:allenai/c4:en")
+    data_set = hub.opened("hf:allenai/c4:en")
     assert calls == [("allenai/c4", "en", {"revision": "abc", "streaming": True})]
     assert data_set.revision == "abc"
-    assert opened("hf:allenai/c4").key != data_set.key
+    assert hub.opened("hf:allenai/c4").key != data_set.key
 
 
-def test_a_subset_that_is_not_there_is_said(datasets: Any, folder: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"cannot read hf:.*records:nothing.*BuilderConfig 'nothing' not found"
-    ):
-        opened(f"hf:{folder}:nothing")
+def test_a_subset_that_does_not_exist_is_named(datasets: Any, folder: Path) -> None:
+    message = r"cannot read hf:.*records:nothing.*BuilderConfig 'nothing' not found"
+    with pytest.raises(DataError, match=message):
+        hub.opened(f"hf:{folder}:nothing")
 
 
 # By the command
 
+RUN = (
+    "train lm-tiny --data.name records:records --data.stream --steps 6 --model.width 8 "
+    "--model.depth 1 --model.num-heads 1 --model.seq-len 8 --data.batch-size 8 "
+    "--data.eval-examples 8 --log.no-tensorboard --log.no-samples "
+    "--checkpoint.every-steps 2 --checkpoint.keep 3 --workdir run"
+)
 
-def losses(workdir: Path) -> dict[int, float]:
-    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+
+def losses() -> dict[int, float]:
+    rows = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
 def test_a_run_goes_on_exactly(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stopped, its cache taken away, and gone on with: bitwise what the run without a stop has."""
-    sizes = "--model.width 8 --model.depth 1 --model.num-heads 1 --model.seq-len 8 --data.batch-size 8 --data.eval-examples 8"
-    words = f"lm-tiny --data.name records:{folder} --data.stream --steps 6 {sizes} --log.no-tensorboard --log.no-samples".split()
-    words += ["--checkpoint.every-steps", "2", "--checkpoint.keep", "3"]
-    words += ["--workdir", str(tmp_path / "run")]
-    assert main(["train", *words]) == 0
-    before = losses(tmp_path / "run")
+    """Stop a run, take its cache away and resume: losses are those of the run without a stop."""
+    words = RUN.split()
+    assert main(words) == 0
+    before = losses()
     assert sorted(before) == [1, 2, 3, 4, 5, 6]
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "elsewhere"))
-    assert main(["train", *words, "--resume", "--resume-from", "2"]) == 0
-    assert losses(tmp_path / "run") == before
+    monkeypatch.setenv("MUPAX_DATA", "elsewhere")
+    assert main([*words, "--resume", "--resume-from", "2"]) == 0
+    assert losses() == before
     with (folder / "train-0.jsonl").open("a") as file:
         file.write('{"text": "another record"}\n')
     capsys.readouterr()
-    assert main(["train", *words, "--resume", "--resume-from", "4"]) == 2
+    assert main([*words, "--resume", "--resume-from", "4"]) == 2
     assert "--resume-change data" in capsys.readouterr().err
 
 
 # Splits and broken records of `datasets`
 
 
-def write_records(folder: Path, name: str, *more: str) -> None:
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    rows = [json.dumps({"text": text_of(name, i)}) for i in range(40)]
-    (folder / name).write_text("\n".join([*rows[:20], *more, *rows[20:]]) + "\n")
+def write_records(name: str, *lines: str) -> None:
+    """Write 40 records, each named for its file, with more lines in the middle."""
+    content = json_lines({"text": text} for text in texts_of(name, 40)).decode().splitlines()
+    content[20:20] = lines
+    write(f"t/{name}", "\n".join(content) + "\n")
 
 
-def opened_folder(folder: Path, notes: list[str] | None = None, **fields: Any) -> tuple[str, str]:
-    """Training and evaluation text of a folder that `datasets` reads."""
-    config = DataConfig(name=f"hf:{folder}", batch_size=4, **fields)
-    loaded = data.load(config, MODEL, seed=0, note=([] if notes is None else notes).append)
-    assert isinstance(loaded, Stream)
-    train, evaluation = (
-        "".join(documents(tokens)) for tokens in (np.concatenate(whole(loaded)), loaded._eval)
-    )
-    return train, evaluation
+def texts_and_notes(**fields: Any) -> tuple[str, str, list[str]]:
+    """Return training and evaluation text of a folder that `datasets` reads, and the notes."""
+    source, notes = loading.load_with_notes("hf:./t", **fields)
+    train, evaluation = ("".join(documents(ids)) for ids in token_ids(source))
+    return train, evaluation, notes
 
 
 @pytest.mark.parametrize(
     ("names", "unused"),
     [
-        (["trn.jsonl", "holdout.jsonl"], ""),
-        (["train/a.jsonl", "dev/b.jsonl", "README.md"], ""),
-        (["data/Train/a.jsonl", "data/Validation/b.jsonl", "data/testing/c.jsonl"], "testing"),
+        ("trn.jsonl holdout.jsonl", ""),
+        ("train/a.jsonl dev/b.jsonl README.md", ""),
+        ("data/Train/a.jsonl data/Validation/b.jsonl data/testing/c.jsonl", "testing"),
     ],
 )
-def test_names_tell_the_split_of_a_folder(
-    datasets: Any, tmp_path: Path, names: list[str], unused: str
-) -> None:
-    for name in names:
-        write_records(tmp_path / "t", name)
-    notes: list[str] = []
-    train, evaluation = opened_folder(tmp_path / "t", notes)
-    assert [name in train for name in names] == [i == 0 for i in range(len(names))]
-    assert [name in evaluation for name in names] == [i == 1 for i in range(len(names))]
+def test_names_tell_the_split_of_a_folder(datasets: Any, names: str, unused: str) -> None:
+    first, second, *_ = names.split()
+    for name in names.split():
+        write_records(name)
+    train, evaluation, notes = texts_and_notes()
+    assert [name for name in names.split() if name in train] == [first]
+    assert [name for name in names.split() if name in evaluation] == [second]
     assert any("training on" in note and unused in note for note in notes)
 
 
-def test_two_validation_parts_of_a_folder_are_refused(datasets: Any, tmp_path: Path) -> None:
+def test_two_validation_parts_of_a_folder_are_refused(datasets: Any) -> None:
     for name in ("train.jsonl", "val.jsonl", "dev.jsonl"):
-        write_records(tmp_path / "t", name)
-    with pytest.raises(DataError, match=r"val.*dev|dev.*val"):
-        opened_folder(tmp_path / "t")
+        write_records(name)
+    loading.assert_refused(r"val.*dev|dev.*val", "hf:./t")
 
 
 @pytest.mark.parametrize(
-    ("splits", "train", "held_out"),
+    ("splits", "held_out"),
     [
-        ({"train_sft": "a", "test_sft": "b"}, "a", "b"),
-        ({"train": "a", "validation": "b", "dev": "c", "test": "d"}, "a", "b"),
-        ({"train": "a", "validation_one": "b", "validation_two": "c"}, "a", None),
+        ({"train_sft": "a", "test_sft": "b"}, "b"),
+        ({"train": "a", "validation": "b", "dev": "c", "test": "d"}, "b"),
+        ({"train": "a", "validation_one": "b", "validation_two": "c"}, "a"),
     ],
 )
 def test_splits_that_a_data_set_declares(
-    datasets: Any, tmp_path: Path, splits: dict[str, str], train: str, held_out: str | None
+    datasets: Any, splits: dict[str, str], held_out: str
 ) -> None:
-    for file in splits.values():
-        write_records(tmp_path / "t", f"{file}.jsonl")
-    files = "".join(
-        f"  - split: {split}\n    path: {file}.jsonl\n" for split, file in splits.items()
-    )
-    (tmp_path / "t" / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n"
-    )
-    text, evaluation = opened_folder(tmp_path / "t")
-    assert [file for file in splits.values() if f"{file}.jsonl" in text] == [train]
-    assert [file for file in splits.values() if f"{file}.jsonl" in evaluation] == [
-        held_out or train
-    ]
+    lines = ["---", "configs:", "- config_name: default", "  data_files:"]
+    for split, file in splits.items():
+        write_records(f"{file}.jsonl")
+        lines += [f"  - split: {split}", f"    path: {file}.jsonl"]
+    write("t/README.md", "\n".join([*lines, "---", ""]))
+    train, evaluation, _ = texts_and_notes()
+    assert [file for file in splits.values() if f"{file}.jsonl" in train] == ["a"]
+    assert [file for file in splits.values() if f"{file}.jsonl" in evaluation] == [held_out]
 
 
 @pytest.mark.parametrize("names", [["train-0", "train-1", "val"], ["a"]])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_records_without_text_are_left_out_and_counted(
-    datasets: Any, tmp_path: Path, names: list[str], suffix: str
+    datasets: Any, names: list[str], suffix: str
 ) -> None:
-    from pyarrow import parquet, table
-
     for name in names:
-        write_records(tmp_path / "t", f"{name}.jsonl", '{"text": null}', '{"text": null}')
-        if suffix == "parquet":
-            file = tmp_path / "t" / f"{name}.jsonl"
-            rows = [json.loads(line) for line in file.read_text().splitlines()]
-            parquet.write_table(
-                table({"text": [row["text"] for row in rows]}), file.with_suffix(".parquet")
-            )
-            file.unlink()
+        texts = texts_of(name, 40)
+        rows = [{"text": text} for text in [*texts[:20], None, None, *texts[20:]]]
+        write_rows(f"t/{name}.{suffix}", rows)
     for on_broken in ("stop", "skip"):
-        opened_folder(tmp_path / "t", on_broken=on_broken)
-        notes: list[str] = []
-        opened_folder(tmp_path / "t", notes, on_broken=on_broken)
+        texts_and_notes(on_broken=on_broken)
+        _, _, notes = texts_and_notes(on_broken=on_broken)
         assert any(f"{2 * len(names)} records" in note for note in notes)
 
 
-def test_a_torn_record_names_the_way_to_read_it(datasets: Any, tmp_path: Path) -> None:
-    write_records(tmp_path / "t", "a.jsonl", '{"text": "torn')
-    with pytest.raises(DataError, match="records:"):
-        opened_folder(tmp_path / "t", on_broken="skip")
+def test_a_torn_record_names_the_way_to_read_it(datasets: Any) -> None:
+    write_records("a.jsonl", '{"text": "torn')
+    loading.assert_refused("records:", "hf:./t", on_broken="skip")

@@ -17,13 +17,18 @@ from tests.fixtures.small_tokenizers import KINDS, TEXT, sentencepiece, subwords
 
 @pytest.fixture(scope="module", params=["bytes", "ids", *KINDS])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if request.param in ("bytes", "ids"):
-        return {"bytes": Bytes(), "ids": Ids("ids", 50)}[request.param]
-    return subwords(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json", KINDS[request.param]())
+    if request.param in KINDS:
+        path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+        return subwords(path, KINDS[request.param]())
+    return Bytes() if request.param == "bytes" else Ids("ids", 50)
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode([text.encode()])[0].tolist()
 
 
 def streamed(tokenizer: Any, prompt: list[int], ids: list[int]) -> list[str]:
-    """The prompt's text, and what comes out after each token and at the end."""
+    """Return the prompt's text, and the text after each token and at the end."""
     decoder = Detokenizer(tokenizer, prompt)
     pieces = [decoder.add([token]) for token in ids]
     # Several at once give the same text.
@@ -47,12 +52,12 @@ def test_random_tokens_give_the_text_of_all_decoded_at_once(
 
 @PROPERTY
 @given(st.text(TEXT, max_size=60), st.integers(0, 20))
-def test_texts_come_out_whole_and_characters_are_never_cut(
+def test_texts_come_out_complete_and_characters_are_never_cut(
     tokenizer: Any, text: str, cut: int
 ) -> None:
     if isinstance(tokenizer, Ids):
         return
-    ids = tokenizer.encode([text.encode()])[0].tolist()
+    ids = ids_of(tokenizer, text)
     start, *pieces = streamed(tokenizer, ids[:cut], ids[cut:])
     assert start + "".join(pieces) == tokenizer.decode(ids)
     assert "\ufffd" not in "".join(pieces)
@@ -61,56 +66,62 @@ def test_texts_come_out_whole_and_characters_are_never_cut(
 def test_work_per_token_does_not_grow(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     decode = tokenizer.decode
-    recorded = lambda ids: sizes.append(len(ids)) or decode(ids)  # noqa: E731
-    monkeypatch.setattr(type(tokenizer), "decode", lambda self, ids: recorded(list(ids)))
-    ids = tokenizer.encode([b"7 8 9 " if isinstance(tokenizer, Ids) else TEXT.encode()])[0].tolist()
-    streamed(tokenizer, [], ids * 40)
-    assert sum(sizes) < 100 * len(ids) * 40
+
+    def recorded(self: Any, ids: Any) -> str:
+        sizes.append(len(ids))
+        return decode(ids)
+
+    monkeypatch.setattr(type(tokenizer), "decode", recorded)
+    ids = ids_of(tokenizer, "7 8 9 " if isinstance(tokenizer, Ids) else TEXT) * 40
+    streamed(tokenizer, [], ids)
+    assert sum(sizes) < 100 * len(ids)
 
 
 @PROPERTY
 @given(st.data())
 def test_bytes_of_tokens_are_the_text(tokenizer: Any, data: st.DataObject) -> None:
-    # A run with a wrong byte is U+FFFD throughout in SentencePiece's text; its bytes stay.
-    texts = [t for t in range(tokenizer.vocab_size) if not tokenizer.is_skipped(t)]
-    chosen = st.lists(
-        st.sampled_from([t for t in texts if not tokenizer.in_byte_run(t)]), min_size=1, max_size=20
-    )
-    character = (
-        [] if isinstance(tokenizer, Ids) else tokenizer.encode(["日🙂é".encode()])[0].tolist()
-    )
+    def readable(token: int) -> bool:
+        # A run with a wrong byte is U+FFFD throughout in SentencePiece's text; its bytes stay.
+        return not (tokenizer.is_skipped(token) or tokenizer.in_byte_run(token))
+
+    tokens = st.sampled_from([*filter(readable, range(tokenizer.vocab_size))])
+    chosen = st.lists(tokens, min_size=1, max_size=20)
+    has_words = not isinstance(tokenizer, Ids)
     before = data.draw(chosen)
-    ids = [*before, *character, *data.draw(chosen)]
+    characters = ids_of(tokenizer, "日🙂é") if has_words else []
+    ids = [*before, *characters, *data.draw(chosen)]
     pairs = zip(ids, [None, *ids], strict=False)
     joined = b"".join(token_bytes(tokenizer, token, last) for token, last in pairs)
     assert joined.decode("utf-8", "replace") == tokenizer.decode(ids)
-    if not isinstance(tokenizer, Ids):
+    if has_words:
         assert token_bytes(tokenizer, tokenizer.separator, before[0]) == b""
 
 
 def test_the_space_after_a_prompt_and_a_character_of_byte_tokens(tmp_path: Path) -> None:
     tokenizer = subwords(tmp_path / "tokenizer.json", sentencepiece())
-    prompt, more = (tokenizer.encode([text])[0].tolist() for text in (b"the cat", b"sat"))
+    prompt = ids_of(tokenizer, "the cat")
+    more = ids_of(tokenizer, "sat")
     assert streamed(tokenizer, prompt, more)[1:] == [" sat", ""]
-    assert streamed(tokenizer, [], more)[1:] == ["sat", ""]  # Control: a text's own first space.
-    assert streamed(tokenizer, [tokenizer.separator], more)[1:] == ["sat", ""]
-    byte_ids: list[Any] = [tokenizer.find(f"<0x{byte:02X}>") for byte in "日".encode()]
-    start, *pieces = streamed(tokenizer, [*prompt, byte_ids[0]], [*byte_ids[1:], *more])
-    assert (start, pieces) == ("the cat", ["", "", "日 sat", ""])
-    assert token_bytes(tokenizer, byte_ids[0], prompt[0]) == b"\xe6"
-    many = byte_ids * 30  # a run as long as this is not held back to its end
-    assert "".join(streamed(tokenizer, prompt, many)[1:-1]) == "日" * 30
+    # The control: a text's own first space.
+    for start in ([], [tokenizer.separator]):
+        assert streamed(tokenizer, start, more)[1:] == ["sat", ""]
+    first, *rest = (tokenizer.find(f"<0x{byte:02X}>") for byte in "日".encode())
+    pieces = streamed(tokenizer, [*prompt, first], [*rest, *more])
+    assert pieces == ["the cat", "", "", "日 sat", ""]
+    assert token_bytes(tokenizer, first, prompt[0]) == b"\xe6"
+    # A run as long as this is not held back to its end.
+    assert "".join(streamed(tokenizer, prompt, [first, *rest] * 30)[1:-1]) == "日" * 30
 
 
-def test_a_true_replacement_character_is_not_waited_for() -> None:
-    ids = [*"a\ufffd".encode()]
-    assert streamed(Bytes(), ids, [98]) == ["a\ufffd", "b", ""]
-    assert streamed(Bytes(), ids[:3], [ids[3], 98]) == ["a", "\ufffd", "b", ""]
-    assert streamed(Bytes(), [97], [0xE6, 98, 0xFF, 0xE6]) == [
-        "a",
-        "",
-        "\ufffdb",
-        "\ufffd",
-        "",
-        "\ufffd",
-    ]
+@pytest.mark.parametrize(
+    ("prompt", "ids", "pieces"),
+    [
+        ([*"a\ufffd".encode()], [98], ["a\ufffd", "b", ""]),
+        ([*"a\ufffd".encode()[:-1]], ["\ufffd".encode()[-1], 98], ["a", "\ufffd", "b", ""]),
+        ([97], [0xE6, 98, 0xFF, 0xE6], ["a", "", "\ufffdb", "\ufffd", "", "\ufffd"]),
+    ],
+)
+def test_a_true_replacement_character_is_not_waited_for(
+    prompt: list[int], ids: list[int], pieces: list[str]
+) -> None:
+    assert streamed(Bytes(), prompt, ids) == pieces

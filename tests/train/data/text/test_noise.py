@@ -1,4 +1,4 @@
-"""Span noise: what is cut, how much, where and in what lengths, against plain implementations of the sources' own rules."""
+"""Span noise against plain implementations of the sources' own rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from tokenizers import Tokenizer, models
 
 from mupax.train.data import show
 from mupax.train.data.interface import DataError
-from mupax.train.data.text.noise import CorruptedBatch, Infilling, Lengths, Sentinels, permuted
+from mupax.train.data.text.noise import (
+    CorruptedBatch,
+    Infilling,
+    Lengths,
+    Noise,
+    Sentinels,
+    permuted,
+)
 from mupax.train.data.text.tokenizer import Bytes, Subwords
 from mupax.train.data.text.vocabulary import Sentences, SpecialIds, special_ids
 
@@ -26,16 +33,19 @@ ROWS = 4000
 def noised(
     noise: Infilling | Sentinels, length: int, rows: int = ROWS, seed: int = 0
 ) -> CorruptedBatch:
-    """Windows of the tokens 0, 1, …, one sentence each, with noise."""
+    """Put noise on windows of the tokens 0, 1, …, one sentence each."""
     tokens = np.tile(np.arange(length), (rows, 1))
-    starts = np.tile(np.arange(length) == 0, (rows, 1))
-    return noise(
-        tokens, starts, np.random.default_rng(seed).random((rows, noise.draws, length)), IDS
-    )
+    uniforms = np.random.default_rng(seed).random((rows, noise.draws, length))
+    return noise(tokens, tokens == 0, uniforms, IDS)
 
 
 def largest_z(first: np.ndarray, second: np.ndarray) -> float:
-    """The largest difference of means of two samples [rows, quantities], in standard errors."""
+    """Return the largest difference of means of two samples, in standard errors.
+
+    Args:
+        first: sample [rows, quantities].
+        second: sample of the same shape.
+    """
     error = np.sqrt((first.var(axis=0) + second.var(axis=0)) / len(first) + 1e-12)
     return float(np.max(np.abs(first.mean(axis=0) - second.mean(axis=0)) / error))
 
@@ -44,7 +54,11 @@ def largest_z(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def t5_mask(rng: np.random.Generator, length: int, rate: float, mean: float) -> list[bool]:
-    """T5's rule, told span by span: shuffle where parts begin, count their lengths, take what is left and what is cut in turn."""
+    """Return a mask by T5's rule, span by span.
+
+    Shuffle where parts begin, count their lengths, and take parts that stay and parts that are cut
+    in turn.
+    """
     cut = round(length * rate)
     spans = round(cut / mean)
 
@@ -53,7 +67,10 @@ def t5_mask(rng: np.random.Generator, length: int, rate: float, mean: float) -> 
         rng.shuffle(begins)
         lengths = [1]
         for begin in begins:
-            lengths = [*lengths, 1] if begin else [*lengths[:-1], lengths[-1] + 1]
+            if begin:
+                lengths.append(1)
+            else:
+                lengths[-1] += 1
         return lengths
 
     mask = []
@@ -63,28 +80,31 @@ def t5_mask(rng: np.random.Generator, length: int, rate: float, mean: float) -> 
 
 
 def run_lengths(masks: np.ndarray, longest: int = 8) -> np.ndarray:
-    """How many spans of 1, 2, …, `longest` tokens each row has."""
-    rows = [
-        collections.Counter(len(list(run)) for cut, run in itertools.groupby(mask) if cut)
-        for mask in masks
-    ]
-    return np.array([[row[n] for n in range(1, longest + 1)] for row in rows], float)
+    """Return how many spans of 1, 2, …, `longest` tokens each row has."""
+    edges = np.diff(np.pad(masks.astype(int), ((0, 0), (1, 1))), axis=1)
+    counts = np.zeros((len(masks), masks.shape[1] + 1))
+    rows, starts = np.nonzero(edges == 1)
+    _, ends = np.nonzero(edges == -1)
+    np.add.at(counts, (rows, ends - starts), 1)
+    return counts[:, 1 : longest + 1]
+
+
+def span_features(masks: np.ndarray) -> np.ndarray:
+    """Return which tokens are cut, which pairs, and numbers of spans by length."""
+    return np.hstack([masks, masks[:, :-1] * masks[:, 1:], run_lengths(masks)]).astype(float)
 
 
 def test_masks_are_distributed_as_those_of_t5() -> None:
     rng, length = np.random.default_rng(1), 67
-    plain = np.array([t5_mask(rng, length, 0.15, 3.0) for _ in range(ROWS)], float)
-    ours, wrong = (
-        noise.noise_mask(length, np.random.default_rng(2).random((ROWS, 2, length))).astype(float)
-        for noise in (Sentinels(), Sentinels(mean_span=2.0))
-    )
+    plain = np.array([t5_mask(rng, length, 0.15, 3.0) for _ in range(ROWS)])
+    uniforms = np.random.default_rng(2).random((ROWS, 2, length))
+    ours = Sentinels().noise_mask(length, uniforms)
     assert (ours.sum(axis=1) == plain.sum(axis=1)).all()
-    features = [
-        np.hstack([masks, masks[:, :-1] * masks[:, 1:], run_lengths(masks)])
-        for masks in (plain, ours, wrong)
-    ]
-    assert largest_z(features[0], features[1]) < 4.5
-    assert largest_z(features[0], features[2]) > 20  # control: spans of another mean
+    expected = span_features(plain)
+    assert largest_z(expected, span_features(ours)) < 4.5
+    # The control: spans of another mean.
+    wrong = Sentinels(mean_span=2.0).noise_mask(length, uniforms)
+    assert largest_z(expected, span_features(wrong)) > 20
 
 
 def test_every_mask_of_a_short_window_is_as_likely() -> None:
@@ -138,9 +158,8 @@ def t5_lengths(inputs: int, rate: float, mean: float) -> Lengths:
 def test_lengths_are_those_of_t5() -> None:
     assert Sentinels().lengths(512) == Lengths(568, 512, 114)
     for inputs, rate, mean in itertools.product((64, 113, 512), (0.15, 0.3, 0.5), (2.0, 3.0, 3.5)):
-        assert Sentinels(rate=rate, mean_span=mean).lengths(inputs) == t5_lengths(
-            inputs, rate, mean
-        )
+        noise = Sentinels(rate=rate, mean_span=mean)
+        assert noise.lengths(inputs) == t5_lengths(inputs, rate, mean)
 
 
 def test_windows_fill_the_batch() -> None:
@@ -167,24 +186,25 @@ def test_a_share_of_the_tokens_is_cut_and_each_span_leaves_a_mask() -> None:
         for token, run in itertools.groupby([*body, length], key=lambda i: i == IDS.mask):
             if token:
                 continue
-            first, *rest = run
-            assert first > previous
-            assert rest == list(
-                range(first + 1, first + 1 + len(rest))
-            )  # without a mask nothing is missing
-            previous = first + len(rest)
+            body_run = list(run)
+            assert body_run[0] > previous
+            previous = body_run[-1]
+            # Without a mask nothing is missing.
+            assert body_run == list(range(body_run[0], previous + 1))
     np.testing.assert_array_equal(batch.targets[7], [IDS.bos, *range(length), IDS.eos])
 
 
 def plain_cut(
     rng: np.random.Generator, length: int, rate: float, mean: float
 ) -> tuple[list[bool], int]:
-    """BART's rule, told span by span, without overlap: (which tokens are cut, how many masks stand for them)."""
-    cut, spans = math.ceil(rate * length), []
+    """Return which tokens BART's rule cuts, span by span, and how many masks stand for them."""
+    cut = math.ceil(rate * length)
+    spans: list[int] = []
     while sum(spans) < cut:
         spans.append(min(rng.poisson(mean), cut - sum(spans)))
     parts = [[False]] * (length - cut) + [[True] * span for span in spans]
-    return [cut for i in rng.permutation(len(parts)) for cut in parts[i]], len(spans)
+    order = rng.permutation(len(parts))
+    return [*itertools.chain.from_iterable(parts[i] for i in order)], len(spans)
 
 
 def test_span_lengths_are_poisson() -> None:
@@ -203,9 +223,7 @@ def test_infilling_is_distributed_as_the_plain_rule_says() -> None:
     rng, length = np.random.default_rng(4), 60
 
     def features(cut: np.ndarray, masks: np.ndarray) -> np.ndarray:
-        return np.hstack([cut, cut[:, :-1] * cut[:, 1:], run_lengths(cut), masks[:, None]]).astype(
-            float
-        )
+        return np.hstack([span_features(cut), masks[:, None]])
 
     def plain(mean: float) -> np.ndarray:
         cut, masks = zip(*(plain_cut(rng, length, 0.3, mean) for _ in range(ROWS)), strict=True)
@@ -228,9 +246,8 @@ def test_short_windows_have_noise_too(length: int) -> None:
 
 def test_orders_of_sentences_are_all_alike() -> None:
     starts = np.tile(np.array([1, 0, 1, 0, 0, 1], bool), (6000, 1))
-    rows = permuted(
-        np.tile(np.arange(6), (6000, 1)), starts, np.random.default_rng(5).random((6000, 6))
-    )
+    tokens = np.tile(np.arange(6), (6000, 1))
+    rows = permuted(tokens, starts, np.random.default_rng(5).random((6000, 6)))
     counts = collections.Counter(map(tuple, rows.tolist()))
     parts = [(0, 1), (2, 3, 4), (5,)]
     assert set(counts) == {sum(order, ()) for order in itertools.permutations(parts)}
@@ -251,74 +268,67 @@ def test_orders_of_sentences_are_all_alike() -> None:
     ],
 )  # fmt: skip
 def test_where_sentences_begin(text: bytes, sentences: list[bytes]) -> None:
-    starts = Sentences(Bytes(), 260).starts(np.frombuffer(text, np.uint8)[None].astype(int))[0]
-    assert [
-        part.tobytes()
-        for part in np.split(np.frombuffer(text, np.uint8), np.flatnonzero(starts)[1:])
-    ] == sentences
+    tokens = np.array([*text])
+    (starts,) = Sentences(Bytes(), 260).starts(tokens[None])
+    parts = np.split(tokens, np.flatnonzero(starts)[1:])
+    assert [bytes(part.tolist()) for part in parts] == sentences
 
 
 def subwords(path: Path, *tokens: str) -> Subwords:
-    library = Tokenizer(
-        models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0])
-    )
-    library.save(str(path / "tokenizer.json"))
+    vocab = {token: i for i, token in enumerate(tokens)}
+    Tokenizer(models.WordLevel(vocab, unk_token=tokens[0])).save(str(path / "tokenizer.json"))
     return Subwords(path / "tokenizer.json")
 
 
 def test_sentences_of_subwords(tmp_path: Path) -> None:
     tokenizer = subwords(tmp_path, "</s>", "Hi", ".", "▁there", "Ċ", "Ġyou", "com")
-    starts = Sentences(tokenizer, 9).starts(np.array([[1, 2, 3, 2, 6, 4, 1, 2, 5, 8]]))
-    np.testing.assert_array_equal(np.flatnonzero(starts[0]), [0, 2, 6, 8])
+    (starts,) = Sentences(tokenizer, 9).starts(np.array([[1, 2, 3, 2, 6, 4, 1, 2, 5, 8]]))
+    assert np.flatnonzero(starts).tolist() == [0, 2, 6, 8]
 
 
 def test_ids_of_bytes_come_after_them() -> None:
-    assert special_ids(Bytes(), 2) == SpecialIds(
-        pad=256, eos=257, bos=258, mask=259, sentinels=(260, 261)
-    )
+    expected = SpecialIds(pad=256, eos=257, bos=258, mask=259, sentinels=(260, 261))
+    assert special_ids(Bytes(), 2) == expected
 
 
 def test_ids_of_a_tokenizer_are_its_own(tmp_path: Path) -> None:
-    words = ["<s>", "<pad>", "</s>", "a", "<mask>", "<extra_id_1>", "<extra_id_0>"]
+    words = ("<s>", "<pad>", "</s>", "a", "<mask>", "<extra_id_1>", "<extra_id_0>")
     tokenizer = subwords(tmp_path, *words)
-    assert special_ids(tokenizer, 2, vocab_size=7) == SpecialIds(
-        pad=1, eos=2, bos=0, mask=4, sentinels=(6, 5)
-    )
+    expected = SpecialIds(pad=1, eos=2, bos=0, mask=4, sentinels=(6, 5))
+    assert special_ids(tokenizer, 2, vocab_size=7) == expected
     assert special_ids(tokenizer, 4).sentinels == (6, 5, 7, 8)
 
 
-def test_no_room_for_ids_is_said(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"no pad, eos, bos, mask, and the model's 256 .* write --model.vocab-size 260",
-    ):
+def test_missing_room_for_ids_is_reported(tmp_path: Path) -> None:
+    message = r"no pad, eos, bos, mask, and the model's 256 .* write --model.vocab-size 260"
+    with pytest.raises(DataError, match=message):
         special_ids(Bytes(), 0, vocab_size=256)
-    with pytest.raises(
-        DataError,
-        match=r"no pad, bos, 3 sentinels, and the model's 8 .* write --model.vocab-size 9",
-    ):
+    message = r"no pad, bos, 3 sentinels, and the model's 8 .* write --model.vocab-size 9"
+    with pytest.raises(DataError, match=message):
         special_ids(subwords(tmp_path, "</s>", "a", "b", "<mask>"), 3, vocab_size=8)
 
 
 @pytest.mark.parametrize(
-    ("noise", "fields", "text"),
+    ("noise", "fields", "message"),
     [
         (Infilling, {"rate": 1.0}, "noise rate is 1.0; write a share"),
         (Sentinels, {"rate": 0.0}, "noise rate is 0.0"),
         (Infilling, {"mean_span": 0.5}, "mean span is 0.5; write a number of tokens from 1 to 50"),
     ],
 )
-def test_noise_out_of_range_is_refused(noise: type, fields: dict[str, float], text: str) -> None:
-    with pytest.raises(DataError, match=text):
+def test_noise_out_of_range_is_refused(noise: type, fields: dict[str, float], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         noise(**fields)
 
 
-def test_inputs_without_room_are_refused() -> None:
-    with pytest.raises(
-        DataError,
-        match="inputs of 2 tokens have no room for text between bos and eos; write at least 3",
-    ):
-        Infilling().lengths(2)
-    with pytest.raises(DataError, match=r"inputs of 2 tokens have no room .* write at least 3"):
-        Sentinels().lengths(2)
+@pytest.mark.parametrize(
+    ("noise", "message"),
+    [
+        (Infilling(), "no room for text between bos and eos; write at least 3"),
+        (Sentinels(), "no room .* write at least 3"),
+    ],
+)
+def test_inputs_without_room_are_refused(noise: Noise, message: str) -> None:
+    with pytest.raises(DataError, match=f"inputs of 2 tokens have {message}"):
+        noise.lengths(2)
     assert Sentinels().lengths(3) == Lengths(2, 3, 3)
