@@ -5,7 +5,6 @@ The tolerance is for float32, relative to the largest entry: sums in another ord
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import subprocess
