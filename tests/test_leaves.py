@@ -81,11 +81,10 @@ SAME_LEAF = {
 REACHED_FROM: dict[str, tuple[str, ...]] = {
     "presets/__init__.py": ("presets/tuned",),
     "zoo/__init__.py": ("zoo/functional",),
-    "zoo/decoder/model.py": ("zoo/experts",),
     "zoo/encoder_decoder/config.py": ("zoo/encoder_decoder",),
     "zoo/layers/stack.py": ("zoo/experts",),
+    "zoo/layers/statistics.py": ("zoo/experts",),
     "zoo/transformer.py": ("zoo/lora",),
-    "zoo/vit/model.py": ("zoo/experts",),
     "train/config/data.py": ("train/data/sources", "train/data/text"),
     "train/config/preset.py": ("presets/tuned",),
     "train/config/recipes/files.py": ("presets/tuned",),

@@ -92,6 +92,7 @@ PAPERS: Mapping[str, Paper] = {
     "2505.16932": Paper("Amsel et al.", "Polar Express"),
     "2506.15025": Paper("Hayou and Liu"),
     "2507.07101": Paper("Marek et al."),
+    "2507.20534": Paper("Kimi Team", "MuonClip"),
     "2510.15262": Paper("Fan et al."),
     "2510.19093": Paper("Kosson et al."),
     "2512.05620": Paper("Qiu et al."),

@@ -205,6 +205,7 @@ _RESERVED = frozenset(
         "z_loss",
         "dropped_tokens",
         "logit_z_loss",
+        "attention_logit_max",
         "targets",
         "examples",
         "sets",

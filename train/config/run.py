@@ -400,6 +400,7 @@ class Config:
                 "are, and nothing is frozen; add --train-only lora_a lora_b, or write "
                 "`mupax finetune ... --lora.rank`, which does"
             )
+        self._check_qk_clip()
         if transforms != TransformsConfig() and model.task != "images":
             raise ConfigError(
                 f"data.transforms is of images, and the model, a {model.family}, "
@@ -415,6 +416,22 @@ class Config:
             raise ConfigError(
                 f"model.compute.cross_entropy {implementation} takes one class a label, and mixup, "
                 "cutmix and label_smoothing make distributions; write auto or plain"
+            )
+
+    def _check_qk_clip(self) -> None:
+        """Refuse a limit of attention logits that scaling queries and keys cannot reach."""
+        model = self.model
+        if self.optimizer.qk_clip is None or not isinstance(model, TransformerConfig):
+            return
+        if model.qk_norm:
+            raise ConfigError(
+                "optimizer.qk_clip shrinks query and key matrices, and model.qk_norm normalizes "
+                "their outputs, so no logit would change; leave one of them out"
+            )
+        if model.lora.rank and "attention" in model.lora.on:
+            raise ConfigError(
+                "optimizer.qk_clip shrinks query and key matrices, and model.lora adds adapters "
+                "to them that it would leave; leave it out, or write lora.on mlp"
             )
 
     def _check_noise_and_documents(self) -> None:
@@ -476,6 +493,11 @@ class Config:
         from mupax.train.config import joint
 
         return joint.scaled(self)
+
+    @property
+    def measures_attention_logits(self) -> bool:
+        """True if every training step measures the largest attention logit."""
+        return self.log.attention_logits or self.optimizer.qk_clip is not None
 
     @property
     def data_seed(self) -> int:

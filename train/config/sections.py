@@ -88,6 +88,9 @@ class OptimizerConfig:
     """wsd only: steps of the final linear decay. None: a fifth of the run."""
     final_lr_fraction: Annotated[float, Affects("step", 0.1)] = 0.0
     """Learning rate at the last step as a fraction of the peak (cosine, linear, wsd)."""
+    qk_clip: Annotated[float | None, Affects("step", 1e-6)] = None
+    """Largest attention logit, such as 100. After each update the query and key matrices of a head
+    whose logits exceeded it are shrunk (QK-clip of MuonClip, 2507.20534). None: no limit."""
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
@@ -135,6 +138,11 @@ class OptimizerConfig:
             raise ConfigError(
                 f"optimizer.clip_norm is {self.clip_norm}; "
                 "write a number above 0, or None not to clip"
+            )
+        if self.qk_clip is not None and not 0 < self.qk_clip < math.inf:
+            raise ConfigError(
+                f"optimizer.qk_clip is {self.qk_clip}; "
+                "write the largest attention logit, a number above 0 such as 100"
             )
 
     @property
@@ -377,6 +385,11 @@ class LogConfig:
     ] = False
     """At every evaluation, write histograms to TensorBoard of each parameter and its change since
     the last evaluation. Keeps a copy of all parameters."""
+    attention_logits: Annotated[
+        bool, Affects("reports", test="train/core/test_attention_logits.py")
+    ] = False
+    """Measure the largest attention logit of every step. It costs the products of queries and keys
+    once more. optimizer.qk_clip always measures it."""
     progress: Annotated[bool, Listed("reports", False)] = True
     """Show a live progress bar, or plain lines if the terminal cannot draw one."""
     samples: Annotated[bool, Listed("reports", False, given={"log.samples": True})] = True

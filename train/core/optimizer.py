@@ -307,6 +307,7 @@ def apply_gradients(
     hyper: OptimizerHyperparams,
     rounding_seed: Any = None,
     step: Any = None,
+    param_scales: Mapping[str, jax.Array] | None = None,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Any, Any]:
     """Return the parameters and the optimizer state after one update.
@@ -320,20 +321,29 @@ def apply_gradients(
         rounding_seed: uint32 [], if arrays are stored in bfloat16. All arithmetic is then in
             float32, and arrays that are stored in bfloat16 are rounded stochastically.
         step: Number of optimizer steps done, int32 []. Only the rounding reads it.
+        param_scales: Factors on parameters after their update, by name, which broadcast against
+            them. Parameters that it does not name keep their update. Default: none.
         layout: Placement of the parameters. Only Muon reads it.
     """
     if rounding_seed is None:
         updates, opt_state = tx.update(
             grads, opt_state, params, factors=factors, hyper=hyper, layout=layout
         )
-        return optax.apply_updates(params, updates), opt_state
+        return _scaled(optax.apply_updates(params, updates), param_scales), opt_state
 
     wide_grads, wide_state, wide_params = widened((grads, opt_state, params))
     updates, new_state = tx.update(
         wide_grads, wide_state, wide_params, factors=factors, hyper=hyper, layout=layout
     )
-    new_params = optax.apply_updates(wide_params, updates)
+    new_params = _scaled(optax.apply_updates(wide_params, updates), param_scales)
     return narrowed((new_params, new_state), (params, opt_state), Rounding(rounding_seed, step))
+
+
+def _scaled(params: Any, scales: Mapping[str, jax.Array] | None) -> Any:
+    """Return parameters times the factors of `apply_gradients`."""
+    if scales is None:
+        return params
+    return {**params, **{name: params[name] * scale for name, scale in scales.items()}}
 
 
 def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformation:

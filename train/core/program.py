@@ -406,6 +406,7 @@ class Program:
             self.abstract_train_batch(),
             self.config.accumulation_steps,
             free=self.free,
+            measure_logits=self.config.measures_attention_logits,
         )
 
     def compile_train(self) -> jax.stages.Compiled:
@@ -564,6 +565,8 @@ def assemble(
 
         layout.room = memory.room(config, model, layout)
     trained = checks.trained(config.train_only, config.freeze, model.specs)
+    if config.measures_attention_logits:
+        _check_attention_logits(config, model, trained)
     tx = optimizer.build(config.scaled_optimizer, trained)
     inputs = _inputs(config, preset, model, trained)
 
@@ -581,6 +584,17 @@ def assemble(
         stds=init_stds(preset, model),
         inputs=inputs,
     )
+
+
+def _check_attention_logits(config: Config, model: Definition, trained: Collection[str]) -> None:
+    """Refuse a model whose attention logits are not measured or cannot be clipped."""
+    # Imported only here, because most runs do not measure attention logits.
+    from mupax.train.core import qk_clip
+
+    clips = config.optimizer.qk_clip is not None
+    qk_clip.check_measures(model, "optimizer.qk_clip" if clips else "log.attention_logits")
+    if clips:
+        qk_clip.check_trained(model, trained)
 
 
 def _drop(config: Config) -> Drop | None:
@@ -615,6 +629,9 @@ def _inputs(
     z_loss = None
     if config.z_loss:
         z_loss = np.float32(config.z_loss)
+    qk_clip = None
+    if scaled.qk_clip is not None:
+        qk_clip = np.float32(scaled.qk_clip)
     rounding_seed = None
     if _stores_bfloat16(model):
         rounding_seed = np.uint32(config.seed)
@@ -626,6 +643,7 @@ def _inputs(
         drop=_drop(config),
         z_loss=z_loss,
         rounding_seed=rounding_seed,
+        qk_clip=qk_clip,
     )
     # The check knows nothing of layer decay and of a second peak, which deviate from the preset on
     # purpose.

@@ -258,7 +258,7 @@ class RejectedStep(Exception):
 
 
 class LossSums(NamedTuple):
-    """Sums over the targets that count, float32 []. Those of batches or devices can be added."""
+    """Sums over the targets that count, float32 []. Those of batches or devices add up (`plus`)."""
 
     loss: jax.Array
     """Cross-entropy in nats, with the z-loss. It alone has a gradient."""
@@ -273,6 +273,27 @@ class LossSums(NamedTuple):
 
     No gradient flows through them, because the loss already has them.
     """
+    attention_logits: dict[str, jax.Array] | None = None
+    """Largest attention logits (`ReadoutInputs.attention_logits`). `None` if not measured.
+
+    They are maxima and no sums: `plus` and `over_devices` keep the larger ones.
+    """
+
+    def plus(self, other: LossSums) -> LossSums:
+        """Return the sums over the targets of both."""
+        total = jax.tree.map(jnp.add, self._without_logits(), other._without_logits())
+        largest = jax.tree.map(jnp.maximum, self.attention_logits, other.attention_logits)
+        return total._replace(attention_logits=largest)
+
+    def over_devices(self, mesh_axes: tuple[str, ...]) -> LossSums:
+        """Return the sums over the targets of all devices along mesh axes, inside `shard_map`."""
+        total = jax.lax.psum(self._without_logits(), mesh_axes)
+        if self.attention_logits is None:
+            return total
+        return total._replace(attention_logits=jax.lax.pmax(self.attention_logits, mesh_axes))
+
+    def _without_logits(self) -> LossSums:
+        return self._replace(attention_logits=None)
 
 
 def sums_of(
@@ -369,6 +390,11 @@ class StepInputs(NamedTuple):
     """Seed of stochastic rounding (`mupax.train.core.optimizer`), uint32 [].
 
     `None` if all parameters are float32.
+    """
+    qk_clip: Any = None
+    """Largest attention logit that a head keeps (`mupax.train.core.qk_clip`), float32 [].
+
+    `None` clips nothing.
     """
 
 

@@ -55,6 +55,7 @@ def trace_train_step(
     accumulation_steps: int = 1,
     *,
     free: bool = False,
+    measure_logits: bool = False,
 ) -> jax.stages.Traced:
     """Trace the training step for a mesh.
 
@@ -69,6 +70,7 @@ def trace_train_step(
         accumulation_steps: Number of microbatches per step. It divides the batch size.
         free: Let the compiler choose the memory layout of the state. The attribute `input_formats`
             of the compiled step then has the layouts.
+        measure_logits: Also measure the largest attention logit (`make_train_step`).
     """
     if free:
         state_formats = jax.tree.map(free_format, abstract)
@@ -79,7 +81,7 @@ def trace_train_step(
 
     input_shardings = _shardings_of_inputs(step_inputs, abstract, layout)
     jitted = jax.jit(
-        make_train_step(definition, tx, accumulation_steps, layout),
+        make_train_step(definition, tx, accumulation_steps, layout, measure_logits=measure_logits),
         in_shardings=(state_formats, input_shardings, layout.batch(batch)),
         out_shardings=(state_formats, layout.replicated),
         donate_argnums=0,
@@ -210,6 +212,7 @@ def batch_sums(
     *,
     z_loss: jax.Array | None = None,
     metrics: Mapping[str, Metric] = NO_METRICS,
+    measure_logits: bool = False,
     layout: Layout = ONE_DEVICE,
 ) -> LossSums:
     """Return the summed cross-entropy (nats) of a batch or microbatch, and sums of metrics.
@@ -220,6 +223,8 @@ def batch_sums(
         z_loss: Weight of the squared log-partition (`cross_entropy`), float32 []. Evaluations
             leave it out.
         metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
+        measure_logits: `True` fills the sums' `attention_logits`. The model's `readout_inputs`
+            then takes this argument too.
     """
     inputs = batch["inputs"]
     targets = batch["targets"]
@@ -251,10 +256,13 @@ def batch_sums(
         reference = read_reference(inputs, **reference_context)
         reference = reference._replace(routing=None)
 
-    readout_inputs = read(inputs, **context)
+    if measure_logits:
+        readout_inputs = read(inputs, measure_logits=True, **context)
+    else:
+        readout_inputs = read(inputs, **context)
     routing = readout_inputs.routing
     sums = cross_entropy(
-        readout_inputs._replace(routing=None),
+        readout_inputs._replace(routing=None, attention_logits=None),
         targets,
         weights,
         how=model.config.compute.cross_entropy,
@@ -264,6 +272,7 @@ def batch_sums(
         metrics=metrics,
         layout=layout,
     )
+    sums = sums._replace(attention_logits=readout_inputs.attention_logits)
     if routing is None:
         return sums
 
@@ -280,6 +289,7 @@ def gradients(
     batch: Batch,
     accumulation_steps: int,
     *,
+    measure_logits: bool = False,
     layout: Layout = ONE_DEVICE,
 ) -> tuple[Arrays, LossSums]:
     """Return gradients of the mean loss over the batch's targets, and the sums over the batch.
@@ -289,15 +299,22 @@ def gradients(
             (`step_inputs.factors.lr`).
         step_inputs: Has the multipliers, the reference parameters and the z-loss weight.
         accumulation_steps: Number of microbatches, which run one after another.
+        measure_logits: `True` fills the sums' `attention_logits`.
     """
     manual_layout = _manual_layout(definition, layout)
     if manual_layout is None:
         grads, sums = _summed_gradients(
-            definition, params, step_inputs, batch, accumulation_steps, layout
+            definition, params, step_inputs, batch, accumulation_steps, measure_logits, layout
         )
     else:
         grads, sums = _sharded_gradients(
-            definition, params, step_inputs, batch, accumulation_steps, manual_layout
+            definition,
+            params,
+            step_inputs,
+            batch,
+            accumulation_steps,
+            measure_logits,
+            manual_layout,
         )
     # Divided once at the end, so that the loss is the same however the batch is split.
     mean_grads = jax.tree.map(lambda grad: (grad / sums.weight).astype(grad.dtype), grads)
@@ -322,6 +339,7 @@ def _sharded_gradients(
     step_inputs: StepInputs,
     batch: Batch,
     accumulation_steps: int,
+    measure_logits: bool,
     layout: ManualFsdpLayout,
 ) -> tuple[Arrays, LossSums]:
     """Return the gradients and sums of `_summed_gradients` over all devices, under manual FSDP.
@@ -343,10 +361,10 @@ def _sharded_gradients(
     ) -> tuple[Arrays, LossSums]:
         local_inputs = step_inputs._replace(factors=factors, reference=reference, z_loss=z_loss)
         grads, sums = _summed_gradients(
-            definition, params, local_inputs, batch, accumulation_steps, layout
+            definition, params, local_inputs, batch, accumulation_steps, measure_logits, layout
         )
         # Gradients are summed over devices already, each where its parameter was gathered.
-        return grads, jax.lax.psum(sums, layout.batch)
+        return grads, sums.over_devices(layout.batch)
 
     on_all_devices = layout.shard_mapped(
         on_device,
@@ -364,6 +382,7 @@ def _summed_gradients(
     step_inputs: StepInputs,
     batch: Batch,
     accumulation_steps: int,
+    measure_logits: bool,
     layout: Layout,
 ) -> tuple[Arrays, LossSums]:
     """Return gradients of the summed loss, not yet divided by the number of targets, and the sums.
@@ -384,6 +403,7 @@ def _summed_gradients(
             microbatch,
             z_loss=step_inputs.z_loss,
             metrics=metrics,
+            measure_logits=measure_logits,
             layout=layout,
         )
         total = sums.loss
@@ -403,14 +423,22 @@ def _summed_gradients(
     def split_rows(array: jax.Array) -> jax.Array:
         return array.reshape(-1, accumulation_steps, *array.shape[1:]).swapaxes(0, 1)
 
-    def add_microbatch(total: Any, microbatch: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, grad(trained_params, microbatch)), None
+    def add_microbatch(
+        total: tuple[Arrays, LossSums], microbatch: Batch
+    ) -> tuple[tuple[Arrays, LossSums], None]:
+        total_grads, total_sums = total
+        grads, sums = grad(trained_params, microbatch)
+        total_grads = jax.tree.map(jnp.add, total_grads, grads)
+        return (total_grads, total_sums.plus(sums)), None
 
     microbatches = jax.tree.map(split_rows, batch)
     first_microbatch = jax.tree.map(lambda array: array[0], microbatches)
     result_shapes = jax.eval_shape(grad, trained_params, first_microbatch)
-    zeros = jax.tree.map(_zeros, result_shapes)
-    (grads, sums), _ = jax.lax.scan(add_microbatch, zeros, microbatches)
+    zero_grads, zero_sums = jax.tree.map(_zeros, result_shapes)
+    # The maximum of no logits is -inf.
+    no_logits = jax.tree.map(lambda zero: zero - jnp.inf, zero_sums.attention_logits)
+    zero_sums = zero_sums._replace(attention_logits=no_logits)
+    (grads, sums), _ = jax.lax.scan(add_microbatch, (zero_grads, zero_sums), microbatches)
     return grads, sums
 
 
@@ -432,6 +460,8 @@ def make_train_step(
     tx: optax.GradientTransformationExtraArgs,
     accumulation_steps: int = 1,
     layout: Layout = ONE_DEVICE,
+    *,
+    measure_logits: bool = False,
 ) -> Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Return the training step, a function (state, step_inputs, batch) -> (state, metrics).
 
@@ -445,6 +475,8 @@ def make_train_step(
     * Means over the targets of those `METRICS` that are measured in training (accuracy).
     * `Routing.metrics`, for a model with experts.
     * logit_z_loss: Mean squared log-partition, if there is a z-loss.
+    * attention_logit_max: Largest attention logit over batch, heads and layers, before the update,
+      if it is measured (`mupax.zoo.layers.statistics`).
     * lr: Peak learning rate times the schedule.
     * verdict: int32 [3]: whether the update was skipped, whether the loss is a spike, and the
       number of skipped updates in a row.
@@ -454,6 +486,8 @@ def make_train_step(
         tx: Optimizer (`optimizer.build`).
         accumulation_steps: Number of microbatches per step. The loss is the mean over the targets
             of all of them.
+        measure_logits: Also measure attention_logit_max. It is always measured if
+            `step_inputs.qk_clip` is given.
     """
 
     def step(
@@ -462,7 +496,13 @@ def make_train_step(
         if step_inputs.drop is not None:
             batch = _with_drop_path(batch, step_inputs.drop, state.step, layout)
         grads, sums = gradients(
-            definition, state.params, step_inputs, batch, accumulation_steps, layout=layout
+            definition,
+            state.params,
+            step_inputs,
+            batch,
+            accumulation_steps,
+            measure_logits=measure_logits or step_inputs.qk_clip is not None,
+            layout=layout,
         )
         # One pass serves the norm and the search for the parameter that is not finite.
         squares = core_state.squares(grads, definition.specs)
@@ -472,6 +512,15 @@ def make_train_step(
             state.health, step_inputs.limits, loss, grad_norm
         )
         hyper = step_inputs.hyper.at(state.step)
+        param_scales = None
+        if step_inputs.qk_clip is not None:
+            # Imported only here, because most runs do not clip.
+            from mupax.train.core import qk_clip
+
+            assert sums.attention_logits is not None  # measured above
+            param_scales = qk_clip.param_scales(
+                sums.attention_logits, step_inputs.qk_clip, definition
+            )
 
         def update(
             params: Arrays, opt_state: Any, ema: Arrays | None
@@ -485,6 +534,7 @@ def make_train_step(
                 hyper=hyper,
                 rounding_seed=step_inputs.rounding_seed,
                 step=state.step,
+                param_scales=param_scales,
                 layout=layout,
             )
             if ema is not None:
@@ -531,4 +581,7 @@ def _metrics_of_sums(sums: LossSums) -> dict[str, jax.Array]:
         metrics |= sums.routing.metrics(sums.weight)
     if sums.z is not None:
         metrics["logit_z_loss"] = sums.z / sums.weight
+    if sums.attention_logits is not None:
+        largest = [jnp.max(logits) for logits in sums.attention_logits.values()]
+        metrics["attention_logit_max"] = jnp.max(jnp.stack(largest))
     return metrics

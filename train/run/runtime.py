@@ -497,7 +497,13 @@ class Report(contextlib.ExitStack):
             )
             return
         self.timing.step(seconds, count, pending.waited)
-        self.progress.update(step, values["loss"], values["lr"], measured.get("loss_per_byte"))
+        self.progress.update(
+            step,
+            values["loss"],
+            values["lr"],
+            measured.get("loss_per_byte"),
+            values.get("attention_logit_max"),
+        )
         if self.timing.due:
             self._write_speed(step)
 

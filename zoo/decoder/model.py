@@ -6,7 +6,7 @@ S positions that a key or learned position can have.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,8 @@ from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.layers.linear import Norm, ReadoutInputs
 from mupax.zoo.layers.stack import Block, over_layers, run_stack, runs_as_scan
+from mupax.zoo.layers.statistics import NO_STATISTICS, BlockStatistics, named_logits
 from mupax.zoo.partition import ONE_DEVICE, Layout, place
-
-if TYPE_CHECKING:
-    from mupax.zoo.experts.routing import Routing
 
 
 class Decoder(nnx.Module):
@@ -125,6 +123,8 @@ class Decoder(nnx.Module):
         tokens_BT: jax.Array,
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
+        *,
+        measure_logits: bool = False,
     ) -> ReadoutInputs:
         """Run the decoder up to its readout.
 
@@ -137,6 +137,7 @@ class Decoder(nnx.Module):
                 document only. By default all tokens are one document.
             positions: Index of each token into the learned positions, int32 [B, T]. 0 to T - 1 by
                 default.
+            measure_logits: `True` fills the result's `attention_logits`.
         """
         config = self.config
         layout = self.layout
@@ -159,10 +160,16 @@ class Decoder(nnx.Module):
             layout=layout,
         )
         if implementation != "ring":
-            h_BTD, routing = run_stack(
-                self.block, h_BTD, config.depth, config.compute, *context, layout=layout
+            h_BTD, statistics = run_stack(
+                self.block,
+                h_BTD,
+                config.depth,
+                config.compute,
+                *context,
+                measure_logits=measure_logits,
+                layout=layout,
             )
-            return self._readout_inputs(h_BTD, routing)
+            return self._readout_inputs(h_BTD, statistics)
 
         from mupax.zoo.layers.ring import ring
 
@@ -171,11 +178,17 @@ class Decoder(nnx.Module):
         block = nnx.merge(*nnx.split(self.block))
         place(block, zigzag_layout)
         h_BTD, *context = ring.zigzag(h_BTD, *context, layout=layout)
-        h_BTD, routing = run_stack(
-            block, h_BTD, config.depth, config.compute, *context, layout=zigzag_layout
+        h_BTD, statistics = run_stack(
+            block,
+            h_BTD,
+            config.depth,
+            config.compute,
+            *context,
+            measure_logits=measure_logits,
+            layout=zigzag_layout,
         )
         (h_BTD,) = ring.zigzag(h_BTD, layout=layout, back=True)
-        return self._readout_inputs(h_BTD, routing)
+        return self._readout_inputs(h_BTD, statistics)
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """Apply the final norm and the readout. Return float32 logits [B, T, V].
@@ -185,7 +198,9 @@ class Decoder(nnx.Module):
         """
         return self._readout_inputs(h_BTD).logits(self.layout)
 
-    def _readout_inputs(self, h_BTD: jax.Array, routing: Routing | None = None) -> ReadoutInputs:
+    def _readout_inputs(
+        self, h_BTD: jax.Array, statistics: BlockStatistics = NO_STATISTICS
+    ) -> ReadoutInputs:
         """Apply the final norm, and return its output with the readout matrix."""
         bias_V = None if self.readout_bias is None else self.readout_bias[...]
         cap = self.config.logit_softcap
@@ -194,7 +209,12 @@ class Decoder(nnx.Module):
         features_BTD = self.norm(h_BTD)
         if self.readout is not None:
             return ReadoutInputs(
-                features_BTD, self.readout[...], bias=bias_V, cap=cap, routing=routing
+                features_BTD,
+                self.readout[...],
+                bias=bias_V,
+                cap=cap,
+                routing=statistics.routing,
+                attention_logits=named_logits("block", statistics),
             )
         # The token embedding is the readout, times a scale of its own.
         assert self.tied_readout is not None
@@ -204,5 +224,6 @@ class Decoder(nnx.Module):
             scale=self.tied_readout[...],
             bias=bias_V,
             cap=cap,
-            routing=routing,
+            routing=statistics.routing,
+            attention_logits=named_logits("block", statistics),
         )

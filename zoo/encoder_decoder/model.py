@@ -18,7 +18,8 @@ from mupax.zoo.definition import Init
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.layers.linear import Norm, ReadoutInputs, biased, project
 from mupax.zoo.layers.masked import attend
-from mupax.zoo.layers.stack import MLP, Attention, residual_stack
+from mupax.zoo.layers.stack import MLP, Attention, measured_stack, residual_stack
+from mupax.zoo.layers.statistics import BlockStatistics, named_logits
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:
@@ -98,6 +99,20 @@ class SelfAttention(Attention):
         q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
         return self._masked(q_BTHN, k_BSKN, v_BSKN, mask_BS, bias_HTS)
 
+    def with_logits(
+        self, x_BTD: jax.Array, mask_BS: jax.Array | None, bias_HTS: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the branch [B, T, D] and the largest logit of each head, float32 [H].
+
+        The bias of relative positions is not part of the largest logit.
+
+        Args:
+            x_BTD, mask_BS, bias_HTS: Same as in a call.
+        """
+        q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
+        y_BTD = self._masked(q_BTHN, k_BSKN, v_BSKN, mask_BS, bias_HTS)
+        return y_BTD, self._largest_logits(q_BTHN, k_BSKN, mask_BS=mask_BS)
+
     def cached(
         self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, bias_HTS: jax.Array | None
     ) -> tuple[jax.Array, Cache]:
@@ -172,6 +187,22 @@ class CrossAttention(SelfAttention):
         k_BSKN, v_BSKN = keys_and_values
         return self._masked(self.queries(x_BTD), k_BSKN, v_BSKN, mask_BS)
 
+    def attend_with_logits(
+        self,
+        x_BTD: jax.Array,
+        keys_and_values: tuple[jax.Array, jax.Array],
+        mask_BS: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the branch [B, T, D] and the largest logit of each head, float32 [H].
+
+        Args:
+            x_BTD, keys_and_values, mask_BS: Same as in `attend_to`.
+        """
+        k_BSKN, v_BSKN = keys_and_values
+        q_BTHN = self.queries(x_BTD)
+        y_BTD = self._masked(q_BTHN, k_BSKN, v_BSKN, mask_BS)
+        return y_BTD, self._largest_logits(q_BTHN, k_BSKN, mask_BS=mask_BS)
+
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """Return the queries [B, T, H, N], not yet multiplied by the logit scale."""
         q_BTHN = project(x_BTD, self.query[...], kind=self.kind, layout=self.layout)
@@ -218,6 +249,23 @@ class EncoderBlock(nnx.Module):
             bias_HSS: Bias of the attention logits. `None` adds nothing.
         """
         attention_BSD = self.attention(self.attention_norm(h_BSD), mask_BS, bias_HSS)
+        return self._add_branches(h_BSD, attention_BSD)
+
+    def measured(
+        self, h_BSD: jax.Array, mask_BS: jax.Array | None, bias_HSS: jax.Array | None
+    ) -> tuple[jax.Array, BlockStatistics]:
+        """Return the residual stream after the block, and its largest attention logits.
+
+        Args:
+            h_BSD, mask_BS, bias_HSS: Same as in a call.
+        """
+        x_BSD = self.attention_norm(h_BSD)
+        attention_BSD, logits_H = self.attention.with_logits(x_BSD, mask_BS, bias_HSS)
+        h_BSD = self._add_branches(h_BSD, attention_BSD)
+        return h_BSD, BlockStatistics(attention_logits={"attention": logits_H})
+
+    def _add_branches(self, h_BSD: jax.Array, attention_BSD: jax.Array) -> jax.Array:
+        """Add the attention branch, then the MLP branch."""
         h_BSD = self.add_branch(h_BSD, 0, attention_BSD)
         mlp_BSD = self.mlp(self.mlp_norm(h_BSD))
         h_BSD = self.add_branch(h_BSD, 1, mlp_BSD)
@@ -268,6 +316,29 @@ class DecoderBlock(EncoderBlock):
         keys_and_values = self.cross.keys(memory_BSD)
         return self._add_cross_and_mlp(h_BTD, keys_and_values, mask_BS)
 
+    def measured(
+        self,
+        h_BTD: jax.Array,
+        memory_BSD: jax.Array,
+        mask_BS: jax.Array | None,
+        bias_HTT: jax.Array | None,
+    ) -> tuple[jax.Array, BlockStatistics]:
+        """Return the residual stream after the block, and its largest attention logits.
+
+        Args:
+            h_BTD, memory_BSD, mask_BS, bias_HTT: Same as in a call.
+        """
+        x_BTD = self.attention_norm(h_BTD)
+        attention_BTD, own_logits_H = self.attention.with_logits(x_BTD, None, bias_HTT)
+        h_BTD = self.add_branch(h_BTD, 0, attention_BTD)
+        keys_and_values = self.cross.keys(memory_BSD)
+        cross_BTD, cross_logits_H = self.cross.attend_with_logits(
+            self.cross_norm(h_BTD), keys_and_values, mask_BS
+        )
+        h_BTD = self._add_cross_branch_and_mlp(h_BTD, cross_BTD)
+        attention_logits = {"attention": own_logits_H, "cross": cross_logits_H}
+        return h_BTD, BlockStatistics(attention_logits=attention_logits)
+
     def cached(
         self,
         h_BTD: jax.Array,
@@ -301,6 +372,10 @@ class DecoderBlock(EncoderBlock):
     ) -> jax.Array:
         """Add the cross-attention branch, then the MLP branch."""
         cross_BTD = self.cross.attend_to(self.cross_norm(h_BTD), keys_and_values, mask_BS)
+        return self._add_cross_branch_and_mlp(h_BTD, cross_BTD)
+
+    def _add_cross_branch_and_mlp(self, h_BTD: jax.Array, cross_BTD: jax.Array) -> jax.Array:
+        """Add the output of the cross-attention branch, then the MLP branch."""
         h_BTD = self.add_branch(h_BTD, 1, cross_BTD)
         mlp_BTD = self.mlp(self.mlp_norm(h_BTD))
         h_BTD = self.add_branch(h_BTD, 2, mlp_BTD)
@@ -432,7 +507,12 @@ class EncoderDecoder(StackInputOutput):
         return readout_inputs.logits(self.layout)
 
     def readout_inputs(
-        self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
+        self,
+        inputs: jax.Array,
+        input_mask: jax.Array,
+        decoder_inputs: jax.Array,
+        *,
+        measure_logits: bool = False,
     ) -> ReadoutInputs:
         """Run the model up to its readout, so that the loss can form logits in chunks.
 
@@ -440,12 +520,44 @@ class EncoderDecoder(StackInputOutput):
             inputs: Tokens of the encoder, int32 [B, S].
             input_mask: Mask of the encoder's tokens, int32 [B, S], 0 at padding.
             decoder_inputs: Targets shifted right, int32 [B, T].
+            measure_logits: `True` fills the result's `attention_logits`.
         """
+        if measure_logits:
+            return self._measured_readout_inputs(inputs, input_mask, decoder_inputs)
         h_BTD, context = self.begin(inputs, input_mask, decoder_inputs)
         h_BTD = residual_stack(
             self.block, h_BTD, self.config.depth, self.config.compute, *context, layout=self.layout
         )
         return self._readout_inputs(h_BTD)
+
+    def _measured_readout_inputs(
+        self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
+    ) -> ReadoutInputs:
+        """Return the result of `readout_inputs` with the largest attention logits."""
+        compute = self.config.compute
+        encoder = self.encoder
+        h_BSD, encoder_context = self._begin_encoder(inputs, input_mask)
+        h_BSD, encoder_statistics = measured_stack(
+            encoder.block,
+            h_BSD,
+            self.config.encoder_blocks,
+            compute,
+            *encoder_context,
+            layout=self.layout,
+        )
+        context = self._decoder_context(encoder.norm(h_BSD), input_mask, decoder_inputs)
+        h_BTD, statistics = measured_stack(
+            self.block,
+            self.embed(decoder_inputs),
+            self.config.depth,
+            compute,
+            *context,
+            layout=self.layout,
+        )
+        encoder_logits = named_logits("encoder.block", encoder_statistics) or {}
+        decoder_logits = named_logits("block", statistics) or {}
+        readout_inputs = self._readout_inputs(h_BTD)
+        return readout_inputs._replace(attention_logits={**encoder_logits, **decoder_logits})
 
     def begin(
         self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
@@ -461,10 +573,16 @@ class EncoderDecoder(StackInputOutput):
             The decoder's residual stream before its first block, [B, T, D], and the other arguments
             of every decoder block: encoder output, mask and bias.
         """
-        length = decoder_inputs.shape[1]
         memory_BSD = self.encode(inputs, input_mask)
-        context = (memory_BSD, input_mask > 0, self.bias(length, length))
+        context = self._decoder_context(memory_BSD, input_mask, decoder_inputs)
         return self.embed(decoder_inputs), context
+
+    def _decoder_context(
+        self, memory_BSD: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Return the arguments of every decoder block after the stream."""
+        length = decoder_inputs.shape[1]
+        return memory_BSD, input_mask > 0, self.bias(length, length)
 
     def embed(self, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
         """Return the decoder's residual stream before its first block, [B, T, D].
@@ -483,22 +601,31 @@ class EncoderDecoder(StackInputOutput):
             input_mask: Mask of the encoder's tokens, int32 [B, S], 0 at padding.
         """
         encoder = self.encoder
-        # An encoder without a table of its own shares the decoder's.
-        table = self.token if encoder.token is None else encoder.token
-        h_BSD = encoder.first(table, inputs)
-        mask_BS = input_mask > 0
-        length = inputs.shape[1]
-        bias_HSS = encoder.bias(length, length)
+        h_BSD, context = self._begin_encoder(inputs, input_mask)
         h_BSD = residual_stack(
             encoder.block,
             h_BSD,
             self.config.encoder_blocks,
             self.config.compute,
-            mask_BS,
-            bias_HSS,
+            *context,
             layout=self.layout,
         )
         return encoder.norm(h_BSD)
+
+    def _begin_encoder(
+        self, inputs: jax.Array, input_mask: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+        """Embed the encoder's inputs.
+
+        Return the stream before the first block, and the other arguments of every encoder block:
+        mask and bias.
+        """
+        encoder = self.encoder
+        # An encoder without a table of its own shares the decoder's.
+        table = self.token if encoder.token is None else encoder.token
+        h_BSD = encoder.first(table, inputs)
+        length = inputs.shape[1]
+        return h_BSD, (input_mask > 0, encoder.bias(length, length))
 
     def remember(self, inputs: jax.Array, input_mask: jax.Array) -> EncoderOutput:
         """Run the encoder once and compute the keys and values that every decoder layer reads.

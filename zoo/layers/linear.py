@@ -171,6 +171,9 @@ class ReadoutInputs(NamedTuple):
     """Routing statistics (`mupax.zoo.experts.routing.Routing`). `None` without experts."""
     cap: jax.Array | None = None
     """Soft cap of the logits (`softcapped`), float32 []."""
+    attention_logits: dict[str, jax.Array] | None = None
+    """Largest attention logit of each layer and head, float32 [layers, heads], by the name of the
+    attention, such as "block.attention". `None` if not measured."""
 
     def logits(self, layout: Layout = ONE_DEVICE) -> jax.Array:
         """Return all logits, float32 [..., V]."""

@@ -31,6 +31,7 @@ from mupax.zoo.layers.linear import (
     project,
     rotary,
 )
+from mupax.zoo.layers.statistics import NO_STATISTICS, BlockStatistics, largest_logits
 from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.transformer import TransformerConfig
 
@@ -113,6 +114,38 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
         q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
         return self._attended(q_BTHN, k_BSKN, v_BSKN, segments_BT)
+
+    def with_logits(
+        self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the branch [B, T, D] and the largest logit of each head, float32 [H].
+
+        Args:
+            x_BTD: Normed residual stream, [B, T, D].
+            segments_BT: Document of each position, int32. Default: one document.
+        """
+        q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
+        y_BTD = self._attended(q_BTHN, k_BSKN, v_BSKN, segments_BT)
+        return y_BTD, self._largest_logits(q_BTHN, k_BSKN, segments_BT=segments_BT)
+
+    def _largest_logits(
+        self,
+        q_BTHN: jax.Array,
+        k_BSKN: jax.Array,
+        *,
+        mask_BS: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the largest logit of each head, float32 [H], of the results of `heads`."""
+        return largest_logits(
+            self._scaled(q_BTHN),
+            k_BSKN,
+            causal=self.causal,
+            window=self.window,
+            mask_BS=mask_BS,
+            segments_BT=segments_BT,
+            layout=self.layout,
+        )
 
     def cached(
         self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool
@@ -337,27 +370,35 @@ class Block(nnx.Module):
         self.parallel = config.parallel_branches
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
-        h_BTD, _ = self.routed(h_BTD)
+        h_BTD, _ = self.measured(h_BTD)
         return h_BTD
 
-    def routed(
+    def measured(
         self,
         h_BTD: jax.Array,
         segments_BT: jax.Array | None = None,
         scale_B2: jax.Array | None = None,
-    ) -> tuple[jax.Array, Routing | None]:
-        """Return the residual stream after the block, and the routing statistics of its experts.
-
-        The statistics are `None` for a block without experts.
+        *,
+        measure_logits: bool = False,
+    ) -> tuple[jax.Array, BlockStatistics]:
+        """Return the residual stream after the block, and the block's statistics.
 
         Args:
             h_BTD: Residual stream, [B, T, D].
             segments_BT: Document of each position, int32. Default: one document.
             scale_B2: Factor on the attention and MLP branch of every example, from drop path.
                 Default: 1.
+            measure_logits: `True` fills the statistics' `attention_logits`.
         """
-        attention_BTD = self.attention(self.attention_norm(h_BTD), segments_BT)
-        return self._add_branches(h_BTD, attention_BTD, scale_B2=scale_B2)
+        x_BTD = self.attention_norm(h_BTD)
+        attention_logits = None
+        if measure_logits:
+            attention_BTD, logits_H = self.attention.with_logits(x_BTD, segments_BT)
+            attention_logits = {"attention": logits_H}
+        else:
+            attention_BTD = self.attention(x_BTD, segments_BT)
+        h_BTD, routing = self._add_branches(h_BTD, attention_BTD, scale_B2=scale_B2)
+        return h_BTD, BlockStatistics(routing, attention_logits)
 
     @property
     def period(self) -> int:
@@ -570,11 +611,33 @@ def residual_stack(
         layout: Layout of arrays on devices. A field `layout` of the block is not changed.
     """
 
-    def call(block: Any, h_BTD: jax.Array) -> tuple[jax.Array, None]:
-        return block(h_BTD, *context), None
+    def call(block: Any, h_BTD: jax.Array) -> tuple[jax.Array, BlockStatistics]:
+        return block(h_BTD, *context), NO_STATISTICS
 
     h_BTD, _ = _stack(block, call, h_BTD, (), depth=depth, compute=compute, layout=layout)
     return h_BTD
+
+
+def measured_stack(
+    block: nnx.Module,
+    h_BTD: jax.Array,
+    depth: int,
+    compute: ComputeConfig,
+    *context: Any,
+    layout: Layout = ONE_DEVICE,
+) -> tuple[jax.Array, BlockStatistics]:
+    """Return the residual stream after `depth` blocks, and statistics with a leading layer axis.
+
+    Args:
+        block: One module with a method `measured` (stream, *context) -> (stream, statistics).
+        h_BTD, depth, compute, layout: Same as in `residual_stack`.
+        *context: Arguments that every block takes after the stream.
+    """
+
+    def call(block: Any, h_BTD: jax.Array) -> tuple[jax.Array, BlockStatistics]:
+        return block.measured(h_BTD, *context)
+
+    return _stack(block, call, h_BTD, (), depth=depth, compute=compute, layout=layout)
 
 
 def run_stack(
@@ -584,17 +647,19 @@ def run_stack(
     compute: ComputeConfig,
     *context: Any,
     scale_BL2: jax.Array | None = None,
+    measure_logits: bool = False,
     layout: Layout = ONE_DEVICE,
-) -> tuple[jax.Array, Routing | None]:
-    """Apply all blocks. Return the residual stream and the routing statistics.
+) -> tuple[jax.Array, BlockStatistics]:
+    """Apply all blocks. Return the residual stream and the statistics.
 
-    The statistics are averaged over blocks, except counts, which are summed. They are `None` for a
-    model without experts.
+    Routing statistics are averaged over blocks, except counts, which are summed. Attention logits
+    have a leading axis of layers.
 
     Args:
         block, h_BTD, depth, compute, layout: Same as in `residual_stack`.
-        *context: Arguments that `Block.routed` takes after the stream.
+        *context: Arguments that `Block.measured` takes after the stream.
         scale_BL2: Factor on the two branches of every block and example. Default: 1.
+        measure_logits: `True` fills the statistics' `attention_logits`.
     """
     layer_inputs = ()
     if scale_BL2 is not None:
@@ -603,10 +668,10 @@ def run_stack(
 
     def call(
         block: Block, h_BTD: jax.Array, scale_B2: jax.Array | None = None
-    ) -> tuple[jax.Array, Routing | None]:
-        return block.routed(h_BTD, *context, scale_B2=scale_B2)
+    ) -> tuple[jax.Array, BlockStatistics]:
+        return block.measured(h_BTD, *context, scale_B2=scale_B2, measure_logits=measure_logits)
 
-    return _stack(
+    h_BTD, statistics = _stack(
         block,
         call,
         h_BTD,
@@ -616,11 +681,15 @@ def run_stack(
         layout=layout,
         period=block.period,
     )
+    routing = statistics.routing
+    if routing is not None:
+        routing = routing.over_blocks()
+    return h_BTD, statistics._replace(routing=routing)
 
 
 def _stack(
     block: nnx.Module,
-    call: Callable[..., tuple[jax.Array, Routing | None]],
+    call: Callable[..., tuple[jax.Array, BlockStatistics]],
     h_BTD: jax.Array,
     layer_inputs: tuple[jax.Array, ...],
     *,
@@ -628,8 +697,8 @@ def _stack(
     compute: ComputeConfig,
     layout: Layout,
     period: int = 1,
-) -> tuple[jax.Array, Routing | None]:
-    """Return the residual stream after all blocks and their routing statistics.
+) -> tuple[jax.Array, BlockStatistics]:
+    """Return the residual stream after all blocks, and statistics with a leading layer axis.
 
     Args:
         block: One module, whose parameters are stacked along a leading axis "layers".
@@ -646,7 +715,7 @@ def _stack(
 
     def layer(
         place: int, h_BTD: jax.Array, layer_slice: tuple[nnx.State, ...]
-    ) -> tuple[jax.Array, Routing | None]:
+    ) -> tuple[jax.Array, BlockStatistics]:
         state, *inputs = layer_slice
         # Under manual FSDP `layout.layer` gathers this layer's matrices and multiplies them.
         layer_block: Any = nnx.merge(graph, layout.layer(state, compute.dtype))
@@ -667,36 +736,28 @@ def _stack(
 
         def layer_at(
             h_BTD: jax.Array, layer_slice: tuple[nnx.State, ...], place: int
-        ) -> tuple[jax.Array, Routing | None]:
+        ) -> tuple[jax.Array, BlockStatistics]:
             return layers[place](h_BTD, layer_slice)
 
-        h_BTD, routing = over_layers(layer_at, h_BTD, stacked, depth, period)
-    else:
-        h_BTD, routing = _unrolled(layers, h_BTD, stacked, depth)
-    if routing is None:
-        return h_BTD, None
-    return h_BTD, routing.over_blocks()
+        return over_layers(layer_at, h_BTD, stacked, depth, period)
+    return _unrolled(layers, h_BTD, stacked, depth)
 
 
 def _unrolled(
-    layers: Sequence[Callable[..., tuple[jax.Array, Routing | None]]],
+    layers: Sequence[Callable[..., tuple[jax.Array, BlockStatistics]]],
     h_BTD: jax.Array,
     stacked: Any,
     depth: int,
-) -> tuple[jax.Array, Routing | None]:
+) -> tuple[jax.Array, BlockStatistics]:
     """Apply the layers one after another. Return the stream and the stacked statistics."""
     # One split per stacked array, whose gradient writes all slices side by side at once. With an
     # index per layer, every slice's gradient would be added to a complete stack.
     leaves, structure = jax.tree.flatten(stacked)
     split_leaves = [jax.lax.split(jnp.asarray(leaf), [1] * depth) for leaf in leaves]
-    routings = []
+    statistics = []
     for index, slices in enumerate(zip(*split_leaves, strict=True)):
         squeezed = [jnp.squeeze(array, 0) for array in slices]
         layer_slice = jax.tree.unflatten(structure, squeezed)
-        h_BTD, routing = layers[index % len(layers)](h_BTD, layer_slice)
-        if routing is not None:
-            routings.append(routing)
-
-    if not routings:
-        return h_BTD, None
-    return h_BTD, jax.tree.map(lambda *arrays: jnp.stack(arrays), *routings)
+        h_BTD, layer_statistics = layers[index % len(layers)](h_BTD, layer_slice)
+        statistics.append(layer_statistics)
+    return h_BTD, jax.tree.map(lambda *arrays: jnp.stack(arrays), *statistics)

@@ -7,8 +7,6 @@ kernel, O output channels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,11 +14,9 @@ from flax import nnx
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.linear import Norm, ReadoutInputs, biased, project
 from mupax.zoo.layers.stack import Block, run_stack
+from mupax.zoo.layers.statistics import NO_STATISTICS, BlockStatistics, named_logits
 from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.vit.config import Convolution, ViTConfig
-
-if TYPE_CHECKING:
-    from mupax.zoo.experts.routing import Routing
 
 
 class ViT(nnx.Module):
@@ -87,7 +83,11 @@ class ViT(nnx.Module):
         return self.readout_inputs(images_BHWC).logits(self.layout)
 
     def readout_inputs(
-        self, images_BHWC: jax.Array, scales: jax.Array | None = None
+        self,
+        images_BHWC: jax.Array,
+        scales: jax.Array | None = None,
+        *,
+        measure_logits: bool = False,
     ) -> ReadoutInputs:
         """Run the model up to its readout. Return the features and the readout matrix.
 
@@ -95,22 +95,26 @@ class ViT(nnx.Module):
             images_BHWC: Images of the size and channels in the config.
             scales: Factor on each branch's output for drop path, float32 [B, layers, 2]. 1 by
                 default.
+            measure_logits: `True` fills the result's `attention_logits`.
         """
-        h_BTD, routing = run_stack(
+        h_BTD, statistics = run_stack(
             self.block,
             self.embed(images_BHWC),
             self.config.depth,
             self.config.compute,
             scale_BL2=scales,
+            measure_logits=measure_logits,
             layout=self.layout,
         )
-        return self._readout_inputs(h_BTD, routing)
+        return self._readout_inputs(h_BTD, statistics)
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """Apply the final norm, pooling and the readout. Return float32 logits [B, classes]."""
         return self._readout_inputs(h_BTD).logits(self.layout)
 
-    def _readout_inputs(self, h_BTD: jax.Array, routing: Routing | None = None) -> ReadoutInputs:
+    def _readout_inputs(
+        self, h_BTD: jax.Array, statistics: BlockStatistics = NO_STATISTICS
+    ) -> ReadoutInputs:
         """Normalize and pool the residual stream, and return the features with the readout."""
         features_BD = self._pooled(self.norm(h_BTD))
         if self.pre_logits is not None:
@@ -122,7 +126,13 @@ class ViT(nnx.Module):
         bias = None if self.readout_bias is None else self.readout_bias[...]
         readout = self.readout[...]
         readout_DC = readout.reshape(-1, readout.shape[-1])
-        return ReadoutInputs(features_BD, readout_DC, bias=bias, routing=routing)
+        return ReadoutInputs(
+            features_BD,
+            readout_DC,
+            bias=bias,
+            routing=statistics.routing,
+            attention_logits=named_logits("block", statistics),
+        )
 
     def _pooled(self, h_BTD: jax.Array) -> jax.Array:
         """Return the input of the classifier, [B, D], or [B, 2 D] for "cls-mean"."""

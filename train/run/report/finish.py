@@ -297,6 +297,7 @@ def summary(
     for set_name, set_bytes_per_token in (sets or {}).items():
         _add_set(table, rows, set_name, _loss_scale(unit, set_bytes_per_token))
     _add_training_loss(table, rows, scale)
+    _add_attention_logit(table, rows)
 
     rates = [row[unit] / row["seconds"] for row in rows if row.get("seconds") and unit in row]
     rate = f", {quantity(float(np.median(rates)))} {unit}/s while training" if rates else ""
@@ -376,6 +377,16 @@ def _add_training_loss(table: Table, rows: Sequence[Mapping[str, Any]], scale: _
     if count > 1:
         remark += f", mean of the last {count} steps"
     table.add_row("training loss", f"{mean:.4f}", remark)
+
+
+def _add_attention_logit(table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add a row with the largest attention logit of the last step, and of all steps."""
+    steps, values = _series(rows, "attention_logit_max")
+    if not np.isfinite(values).any():
+        return
+    index = int(np.nanargmax(np.where(np.isfinite(values), values, np.nan)))
+    remark = f"at most {values[index]:.4g}, at step {steps[index]:,}"
+    table.add_row("attention logit", f"{values[-1]:.4g}", remark)
 
 
 def _rows(path: Path | str) -> tuple[list[dict[str, Any]], str]:

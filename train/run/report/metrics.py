@@ -19,6 +19,8 @@ and at the end:
   evaluation text, for a further set of its own text. Only for text whose targets are the text.
 * stopped: reason why the run ended before its last step, in a row of its own.
 * logit_z_loss: with --z-loss, mean of logsumexp(logits)^2, before its weight. loss is without it.
+* attention_logit_max: with --log.attention-logits or --optimizer.qk-clip, largest attention logit
+  over batch, heads and layers, before the update (`mupax.zoo.layers.statistics`).
 * lr: learning rate of the step, at base size.
 * grad_norm: norm of the gradient of all parameters, before clipping.
 * tokens or images: targets of the step that count.
@@ -76,6 +78,7 @@ OWN_NAMES = (
     "step",
     *_NUMBERS,
     "logit_z_loss",
+    "attention_logit_max",
     "weight",
     "batch",
     "spike",

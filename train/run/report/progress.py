@@ -348,6 +348,7 @@ class Progress:
         self._loss = math.nan
         self._lr = math.nan
         self._loss_per_byte: float | None = None
+        self._attention_logit: float | None = None
         # Live takes over standard output. A quiet console would swallow what others print there.
         is_live = (
             enabled and console.is_terminal and not console.is_dumb_terminal and not console.quiet
@@ -372,7 +373,14 @@ class Progress:
         elif self._plain and self._warmed_up and self._plain_step != self.step:
             self._print_line()
 
-    def update(self, step: int, loss: float, lr: float, loss_per_byte: float | None = None) -> None:
+    def update(
+        self,
+        step: int,
+        loss: float,
+        lr: float,
+        loss_per_byte: float | None = None,
+        attention_logit: float | None = None,
+    ) -> None:
         """Show a finished optimizer step.
 
         Args:
@@ -380,6 +388,7 @@ class Progress:
             loss: Mean loss of the step's batch, in nats per target.
             lr: Learning rate of the step, at base size.
             loss_per_byte: Loss in nats per byte of text; `None` if the targets are no text.
+            attention_logit: Largest attention logit of the step; `None` if it is not measured.
         """
         now = self._clock()
         self._updated = now
@@ -388,6 +397,7 @@ class Progress:
         self._loss = loss
         self._lr = lr
         self._loss_per_byte = loss_per_byte
+        self._attention_logit = attention_logit
         if not self._plain:
             return
         is_late = now - self._plain_time >= _PLAIN_LINE_S
@@ -450,8 +460,8 @@ class Progress:
         fields = self._fields()
         # A narrow terminal loses fields, the least needed first. "bar" is no field: the bar itself
         # goes then.
-        for name in ("lr", "MFU", "bar", "rate", "wait", "eta"):
-            has_bar = name in ("lr", "MFU", "bar")
+        for name in ("attention", "lr", "MFU", "bar", "rate", "wait", "eta"):
+            has_bar = name in ("attention", "lr", "MFU", "bar")
             bar_columns = _MIN_BAR_WIDTH + 2 if has_bar else 0
             field_columns = sum(text.cell_len + 2 for text in fields.values())
             spare = options.max_width - count.cell_len - bar_columns - field_columns
@@ -488,6 +498,8 @@ class Progress:
             "loss": Text(f"loss {self._loss:.4f}{per_byte}", loss_style),
             "lr": Text(f"lr {self._lr:.2e}"),
         }
+        if self._attention_logit is not None:
+            fields["attention"] = Text(f"attention logit {self._attention_logit:.4g}")
         recent = self._timing.recent
         if recent.seconds:
             fields["rate"] = Text(f"{quantity(recent.rate):>5} {self._timing.unit}/s")

@@ -149,6 +149,7 @@ def check(config: Config) -> None:
         "optimizer.warmup_steps": 0,
         "optimizer.weight_decay": 0,
         "optimizer.clip_norm": None,
+        "optimizer.qk_clip": None,
         "ema.decay": None,
         "z_loss": 0.0,
         "freeze": (),

@@ -468,8 +468,11 @@ def shape_of(config: Config) -> Config:
 
     Configs of equal shape share a program.
     """
+    # Without a limit of attention logits the step has no input for it, so `None` stays.
+    qk_clip = None if config.optimizer.qk_clip is None else 1.0
     optimizer = dataclasses.replace(
         config.scaled_optimizer,
+        qk_clip=qk_clip,
         peak_lr=0.0,
         adam_lr=None,
         weight_decay=0.0,

@@ -111,7 +111,11 @@ def _compile_together(program: Program, count: int, evaluated: bool) -> Trainer:
     # All points see the same batches, so a batch has no axis of points.
     abstract_batch = program.train_feed().abstract
     step_of_one = make_train_step(
-        program.definition, program.tx, program.config.accumulation_steps, program.layout
+        program.definition,
+        program.tx,
+        program.config.accumulation_steps,
+        program.layout,
+        measure_logits=program.config.measures_attention_logits,
     )
     step = jax.jit(
         jax.vmap(step_of_one, in_axes=(0, 0, None), spmd_axis_name=axis_name),

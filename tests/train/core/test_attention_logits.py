@@ -1,0 +1,505 @@
+"""The largest attention logit of a step equals a plain computation, for every model and mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mupax.__main__ import main
+from mupax.train.config.run import (
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
+from mupax.train.core import step as steps
+from mupax.train.core.program import Program, assemble
+from mupax.zoo.configs import (
+    ComputeConfig,
+    ConfigError,
+    DecoderConfig,
+    EncoderDecoderConfig,
+    ModelConfig,
+    ViTConfig,
+)
+from mupax.zoo.encoder_decoder import model as encoder_decoder
+from mupax.zoo.layers import kernels
+from mupax.zoo.layers.statistics import largest_logits
+
+BATCH = 8
+PAIRS_TOLERANCE = 2e-6
+"""Relative. float32 sums of at most 16 products in another order: 3e-7 was seen."""
+MODEL_TOLERANCE = 1e-5
+"""Relative. A whole model's forward pass in another order of sums: 2e-6 was seen."""
+
+DECODER = DecoderConfig(
+    width=22, depth=3, num_heads=6, num_kv_heads=2, head_dim=5, mlp_ratio=1.5, vocab_size=17,
+    seq_len=13, compute=ComputeConfig(layers="unrolled"),
+)  # fmt: skip
+VIT = ViTConfig(
+    width=20, depth=2, num_heads=5, head_dim=3, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2,
+    num_classes=7, registers=2, compute=ComputeConfig(layers="unrolled"),
+)  # fmt: skip
+ENCODER_DECODER = EncoderDecoderConfig(
+    width=22, depth=2, encoder_depth=3, num_heads=6, num_kv_heads=2, head_dim=5, mlp_ratio=1.5, vocab_size=17,
+    seq_len=13, target_len=11, compute=ComputeConfig(layers="unrolled"),
+)  # fmt: skip
+
+replace = dataclasses.replace
+MODELS: dict[str, ModelConfig] = {
+    "decoder": DECODER,
+    "rotary": replace(DECODER, positions="rotary", head_dim=4, rotary_fraction=0.5),
+    "window": replace(DECODER, window=3, full_every=2),
+    "qk-norm": replace(DECODER, qk_norm=True),
+    "soft cap": replace(DECODER, attention_softcap=0.7),
+    "experts": replace(DECODER, experts=3, expert_dim=11, value_dim=7),
+    "vit": VIT,
+    "encoder-decoder": ENCODER_DECODER,
+    "relative": replace(ENCODER_DECODER, positions="relative", distance_buckets=8, longest_distance=9),
+}  # fmt: skip
+
+
+def config_of(model: ModelConfig, **fields: Any) -> Config:
+    """Return a run that measures logits, with a large initial std so that logits are large."""
+    data = DataConfig(name="text:x", batch_size=BATCH)
+    base = "lm-proxy"
+    if isinstance(model, ViTConfig):
+        data = DataConfig(name="images:x", batch_size=BATCH)
+        base = "vit-proxy"
+    if isinstance(model, EncoderDecoderConfig):
+        data = replace(data, noise="infilling")
+        base = "ed-proxy"
+    values: dict[str, Any] = {
+        "recipe": "tiny",
+        "model": model,
+        "data": data,
+        "mesh": MeshConfig(data=1),
+        "steps": 7,
+        "preset": PresetConfig(name="mup", base=base),
+        # With a small eps, Adam would enlarge the rounding of gradients near zero.
+        "optimizer": OptimizerConfig(peak_lr=0.02, eps=1e-2, warmup_steps=3),
+        "log": LogConfig(attention_logits=True),
+    }
+    return Config(**{**values, **fields})
+
+
+def program_of(config: Config) -> Program:
+    mesh = config.mesh
+    count = mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor
+    return assemble(config, jax.devices()[:count])
+
+
+def batch_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Return a batch with documents of uneven length, or with padding in the encoder."""
+    random = np.random.default_rng(seed)
+    batch: dict[str, np.ndarray] = {}
+    for name, spec in config.model.example().items():
+        shape = (BATCH, *spec.shape)
+        if spec.dtype == "float32":
+            batch[name] = random.standard_normal(shape).astype(np.float32)
+        else:
+            batch[name] = random.integers(0, 7, shape, np.int32)
+    batch["weights"] = np.ones(batch["targets"].shape, np.float32)
+    if "input_mask" in batch:
+        lengths = random.integers(1, batch["inputs"].shape[1], (BATCH, 1))
+        batch["input_mask"] = (np.arange(batch["inputs"].shape[1]) < lengths).astype(np.int32)
+    if config.data.document_mask:
+        batch["segments"] = np.sort(random.integers(0, 3, batch["inputs"].shape), axis=1)
+        batch["segments"] = batch["segments"].astype(np.int32)
+    return batch
+
+
+def loud(params: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters whose queries and keys differ by head, so that logits are not all alike."""
+    changed = dict(params)
+    for name, w in params.items():
+        attention, _, last = name.rpartition(".")
+        if last in ("query", "key") and attention:
+            heads = np.linspace(1, 3, w.shape[2], dtype=np.float32)[:, None]
+            layers = np.linspace(1, 2, w.shape[0], dtype=np.float32)[:, None, None, None]
+            changed[name] = w * heads * layers
+    return changed
+
+
+def plain_logits(
+    q_BTHN: Any,
+    k_BSKN: Any,
+    *,
+    causal: bool,
+    window: int | None = None,
+    mask_BS: Any = None,
+    segments_BT: Any = None,
+    hides: bool = True,
+) -> np.ndarray:
+    """Return the largest logits [H] by NumPy. With `hides` off all pairs count: a wrong answer."""
+    q = np.asarray(q_BTHN, np.float64)
+    groups = q.shape[2] // np.shape(k_BSKN)[2]
+    k = np.repeat(np.asarray(k_BSKN, np.float64), groups, axis=2)
+    logits = np.einsum("bthn,bshn->bhts", q, k)
+    t = np.arange(q.shape[1])[:, None]
+    s = np.arange(k.shape[1])[None, :]
+    visible = np.ones((len(q), len(t), k.shape[1]), bool)
+    if causal:
+        visible &= s <= t
+        if window is not None:
+            visible &= s > t - window
+    if mask_BS is not None:
+        visible &= np.asarray(mask_BS)[:, None, :]
+    if segments_BT is not None:
+        segments = np.asarray(segments_BT)
+        visible &= segments[:, :, None] == segments[:, None, :]
+    if hides:
+        logits = np.where(visible[:, None], logits, -np.inf)
+    return logits.max(axis=(0, 2, 3))
+
+
+class Recorder:
+    """Keeps queries, keys and masks of every attention that is traced while `on` is entered."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def on(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "attend", self._recording(kernels.attend))
+            patch.setattr(encoder_decoder, "attend", self._recording(encoder_decoder.attend))
+            yield
+
+    def _recording(self, attend: Any) -> Any:
+        @functools.wraps(attend)
+        def wrapped(q: Any, k: Any, v: Any, **how: Any) -> Any:
+            # One implementation calls another, or itself with wider values.
+            if self._depth == 0:
+                names = ("causal", "window", "mask_BS", "segments_BT")
+                arguments = {name: how[name] for name in names if name in how}
+                self.calls.append({"q_BTHN": q, "k_BSKN": k, **arguments})
+            self._depth += 1
+            try:
+                return attend(q, k, v, **how)
+            finally:
+                self._depth -= 1
+
+        return wrapped
+
+
+def measured(program: Program, batch: dict[str, Any], recorder: Recorder) -> dict[str, np.ndarray]:
+    """Return the largest logits of each attention, [layers, heads], by the step's own function.
+
+    The arrays that the recorder has kept become concrete.
+    """
+
+    def sums(params: Any, batch: Any) -> Any:
+        recorder.calls.clear()
+        sums = steps.batch_sums(
+            program.definition, params, program.inputs, batch, measure_logits=True
+        )
+        # Arrays leave the traced function, the other arguments stay where they are.
+        arrays = []
+        for call in recorder.calls:
+            arrays.append({n: a for n, a in call.items() if isinstance(a, jax.Array)})
+        return sums.attention_logits, arrays
+
+    params = loud(program.initial_state().params)
+    result, arrays = jax.device_get(jax.jit(sums)(params, batch))
+    for call, concrete in zip(recorder.calls, arrays, strict=True):
+        call.update(concrete)
+    return result
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", [*MODELS, "documents"])
+def test_the_step_measures_the_largest_visible_logit_of_every_head(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(MODELS.get(name, DECODER))
+    if name == "documents":
+        config = replace(config, data=replace(config.data, document_mask=True))
+    program = program_of(config)
+    recorder = Recorder()
+    with recorder.on(monkeypatch):
+        result = measured(program, batch_of(config), recorder)
+
+    # Layers run in order: all of the encoder, then self- and cross-attention of each decoder block.
+    rows = np.stack([plain_logits(**call) for call in recorder.calls])
+    blind = np.stack([plain_logits(**call, hides=False) for call in recorder.calls])
+    if "cross" in " ".join(result):
+        expected = {
+            "encoder.block.attention": rows[:3],
+            "block.attention": rows[3::2],
+            "block.cross": rows[4::2],
+        }
+    else:
+        expected = {"block.attention": rows}
+    assert set(result) == set(expected)
+    for attention, largest in expected.items():
+        np.testing.assert_allclose(result[attention], largest, rtol=PAIRS_TOLERANCE)
+    # A reference that counts hidden pairs gives other values, except where nothing is hidden.
+    assert np.array_equal(rows, blind) == (name == "vit")
+    assert len(np.unique(rows)) == rows.size
+
+
+def layer_norm(x: np.ndarray) -> np.ndarray:
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-5)
+
+
+@pytest.mark.core
+def test_a_decoder_in_numpy_has_the_same_logits() -> None:
+    """Everything of the model is written again, from the token to the logits of the last layer."""
+    model = replace(DECODER, activation="relu", bias=False, norm_gain=False)
+    config = config_of(model)
+    program = program_of(config)
+    batch = batch_of(config)
+    inputs = program.inputs
+    weights = {}
+    for name, w in loud(program.initial_state().params).items():
+        multiplier = np.asarray(inputs.factors.multiplier[name], np.float64)
+        w = np.asarray(w, np.float64)
+        weights[name] = w * multiplier.reshape(multiplier.shape + (1,) * (w.ndim - multiplier.ndim))
+    forward = {name: np.asarray(value) for name, value in inputs.factors.forward.items()}
+
+    h = weights["token"][batch["inputs"]] + weights["position"]
+    rows = []
+    for layer in range(model.depth):
+        matrix = {n.removeprefix("block."): w[layer] for n, w in weights.items() if "block" in n}
+        skip = forward.get("block.skip", np.ones((model.depth, 2)))[layer]
+        branch = forward["block.branch"][layer]
+        x = layer_norm(h)
+        q = np.einsum("btd,dhn->bthn", x, matrix["attention.query"])
+        q = q * forward["block.attention.logit_scale"][layer]
+        k = np.einsum("btd,dkn->btkn", x, matrix["attention.key"])
+        v = np.einsum("btd,dkn->btkn", x, matrix["attention.value"])
+        rows.append(plain_logits(q, k, causal=True))
+        logits = np.einsum("bthn,bshn->bhts", q, np.repeat(k, 3, axis=2))
+        logits = np.where(np.tri(13, dtype=bool), logits, -np.inf)
+        shares = np.exp(logits - logits.max(-1, keepdims=True))
+        shares = shares / shares.sum(-1, keepdims=True)
+        y = np.einsum("bhts,bshn->bthn", shares, np.repeat(v, 3, axis=2))
+        h = skip[0] * h + branch[0] * np.einsum("bthn,hnd->btd", y, matrix["attention.out"])
+        up = np.maximum(layer_norm(h) @ matrix["mlp.up"], 0)
+        h = skip[1] * h + branch[1] * up @ matrix["mlp.down"]
+
+    (result,) = measured(program, batch, Recorder()).values()
+    np.testing.assert_allclose(result, np.stack(rows), rtol=MODEL_TOLERANCE)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("block", [2, 5, 7, 64])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3), (True, 11)])
+def test_blocks_of_queries_and_keys_cover_all_visible_pairs(
+    block: int, causal: bool, window: int | None
+) -> None:
+    random = np.random.default_rng(block)
+    q = random.standard_normal((3, 23, 6, 5)).astype(np.float32)
+    k = random.standard_normal((3, 23, 2, 5)).astype(np.float32)
+    segments = np.sort(random.integers(0, 4, (3, 23)), axis=1)
+    mask = random.random((3, 23)) < 0.5
+    for hidden in ({}, {"segments_BT": segments}, {"mask_BS": mask}):
+        how: dict[str, Any] = {"causal": causal, "window": window, **hidden}
+        result = jax.jit(functools.partial(largest_logits, block=block, **how))(q, k)
+        np.testing.assert_allclose(result, plain_logits(q, k, **how), rtol=PAIRS_TOLERANCE)
+
+
+@pytest.mark.core
+def test_no_array_of_all_pairs_exists() -> None:
+    q = jax.ShapeDtypeStruct((2, 2048, 3, 4), jnp.float32)
+    jaxpr = str(jax.make_jaxpr(functools.partial(largest_logits, causal=True))(q, q))
+    shapes = [tuple(map(int, s.split(","))) for s in re.findall(r"\w+\d+\[([\d,]+)\]", jaxpr)]
+    assert max(np.prod(shape) for shape in shapes) == 2 * 3 * 256 * 256
+
+
+@functools.cache
+def stepped(config: Config) -> tuple[Any, dict[str, float]]:
+    """Return the parameters after one step, and the metrics of the step.
+
+    Later steps would compare how rounding grows under an attention that is nearly an argmax.
+    """
+    program = program_of(config)
+    step = program.compile_train()
+    state = program.initial_state()
+    params = {name: jax.device_put(w, state.params[name].sharding) for name, w in loud(state.params).items()}  # fmt: skip
+    state = state._replace(params=params)
+    step_inputs = program.step_inputs()
+    batch = program.train_feed().shard_batch(batch_of(config))
+    state, metrics = step(state, step_inputs, batch)
+    values = {name: float(value) for name, value in metrics.items() if value.ndim == 0}
+    return jax.device_get(state.params), values
+
+
+EVEN = replace(DECODER, num_heads=4, num_kv_heads=2, head_dim=8, width=32, seq_len=16, depth=2, mlp_ratio=2)  # fmt: skip
+EVEN_VIT = replace(
+    VIT, num_heads=4, head_dim=8, width=32, mlp_ratio=2, registers=None, image_size=12, pool="mean"
+)
+EVEN_SPANS = replace(ENCODER_DECODER, num_heads=4, head_dim=8, width=32, seq_len=16, target_len=8, mlp_ratio=2)  # fmt: skip
+EVEN_MODELS: dict[str, ModelConfig] = {
+    "decoder": EVEN,
+    "rotary": replace(EVEN, positions="rotary"),
+    "scanned": replace(EVEN, window=5, full_every=2, depth=3, compute=ComputeConfig(layers="scan", remat="block")),
+    "vit": EVEN_VIT,
+    "encoder-decoder": EVEN_SPANS,
+}  # fmt: skip
+MESHES = {
+    "data 8": MeshConfig(data=8),
+    "fsdp 8": MeshConfig(data=1, fsdp=8),
+    "data 2 fsdp 4": MeshConfig(data=2, fsdp=4),
+    "tensor 2": MeshConfig(data=2, tensor=2),
+    "sequence 2": MeshConfig(data=2, sequence=2),
+    "all": MeshConfig(data=1, fsdp=2, sequence=2, tensor=2),
+}
+ON_MESHES = [
+    ("decoder", "data 8"),
+    ("decoder", "fsdp 8"),
+    ("decoder", "tensor 2"),
+    ("decoder", "all"),
+    ("scanned", "data 2 fsdp 4"),
+    ("scanned", "sequence 2"),
+    ("encoder-decoder", "fsdp 8"),
+    ("encoder-decoder", "all"),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh"), ON_MESHES)
+def test_every_mesh_measures_the_same(model: str, mesh: str) -> None:
+    config = config_of(EVEN_MODELS[model])
+    _, one = stepped(config)
+    _, many = stepped(replace(config, mesh=MESHES[mesh]))
+    assert one["attention_logit_max"] == pytest.approx(
+        many["attention_logit_max"], rel=MODEL_TOLERANCE
+    )
+    assert one["loss"] == pytest.approx(many["loss"], rel=MODEL_TOLERANCE)
+
+
+@pytest.mark.parametrize("model", ["rotary", "vit"])
+def test_ring_attention_and_images_on_a_mesh(model: str) -> None:
+    """The ring holds positions in another order, so its masks go by the positions themselves."""
+    config = config_of(EVEN_MODELS[model])
+    _, one = stepped(config)
+    compute = ComputeConfig(attention="ring") if model == "rotary" else ComputeConfig()
+    ring = replace(config.model, compute=compute)
+    _, many = stepped(replace(config, model=ring, mesh=MESHES["sequence 2"]))
+    assert one["attention_logit_max"] == pytest.approx(
+        many["attention_logit_max"], rel=MODEL_TOLERANCE
+    )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("layers", "remat"), [("scan", "none"), ("scan", "block"), ("unrolled", "dots")]
+)
+def test_scan_and_remat_measure_the_same(layers: Any, remat: Any) -> None:
+    config = config_of(EVEN)
+    _, plain = stepped(config)
+    compute = ComputeConfig(layers=layers, remat=remat)
+    _, other = stepped(replace(config, model=replace(EVEN, compute=compute)))
+    assert plain["attention_logit_max"] == pytest.approx(
+        other["attention_logit_max"], rel=MODEL_TOLERANCE
+    )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mesh", ["one", "data 2 fsdp 4"])
+def test_microbatches_give_the_maximum_over_all_of_them(mesh: str) -> None:
+    """All logits are negative here, so that a maximum that begins at 0 would be wrong."""
+    config = config_of(EVEN, mesh=MESHES.get(mesh, MeshConfig(data=1)))
+    config = replace(config, data=replace(config.data, batch_size=16))
+    program = program_of(config)
+    params = jax.device_get(program.initial_state().params)
+    # Positions of an example are alike, and a query is its key times -1.
+    params["position"] = 0 * params["position"]
+    key = params["block.attention.key"]
+    params["block.attention.query"] = -np.repeat(key, 2, axis=2)
+    small = batch_of(config)
+    batch = {name: np.concatenate([array, array]) for name, array in small.items()}
+    batch["inputs"] = np.repeat(np.arange(16, dtype=np.int32)[:, None], 16, axis=1)
+
+    results = []
+    for count in (1, 2):
+
+        def gradients(params: Any, batch: Any, count: int = count) -> Any:
+            return steps.gradients(
+                program.definition,
+                params,
+                program.inputs,
+                batch,
+                count,
+                measure_logits=True,
+                layout=program.layout,
+            )
+
+        _, sums = jax.jit(gradients)(params, batch)
+        (largest,) = jax.device_get(sums.attention_logits).values()
+        assert (largest < 0).all()
+        results.append(largest)
+    np.testing.assert_allclose(results[1], results[0], rtol=MODEL_TOLERANCE)
+
+
+@pytest.mark.core
+def test_a_run_without_the_flag_pays_nothing() -> None:
+    config = config_of(EVEN)
+    off = replace(config, log=LogConfig())
+    texts = [program_of(c).trace_train().lower().as_text() for c in (off, config)]
+    # As many products as before: one for each matrix, the logits and the values, and no more.
+    counts = [text.count("stablehlo.dot_general") for text in texts]
+    assert counts[1] == counts[0] + EVEN.depth
+    assert "attention_logit_max" not in stepped(off)[1]
+    measured_params, _ = stepped(config)
+    plain_params, _ = stepped(off)
+    for name, w in plain_params.items():
+        np.testing.assert_array_equal(w, measured_params[name])
+
+
+@pytest.mark.core
+def test_a_model_without_attention_is_refused_before_anything_is_compiled() -> None:
+    from examples import mlp_mixer
+
+    mixer = mlp_mixer.MixerConfig(
+        width=20, depth=2, image_size=9, patch_size=3, channels=2, num_classes=7
+    )
+    config = config_of(VIT)
+    with pytest.raises(
+        ConfigError,
+        match=r"log.attention_logits is of attention logits, and the model .*leave it out",
+    ):
+        program_of(replace(config, model=mixer, preset=PresetConfig(name="mup", base=None)))  # fmt: skip
+
+
+@pytest.mark.core
+def test_rows_screen_summary_and_tensorboard_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(3000)))
+    line = (
+        "train lm-tiny --data.name text:text.txt --data.tokenizer bytes --model.width 16 --model.depth 1 "
+        "--model.num-heads 2 --model.seq-len 16 --data.batch-size 8 --data.eval-batch-size 8 --data.eval-examples 16 "
+        "--steps 5 --optimizer.warmup-steps 1 --log.no-samples --workdir out --log.attention-logits"
+    )
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(line.split()) == 0
+    rows = [json.loads(text) for text in Path("out/metrics.jsonl").read_text().splitlines()]
+    values = [row["attention_logit_max"] for row in rows if "loss" in row]
+    assert len(values) == 5
+    assert all(np.isfinite(values))
+    text = out.getvalue()
+    assert f"attention logit {values[-1]:.4g}" in text
+    (summary,) = [row for row in text.splitlines() if "attention logit" in row and "at most" in row]
+    assert f"at most {max(values):.4g}, at step {1 + int(np.argmax(values))}" in summary
+    events = b"".join(path.read_bytes() for path in Path("out/tensorboard").rglob("events*"))
+    assert b"train/attention_logit_max" in events

@@ -1,0 +1,395 @@
+"""QK-clip: heads whose logits exceed the limit are shrunk to it after the update, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mupax.__main__ import main
+from mupax.presets.optimizers import OPTIMIZERS
+from mupax.train.config.run import (
+    Config,
+    DataConfig,
+    EmaConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
+from mupax.train.core.program import Program, assemble
+from mupax.train.core.qk_clip import param_scales
+from mupax.train.core.state import average_of, averaged
+from mupax.train.studies.sweep.sweep import shape_of
+from mupax.zoo.configs import (
+    ComputeConfig,
+    ConfigError,
+    DecoderConfig,
+    EncoderDecoderConfig,
+    ViTConfig,
+)
+
+replace = dataclasses.replace
+DECODER = DecoderConfig(
+    width=22, depth=2, num_heads=3, head_dim=4, mlp_ratio=1.5, vocab_size=17, seq_len=7, positions="rotary"
+)  # fmt: skip
+GROUPED = replace(DECODER, num_heads=6, num_kv_heads=2)
+EVEN = DecoderConfig(
+    width=64, depth=2, num_heads=4, head_dim=16, mlp_ratio=2, vocab_size=17, seq_len=16,
+    compute=ComputeConfig(layers="scan"),
+)  # fmt: skip
+RUN = Config(
+    recipe="tiny", model=DECODER, data=DataConfig(name="text:x", batch_size=8), mesh=MeshConfig(data=1), steps=7,
+    preset=PresetConfig(name="mup", base="lm-proxy"), optimizer=OptimizerConfig(peak_lr=0.01, weight_decay=0.1, qk_clip=1.0),
+)  # fmt: skip
+TAU = 1.0
+
+
+def program_of(config: Config) -> Program:
+    mesh = config.mesh
+    count = mesh.data * mesh.fsdp * mesh.sequence * mesh.tensor
+    return assemble(config, jax.devices()[:count])
+
+
+def with_optimizer(config: Config, **fields: Any) -> Config:
+    return replace(config, optimizer=replace(config.optimizer, **fields))
+
+
+def batch_of(config: Config) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    batch: dict[str, np.ndarray] = {}
+    for name, spec in config.model.example().items():
+        shape = (config.data.batch_size, *spec.shape)
+        if spec.dtype == "float32":
+            batch[name] = random.standard_normal(shape).astype(np.float32)
+        else:
+            batch[name] = random.integers(1, 7, shape, np.int32)
+    batch["weights"] = np.ones(batch["targets"].shape, np.float32)
+    return batch
+
+
+def is_query(name: str) -> bool:
+    return name.rpartition(".")[2] in ("query", "query_bias")
+
+
+def is_key(name: str) -> bool:
+    return name.rpartition(".")[2] in ("key", "key_bias")
+
+
+@functools.cache
+def compiled(config: Config) -> tuple[Program, Any]:
+    program = program_of(config)
+    return program, program.compile_train()
+
+
+def stepped(config: Config, count: int = 1) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """Return the states before and after steps on one batch, and each step's metrics, on the host.
+
+    The first head's query is small, so that its logits stay below the limit. The others exceed it.
+    """
+    program, step = compiled(config)
+    state = program.initial_state()
+    params = dict(state.params)
+    for name, w in params.items():
+        if name.rpartition(".")[2] == "query":
+            heads = np.geomspace(0.02, 4, w.shape[2], dtype=np.float32)[:, None]
+            params[name] = jax.device_put((w * heads).astype(w.dtype), w.sharding)
+        elif is_query(name) or is_key(name):
+            filled = np.full(w.shape, 0.1 if is_key(name) else 0.003, np.float32)
+            if name.endswith("_bias"):
+                params[name] = jax.device_put(filled.astype(w.dtype), w.sharding)
+    state = state._replace(params=params)
+    if state.ema is not None:
+        state = state._replace(ema=average_of(params))
+    before = jax.device_get(state)
+    step_inputs = program.step_inputs()
+    rows = []
+    for _ in range(count):
+        batch = program.train_feed().shard_batch(batch_of(config))
+        state, metrics = step(state, step_inputs, batch)
+        rows.append(jax.device_get(metrics))
+    return before, jax.device_get(state), rows
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("model", [DECODER, GROUPED], ids=["own keys", "shared keys"])
+def test_the_factors_multiply_each_heads_logits_by_gamma(model: DecoderConfig) -> None:
+    program = program_of(replace(RUN, model=model))
+    random = np.random.default_rng(0)
+    largest = random.uniform(-1, 4, (2, model.num_heads)).astype(np.float32)
+    assert (largest < 0).any()
+    gamma = np.where(largest > TAU, TAU / largest, 1)
+    scales = param_scales(
+        {"block.attention": jnp.asarray(largest)}, jnp.float32(TAU), program.definition
+    )
+    factors = {name: np.asarray(scale) for name, scale in scales.items()}
+
+    queries = np.broadcast_to(factors["block.attention.query"], (2, 1, model.num_heads, 1))
+    bias = factors["block.attention.query_bias"]
+    np.testing.assert_array_equal(queries[:, 0], bias)
+    keys = factors.get("block.attention.key", np.ones((2, 1, 1, 1)))
+    np.testing.assert_allclose((queries * keys)[:, 0, :, 0], gamma, rtol=1e-6)
+    if model is GROUPED:
+        # A factor on a key would shrink the logits of other heads.
+        assert list(factors) == ["block.attention.query", "block.attention.query_bias"]
+    else:
+        np.testing.assert_array_equal(keys, queries)
+        assert len(factors) == 4
+    assert (queries[:, 0, :, 0][largest <= TAU] == 1).all()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("model", [DECODER, GROUPED], ids=["own keys", "shared keys"])
+def test_only_heads_above_the_limit_change_and_come_down_to_it(model: DecoderConfig) -> None:
+    """Nothing else moves at a learning rate of 0, so the next logits are known exactly."""
+    still = with_optimizer(replace(RUN, model=replace(model, depth=1)), peak_lr=0.0)
+    before, after, rows = stepped(still, 2)
+    assert rows[0]["attention_logit_max"] > 2 * TAU
+    np.testing.assert_allclose(rows[1]["attention_logit_max"], TAU, rtol=1e-6)
+    for name, w in before.params.items():
+        changed = np.abs(after.params[name] - w).reshape(w.shape[0], -1).any()
+        is_scaled = is_query(name) or (is_key(name) and model is DECODER)
+        assert changed == is_scaled, name
+        if is_scaled:
+            moved = np.moveaxis(after.params[name] != w, -2, 0)
+            by_head = moved.reshape(len(moved), -1).any(axis=1)
+            assert not by_head[0]
+            assert by_head[-1]
+    # The control: without the limit the logits are as large at the second step.
+    _, _, free = stepped(with_optimizer(with_log(still), qk_clip=None), 2)
+    assert free[0]["attention_logit_max"] == rows[0]["attention_logit_max"]
+    assert free[1]["attention_logit_max"] == free[0]["attention_logit_max"]
+
+
+def with_log(config: Config) -> Config:
+    return replace(config, log=replace(config.log, attention_logits=True))
+
+
+@pytest.mark.core
+def test_logits_of_a_run_that_learns_stay_at_the_limit() -> None:
+    model = replace(DECODER, depth=1)
+    config = with_optimizer(replace(RUN, model=model), schedule="constant", peak_lr=1e-3)
+    _, _, rows = stepped(config, 8)
+    _, _, free = stepped(with_optimizer(with_log(config), qk_clip=None), 8)
+    clipped = [float(row["attention_logit_max"]) for row in rows]
+    assert min(float(row["attention_logit_max"]) for row in free) > 2 * TAU
+    # The clip goes by the logits before the update, so one update's growth comes on top of the limit.
+    assert max(clipped[1:]) < 1.25 * TAU
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if ":" not in n])
+def test_every_optimizer_updates_first_and_is_clipped_then(name: str) -> None:
+    config = with_optimizer(replace(RUN, ema=EmaConfig(decay=0.9)), name=name)
+    if "weight_decay" not in OPTIMIZERS[name].reads:
+        config = with_optimizer(config, weight_decay=0.0)
+    _, free, _ = stepped(with_optimizer(config, qk_clip=None))
+    before, clipped, rows = stepped(config)
+    assert rows[0]["attention_logit_max"] > TAU
+    moments = (jax.tree.leaves(free.opt_state), jax.tree.leaves(clipped.opt_state))
+    for one, other in zip(*moments, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-9)
+    for parameter, w in free.params.items():
+        ratio = clipped.params[parameter] / np.where(w == 0, 1, w)
+        if is_query(parameter) or is_key(parameter):
+            # One factor for each layer and head, decay and update included.
+            by_head = np.moveaxis(ratio, -2, 0).reshape(w.shape[-2], w.shape[0], -1)
+            spread = np.ptp(by_head, axis=-1)
+            assert spread.max() < 1e-3, parameter
+            np.testing.assert_allclose(by_head[0], 1, rtol=1e-4)
+            assert by_head[-1].max() < 0.9
+        else:
+            np.testing.assert_allclose(clipped.params[parameter], w, rtol=1e-5, atol=1e-8)
+    # The average takes in the clipped parameters.
+    ema = averaged(before.ema, clipped.params, jnp.float32(0.9), jnp.int32(0))
+    for parameter, value in ema.items():
+        np.testing.assert_allclose(clipped.ema[parameter], value, rtol=1e-5, atol=1e-8)
+
+
+MESHES = {"fsdp 8": MeshConfig(data=1, fsdp=8), "data 2 fsdp 4": MeshConfig(data=2, fsdp=4)}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_meshes_clip_with_the_same_bits(mesh: str) -> None:
+    """The factors depend on logits alone, which each device computes for its own examples."""
+    config = with_optimizer(replace(RUN, model=EVEN), peak_lr=0.0)
+    before, one, one_rows = stepped(config, 2)
+    _, many, many_rows = stepped(replace(config, mesh=MESHES[mesh]), 2)
+    assert one_rows[0]["attention_logit_max"] == many_rows[0]["attention_logit_max"]
+    assert (one.params["block.attention.query"] != before.params["block.attention.query"]).any()
+    for name, w in one.params.items():
+        np.testing.assert_array_equal(many.params[name], w, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshConfig(data=2, tensor=2), MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)]
+)
+def test_meshes_that_split_heads_or_positions_clip_alike(mesh: MeshConfig) -> None:
+    config = with_optimizer(replace(RUN, model=EVEN), eps=1e-2)
+    _, one, _ = stepped(config, 2)
+    _, many, _ = stepped(replace(config, mesh=mesh), 2)
+    for name, w in one.params.items():
+        np.testing.assert_allclose(many.params[name], w, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.core
+def test_microbatches_clip_by_the_largest_logit_of_all() -> None:
+    still = with_optimizer(RUN, peak_lr=0.0)
+    _, one, _ = stepped(still)
+    _, several, rows = stepped(replace(still, accumulation_steps=4))
+    assert rows[0]["attention_logit_max"] > TAU
+    for name, w in one.params.items():
+        np.testing.assert_allclose(several.params[name], w, rtol=1e-6)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["encoder-decoder", "vit"])
+def test_all_attentions_of_other_models_are_clipped(family: str) -> None:
+    if family == "vit":
+        model = ViTConfig(
+            width=22, depth=2, num_heads=3, head_dim=5, mlp_ratio=1.5, image_size=9, patch_size=3, channels=2, num_classes=7
+        )  # fmt: skip
+        data = DataConfig(name="images:x", batch_size=8)
+        config = replace(RUN, model=model, data=data, preset=PresetConfig(base="vit-proxy"))
+    else:
+        model = EncoderDecoderConfig(
+            width=22, depth=2, num_heads=3, head_dim=4, mlp_ratio=1.5, vocab_size=17, seq_len=7, target_len=5
+        )  # fmt: skip
+        data = DataConfig(name="text:x", batch_size=8, noise="infilling")
+        config = replace(RUN, model=model, data=data, preset=PresetConfig(base="ed-proxy"))
+    before, after, rows = stepped(with_optimizer(config, peak_lr=0.0), 3)
+    matrices = [name for name in before.params if name.rpartition(".")[2] in ("query", "key")]
+    assert len(matrices) == (2 if family == "vit" else 6)
+    for name in matrices:
+        assert (after.params[name] != before.params[name]).any(), name
+    # Layers below change what a layer reads, so the limit is reached layer by layer.
+    np.testing.assert_allclose(rows[2]["attention_logit_max"], TAU, rtol=0.05)
+
+
+@pytest.mark.core
+def test_parameters_stored_in_bfloat16_are_clipped_before_they_are_rounded() -> None:
+    compute = ComputeConfig(param_dtype="bfloat16")
+    config = with_optimizer(replace(RUN, model=replace(DECODER, depth=1, compute=compute)), peak_lr=0.0)  # fmt: skip
+    before, after, rows = stepped(config, 2)
+    assert after.params["block.attention.query"].dtype == before.params["token"].dtype
+    np.testing.assert_allclose(rows[1]["attention_logit_max"], TAU, rtol=0.02)
+    np.testing.assert_array_equal(after.params["token"], before.params["token"])
+
+
+@pytest.mark.core
+def test_a_skipped_step_clips_nothing() -> None:
+    program, step = compiled(RUN)
+    state = program.initial_state()
+    before = jax.device_get(state.params)
+    batch = batch_of(RUN)
+    batch["weights"][0, 0] = np.nan
+    after, metrics = step(state, program.step_inputs(), batch)
+    assert metrics["verdict"][0] == 1
+    for name, w in before.items():
+        np.testing.assert_array_equal(after.params[name], w)
+
+
+@pytest.mark.core
+def test_points_of_a_sweep_share_a_program_whatever_their_limit() -> None:
+    one, other = (with_optimizer(RUN, qk_clip=tau) for tau in (1.0, 50.0))
+    assert shape_of(one) == shape_of(other)
+    assert shape_of(one) != shape_of(with_optimizer(RUN, qk_clip=None))
+
+
+TRAIN = (
+    "train lm-tiny --data.name text:text.txt --data.tokenizer bytes --model.width 16 --model.depth 1 "
+    "--model.num-heads 2 --model.seq-len 16 --data.batch-size 8 --data.eval-batch-size 8 --data.eval-examples 16 "
+    "--steps 6 --optimizer.warmup-steps 1 --checkpoint.every-steps 3 --log.no-samples --log.no-tensorboard --workdir "
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(3000)))
+    return tmp_path
+
+
+def typed(line: str) -> tuple[int, str, str]:
+    """Return the exit code of a command, and what it printed to both streams."""
+    out = io.StringIO()
+    err = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(line.split())
+        except SystemExit as end:
+            code = end.code
+    return int(code or 0), out.getvalue(), err.getvalue()
+
+
+def rows_of(workdir: str) -> dict[int, tuple[float, float]]:
+    rows = [json.loads(text) for text in Path(workdir, "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: (r["loss"], r["attention_logit_max"]) for r in rows if "loss" in r}
+
+
+def test_a_command_clips_and_a_resumed_run_has_the_same_bits(folder: Path) -> None:
+    flags = " --optimizer.qk-clip 0.05 --optimizer.peak-lr 2e-4 --optimizer.schedule constant"
+    code, _, err = typed(f"{TRAIN}whole{flags}")
+    assert code == 0, err
+    whole = rows_of("whole")
+    assert whole[1][1] > 0.1
+    assert max(logit for step, (_, logit) in whole.items() if step > 1) < 0.06
+
+    code, _, err = typed(f"{TRAIN}parts{flags} --steps 3")
+    assert code == 0, err
+    code, out, err = typed(f"{TRAIN}parts{flags} --resume")
+    assert code == 0, err
+    assert "resuming" in out
+    assert rows_of("parts") == whole
+    # A limit that changes is announced.
+    code, out, err = typed(f"{TRAIN}parts{flags} --resume --steps 7 --optimizer.qk-clip 7")
+    assert code == 0, err
+    assert "optimizer.qk_clip 0.05 -> 7" in " ".join(out.split())
+
+
+REFUSED = {
+    "--optimizer.qk-clip 0": "optimizer.qk_clip is 0.0; write the largest attention logit",
+    "--optimizer.qk-clip -3": "optimizer.qk_clip is -3.0; write the largest attention logit",
+    "--optimizer.qk-clip nan": "optimizer.qk_clip is nan; write the largest attention logit",
+    "--optimizer.qk-clip 9 --model.qk-norm": "model.qk_norm normalizes their outputs",
+    "--optimizer.qk-clip 9 --freeze query": "block.attention.query is frozen; leave it out",
+    "--optimizer.qk-clip 9 --freeze block.attention.key": "block.attention.key is frozen",
+    "--optimizer.qk-clip 9 --model.lora.rank 2 --train-only lora_a": "model.lora adds adapters",
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("flags", REFUSED)
+def test_wrong_settings_get_one_line_before_anything_is_compiled(
+    flags: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(Program, "compile_train", fail)
+    code, _, err = typed(f"{TRAIN}out {flags}")
+    assert code == 2
+    assert REFUSED[flags] in " ".join(err.split())
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.core
+def test_a_model_without_attention_is_refused() -> None:
+    from examples import mlp_mixer
+
+    data = DataConfig(name="images:x", batch_size=8)
+    mixer = mlp_mixer.MixerConfig(
+        width=20, depth=2, image_size=9, patch_size=3, channels=2, num_classes=7
+    )
+    config = replace(RUN, model=mixer, data=data, preset=PresetConfig(name="mup", base=None))
+    with pytest.raises(ConfigError, match=r"^optimizer.qk_clip is of attention logits"):
+        program_of(config)
