@@ -764,11 +764,7 @@ def attention_workspace(module: hlo.Module) -> int:
 
 
 def communicators(module: hlo.Module, devices: int) -> int:
-    """Return the number of sets of devices for which NCCL keeps buffers on one GPU.
-
-    Args:
-        devices: Number of partitions of the program.
-    """
+    """Return the number of sets of devices for which NCCL keeps buffers on one GPU."""
     sets = set()
     for executed in module.executed:
         instruction = executed.instruction
@@ -803,8 +799,8 @@ def array_bytes_of_gpu(
             f"{MEM_FRACTION} is {text!r}; write a share of a GPU's memory, above 0 and at most 1, "
             f"such as {_DEFAULT_MEM_FRACTION}"
         )
-    taken = int(share * chip.hbm_bytes)
-    return min(taken, chip.hbm_bytes - num_communicators * NCCL_BYTES)
+    share_bytes = int(share * chip.hbm_bytes)
+    return min(share_bytes, chip.hbm_bytes - num_communicators * NCCL_BYTES)
 
 
 def _traced_flops(program: Program, traced: Any) -> float:

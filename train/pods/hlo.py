@@ -170,7 +170,7 @@ def _collective(
         part: Collective's own instruction, `executed` or inside its fusion.
         mesh: Size by axis name, in the order of the mesh's dimensions.
         across: Number of slices by axis, for axes that cross slices.
-        islands: Host of every partition, or nothing.
+        islands: Host of every partition of GPUs, empty for TPUs, whose sends alone leave a slice.
     """
     instruction = part.instruction
     kind = part.kind

@@ -279,9 +279,7 @@ def estimated(point: dict[str, Any], args: Options) -> dict[str, Any]:
 def comparison(measured: dict[str, dict[str, Any]], estimates: dict[str, dict[str, Any]]) -> str:
     """Return the table of estimates beside measurements.
 
-    Args:
-        measured: Best point of mupax by model.
-        estimates: Result of `estimated` by model.
+    Both are by model: the best measured point of mupax, and what `estimated` returns for it.
     """
     rows = [("compiled estimate beside measured", "memory", "", "ratio", "step, ms", "", "ratio")]
     reasons = []

@@ -23,7 +23,7 @@ from mupax.train.parallel import hardware
 from mupax.train.parallel.chips import CHIPS, GPUS
 from mupax.train.parallel.sharding import make_mesh
 from mupax.train.pods import compiled as pods_compiled
-from mupax.train.pods import hlo, search, targets, topology
+from mupax.train.pods import hlo, search, topology
 from mupax.train.pods.compiled import Compiled, Roofline, compile_for
 from mupax.train.pods.topology import TopologyError
 from tests.train.pods.test_command import config_of
@@ -105,7 +105,7 @@ def test_packages_of_the_compiler_are_named(
 @pytest.mark.parametrize("name", GPUS)
 def test_a_target_has_every_number_once(name: str) -> None:
     chip = GPUS[name]
-    text = targets.text(chip, (9, 10, 2))
+    text = topology.gpu_target(chip, (9, 10, 2))
     fields = re.findall(r"^  (\w+):? ", text, re.MULTILINE)
     assert len(fields) == len(set(fields)) == 21
     assert f"device_memory_size: {chip.hbm_bytes}\n" in text
@@ -146,8 +146,8 @@ PROGRAM = """ENTRY %main (p: bf16[8,8], x: bf16[8,8]) -> bf16[8,8] {
   %inner_done = bf16[8,8]{1,0} all-reduce-done(%inner)
   %outer = bf16[8,8]{1,0} all-reduce-start(%x), replica_groups={{0,2},{1,3}}, to_apply=%add
   %outer_done = bf16[8,8]{1,0} all-reduce-done(%outer)
-  %both = bf16[8,8]{1,0} all-reduce-start(%x), replica_groups={{0,2},{1,3}}, to_apply=%add
-  %both_done = bf16[8,8]{1,0} all-reduce-done(%both)
+  %second = bf16[8,8]{1,0} all-reduce-start(%x), replica_groups={{0,2},{1,3}}, to_apply=%add
+  %second_done = bf16[8,8]{1,0} all-reduce-done(%second)
   %kernel = (bf16[4,2,16,8]{3,2,1,0}, u8[0]{0}) custom-call(%x), custom_call_target="__cudnn$fmhaSoftmaxBackward"
   ROOT %n = bf16[8,8]{1,0} negate(%inner_done)
 }
@@ -158,10 +158,10 @@ PROGRAM = """ENTRY %main (p: bf16[8,8], x: bf16[8,8]) -> bf16[8,8] {
 def test_sums_that_leave_a_host_are_told_apart() -> None:
     module = hlo.parse(PROGRAM)
     mesh = {"data": 2, "fsdp": 2}
-    inner, outer, both = hlo.collectives(module, mesh, None, [0, 0, 1, 1])
+    inner, outer, second = hlo.collectives(module, mesh, None, [0, 0, 1, 1])
     assert (inner.axes, inner.between_slices, inner.overlapped) == (("fsdp",), False, True)
     assert (outer.axes, outer.between_slices, outer.overlapped) == (("data",), True, False)
-    assert both.between_slices
+    assert second.between_slices
     # The control: four GPUs of one host send nothing over the slow network.
     assert not any(row.between_slices for row in hlo.collectives(module, mesh, None, [0] * 4))
     assert pods_compiled.communicators(module, 4) == 2
