@@ -564,7 +564,9 @@ def assemble(
 
         layout.room = memory.room(config, model, layout)
     trained = checks.trained(config.train_only, config.freeze, model.specs)
-    tx = optimizer.build(config.scaled_optimizer, trained)
+    scaled = config.scaled_optimizer
+    matrix_steps = preset.matrix_steps(trained, model.sizes, scaled.name)
+    tx = optimizer.build(scaled, trained, matrix_steps)
     inputs = _inputs(config, preset, model, trained)
 
     # State.
