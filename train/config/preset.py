@@ -72,7 +72,7 @@ class PresetConfig:
     zero_readout: Annotated[bool, Affects("model", True)] = False
     """Initialize the readout to zero."""
     joint: Annotated[
-        Literal["none", "sde", "complete-d"],
+        Literal["none", "sde", "complete-d", "completed-muon"],
         conf.arg(aliases=("--joint",)),
         Listed("model", "sde", given={"preset.base": "lm-proxy,batch=4,tokens=768"}),
     ] = "none"
