@@ -17,10 +17,12 @@ from mupax.presets.optimizers import Family
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import ONE, Power, axis
 
-Applied = Literal["none", "sde", "complete-d"]
+Applied = Literal["none", "sde", "complete-d", "completed-muon"]
 """Names of the rules that `--joint` accepts, as a type."""
 COLUMNS = ("lr", "weight_decay", "eps", "one_minus_b1", "one_minus_b2", "durations")
-"""Fields of `JointRule` that scale a setting."""
+"""Fields of `JointRule` that scale a setting of Adam."""
+COLUMNS_OF_MUON = ("lr", "adam_lr", *COLUMNS[1:])
+"""Fields of `JointRule` that scale a setting of Muon."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class JointRule:
     Attributes:
         name: Name for `--joint` and the table.
         lr: Factor on the peak learning rate.
+        adam_lr: Factor on the peak learning rate of the parameters that Muon leaves to Adam. `lr`
+            is then the factor for Muon's matrices. `None` for a rule of another optimizer.
         weight_decay: Factor on coupled weight decay, w -= lr*wd*w. Independent weight decay is
             multiplied by `weight_decay` and `lr`, so that lr*wd scales the same.
         eps: Factor on Adam's eps.
@@ -52,6 +56,7 @@ class JointRule:
 
     name: str
     lr: Power | None = None
+    adam_lr: Power | None = None
     weight_decay: Power | None = None
     eps: Power | None = None
     one_minus_b1: Power | None = None
@@ -70,7 +75,7 @@ class JointRule:
         """Return the factor on a setting, or 1 if the source says nothing about the setting.
 
         Args:
-            column: Member of `COLUMNS`.
+            column: Member of `COLUMNS_OF_MUON`.
             ratios: `batch` and `tokens` of the run, divided by the base's.
         """
         power = getattr(self, column) or ONE
@@ -113,6 +118,17 @@ class JointRule:
                 return True
         return False
 
+    @property
+    def of_adam_part(self) -> JointRule:
+        """Rule of Muon for the parameters that it leaves to Adam, as a rule of Adam."""
+        return dataclasses.replace(
+            self,
+            name=f"Adam part of {self.name}",
+            lr=self.adam_lr,
+            adam_lr=None,
+            families=("adam",),
+        )
+
     def described(self) -> str:
         """Return the rule in one line, for the user.
 
@@ -136,12 +152,12 @@ class JointRule:
         Args:
             ratios: `batch` and `tokens` at which the entry "factors" is evaluated.
         """
-        entries = {name: value for name, value in vars(self).items() if name not in COLUMNS}
+        entries = {name: value for name, value in vars(self).items() if name not in COLUMNS_OF_MUON}
         entries["concessions"] = {name: formula(power) for name, power in self.concessions.items()}
 
         formulas = {}
         factors = {}
-        for column in COLUMNS:
+        for column in COLUMNS_OF_MUON:
             power = getattr(self, column)
             formulas[column] = None if power is None else formula(power)
             factors[column] = None if power is None else power(ratios)
@@ -208,6 +224,28 @@ RULES: dict[str, JointRule] = {
                 "though eps grows against noise that T leaves alone"
             ),
             concessions={"eps over noise": _T**0.5},
+        ),
+        JointRule(
+            name="completed-muon",
+            applied=True,
+            lr=_B**0.5 * _T**-0.3,
+            adam_lr=(_B / _T) ** 0.5,
+            eps=(_T / _B) ** 0.5,
+            one_minus_b2=_B,
+            durations=_FRACTION,
+            families=("muon",),
+            status="derived",
+            source=(
+                "marin's completed_adamh.py, read in its code, applied to Muon, whose steps have a "
+                "fixed norm as AdamH's; HyperP (2603.28743, abstract) has T^-0.32 for Muon at a "
+                "fixed norm"
+            ),
+            tested="marin's runs of AdamH; refits have T^-0.28, and T^-0.40 for MuonH",
+            remark=(
+                "matrices and the Adam part have one column each, and one shared rate is split; "
+                "b1 and the momentum stay, beta2^B stays to first order; the source decays no "
+                "matrix and says nothing about weight decay"
+            ),
         ),
         JointRule(
             name="linear",

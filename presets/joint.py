@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mupax.presets.horizon import COLUMNS, RULES, JointRule, formula, rule
+from mupax.presets.horizon import COLUMNS, COLUMNS_OF_MUON, RULES, JointRule, formula, rule
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import PresetError
 
@@ -25,7 +25,12 @@ NUMBERS = {
 }
 """Column of a joint rule by optimizer setting. The column of a beta scales 1 - beta."""
 
-_LABELS = {"durations": "warm-up", "one_minus_b1": "1-b1", "one_minus_b2": "1-b2"}
+_LABELS = {
+    "adam_lr": "Adam part's lr",
+    "durations": "warm-up",
+    "one_minus_b1": "1-b1",
+    "one_minus_b2": "1-b2",
+}
 """Column titles of `path` for columns whose own name is no title."""
 
 
@@ -42,9 +47,15 @@ def of(name: str, optimizer: str) -> JointRule:
     joint = rule(name)
     if OPTIMIZERS[optimizer].family in joint.families:
         return joint
+    fitting = []
+    for other in RULES.values():
+        covers = OPTIMIZERS[optimizer].family in other.families
+        if other.applied and covers and other.name != "none":
+            fitting.append(f"joint {other.name}, ")
     raise PresetError(
         f"the joint rule {name} is for {' and '.join(joint.families)} and says nothing about "
-        f"{optimizer}; write joint none and tune the rate at this batch, or another optimizer"
+        f"{optimizer}; write {''.join(fitting)}joint none and tune the rate at this batch, or "
+        "another optimizer"
     )
 
 
@@ -62,7 +73,8 @@ def scaled(
         ratios: `batch` and `tokens` of the run, divided by the base's.
         optimizer: Key of `OPTIMIZERS`.
         numbers: Settings at the base, by the names in `NUMBERS`. Other entries and `None` are
-            returned unchanged.
+            returned unchanged. Under a rule with a column for Muon's Adam part, an `adam_lr` of
+            `None` stands for `peak_lr`.
         decay: "coupled" if a step subtracts lr * weight_decay * w, "independent" if it subtracts
             weight_decay * w.
 
@@ -75,6 +87,12 @@ def scaled(
     """
     joint = of(name, optimizer)
     result = dict(numbers)
+    if joint.adam_lr is not None and set(ratios.values()) != {1.0}:
+        adam_peak = numbers.get("adam_lr")
+        if adam_peak is None:
+            # The Adam part has the matrices' peak, which scales by another column.
+            adam_peak = numbers["peak_lr"]
+        result["adam_lr"] = adam_peak * joint.factor("adam_lr", ratios)
     for setting, column in NUMBERS.items():
         factor = joint.factor(column, ratios)
         if setting == "weight_decay" and decay == "independent":
@@ -124,8 +142,9 @@ def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: floa
         return []
     cautions = joint.cautions(ratios)
     try:
-        # A beta that would leave (0, 1) is a doubt here and an error in a run.
-        scaled(joint.name, ratios, "adam", {"b1": b1, "b2": b2})
+        # A beta that would leave (0, 1) is a doubt here and an error in a run. Families are named
+        # for one of their optimizers.
+        scaled(joint.name, ratios, joint.families[0], {"peak_lr": 1.0, "b1": b1, "b2": b2})
     except PresetError as error:
         return [*cautions, str(error)]
     return cautions
@@ -177,10 +196,10 @@ def rows(ratios: Mapping[str, float] | None = None) -> list[list[str]]:
         ratios: `batch` and `tokens` of the run, divided by those of the base. The cells then have
             the factors at these ratios. By default they have formulas.
     """
-    table = [["rule", "lr", "weight decay", "eps", "1-b1", "1-b2", "warm-up"]]
+    table = [["rule", "lr", "Adam part's lr", "weight decay", "eps", "1-b1", "1-b2", "warm-up"]]
     for joint in RULES.values():
         row = [joint.name]
-        for column in COLUMNS:
+        for column in COLUMNS_OF_MUON:
             power = getattr(joint, column)
             if power is None:
                 row.append("")
@@ -227,7 +246,8 @@ def path(
     for examples, horizon in points:
         ratios = {"batch": examples / batch[0], "tokens": horizon / tokens[0]}
         steps = ratios["tokens"] / ratios["batch"]
-        factors = {column: joint.factor(column, ratios) for column in COLUMNS}
+        columns = COLUMNS if joint.adam_lr is None else COLUMNS_OF_MUON
+        factors = {column: joint.factor(column, ratios) for column in columns}
         lr_times_wd = factors["lr"] * factors["weight_decay"]
         # The rule's column is for coupled decay. lr*wd scales the same under both.
         if decay == "independent":

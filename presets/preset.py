@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 
+from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps, MuonRule
 from mupax.presets.optimizers import OPTIMIZERS, Family, refused
 from mupax.presets.roles import (
     ADAPTERS,
@@ -48,8 +49,8 @@ class Preset:
         zero_readout: Whether the readout starts at zero. A tied readout does not.
         key_as_query: Whether the key matrix starts as a copy of the query matrix (constant
             `key_start`).
-        muon_rms: Whether entries of Muon's steps have root mean square 0.2 at the base, instead of
-            the steps having spectral norm 1 (constant `muon_scale`).
+        muon: Size and blocks of Muon's steps (constants `muon_scale`, `muon_blocks` and
+            `muon_shape`).
         constants: Constants of parameter groups, by "COLUMN.GROUP" (`mupax.presets.constants`).
         choices: Constants that the preset was made with, for printing.
         warnings: Choices of the source that a user should know, one sentence each.
@@ -74,7 +75,7 @@ class Preset:
     base: Mapping[str, int] | None = None
     zero_readout: bool = False
     key_as_query: bool = False
-    muon_rms: bool = False
+    muon: MuonRule = dataclasses.field(default_factory=MuonRule)
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     choices: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -236,12 +237,10 @@ class Preset:
         base_values = self.base_values(spec, sizes)
         factors = self.factors(spec, sizes, optimizer, decay)
 
-        on_muon = self.muon_rms and self.family(optimizer) == "muon"
+        has_own_size = self.muon.scale == "rms" or self.muon.shape == "absolute"
+        on_muon = has_own_size and self.family(optimizer) == "muon"
         if on_muon and self._table(spec).muon is not None:
-            # Entries of an orthogonal matrix have root mean square max(fan_in, fan_out)^-1/2.
-            fan_in = math.prod(self.base_size(axis, sizes) for axis in spec.fan_in)
-            fan_out = math.prod(self.base_size(axis, sizes) for axis in spec.fan_out)
-            lr = 0.2 * max(fan_in, fan_out) ** 0.5
+            lr = self.muon.base_lr(spec, lambda axis: self.base_size(axis, sizes))
             # Weight decay subtracts the same share of w as without this factor.
             weight_decay = 1.0 if decay == "independent" else 1 / lr
             base_values = dataclasses.replace(base_values, lr=lr, weight_decay=weight_decay)
@@ -294,6 +293,38 @@ class Preset:
         if spec.role in VECTORS:
             return Scales(init_std=std)
         return Scales(init_std=std * root)
+
+    def matrix_steps(
+        self, specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], optimizer: str
+    ) -> MatrixSteps:
+        """Return what Muon does with each matrix besides orthogonalizing the whole of it.
+
+        Args:
+            specs: Declarations by parameter name, which are the names of the result.
+            sizes: Size of every logical axis of the model.
+            optimizer: Name in `Preset.optimizers`. Those of other families have no such steps.
+
+        Raises:
+            PresetError: A matrix is not made of whole tiles, or the preset has no base to take
+                their size from.
+        """
+        if self.family(optimizer) != "muon" or not self.muon.changes_steps:
+            return WHOLE_MATRICES
+        if self.muon.blocks == "tiles" and self.base is None:
+            raise PresetError(
+                "muon_blocks=tiles has tiles of the base's size, and there is no base; "
+                "write --preset.base MODEL"
+            )
+        blocks = {}
+        for name, spec in specs.items():
+            if self._table(spec).muon is None:
+                continue
+            block = self.muon.block(spec, sizes, lambda axis: self.base_size(axis, sizes))
+            if block is not None:
+                blocks[name] = block
+        if self.muon.scale == "measured":
+            return MatrixSteps(measured=True, blocks=blocks, sizes=dict(sizes))
+        return MatrixSteps(blocks=blocks)
 
     # The forward pass.
 

@@ -156,7 +156,7 @@ class Limits(ConstantFlags):
     optimizer: OptimizerName = "adam"
     """Optimizer whose learning rates and eps hold in the limits."""
     joint: horizon.Applied = "none"
-    """Joint rule by which the hyperparameters of Adam follow batch and tokens."""
+    """Joint rule by which the hyperparameters of Adam or Muon follow batch and tokens."""
     experts: Switch = False
     """Print limits of a model of experts: width with the experts' hidden size, number of experts at
     a fixed share of active ones, and hidden size alone."""
@@ -165,19 +165,22 @@ class Limits(ConstantFlags):
 
     def run(self) -> int:
         preset = presets.get(self.preset, **self.values())
-        # Joint rules are about Adam alone.
-        is_adam = preset.family(self.optimizer) == "adam"
         rule = joint.of(self.joint, self.optimizer)
+        # Joint rules are about Adam, or about the two parts of Muon.
+        has_limits = preset.family(self.optimizer) == "adam" or rule.adam_lr is not None
         if self.json:
             rows = dict(verdicts.verdicts(preset, self.optimizer, experts=self.experts))
-            if is_adam:
+            if has_limits:
                 rows.update(joint_limits.verdicts(rule))
+            if rule.adam_lr is not None:
+                adam_part = joint_limits.verdicts(rule.of_adam_part)
+                rows.update({f"{row}, Adam part": cells for row, cells in adam_part.items()})
             return print_json({row: _as_dicts(limits) for row, limits in rows.items()})
 
         title = "size^exponent of each observable as one size grows, the ratios of widths fixed"
         print(terminal.wrapped(f"{preset.describe()}, {self.optimizer}: {title}"), end="\n\n")
         print(terminal.table(verdicts.limits_rows(preset, self.optimizer, experts=self.experts)))
-        if is_adam:
+        if has_limits:
             terminal.say(f"\n{joint_limits.limits_text(rule)}")
         return 0
 

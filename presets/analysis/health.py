@@ -178,10 +178,10 @@ class Health:
             return 0.0
         exponent = self._rate(spec, limit)
         if self.limit.family == "muon" and self.preset.row(spec).muon is not None:
-            # The step is orthogonal, of spectral norm 1.
+            # The step is orthogonal, of spectral norm 1, or its blocks are.
             fan_in = _product(spec.fan_in, limit)
             fan_out = _product(spec.fan_out, limit)
-            return exponent + (fan_in - fan_out) / 2
+            return exponent + limit.coherence(spec) + (fan_in - fan_out) / 2
         if self.limit.family == "sgd":
             gradient = self.gradient(spec, limit)
             if gradient is None or {"embed", "kv_heads"} & limit.growth.keys():

@@ -38,6 +38,9 @@ decay * steps. The memories of b1 and b2 (the steps that the moments average ove
 are shares of the run's steps.
 """
 
+_OF_MATRICES = ("lr", "weight_decay", "durations")
+"""Columns of a joint rule that Muon's matrices have."""
+
 _TOLERANCE = 0.01
 """Exponents up to this size count as 0."""
 
@@ -45,13 +48,15 @@ _TOLERANCE = 0.01
 def observables(rule: JointRule) -> dict[str, Power]:
     """Return every observable as a power law in batch B and tokens T under a joint rule.
 
-    A constant 1 means that the observable does not change.
+    A constant 1 means that the observable does not change. For a rule of Muon these are the
+    observables of its matrices, which have neither b1, b2 nor eps. `JointRule.of_adam_part` has
+    those of the other parameters.
     """
     batch = axis("batch")
     steps = axis("tokens") / axis("batch")
     powers = {column: getattr(rule, column) or ONE for column in COLUMNS}
     lr = powers["lr"]
-    return {
+    table = {
         "displacement by noise": lr * steps**0.5,
         "drift": lr * steps * batch**0.5,
         "decay over the run": lr * powers["weight_decay"] * steps,
@@ -60,6 +65,9 @@ def observables(rule: JointRule) -> dict[str, Power]:
         "eps over noise": powers["eps"] * batch**0.5,
         "warm-up": powers["durations"] / steps,
     }
+    if rule.adam_lr is None:
+        return table
+    return {name: table[name] for name in table if OBSERVABLES[name] in _OF_MATRICES}
 
 
 def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
@@ -120,13 +128,21 @@ def limits_text(rule: JointRule) -> str:
         rows.append([name, *cells])
     bounds = []
     for beta, power in (("b1", rule.one_minus_b1), ("b2", rule.one_minus_b2)):
-        if power is not None:
+        if power is not None and rule.adam_lr is None:
             bounds.append(f"{formula(power)} (1 - {beta}) < 1")
     text = f"under the joint rule {rule.name}\n{terminal.table(rows)}"
     if bounds:
         betas = " and ".join(bounds)
         text += f"\nholds while {betas}, and for a batch well below the noise scale"
+    if rule.adam_lr is not None:
+        text += f"\n\n{limits_text(rule.of_adam_part)}"
     return text
+
+
+def _formulas(rule: JointRule) -> list[str]:
+    """Return the formula of every observable, empty for one that Muon's matrices do not have."""
+    powers = observables(rule)
+    return [formula(powers[name]) if name in powers else "" for name in OBSERVABLES]
 
 
 def joint_text(ratios: Mapping[str, float], *, b1: float, b2: float) -> str:
@@ -141,9 +157,12 @@ def joint_text(ratios: Mapping[str, float], *, b1: float, b2: float) -> str:
     """
     powers = [["rule", *OBSERVABLES]]
     for rule in RULES.values():
-        if rule.applied:
-            formulas = [formula(power) for power in observables(rule).values()]
-            powers.append([rule.name, *formulas])
+        if not rule.applied:
+            continue
+        powers.append([rule.name, *_formulas(rule)])
+        if rule.adam_lr is not None:
+            adam_part = rule.of_adam_part
+            powers.append([adam_part.name, *_formulas(adam_part)])
     title = (
         "how distances of weights, and shares of the run, go where noise outweighs the gradient; "
         "1 stays"

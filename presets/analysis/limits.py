@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from mupax.presets.analysis.model import PARTS, TIED
 from mupax.presets.optimizers import Family
 from mupax.presets.preset import Preset
-from mupax.presets.roles import EXPERTS, OWN, Role
+from mupax.presets.roles import EXPERTS, OWN, ParamSpec, Role
 from mupax.presets.rule import Power
 
 
@@ -263,11 +263,29 @@ class Limit:
         row = self.rows[name]
         return self.x(row.multiplier) + self.x(row.lr(self.family))
 
+    def coherence(self, spec: ParamSpec) -> float:
+        """Return the exponent of the spectral norm of a step of Muon at learning rate 1.
+
+        It is 0 for a matrix that is orthogonalized as a whole. Blocks that are orthogonalized apart
+        add up coherently, because each takes the same input and output directions as the others.
+
+        Args:
+            spec: Declaration of a matrix whose steps are orthogonalized.
+        """
+        return self.x(self.preset.muon.coherence(spec))
+
     def step(self, name: str) -> float:
         """Return the exponent of the entries of one step of multiplier * stored weight."""
-        if self.orthogonal(name):
-            return self.rate(name) - max(self.fan_in[name], self.fan_out[name]) / 2
-        return self.rate(name) + self.direction(name)
+        if not self.orthogonal(name):
+            return self.rate(name) + self.direction(name)
+        spec = self.specs[name]
+        blocked: tuple[str, ...] = ()
+        # A measured norm is that of the whole matrix, whatever the blocks.
+        if self.preset.muon.scale != "measured":
+            blocked = self.preset.muon.block_axes(spec)
+        fan_in = self._product(tuple(axis for axis in spec.fan_in if axis not in blocked))
+        fan_out = self._product(tuple(axis for axis in spec.fan_out if axis not in blocked))
+        return self.rate(name) - max(fan_in, fan_out) / 2
 
     def acts(self, name: str, entries: float = 0.0) -> float:
         """Return the exponent of dW x for one step dW and the input x that made this step.
@@ -277,8 +295,9 @@ class Limit:
             entries: Exponent of the entries of x; 0 (the default) is order one.
         """
         if self.orthogonal(name):
-            # Spectral norm 1: rms of outputs = rms of inputs * (fan_in / fan_out)^1/2.
-            return self.rate(name) + (self.fan_in[name] - self.fan_out[name]) / 2 + entries
+            # At spectral norm 1, rms of outputs = rms of inputs * (fan_in / fan_out)^1/2.
+            norm = self.rate(name) + self.coherence(self.specs[name])
+            return norm + (self.fan_in[name] - self.fan_out[name]) / 2 + entries
         return self.step(name) + self.fan_in[name] + entries
 
     def orthogonal(self, name: str) -> bool:
@@ -362,19 +381,21 @@ class Limit:
             # grow. Measured: the output's change goes as G^0.02.
             blocks -= max(0.0, self.growth.get("kv_heads", 0.0) - self.growth.get("heads", 0.0)) / 2
         if self.orthogonal(name):
-            # Rate times the nuclear norm of a gradient of low rank.
-            return rate + self.gradient[name] + entries / 2 + blocks
+            # Rate times the nuclear norm of a gradient of low rank, summed over blocks.
+            nuclear_norm = self.gradient[name] + entries / 2 + self.coherence(spec)
+            return rate + nuclear_norm + blocks
         return rate + self.direction(name) + self.gradient[name] + entries + blocks
 
     def movement(self, name: str) -> float:
         """Return the exponent of the spectral norm of a step over the norm of the weight."""
         fan_in = self.fan_in[name]
         fan_out = self.fan_out[name]
-        # The step of one example is a rank-one matrix, whose norm is that of all its entries.
-        change = fan_in + fan_out
         if self.orthogonal(name):
-            change = max(fan_in, fan_out)
-        return self.step(name) + change / 2 - (self.weight(name) + max(fan_in, fan_out) / 2)
+            norm = self.rate(name) + self.coherence(self.specs[name])
+        else:
+            # The step of one example is a rank-one matrix, whose norm is that of all its entries.
+            norm = self.step(name) + (fan_in + fan_out) / 2
+        return norm - (self.weight(name) + max(fan_in, fan_out) / 2)
 
     def observables(self) -> dict[str, float]:
         """Return the exponent of every observable by the name that reports print."""

@@ -253,6 +253,74 @@ CHOICES = (
         status="reported",
     ),
     Choice(
+        constant="muon_scale",
+        value="measured",
+        presets=_FAMILY,
+        rule=(
+            "as spectral, and each step is divided by its spectral norm, measured by power "
+            "iteration: 5 iterations a step in the first 100 steps, then 1"
+        ),
+        source="spectral-X of Qiu et al. 2512.05620 (abstract); its factor is muon_shape=absolute",
+        status="reported",
+    ),
+    Choice(
+        constant="muon_blocks",
+        value="matrix",
+        presets=_FAMILY,
+        rule="each matrix is orthogonalized whole",
+        source="Jordan et al. 2024 (modded-nanogpt)",
+        status="verified",
+    ),
+    Choice(
+        constant="muon_blocks",
+        value="heads",
+        presets=_FAMILY,
+        rule=(
+            "query, key, value and attention out are orthogonalized head by head, rate H^-1/2: all "
+            "heads use one best input or output direction, and their steps add up coherently"
+        ),
+        source="Zhang et al. 2605.08933 (abstract) for the heads; H^-1/2 derived",
+        status="derived",
+    ),
+    Choice(
+        constant="muon_blocks",
+        value="heads-unscaled",
+        presets=_FAMILY,
+        rule="the same without H^-1/2: a control, whose steps grow as H^1/2",
+        source="MuonSplit in Zhang et al. 2605.08933 (abstract)",
+        status="reported",
+    ),
+    Choice(
+        constant="muon_blocks",
+        value="tiles",
+        presets=_FAMILY,
+        rule=(
+            "tiles of the base's size are orthogonalized apart, rate 1/in as Adam's: in times out "
+            "tiles add up coherently"
+        ),
+        source="derived",
+        status="derived",
+    ),
+    Choice(
+        constant="muon_shape",
+        value="base",
+        presets=_FAMILY,
+        rule="the factor (out/in)^1/2 of Muon's rate is over the base's, where it is 1",
+        source="derived from spectral",
+        status="derived",
+    ),
+    Choice(
+        constant="muon_shape",
+        value="absolute",
+        presets=_FAMILY,
+        rule=(
+            "(out/in)^1/2 itself: at F/D = 2.5 MLP in has 1.58 and MLP out 0.63, and keys and "
+            "values narrower than the queries, and experts, have theirs"
+        ),
+        source="Yang, Simon and Bernstein 2310.17813; for Muon Qiu et al. 2512.05620 (abstract)",
+        status="reported",
+    ),
+    Choice(
         constant="eps_scope",
         value="blocks",
         presets=("completep",),

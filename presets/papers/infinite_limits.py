@@ -32,8 +32,8 @@ L^(al-1) on Adam lr and L^-al on eps:
   have no depth rule, and no L anywhere.
 * Coupled weight decay is 1/lr on every matrix and embedding, so that lr*wd stays fixed. It is 0 on
   gains and biases.
-* Muon (derived): every block matrix (out/in)^1/2 L^(al-1), query and key also N^(aa-1). The rest
-  stays on Adam. Lion follows Adam.
+* Muon (derived): every block matrix (out/in)^1/2 L^(al-1), query and key also N^(aa-1), and the
+  factor of its blocks (`mupax.presets.muon`). The rest stays on Adam. Lion follows Adam.
 * Forms: plain (TP-V Table 3), readout-multiplier (TP-V Table 8, the native form), table-9, and
   mean-field (section 2.1 of the paper).
 
@@ -72,8 +72,10 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast, get_args
 
+from mupax.presets.muon import Blocks, MuonRule, Scale, Shape
+from mupax.presets.optimizers import Family
 from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import ONE, Power, Rule, axis, changed, product
@@ -108,7 +110,9 @@ class Constants:
         experts: Rules of experts and their router, "mean-field", "mssp" or "dense".
         experts_eps: Adam's eps in models with experts, by the "gradients" or by the "table" of
             2601.20205.
-        muon_scale: Muon's step at the base, "spectral" or "rms".
+        muon_scale: Size of Muon's step at the base, "spectral", "rms" or "measured".
+        muon_blocks: What Muon orthogonalizes, the "matrix", "heads", "heads-unscaled" or "tiles".
+        muon_shape: Factor (out/in)^1/2 of Muon, relative to the "base" or "absolute".
     """
 
     alpha_l: float | None = 0.5
@@ -125,6 +129,17 @@ class Constants:
     experts: str = "mean-field"
     experts_eps: str = "gradients"
     muon_scale: str = "spectral"
+    muon_blocks: str = "matrix"
+    muon_shape: str = "base"
+
+    @property
+    def muon(self) -> MuonRule:
+        """Size and blocks of Muon's steps."""
+        return MuonRule(
+            scale=cast("Scale", self.muon_scale),
+            blocks=cast("Blocks", self.muon_blocks),
+            shape=cast("Shape", self.muon_shape),
+        )
 
     def check(self, name: str) -> None:
         """Raise an error for constants at which the limit does not exist.
@@ -152,6 +167,7 @@ class Constants:
                 f"{name}: with key_start=query logits start as N^(1-alpha_a), which grows at "
                 f"alpha_a={self.alpha_a:g}; write alpha_a 1"
             )
+        self.muon.check(name)
 
 
 # Checks of a model ask for the same rows again and again.
@@ -395,6 +411,8 @@ def _row(name: str, constants: Constants, spec: ParamSpec) -> Rule:
             row = dataclasses.replace(row, init_std=row.init_std * (F / D) ** -0.5)
         elif Role.MLP_IN in (spec.role, spec.of):
             row = row.times(sgd=F / D, eps=(F / D) ** -0.5)
+    if row.muon is not None:
+        row = dataclasses.replace(row, muon=row.muon * constants.muon.lr(spec))
     return row
 
 
@@ -452,12 +470,27 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
         native_form="readout-multiplier",
         logits=constants.c_a * N**-alpha_a,
         branch=branch,
-        muon_rms=constants.muon_scale == "rms",
+        no_rule=_without_muon(constants),
+        muon=constants.muon,
         key_as_query=constants.key_start == "query",
         choices=powers | changed(**pairs),
         vanishing=vanishing,
         uneven=not by_table,
     )
+
+
+def _without_muon(constants: Constants) -> dict[Family, str]:
+    """Return the reason by optimizer family why constants of Muon's steps exclude the family."""
+    reasons = {}
+    for constant, rms in (("muon_scale", "rms"), ("muon_blocks", None), ("muon_shape", None)):
+        value = getattr(constants, constant)
+        # muon_scale=rms was accepted from all optimizers before the other values were added.
+        if value in (getattr(Constants(), constant), rms):
+            continue
+        for family in get_args(Family):
+            if family != "muon":
+                reasons[family] = f"{constant}={value} is about Muon; leave it out, or write muon"
+    return reasons
 
 
 def _signature(*fixed: str) -> inspect.Signature:

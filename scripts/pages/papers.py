@@ -99,6 +99,8 @@ PAPERS: Mapping[str, Paper] = {
     "2512.22382": Paper("Mlodozeniec et al.", "Complete(d)P"),
     "2601.20205": Paper("Jiang, Bordelon, Pehlevan and Hanin"),
     "2603.00541": Paper(""),
+    "2603.28743": Paper("", "HyperP"),
+    "2605.08933": Paper("Zhang et al."),
     "2605.14200": Paper("Vankadara, Haas et al."),
     "2605.15290": Paper("", "GQA-muP"),
     "2605.21486": Paper("Kalra and Barkeshli"),

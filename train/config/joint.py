@@ -98,7 +98,7 @@ def scaled(run: Run) -> OptimizerConfig:
             f"gradient little; write a batch of at most {int(preset.noise_scale)}, or "
             "--joint none and tune the rate at this batch"
         )
-    values = {name: getattr(opt, name) for name in joint.NUMBERS}
+    values = {name: getattr(opt, name) for name in (*joint.NUMBERS, "adam_lr")}
     scaled_values = joint.scaled(preset.joint, ratio, opt.name, values, opt.decay)
     return dataclasses.replace(opt, **scaled_values)
 
@@ -118,9 +118,12 @@ def described(run: Run) -> str:
 
 def numbers_text(opt: OptimizerConfig) -> str:
     """Return the values that joint rules scale, in a line."""
+    adam_peak = ""
+    if opt.adam_peak is not None:
+        adam_peak = f"adam_lr {opt.adam_peak:.4g}, "
     return (
-        f"peak_lr {opt.peak_lr:.4g}, b1 {opt.b1:.4g}, b2 {opt.b2:.4g}, eps {opt.eps:.3g}, "
-        f"weight_decay {opt.weight_decay:.4g}, warmup_steps {opt.warmup_steps}"
+        f"peak_lr {opt.peak_lr:.4g}, {adam_peak}b1 {opt.b1:.4g}, b2 {opt.b2:.4g}, "
+        f"eps {opt.eps:.3g}, weight_decay {opt.weight_decay:.4g}, warmup_steps {opt.warmup_steps}"
     )
 
 

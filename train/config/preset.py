@@ -72,7 +72,7 @@ class PresetConfig:
     zero_readout: Annotated[bool, Affects("model", True)] = False
     """Initialize the readout to zero."""
     joint: Annotated[
-        Literal["none", "sde", "complete-d"],
+        Literal["none", "sde", "complete-d", "completed-muon"],
         conf.arg(aliases=("--joint",)),
         Listed("model", "sde", given={"preset.base": "lm-proxy,batch=4,tokens=768"}),
     ] = "none"
@@ -125,6 +125,24 @@ def rules_of(config: Parameterized) -> tuple[Any, ...]:
         # Sorted, because the order of flags changes nothing.
         tuple(sorted(choices.items())),
     )
+
+
+def preset_of_step(config: Parameterized) -> PresetConfig:
+    """Return the part of a run's preset that its compiled step depends on.
+
+    Most presets are only numbers to a step. Blocks of Muon's matrices and their measured norms are
+    parts of the program.
+
+    Raises:
+        PresetError, ConfigError: The preset cannot be made (`preset_of`).
+    """
+    muon = preset_of(config).muon
+    if not muon.changes_steps:
+        return PresetConfig()
+    constants = (f"muon_scale={muon.scale}", f"muon_blocks={muon.blocks}")
+    # The size of tiles is the base's.
+    base = config.preset.base if muon.blocks == "tiles" else None
+    return PresetConfig(constants=constants, base=base)
 
 
 def same_preset(first: Parameterized, second: Parameterized) -> bool:

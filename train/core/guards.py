@@ -104,7 +104,8 @@ def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
         optimizer: Name of an optimizer that the preset has a rule for.
     """
     config = OptimizerConfig(name=optimizer, peak_lr=1.0, schedule="constant")
-    tx = build(config, definition.specs)
+    matrix_steps = preset.matrix_steps(definition.specs, definition.sizes, optimizer)
+    tx = build(config, definition.specs, matrix_steps)
     factors = resolve(preset, definition, optimizer)
     hyper = hyperparams(config, 1).at(jnp.int32(0))
 

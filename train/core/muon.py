@@ -4,6 +4,13 @@ Muon replaces the momentum of a matrix by its nearest orthogonal matrix. On a me
 computes that for whole matrices of its own, so that no iteration communicates. Matrices travel
 twice: their parts are exchanged by an all-to-all before the iterations, and the results by another
 one after them.
+
+A preset may have blocks of a matrix orthogonalized apart, or each step divided by its measured
+spectral norm (`mupax.presets.muon`). The device that has the whole matrix does both. Measuring
+takes (4 k + 2) m n FLOPs for k iterations and a matrix with the sides m <= n. Orthogonalizing the
+matrix takes 20 m^2 n + 10 m^3, so measuring adds at most 0.3 / m of that at k = 1. The vectors of
+the power iterations are a part of the state. One all-gather of vectors for each stack of matrices
+brings them together, after the loop over the matrices.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Role
+from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps
 from mupax.presets.roles import ADAPTERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.optimizer import Specs, adam
@@ -59,6 +67,15 @@ ORTHOGONALIZERS: dict[str, Coefficients] = {
 """Coefficients by `OptimizerConfig.orthogonalizer`."""
 ITERATIONS = "newton_schulz"
 """Name of the scope of the iterations, by which a compiled program tells their operations."""
+POWER_ITERATIONS = "power_iteration"
+"""Name of the scope in which spectral norms are measured."""
+WARMUP_STEPS = 100
+"""Number of first steps with `WARMUP_ITERATIONS` of the power iteration.
+
+A fixed number, because the length of a run's warm-up is data and no part of the program.
+"""
+WARMUP_ITERATIONS = 5
+"""Power iterations of a first step (Qiu et al. 2025, 2512.05620). A later step has one."""
 _EPS = 1e-8
 
 
@@ -72,7 +89,19 @@ class ScaleByMuonState(NamedTuple):
     """Second moments of the parameters that use Adam. Matrices have an `optax.MaskedNode`."""
 
 
-def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationExtraArgs:
+class ScaleByMeasuredMuonState(NamedTuple):
+    """State of `muon` with steps that are divided by their measured spectral norm."""
+
+    count: jax.Array
+    mu: optax.Updates
+    nu: optax.Updates
+    vectors: dict[str, jax.Array]
+    """Vector of the power iteration of every hidden matrix, float32 [stack axes, fan-in axes]."""
+
+
+def muon(
+    config: OptimizerConfig, specs: Specs, steps: MatrixSteps = WHOLE_MATRICES
+) -> optax.GradientTransformationExtraArgs:
     """Return Muon's direction: orthogonalized Nesterov momentum for every hidden matrix.
 
     All other parameters get Adam's direction. The direction has no factor that depends on a
@@ -82,20 +111,30 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
     Args:
         config: `momentum` is for the matrices, `b1` and `b2` for the other parameters.
         specs: Specs of the trained parameters. Their roles tell which are hidden matrices.
+        steps: Blocks of matrices, and whether norms are measured (`Preset.matrix_steps`).
     """
     matrix_specs = hidden_matrices(specs)
     beta = config.momentum
     coefficients = ORTHOGONALIZERS[config.orthogonalizer]
     adam_direction = adam(config, specs)
 
-    def init(params: optax.Params) -> ScaleByMuonState:
+    def init(params: optax.Params) -> ScaleByMuonState | ScaleByMeasuredMuonState:
         def second_moment(path: tuple, w: jax.Array) -> jax.Array | optax.MaskedNode:
             if path[-1].key in matrix_specs:
                 return optax.MaskedNode()
             return jnp.zeros_like(w)
 
         nu = jax.tree_util.tree_map_with_path(second_moment, params)
-        return ScaleByMuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), nu)
+        count = jnp.zeros([], jnp.int32)
+        mu = optax.tree.zeros_like(params)
+        if not steps.measured:
+            return ScaleByMuonState(count, mu, nu)
+        # Made from sizes and not from `params`: no vector is split as its parameter is.
+        vectors = {}
+        for name, spec in matrix_specs.items():
+            axes = [spec.axes[i] for i in _vector_dims(spec)]
+            vectors[name] = first_vector(tuple(steps.sizes[axis] for axis in axes))
+        return ScaleByMeasuredMuonState(count, mu, nu, vectors)
 
     def matrices_of(tree: Mapping) -> dict:
         return {name: leaf for name, leaf in tree.items() if name in matrix_specs}
@@ -112,8 +151,19 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         mu_hat = optax.tree.bias_correction(matrix_mu, beta, optax.safe_increment(count))
         grad_hat = optax.tree.bias_correction(grads, beta, count)
         nesterov = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, mu_hat, grad_hat)
-        matrix_updates = orthogonalize(
-            nesterov, matrix_specs, layout=layout, coefficients=coefficients
+        vectors: dict[str, jax.Array] | None = None
+        num_iterations: Any = None
+        if steps.measured:
+            vectors = state.vectors
+            num_iterations = jnp.where(state.count < WARMUP_STEPS, WARMUP_ITERATIONS, 1)
+        matrix_updates, vectors = matrix_steps(
+            nesterov,
+            matrix_specs,
+            layout=layout,
+            coefficients=coefficients,
+            blocks=steps.blocks,
+            vectors=vectors,
+            num_iterations=num_iterations,
         )
 
         adam_state: Any = optax.ScaleByAdamState(
@@ -129,7 +179,9 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         # Results have the order of the names in `updates`.
         directions = {name: directions[name] for name in updates}
         mu = {name: mu[name] for name in updates}
-        return directions, ScaleByMuonState(adam_state.count, mu, nu)
+        if vectors is None:
+            return directions, ScaleByMuonState(adam_state.count, mu, nu)
+        return directions, ScaleByMeasuredMuonState(adam_state.count, mu, nu, vectors)
 
     return optax.GradientTransformationExtraArgs(cast("Any", init), cast("Any", update))
 
@@ -141,6 +193,24 @@ def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
     """
     not_hidden = VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
     return {name: spec for name, spec in specs.items() if spec.role not in not_hidden}
+
+
+def first_vector(shape: tuple[int, ...]) -> jax.Array:
+    """Return a vector to begin a power iteration with, float32, of any shape.
+
+    It has no structure that a matrix could be orthogonal to.
+    """
+    position = jnp.arange(math.prod(shape), dtype=jnp.float32)
+    # Fractional parts of multiples of the golden ratio are spread evenly over [0, 1).
+    return ((position * 0.6180339887 + 0.5) % 1.0 + 0.5).reshape(shape)
+
+
+def _vector_dims(spec: ParamSpec) -> tuple[int, ...]:
+    """Return the dimensions of a matrix that its vector has: the stack's and the fan-in's."""
+    fan_in = tuple(spec.axes.index(axis) for axis in spec.fan_in)
+    fan_out = {spec.axes.index(axis) for axis in spec.fan_out}
+    stack = tuple(i for i in range(len(spec.axes)) if i not in (*fan_in, *fan_out))
+    return (*stack, *fan_in)
 
 
 def with_adam_lr(lr: Mapping[str, Any], specs: Specs, adam_lr: Any, peak_lr: Any) -> dict[str, Any]:
@@ -224,6 +294,33 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """Blocks of a complete matrix [s, t] that are orthogonalized apart.
+
+    Attributes:
+        s: Pair (number of blocks, size of a block) of each dimension of side s.
+        t: The pairs of side t.
+    """
+
+    s: tuple[tuple[int, int], ...]
+    t: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class MatrixRule:
+    """Rule by which a device turns a complete matrix [s, t] into a step.
+
+    Attributes:
+        grid: Blocks that are orthogonalized apart. `None` is the whole matrix.
+        vector_on_s: Whether the vector of the power iteration is on side s. `None` if the norm is
+            not measured.
+    """
+
+    grid: Grid | None = None
+    vector_on_s: bool | None = None
+
+
+@dataclass(frozen=True)
 class Parameter:
     """One parameter as the stack of matrices that is orthogonalized.
 
@@ -231,11 +328,16 @@ class Parameter:
         sides: Dimensions of the matrices.
         split: Mesh axes that split them.
         placed: Partition spec of the array while it is orthogonalized.
+        rule: How each matrix is turned into a step.
     """
 
     sides: Sides
     split: Split
     placed: PartitionSpec
+    rule: MatrixRule = MatrixRule()
+
+
+Vectors = dict[str, jax.Array]
 
 
 def orthogonalize(
@@ -244,6 +346,7 @@ def orthogonalize(
     *,
     layout: Layout,
     coefficients: Coefficients = NEWTON_SCHULZ,
+    blocks: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, jax.Array]:
     """Return every matrix of every array orthogonalized, with the arrays' shapes and dtypes.
 
@@ -255,27 +358,78 @@ def orthogonalize(
         layout: Placement of the arrays. Its `matrix_dtype` is the dtype in which matrices are
             exchanged and iterated.
         coefficients: Coefficients of the iterations (`newton_schulz`).
+        blocks: Size along each axis of the blocks that are orthogonalized apart, by name. Other
+            matrices are one block.
+    """
+    return matrix_steps(
+        arrays, specs, layout=layout, coefficients=coefficients, blocks=blocks or {}
+    )[0]
+
+
+def matrix_steps(
+    arrays: Mapping[str, jax.Array],
+    specs: Mapping[str, ParamSpec],
+    *,
+    layout: Layout,
+    coefficients: Coefficients,
+    blocks: Mapping[str, tuple[int, ...]],
+    vectors: Vectors | None = None,
+    num_iterations: Any = None,
+) -> tuple[dict[str, jax.Array], Vectors | None]:
+    """Return every matrix orthogonalized as by `orthogonalize`, and the next vectors.
+
+    Args:
+        vectors: Vector of every array's matrices for the power iteration, [stack axes, fan-in
+            axes]. Each matrix is then divided by its measured spectral norm. `None` measures none.
+        num_iterations: Number of power iterations, int32 [].
     """
     if not arrays:
-        return {}
+        return {}, vectors
     parameters: dict[str, Parameter] = {}
     for name, array in arrays.items():
-        parameters[name] = _parameter(specs[name], array.shape, layout)
+        block = blocks.get(name)
+        parameters[name] = _parameter(specs[name], array.shape, layout, block, vectors is not None)
 
-    def local(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return _orthogonalize_parts(parts, parameters, layout, coefficients)
+    def local(
+        parts: dict[str, jax.Array], part_vectors: Vectors | None, num_iterations: Any
+    ) -> tuple[dict[str, jax.Array], Vectors | None]:
+        return _orthogonalize_parts(
+            parts, parameters, layout, coefficients, part_vectors, num_iterations
+        )
 
     if layout.mesh.size == 1:
-        return local(dict(arrays))
+        return local(dict(arrays), vectors, num_iterations)
     placed = {name: parameter.placed for name, parameter in parameters.items()}
+    placed_vectors = None
+    if vectors is not None:
+        placed_vectors = {}
+        for name, parameter in parameters.items():
+            on_stack = [parameter.placed[i] for i in parameter.sides.stack]
+            placed_vectors[name] = PartitionSpec(*on_stack)
+    replicated = None if num_iterations is None else PartitionSpec()
     spread = jax.shard_map(
-        local, mesh=layout.mesh, in_specs=(placed,), out_specs=placed, check_vma=False
+        local,
+        mesh=layout.mesh,
+        in_specs=(placed, placed_vectors, replicated),
+        out_specs=(placed, placed_vectors),
+        check_vma=False,
     )
-    return spread(dict(arrays))
+    return spread(dict(arrays), vectors, num_iterations)
 
 
-def _parameter(spec: ParamSpec, shape: tuple[int, ...], layout: Layout) -> Parameter:
-    """Return how one parameter is split over the mesh while it is orthogonalized."""
+def _parameter(
+    spec: ParamSpec,
+    shape: tuple[int, ...],
+    layout: Layout,
+    block: tuple[int, ...] | None,
+    measured: bool,
+) -> Parameter:
+    """Return how one parameter is split over the mesh while it is orthogonalized.
+
+    Args:
+        block: Size of a block along each axis. `None` is the whole matrix.
+        measured: Whether the matrices are divided by their measured spectral norms.
+    """
     dimensions = sides(spec, layout)
     names: list[tuple[str, ...]] = []
     for part in layout.sharding(spec.axes, shape).spec:
@@ -293,7 +447,22 @@ def _parameter(spec: ParamSpec, shape: tuple[int, ...], layout: Layout) -> Param
         if size > 1 and name not in used and not _crosses_islands(layout.mesh, name):
             shared.append(name)
     split = Split(names[dimensions.s[0]], names[dimensions.t[0]], tuple(shared))
-    return Parameter(dimensions, split, PartitionSpec(*names))
+
+    grid = None
+    if block is not None:
+        grid = Grid(_pairs(dimensions.s, shape, block), _pairs(dimensions.t, shape, block))
+    vector_on_s = None
+    if measured:
+        vector_on_s = spec.axes[dimensions.s[0]] in spec.fan_in
+    rule = MatrixRule(grid, vector_on_s)
+    return Parameter(dimensions, split, PartitionSpec(*names), rule)
+
+
+def _pairs(
+    side: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Return the number of blocks and their size along each dimension of a side."""
+    return tuple((shape[i] // block[i], block[i]) for i in side)
 
 
 def _crosses_islands(mesh: jax.sharding.Mesh, axis: str) -> bool:
@@ -313,7 +482,9 @@ def _orthogonalize_parts(
     parameters: Mapping[str, Parameter],
     layout: Layout,
     coefficients: Coefficients,
-) -> dict[str, jax.Array]:
+    vectors: Vectors | None,
+    num_iterations: Any,
+) -> tuple[dict[str, jax.Array], Vectors | None]:
     """Orthogonalize matrices of which this device holds parts.
 
     Matrices of equal shape are one stack, which zeros fill up to a multiple of the devices, so
@@ -328,22 +499,37 @@ def _orthogonalize_parts(
         count = len(matrices[name])
         alone = count > 1 and count % _num_devices(parameter.split, layout) == 0
         key = name if alone else matrices[name].shape[1:]
-        stacks.setdefault((key, parameter.split), []).append(name)
+        stacks.setdefault((key, parameter.split, parameter.rule), []).append(name)
 
     results: dict[str, jax.Array] = {}
-    for (_, split), names in stacks.items():
+    new_vectors: Vectors = {}
+    for (_, split, rule), names in stacks.items():
         dtype = layout.matrix_dtype or parts[names[0]].dtype
-        stack = [matrices[name].astype(dtype) for name in names]
-        joined = stack[0] if len(stack) == 1 else jnp.concatenate(stack)
-        orthogonal = _orthogonalize_stack(joined, split, layout, coefficients)
+        joined = _joined([matrices[name].astype(dtype) for name in names])
+        joined_vectors = None
+        if vectors is not None:
+            rows = [vectors[name].reshape(len(matrices[name]), -1) for name in names]
+            joined_vectors = _joined(rows)
+        stack = _Stack(split, rule, layout, coefficients, num_iterations)
+        orthogonal, iterated = stack.orthogonalized(joined, joined_vectors)
 
         start = 0
         for name in names:
             stop = start + len(matrices[name])
             result = _from_matrices(orthogonal[start:stop], parts[name], parameters[name].sides)
             results[name] = result.astype(parts[name].dtype)
+            if vectors is not None and iterated is not None:
+                new_vectors[name] = iterated[start:stop].reshape(vectors[name].shape)
             start = stop
-    return {name: results[name] for name in parts}
+    ordered = {name: results[name] for name in parts}
+    if vectors is None:
+        return ordered, None
+    return ordered, {name: new_vectors[name] for name in parts}
+
+
+def _joined(arrays: list[jax.Array]) -> jax.Array:
+    """Return arrays as one along their first axis."""
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
 
 
 def _as_matrices(part: jax.Array, dimensions: Sides) -> jax.Array:
@@ -362,78 +548,202 @@ def _from_matrices(matrices: jax.Array, like: jax.Array, dimensions: Sides) -> j
     return ordered.transpose(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _orthogonalize_stack(
-    stack: jax.Array, split: Split, layout: Layout, coefficients: Coefficients
-) -> jax.Array:
-    """Orthogonalize a stack of matrices, one matrix per device at a time.
-
-    Args:
-        stack: This device's parts of the matrices, [number of matrices, s, t].
-    """
-    num_devices = _num_devices(split, layout)
-    count = len(stack)
-    if missing := -count % num_devices:
-        zeros = jnp.zeros((missing, *stack.shape[1:]), stack.dtype)
-        stack = jnp.concatenate([stack, zeros])
-
-    def one_each(matrices: jax.Array) -> jax.Array:
-        return _orthogonalize_one_each(matrices, split, layout, coefficients)
-
-    if len(stack) == num_devices:
-        return one_each(stack)[:count]
-    # The exchange is inside of the loop: a device then holds one complete matrix at a time.
-    rounds = stack.reshape(-1, num_devices, *stack.shape[1:])
-    return jax.lax.map(one_each, rounds).reshape(stack.shape)[:count]
-
-
 def _num_devices(split: Split, layout: Layout) -> int:
     """Return the number of devices among which a stack's matrices are distributed."""
     return math.prod(layout.mesh.shape[name] for name in (*split.s, *split.t, *split.shared))
 
 
-def _orthogonalize_one_each(
-    matrices: jax.Array, split: Split, layout: Layout, coefficients: Coefficients
-) -> jax.Array:
-    """Orthogonalize as many matrices as there are devices.
+@dataclass(frozen=True)
+class _Stack:
+    """Distribution of the matrices of one stack, and the rule that all of them have.
+
+    Attributes:
+        split: Mesh axes that split every matrix.
+        rule: How a device turns a complete matrix into a step.
+        layout: Mesh.
+        coefficients: Coefficients of `newton_schulz`.
+        num_iterations: Number of power iterations, int32 [].
+    """
+
+    split: Split
+    rule: MatrixRule
+    layout: Layout
+    coefficients: Coefficients
+    num_iterations: Any
+
+    def orthogonalized(
+        self, matrices: jax.Array, vectors: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the stack orthogonalized, one matrix per device at a time, and the next vectors.
+
+        Args:
+            matrices: This device's parts of the matrices, [number of matrices, s, t].
+            vectors: Vectors of all matrices, [number of matrices, s or t].
+        """
+        num_devices = _num_devices(self.split, self.layout)
+        count = len(matrices)
+        if missing := -count % num_devices:
+            matrices = _filled(matrices, missing)
+        if vectors is None:
+            if len(matrices) == num_devices:
+                return self._one_each(matrices)[:count], None
+            # The exchange is inside of the loop: a device then holds one complete matrix at a time.
+            rounds = matrices.reshape(-1, num_devices, *matrices.shape[1:])
+            results = jax.lax.map(self._one_each, rounds)
+            return results.reshape(matrices.shape)[:count], None
+
+        own_vectors = self._own(_filled(vectors, -count % num_devices))
+        rounds = matrices.reshape(-1, num_devices, *matrices.shape[1:])
+        results, own_vectors = jax.lax.map(self._one_each_measured, (rounds, own_vectors))
+        return results.reshape(matrices.shape)[:count], self._of_all(own_vectors)[:count]
+
+    @property
+    def _devices(self) -> tuple[str, ...]:
+        """Mesh axes of the devices, in the order in which these have the matrices of a round."""
+        return (*self.split.shared, *self.split.t, *self.split.s)
+
+    def _own(self, vectors: jax.Array) -> jax.Array:
+        """Return the vectors of the matrices that this device has, one per round.
+
+        Args:
+            vectors: Vectors of all matrices, [rounds * devices, s or t].
+        """
+        by_round = vectors.reshape(-1, _num_devices(self.split, self.layout), vectors.shape[1])
+        if not self._devices:
+            return by_round[:, 0]
+        return jax.lax.dynamic_index_in_dim(
+            by_round, jax.lax.axis_index(self._devices), axis=1, keepdims=False
+        )
+
+    def _of_all(self, own_vectors: jax.Array) -> jax.Array:
+        """Return the vectors of all matrices, as `_own` takes them."""
+        if not self._devices:
+            return own_vectors
+        by_round = jax.lax.all_gather(own_vectors, self._devices, axis=1)
+        return by_round.reshape(-1, own_vectors.shape[1])
+
+    def _one_each(self, matrices: jax.Array) -> jax.Array:
+        """Orthogonalize as many matrices as there are devices.
+
+        Args:
+            matrices: This device's parts of the matrices, [devices, s, t].
+        """
+        # The barriers keep the compiler from fusing the exchange or a transposition into the
+        # iterations, where it would round differently on different meshes.
+        x = jax.lax.optimization_barrier(self._gathered(matrices))
+        x = _orthogonalized(x, self.rule.grid, self.coefficients)
+        return self._parted(jax.lax.optimization_barrier(x), matrices.shape[1:])
+
+    def _one_each_measured(
+        self, matrices_and_vector: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Orthogonalize as many matrices as there are devices, and divide by their norms.
+
+        Args:
+            matrices_and_vector: This device's parts of the matrices, [devices, s, t], and the
+                vector of the matrix that it orthogonalizes, [s or t].
+        """
+        matrices, vector = matrices_and_vector
+        x = jax.lax.optimization_barrier(self._gathered(matrices))
+        x = _orthogonalized(x, self.rule.grid, self.coefficients)
+        x, vector = jax.lax.optimization_barrier((x, vector))
+        along_s = x if self.rule.vector_on_s else x.T
+        norm, vector = spectral_norm(along_s, vector, self.num_iterations)
+        x = (x.astype(jnp.float32) / (norm + _EPS)).astype(x.dtype)
+        x, vector = jax.lax.optimization_barrier((x, vector))
+        return self._parted(x, matrices.shape[1:]), vector
+
+    def _gathered(self, matrices: jax.Array) -> jax.Array:
+        """Return the complete matrix [s, t] that this device orthogonalizes."""
+        split = self.split
+        num_s = math.prod(self.layout.mesh.shape[name] for name in split.s)
+        num_t = math.prod(self.layout.mesh.shape[name] for name in split.t)
+        x = matrices
+        if split.shared:
+            # These devices hold the same parts. Each takes its share of the matrices.
+            share = num_s * num_t
+            start = jax.lax.axis_index(split.shared) * share
+            x = jax.lax.dynamic_slice_in_dim(x, start, share)
+        _, part_s, part_t = x.shape
+
+        # Send every device the parts of its matrix: first columns, then rows.
+        if split.t:
+            x = jax.lax.all_to_all(x.reshape(num_t, num_s, part_s, part_t), split.t, 0, 0)
+            x = x.transpose(1, 2, 0, 3).reshape(num_s, part_s, num_t * part_t)
+        if split.s:
+            x = jax.lax.all_to_all(x, split.s, 0, 0)
+        return x.reshape(num_s * part_s, num_t * part_t)
+
+    def _parted(self, x: jax.Array, part_shape: tuple[int, ...]) -> jax.Array:
+        """Send the results back in the opposite order of `_gathered`.
+
+        Args:
+            x: Complete matrix of this device, [s, t].
+            part_shape: Shape of a device's part of a matrix.
+        """
+        split = self.split
+        num_s = math.prod(self.layout.mesh.shape[name] for name in split.s)
+        num_t = math.prod(self.layout.mesh.shape[name] for name in split.t)
+        part_s, part_t = part_shape
+        x = x.reshape(num_s, part_s, num_t * part_t)
+        if split.s:
+            x = jax.lax.all_to_all(x, split.s, 0, 0)
+        if split.t:
+            x = x.reshape(num_s, part_s, num_t, part_t).transpose(2, 0, 1, 3)
+            x = jax.lax.all_to_all(x, split.t, 0, 0)
+        x = x.reshape(num_s * num_t, part_s, part_t)
+        if split.shared:
+            x = jax.lax.all_gather(x, split.shared, tiled=True)
+        return x
+
+
+def _filled(stack: jax.Array, missing: int) -> jax.Array:
+    """Return a stack with as many zeros after it as matrices or vectors are missing."""
+    zeros = jnp.zeros((missing, *stack.shape[1:]), stack.dtype)
+    return jnp.concatenate([stack, zeros])
+
+
+def _orthogonalized(x: jax.Array, grid: Grid | None, coefficients: Coefficients) -> jax.Array:
+    """Return a complete matrix [s, t] whose blocks are orthogonalized apart."""
+    if grid is None:
+        return newton_schulz(x, coefficients)
+    pairs = (*grid.s, *grid.t)
+    # Every dimension becomes two, the number of blocks and the size of a block.
+    shape = [length for pair in pairs for length in pair]
+    counts = range(0, 2 * len(pairs), 2)
+    order = [*counts, *(i + 1 for i in counts)]
+    size_s = math.prod(size for _, size in grid.s)
+    size_t = math.prod(size for _, size in grid.t)
+    split = x.reshape(shape).transpose(order)
+    blocks = split.reshape(-1, size_s, size_t)
+    results = jax.vmap(lambda block: newton_schulz(block, coefficients))(blocks)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return results.reshape(split.shape).transpose(back).reshape(x.shape)
+
+
+@jax.named_scope(POWER_ITERATIONS)
+def spectral_norm(
+    x: jax.Array, vector: jax.Array, num_iterations: jax.typing.ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """Return the spectral norm of a matrix by power iteration, and the vector to go on with.
+
+    The estimate is never above the norm, but for rounding. Zeros have norm 0 and leave the vector
+    as it is.
 
     Args:
-        matrices: This device's parts of the matrices, [devices, s, t].
+        x: Matrix [n, m].
+        vector: Vector to begin with, float32 [n]. Its length does not matter.
+        num_iterations: Number of iterations, int32 [], at least 1.
     """
-    num_s = math.prod(layout.mesh.shape[name] for name in split.s)
-    num_t = math.prod(layout.mesh.shape[name] for name in split.t)
-    x = matrices
-    if split.shared:
-        # These devices hold the same parts. Each takes its share of the matrices.
-        share = num_s * num_t
-        start = jax.lax.axis_index(split.shared) * share
-        x = jax.lax.dynamic_slice_in_dim(x, start, share)
-    _, part_s, part_t = x.shape
+    wide = x.astype(jnp.float32)
 
-    # Send every device the parts of its matrix: first columns, then rows.
-    if split.t:
-        x = jax.lax.all_to_all(x.reshape(num_t, num_s, part_s, part_t), split.t, 0, 0)
-        x = x.transpose(1, 2, 0, 3).reshape(num_s, part_s, num_t * part_t)
-    if split.s:
-        x = jax.lax.all_to_all(x, split.s, 0, 0)
-    x = x.reshape(num_s * part_s, num_t * part_t)
+    def iterate(_: Any, vector: jax.Array) -> jax.Array:
+        image = wide @ (vector @ wide)
+        length = jnp.linalg.norm(image)
+        return jnp.where(length > 0, image / jnp.where(length > 0, length, 1), vector)
 
-    # The barriers keep the compiler from fusing the exchange or a transposition into the
-    # iterations, where it would round differently on different meshes.
-    x = jax.lax.optimization_barrier(x)
-    x = newton_schulz(x, coefficients)
-    x = jax.lax.optimization_barrier(x)
-
-    # Send the results back in the opposite order.
-    x = x.reshape(num_s, part_s, num_t * part_t)
-    if split.s:
-        x = jax.lax.all_to_all(x, split.s, 0, 0)
-    if split.t:
-        x = x.reshape(num_s, part_s, num_t, part_t).transpose(2, 0, 1, 3)
-        x = jax.lax.all_to_all(x, split.t, 0, 0)
-    x = x.reshape(num_s * num_t, part_s, part_t)
-    if split.shared:
-        x = jax.lax.all_gather(x, split.shared, tiled=True)
-    return x
+    vector = jax.lax.fori_loop(0, num_iterations, iterate, vector)
+    return jnp.linalg.norm(vector @ wide) / (jnp.linalg.norm(vector) + _EPS), vector
 
 
 @jax.named_scope(ITERATIONS)

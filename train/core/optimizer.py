@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import optax
 
 from mupax.presets import ParamSpec
+from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.table import function_of
 from mupax.train.config.run import OptimizerConfig
@@ -241,7 +242,9 @@ class OptimizerHyperparams(NamedTuple):
 
 
 def build(
-    config: OptimizerConfig, specs: Mapping[str, ParamSpec]
+    config: OptimizerConfig,
+    specs: Mapping[str, ParamSpec],
+    matrix_steps: MatrixSteps = WHOLE_MATRICES,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer chain of a config.
 
@@ -251,9 +254,14 @@ def build(
     Args:
         config: Name of the optimizer, and its constants.
         specs: Specs of the trained parameters, by name.
+        matrix_steps: What Muon does besides orthogonalizing matrices (`Preset.matrix_steps`).
     """
     row = OPTIMIZERS[config.name]
-    direction = function_of(row.direction)(config, specs)
+    direction_of: Any = function_of(row.direction)
+    if matrix_steps == WHOLE_MATRICES:
+        direction = direction_of(config, specs)
+    else:
+        direction = direction_of(config, specs, matrix_steps)
     if config.moment_dtype is not None and row.first_moment is not None:
         direction = stored(direction, row.first_moment, config.moment_dtype)
     clip = optax.identity()

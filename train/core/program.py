@@ -567,7 +567,9 @@ def assemble(
     trained = checks.trained(config.train_only, config.freeze, model.specs)
     if config.measures_attention_logits:
         _check_attention_logits(config, model, trained)
-    tx = optimizer.build(config.scaled_optimizer, trained)
+    scaled = config.scaled_optimizer
+    matrix_steps = preset.matrix_steps(trained, model.sizes, scaled.name)
+    tx = optimizer.build(scaled, trained, matrix_steps)
     inputs = _inputs(config, preset, model, trained)
 
     # State.

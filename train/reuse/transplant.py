@@ -414,6 +414,8 @@ def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, opti
                 name: _moment(moves.get(name), old_moments, power, leaf)
                 for name, leaf in getattr(new, field).items()
             }
+        if "vectors" in new._fields:
+            moments["vectors"] = _vectors(moves, old.vectors, new.vectors)
         return old._replace(**moments)
 
     # State without moments, such as the count of steps, goes on as it is.
@@ -430,6 +432,25 @@ def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, opti
     ]
     # A NamedTuple takes its fields as arguments, a tuple takes one iterable.
     return type(new)(*parts) if hasattr(new, "_fields") else tuple(parts)
+
+
+def _vectors(
+    moves: Mapping[str, ParamTransfer], old: Mapping[str, Any], new: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the vectors of Muon's power iterations. Those of other sizes begin anew."""
+    # Imported only here, because most runs have no such vectors.
+    from mupax.train.core.muon import first_vector
+
+    vectors = {}
+    for name, leaf in new.items():
+        old_vector = None
+        if name in moves:
+            old_vector = old.get(moves[name].source)
+        if old_vector is not None and old_vector.shape == leaf.shape:
+            vectors[name] = old_vector
+        else:
+            vectors[name] = first_vector(leaf.shape)
+    return vectors
 
 
 def _moment(move: ParamTransfer | None, old: Mapping[str, Any], power: int, leaf: Any) -> Any:

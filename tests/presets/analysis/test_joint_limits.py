@@ -187,7 +187,10 @@ def test_limits_and_table_have_both_axes(capsys: pytest.CaptureFixture[str]):
             "limits mup --joint sde --optimizer sgd",
             "the joint rule sde is for adam and says nothing about sgd",
         ),
-        ("limits mup --joint sdf", "--joint needs one of 'complete-d', 'none', 'sde', not 'sdf'"),
+        (
+            "limits mup --joint sdf",
+            "--joint needs one of 'complete-d', 'completed-muon', 'none', 'sde', not 'sdf'",
+        ),
         (
             "table mup --model lm-tiny --joint sde --batch 8",
             "--batch is 8; write FROM:TO with two numbers above 0",

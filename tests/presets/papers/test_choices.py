@@ -90,7 +90,7 @@ def test_every_constant_that_is_listed_is_one_and_its_default_is_listed():
         (
             "mup",
             {"muon_scale": "max"},
-            "mup: muon_scale=max is not a choice; write spectral or rms",
+            "mup: muon_scale=max is not a choice; write spectral, rms or measured",
         ),
         (
             "spectral",

@@ -128,7 +128,11 @@ def test_batches_count_tokens_where_examples_change_their_length(capsys: Capture
             "--joint sde --noise-scale -3",
             "preset.noise_scale is -3.0; write a number of examples above 0",
         ),
-        ("--joint sd", "--joint/--preset.joint needs one of 'complete-d', 'none', 'sde', not 'sd'"),
+        (
+            "--joint sd",
+            "--joint/--preset.joint needs one of 'complete-d', 'completed-muon', 'none', 'sde', "
+            "not 'sd'",
+        ),
         (
             "--joint sde --preset.base lm-proxy,batch=0",
             "needs the batch and the tokens that the rate was tuned at",

@@ -81,6 +81,22 @@ def test_the_matrices_peak_does_not_move_the_adam_part() -> None:
         np.testing.assert_allclose(rates[1], ratio * rates[0], rtol=1e-6)
 
 
+def test_a_joint_rule_scales_each_part_by_its_own_column() -> None:
+    base = "--joint completed-muon --preset.base lm-proxy,batch=4,tokens=48 --optimizer.b2 0.99"
+    # Twice the batch and four times the tokens: 3 steps of 8 examples of 8 tokens.
+    for words, adam_peak in (("", 0.02), ("--optimizer.adam-lr 0.16", 0.16)):
+        usual = program_of(words)
+        scaled = program_of(f"{words} {base}")
+        np.testing.assert_allclose(scaled.inputs.hyper.peak_lr, 0.02 * 2**0.5 * 4**-0.3, rtol=1e-6)
+        matrices = hidden_matrices(usual.definition.specs)
+        for name, factor in usual.inputs.factors.lr.items():
+            rate = scaled.inputs.factors.lr[name] * scaled.inputs.hyper.peak_lr
+            usual_rate = factor * usual.inputs.hyper.peak_lr
+            column = 2**0.5 * 4**-0.3 if name in matrices else (2 / 4) ** 0.5
+            np.testing.assert_allclose(rate, column * usual_rate, rtol=1e-6)
+        assert scaled.config.scaled_optimizer.adam_peak == pytest.approx(adam_peak * 0.5**0.5)
+
+
 def test_points_with_other_peaks_share_a_program() -> None:
     shapes = [
         shape_of(config_of(words))

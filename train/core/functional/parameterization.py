@@ -102,7 +102,9 @@ class Parameterization:
             peak_lr: Peak learning rate. It may be traced, so that one program trains at many
                 learning rates. Default: that of the config. The config's `adam_lr` stays.
         """
-        chain = build(self.config, self.definition.specs)
+        specs = self.definition.specs
+        matrix_steps = self.preset.matrix_steps(specs, self.definition.sizes, self.config.name)
+        chain = build(self.config, specs, matrix_steps)
         # The schedule is an array on the host, also inside a jitted function.
         with jax.ensure_compile_time_eval():
             hyper = hyperparams(self.config, steps)
@@ -113,7 +115,6 @@ class Parameterization:
             # Imported only here, because other optimizers run without it.
             from mupax.train.core.muon import with_adam_lr
 
-            specs = self.definition.specs
             lr = with_adam_lr(factors.lr, specs, self.config.adam_peak, hyper.peak_lr)
             factors = factors._replace(lr=lr)
         arrays = self.definition.arrays

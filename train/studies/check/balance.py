@@ -109,6 +109,7 @@ def balance(
             f"measured scales cannot start keys as queries, as {reference.label} does; "
             f"write key_start=own"
         )
+    _refuse_blocks(reference)
     # Independent decay, because lr * wd of the reference must not change with the new rates.
     factors = resolve(reference, definition, config.name, "independent")
     # Initialized once: the output scale is a multiplier and changes no stored parameter.
@@ -178,12 +179,23 @@ def desiderata(
         speeds, _ = of_model(definition, params, factors, batch, flow, centered=centered)
         return speeds
 
+    for preset in presets:
+        _refuse_blocks(preset)
     factors = [resolve(preset, definition, config.name, "independent") for preset in presets]
     stds = [init_stds(preset, definition) for preset in presets]
     speeds = []
     for preset_stds, preset_factors in zip(stds, factors, strict=True):
         speeds.append(measure(preset_stds, preset_factors, dict(batch)))
     return speeds
+
+
+def _refuse_blocks(preset: Preset) -> None:
+    """Raise `PresetError` for a preset whose Muon does more than orthogonalize whole matrices."""
+    if preset.muon.changes_steps:
+        raise PresetError(
+            f"{preset.label}: speeds are measured under steps of whole matrices; leave out "
+            "muon_blocks and muon_scale"
+        )
 
 
 def next_scale(tried: Sequence[tuple[float, float]]) -> float:

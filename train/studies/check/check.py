@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from mupax.presets import Preset, PresetError
+from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config import sizes
 from mupax.train.config.run import OptimizerConfig
@@ -390,13 +391,9 @@ class Series:
             "parameters and state of the largest size",
             "Write fewer --sizes",
         )
-        # Some optimizers move nothing at first; their step 1 is the first that moves.
-        still_steps = OPTIMIZERS[config.name].still_steps
-        self._programs = []
-        for definition in definitions:
-            tx = optimizer.build(config, definition.specs)
-            self._programs.append(observables.program(definition, tx, still_steps=still_steps))
-        self._recorded: dict[tuple[int, int, bytes], list[dict[str, np.ndarray]]] = {}
+        self._programs = [self._program(definition) for definition in definitions]
+        self._programs_by_steps: dict[str, Any] = {}
+        self._recorded: dict[tuple[str, int, bytes], list[dict[str, np.ndarray]]] = {}
 
     def numbers(self, preset: Preset) -> list[tuple[factors.Factors, dict[str, np.ndarray]]]:
         """Return the factors and initial stds that a preset gives every size."""
@@ -442,6 +439,31 @@ class Series:
         groups.without_rounding(measured, self.definitions[0].specs)
         return measured
 
+    def _program(
+        self, definition: Definition, matrix_steps: MatrixSteps = WHOLE_MATRICES
+    ) -> Callable[..., dict[str, np.ndarray]]:
+        """Return the program of a size, which compiles at its first call."""
+        tx = optimizer.build(self.config, definition.specs, matrix_steps)
+        # Some optimizers move nothing at first; their step 1 is the first that moves.
+        still_steps = OPTIMIZERS[self.config.name].still_steps
+        return observables.program(definition, tx, still_steps=still_steps)
+
+    def _program_for(
+        self, index: int, preset: Preset
+    ) -> tuple[str, Callable[..., dict[str, np.ndarray]]]:
+        """Return the program of a size for a preset, after a key of it.
+
+        One program serves all presets, except for blocks and norms of Muon's steps.
+        """
+        definition = self.definitions[index]
+        matrix_steps = preset.matrix_steps(definition.specs, definition.sizes, self.config.name)
+        if matrix_steps == WHOLE_MATRICES:
+            return str(index), self._programs[index]
+        key = f"{index} {matrix_steps}"
+        if key not in self._programs_by_steps:
+            self._programs_by_steps[key] = self._program(definition, matrix_steps)
+        return key, self._programs_by_steps[key]
+
     def _records(
         self, preset: Preset, batch: Mapping[str, np.ndarray], seeds: int
     ) -> list[dict[str, np.ndarray]]:
@@ -449,12 +471,12 @@ class Series:
         # One more than the steps, because the last observation takes a step as well.
         hyper = hyperparams(self.config, self.steps + 1)
         records = []
-        sizes_with_programs = zip(self._programs, self.numbers(preset), strict=True)
-        for index, (program, (size_factors, stds)) in enumerate(sizes_with_programs):
+        for index, (size_factors, stds) in enumerate(self.numbers(preset)):
+            program_key, program = self._program_for(index, preset)
             data = (StepInputs(size_factors, hyper), stds, dict(batch))
             # Presets that are one rule along an axis have equal numbers, and so have all presets at
             # the base. They share their trainings.
-            key = (index, self.steps, digest(data))
+            key = (program_key, self.steps, digest(data))
             trained = self._recorded.setdefault(key, [])
             # Earlier calls with fewer seeds are extended, not repeated.
             for seed in range(len(trained), seeds):

@@ -83,7 +83,8 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
     if rule.name != "none" and not rule.speaks_of(grows):
         names = []
         for other_rule in horizon.RULES.values():
-            if other_rule.applied and other_rule.speaks_of(grows):
+            covers_adam = "adam" in other_rule.families
+            if other_rule.applied and covers_adam and other_rule.speaks_of(grows):
                 names.append(other_rule.name)
         raise ConfigError(
             f"the joint rule {rule.name} says nothing about {grows}; "

@@ -32,8 +32,9 @@ from mupax import disk, terminal
 from mupax.config_fields import config_fields, with_defaults
 from mupax.train.checkpoints.workdir import locked, surroundings
 from mupax.train.config.data import PixelsConfig, TransformsConfig, source
+from mupax.train.config.preset import preset_of_step
 from mupax.train.config.record import OLDER_PIXELS, to_json
-from mupax.train.config.run import Config, FaultsConfig, PresetConfig, check_extras
+from mupax.train.config.run import Config, FaultsConfig, check_extras
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel import environment
@@ -486,7 +487,7 @@ def shape_of(config: Config) -> Config:
     ema_decay = None if config.ema.decay is None else 0.5
     return dataclasses.replace(
         without_reports(config),
-        preset=PresetConfig(),
+        preset=preset_of_step(config),
         optimizer=optimizer,
         ema=dataclasses.replace(config.ema, decay=ema_decay),
         data=dataclasses.replace(config.data, seed=config.data_seed),
