@@ -53,7 +53,7 @@ mupax compile lm-8b --topology v5e:16x16
 mupax compile lm-1b --topology h100:8
 ```
 
-A GPU's shape is GPUs of a host, or hosts x GPUs (`h100:2x8`). This prints memory, collectives, the
+GPUs are those of one host, or hosts x GPUs (`h100:2x8`). This prints memory, collectives, the
 largest temporaries and a lower bound on the step's time. Recipes made for pods
 (`python -m scripts.bench.pods`; full reports: `docs/evidence/pods.json`), compiled, not measured:
 """
@@ -152,10 +152,11 @@ def document(record: dict[str, Any]) -> str:
     """
     pods = record["pods"]
     lines = [INTRODUCTION, _summary(pods), COLUMNS]
-    without_flags = _names([report for report in pods if "flags" not in report], pods)
+    of_tpus = [report for report in pods if report.get("platform") != "gpu"]
+    without_flags = _names([report for report in of_tpus if "flags" not in report], of_tpus)
     if without_flags:
         lines += [
-            "Without `--vmem-kib` 32768 on v5e and v5p, and with v5p not as a torus: "
+            "TPUs without `--vmem-kib` 32768 on v5e and v5p, and with v5p not as a torus: "
             f"{without_flags}.",
             "",
         ]

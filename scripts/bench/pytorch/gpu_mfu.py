@@ -281,7 +281,8 @@ def comparison(measured: dict[str, dict[str, Any]], estimates: dict[str, dict[st
 
     Both are by model: the best measured point of mupax, and what `estimated` returns for it.
     """
-    rows = [("compiled estimate beside measured", "memory", "", "ratio", "step, ms", "", "ratio")]
+    head = ("compiled estimate beside measured", "memory", "", "ratio", "step, ms", "", "ratio")
+    rows: list[Sequence[str]] = [head]
     reasons = []
     for model, point in measured.items():
         estimate = estimates[model]
@@ -298,7 +299,7 @@ def comparison(measured: dict[str, dict[str, Any]], estimates: dict[str, dict[st
         rows.append((f"{model}, batch {point['batch_size']}", *memory, *times))
     parts = []
     if len(rows) > 1:
-        parts.append(table(rows, left=rows[0][:1]))
+        parts.append(table(rows, left=head[:1]))
     return "\n".join([*parts, *reasons])
 
 
