@@ -18,7 +18,7 @@ from mupax.errors import MupaxError
 from mupax.train.config import cli
 from mupax.train.config.run import MeshConfig
 from mupax.train.core import muon
-from mupax.train.core.muon import ITERATIONS, newton_schulz, sides
+from mupax.train.core.muon import ITERATIONS
 from mupax.train.parallel import hardware
 from mupax.train.parallel.chips import CHIPS, GPUS
 from mupax.train.parallel.sharding import make_mesh
@@ -26,6 +26,7 @@ from mupax.train.pods import compiled as pods_compiled
 from mupax.train.pods import hlo, search, topology
 from mupax.train.pods.compiled import Compiled, Roofline, compile_for
 from mupax.train.pods.topology import TopologyError
+from tests.train.pods.split_muon import split_steps
 from tests.train.pods.test_command import config_of
 
 H100 = GPUS["h100"]
@@ -356,18 +357,7 @@ def test_muon_sends_nothing_in_its_iterations() -> None:
 
 @gpu
 def test_control_iterations_that_the_compiler_splits_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    def where_they_are(arrays: Any, specs: Any, *, layout: Any, **_: Any) -> dict[str, jax.Array]:
-        results = {}
-        for name, array in arrays.items():
-            order = sides(specs[name], layout).order
-            ordered = array.transpose(order)
-            flat = ordered.reshape(-1, ordered.shape[-2], ordered.shape[-1])
-            orthogonal = jax.vmap(newton_schulz)(flat).reshape(ordered.shape)
-            inverse = sorted(range(len(order)), key=order.__getitem__)
-            results[name] = orthogonal.transpose(inverse)
-        return results
-
-    monkeypatch.setattr(muon, "orthogonalize", where_they_are)
+    monkeypatch.setattr(muon, "matrix_steps", split_steps)
     executable = step("h100:2", "muon")
     assert [row for row in executable.collectives if ITERATIONS in row.op_name]
 

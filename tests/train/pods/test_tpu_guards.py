@@ -15,12 +15,13 @@ import pytest
 
 from mupax.train.config.run import MeshConfig, OptimizerConfig
 from mupax.train.core import muon
-from mupax.train.core.muon import ITERATIONS, newton_schulz, sides
+from mupax.train.core.muon import ITERATIONS
 from mupax.train.core.program import Program
 from mupax.train.pods import compiled as pods_compiled
 from mupax.train.pods.compiled import Compiled, compile_for
 from mupax.train.pods.hlo import Collective
 from mupax.zoo.manual import ManualFsdpLayout
+from tests.train.pods.split_muon import split_steps
 from tests.train.pods.test_command import DEPTH, config_of
 
 pytestmark = pytest.mark.tpu
@@ -173,16 +174,5 @@ def test_muon_exchanges_whole_matrices_and_its_iterations_send_nothing(pod: str)
 
 
 def test_control_iterations_that_the_compiler_splits_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    def where_they_are(arrays: Any, specs: Any, *, layout: Any) -> dict[str, jax.Array]:
-        results = {}
-        for name, array in arrays.items():
-            order = sides(specs[name], layout).order
-            flat = array.transpose(order).reshape(-1, WIDTH, array.shape[order[-1]])
-            orthogonal = jax.vmap(newton_schulz)(flat)
-            inverse = sorted(range(len(order)), key=order.__getitem__)
-            shape = [array.shape[i] for i in order]
-            results[name] = orthogonal.reshape(shape).transpose(inverse)
-        return results
-
-    monkeypatch.setattr(muon, "orthogonalize", where_they_are)
+    monkeypatch.setattr(muon, "matrix_steps", split_steps)
     assert inside_iterations(step("v5e:4x4", optimizer=MUON))
