@@ -48,10 +48,10 @@ def of(name: str, optimizer: str) -> JointRule:
     if OPTIMIZERS[optimizer].family in joint.families:
         return joint
     fitting = []
-    for other in RULES.values():
-        covers = OPTIMIZERS[optimizer].family in other.families
-        if other.applied and covers and other.name != "none":
-            fitting.append(f"joint {other.name}, ")
+    for candidate in RULES.values():
+        covers = OPTIMIZERS[optimizer].family in candidate.families
+        if candidate.applied and covers and candidate.name != "none":
+            fitting.append(f"joint {candidate.name}, ")
     raise PresetError(
         f"the joint rule {name} is for {' and '.join(joint.families)} and says nothing about "
         f"{optimizer}; write {''.join(fitting)}joint none and tune the rate at this batch, or "

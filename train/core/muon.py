@@ -709,7 +709,9 @@ def _orthogonalized(x: jax.Array, grid: Grid | None, coefficients: Coefficients)
         return newton_schulz(x, coefficients)
     pairs = (*grid.s, *grid.t)
     # Every dimension becomes two, the number of blocks and the size of a block.
-    shape = [length for pair in pairs for length in pair]
+    shape: list[int] = []
+    for pair in pairs:
+        shape.extend(pair)
     counts = range(0, 2 * len(pairs), 2)
     order = [*counts, *(i + 1 for i in counts)]
     size_s = math.prod(size for _, size in grid.s)

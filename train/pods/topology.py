@@ -246,7 +246,6 @@ def gpu_target(chip: Chip, dnn: tuple[int, int, int]) -> str:
     buffers.
 
     Args:
-        chip: Chip with `gpu`.
         dnn: Version of cuDNN (major, minor, patch), which decides which kernels there are.
     """
     cores = chip.gpu
