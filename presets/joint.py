@@ -45,6 +45,13 @@ def of(name: str, optimizer: str) -> JointRule:
         PresetError: No applicable rule has the name, or the rule is not for the optimizer.
     """
     joint = rule(name)
+    # Nothing changes, so nothing depends on the optimizer. Presets refuse one without a rule.
+    if name == "none":
+        return joint
+    if optimizer not in OPTIMIZERS:
+        raise PresetError(
+            f"no optimizer is named {optimizer!r}; write one of {', '.join(OPTIMIZERS)}"
+        )
     if OPTIMIZERS[optimizer].family in joint.families:
         return joint
     fitting = []

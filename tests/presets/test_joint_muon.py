@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mupax.__main__ import main
-from mupax.presets import PresetError
+from mupax.presets import PresetError, joint
 from mupax.presets.analysis.joint_limits import observables, verdicts
 from mupax.presets.horizon import RULES, formula
 from mupax.presets.joint import path, scaled
@@ -142,3 +142,9 @@ def test_commands_show_both_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Adam part's lr" in out
     last = out.rstrip().splitlines()[-1].split()
     assert last[3:5] == ["0.8706", "0.5"]
+
+
+def test_an_unknown_optimizer_is_named() -> None:
+    assert joint.of("none", "adamm").name == "none"
+    with pytest.raises(PresetError, match="no optimizer is named 'adamm'; write one of"):
+        joint.of("sde", "adamm")

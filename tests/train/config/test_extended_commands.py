@@ -179,7 +179,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the run, as the working folder of a process that knows nothing of the module yet."""
 
-    def absent() -> None:
+    def absent(topology_name: str) -> None:
         raise topology.TopologyError("the TPU compiler is not installed")
 
     monkeypatch.setattr(topology, "ready", absent)

@@ -230,7 +230,7 @@ CHIPS = "--chips v5e:4x4 --out plan.json"
 def test_a_plugin_reaches_studies_and_plans(
     name: str, line: str, fresh: None, monkeypatch: pytest.MonkeyPatch
 ):
-    def absent() -> None:
+    def absent(topology_name: str) -> None:
         raise topology.TopologyError("no compiler here")
 
     monkeypatch.setattr(topology, "ready", absent)

@@ -277,8 +277,8 @@ def test_the_same_words_give_the_same_numbers_by_a_step_that_is_traced_once(
     make = core_step.make_train_step
     traced: list[Any] = []
 
-    def counted(*arguments: Any) -> Any:
-        step = chex.assert_max_traces(make(*arguments), n=1)
+    def counted(*arguments: Any, **options: Any) -> Any:
+        step = chex.assert_max_traces(make(*arguments, **options), n=1)
         traced.append(step)
         return step
 

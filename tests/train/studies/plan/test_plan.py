@@ -139,7 +139,7 @@ def test_an_outcome_is_inside_or_outside():
 def test_a_plan_for_chips_takes_the_compilers_mesh(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(topology, "ready", lambda: None)
+    monkeypatch.setattr(topology, "ready", lambda topology_name: None)
     flags = "--mesh.data 1 --mesh.fsdp 16 --model.compute.remat block --accumulation-steps 2"
     report = {
         "flags": flags,
@@ -168,7 +168,7 @@ def test_a_plan_for_chips_takes_the_compilers_mesh(
 def test_without_the_compiler_the_formula_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def missing() -> None:
+    def missing(topology_name: str) -> None:
         raise topology.TopologyError("the TPU compiler is not installed")
 
     monkeypatch.setattr(topology, "ready", missing)
