@@ -64,8 +64,8 @@ def flags_of(recipe: str) -> list[command_line.FlagField]:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("compile lm-tiny", "this needs --topology CHIP:AxB"),
-        ("compile", "this needs RECIPE|FILE and --topology CHIP:AxB"),
+        ("compile lm-tiny", "this needs --topology CHIP:SHAPE"),
+        ("compile", "this needs RECIPE|FILE and --topology CHIP:SHAPE"),
         ("sweep lm-tiny --seed-count 2", "did you mean --seed"),
         ("sweep lm-tiny --seeds 0", "--seeds is 0; write a number of at least 1"),
         (

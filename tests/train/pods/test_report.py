@@ -92,7 +92,7 @@ def test_a_gather_as_large_as_a_bias_is_no_problem_and_one_as_large_as_a_matrix_
 
 
 REPORT: dict[str, Any] = {
-    "fits": True, "devices": 256, "slices": 2, "mesh": {"data": 2, "fsdp": 64, "sequence": 2, "tensor": 2},
+    "fits": True, "platform": "tpu", "devices": 256, "slices": 2, "mesh": {"data": 2, "fsdp": 64, "sequence": 2, "tensor": 2},
     "parameters": 8030261248, "batch_size": 512, "accumulation_steps": 8,
     "compute": {"layers": "scan", "remat": "dots", "attention": "auto", "attention_block": 1024, "projections": "auto",
                 "cross_entropy": "vocab", "param_dtype": "float32", "dtype": "bfloat16", "product_dtype": None},
@@ -103,7 +103,7 @@ REPORT: dict[str, Any] = {
     "arguments_over_expected": 1.06, "flops_per_step": 1.2e17, "traced_flops_per_step": 1.6e17, "hbm_traffic_per_device": 7.5e10,
     "estimated_cycles": 2048123456, "compile_seconds": 340.5,
     "roofline": {"cycles": 1.37, "compute": 1.1, "memory": 0.9, "network": 1.2, "slow_network": 0.31, "bound": "slow_network",
-                 "alone": 0.12, "step_seconds": 1.43, "mfu": 0.47},
+                 "alone": 0.12, "slow_alone": 0.0, "step_seconds": 1.43, "mfu": 0.47},
     "problems": ["over fsdp x tensor the layer loop sends 3.14e+10 bytes, and needs 1.57e+10 (all-gather.12345, all-gather.12346)"],
     "collectives": [
         {"kind": kind, "axes": ["data", "fsdp", "sequence"], "loop_trips": [8, 32], "executions": 1234567, "bytes": 2.5e10,

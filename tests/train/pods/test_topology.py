@@ -33,7 +33,7 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("v5e", "'v5e' is not a topology; write CHIP:AxB or CHIP:AxBxC, such as v5e:16x16"),
+        ("v5e", "'v5e' is not a topology; write CHIP:AxB or CHIP:AxBxC of a TPU, or CHIP:N or"),
         ("v5e:16", "is not a topology"),
         ("v9:2x2", "no chip is named 'v9'; write one of v4, v5e, v5p, v6e, v7x"),
         ("v5e:4x4x4", "wired in 2 dimensions; write such as v5e:4x4"),

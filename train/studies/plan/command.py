@@ -66,7 +66,7 @@ class Plan:
     """A folder of `mupax transfer` or `sweep`, which may come several times, or a table of
     anybody's runs (CSV, JSONL). Without one the recipe's settings stay, and a model alone is
     planned by the best evidence that comes with mupax."""
-    chips: Annotated[str | None, conf.arg(metavar="CHIP:AxB")] = None
+    chips: Annotated[str | None, conf.arg(metavar="CHIP:SHAPE")] = None
     """v5e:16x16, v5p:4x4x4, ...; this machine unless given."""
     slices: Annotated[int, conf.arg(metavar="N")] = 1
     """Number of such slices, joined by the slow network."""
