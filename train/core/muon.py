@@ -733,7 +733,7 @@ def spectral_norm(
     as it is.
 
     Args:
-        x: Matrix [n, m].
+        x: Matrix [n, m]. It is read as float32.
         vector: Vector to begin with, float32 [n]. Its length does not matter.
         num_iterations: Number of iterations, int32 [], at least 1.
     """
