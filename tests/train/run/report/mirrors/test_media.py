@@ -53,8 +53,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     builds: list[Any] = []
     make = core_step.make_train_step
 
-    def traced_once(*arguments: Any) -> Any:
-        builds.append(chex.assert_max_traces(make(*arguments), n=1))
+    def traced_once(*arguments: Any, **options: Any) -> Any:
+        builds.append(chex.assert_max_traces(make(*arguments, **options), n=1))
         return builds[-1]
 
     with pytest.MonkeyPatch.context() as patch:
