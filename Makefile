@@ -61,9 +61,10 @@ tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a T
 		"$$($(BIN)/python -c 'from importlib.metadata import requires; print(*(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')"
 	JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=.cache/libtpu/$(notdir $(VENV)) $(BIN)/python -m pytest -m tpu $(ARGS)
 
-gpu: $(VENV)/.locked-dev ## What the GPU compiler makes of the step, without a GPU (Linux x86-64; puts JAX's CUDA plugin and cuDNN, which no lock file has, in .cache)
+gpu: $(VENV)/.locked-dev ## What the GPU compiler makes of the step, without a GPU (Linux x86-64; puts JAX's CUDA plugin, cuDNN and qwix, which no lock file has, in .cache)
 	version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && $(PIP) install --quiet --upgrade --no-deps \
-		--target .cache/cuda/$(notdir $(VENV)) jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12
+		--target .cache/cuda/$(notdir $(VENV)) jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version nvidia-cudnn-cu12 \
+		"$$($(BIN)/python -c 'from importlib.metadata import requires; print(*(r.split(";")[0] for r in requires("mupax") if r.startswith("qwix")))')"
 	JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=.cache/cuda/$(notdir $(VENV)) $(BIN)/python -m pytest -m gpu $(ARGS)
 
 schedulers: $(VENV)/.locked-dev ## Runs under a real SLURM, Open MPI and Ray; files for SkyPilot, JobSet and XPK by their parsers (tools into .cache)

@@ -44,6 +44,10 @@ SLACK = 1.02
 _RECOMPUTED: dict[Remat, int] = {"none": 0, "dots": 1, "attention": 1, "block": 1, "offload": 1}
 """Forward passes of a block that the backward pass may repeat, with the block's parameters."""
 
+EIGHT_BIT_SPEEDUP = 2
+"""Peak rate of products of int8 or float8, over that of bfloat16, on every chip that has them.
+
+The least time of a step counts all products at this rate, those that stay in bfloat16 too."""
 MOST_ARGUMENTS = 1.05
 """Largest ratio of a step's argument bytes to the bytes of state and batch. More is padding."""
 NUMBERS = 2**17
@@ -440,7 +444,7 @@ class Roofline:
     """Least time of a step by each resource, in seconds, as if every other resource were free.
 
     Attributes:
-        compute: Matrix products at the chip's peak.
+        compute: Matrix products at the chip's peak, of 8-bit products if the run has them.
         memory: Traffic of main memory.
         network: Collectives within slices, or within hosts of GPUs.
         slow_network: Transfers between slices or hosts.
@@ -564,6 +568,9 @@ class Compiled:
         if self.module is None:
             return None
         chip = self.chip
+        peak_flops = chip.peak_flops
+        if self.program.config.model.compute.product_dtype is not None:
+            peak_flops *= EIGHT_BIT_SPEEDUP
         network = 0.0
         slow_network = 0.0
         alone = 0.0
@@ -584,7 +591,7 @@ class Compiled:
                 network += seconds
                 alone += waited
         return Roofline(
-            compute=self.traced_flops / self.program.mesh.size / chip.peak_flops,
+            compute=self.traced_flops / self.program.mesh.size / peak_flops,
             memory=self.module.hbm_bytes / chip.hbm_bandwidth,
             network=network,
             slow_network=slow_network,

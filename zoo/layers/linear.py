@@ -8,6 +8,7 @@ number of leading dimensions.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from mupax.zoo.transformer import RopeScaling
 GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 """Activation of an MLP's gate. GELU is its tanh approximation."""
 
+FLOAT8_CAPABILITY = (8, 9)
+"""Least compute capability of an NVIDIA GPU that multiplies numbers of float8."""
 SAVED = "attention"
 """Checkpoint name of the arrays that the gradient of a flash kernel needs.
 
@@ -61,6 +64,8 @@ def project(
     dimension_numbers = (contracted, ((), ()))
 
     if kind is not None:
+        if kind == "float8":
+            _refuse_gpus_without_float8(layout)
         return _quantized_product(x, w.astype(x.dtype), dimension_numbers, kind)
 
     out_dtype = out_dtype or x.dtype
@@ -97,6 +102,27 @@ def _quantized_product(x: jax.Array, w: jax.Array, dimensions: Any, kind: str) -
         drhs_grad_qtype=gradient_kind,
     )
     return qwix.dot_general_qt(x, w, dimensions, config).astype(x.dtype)
+
+
+def _refuse_gpus_without_float8(layout: Layout) -> None:
+    """Raise an error if a GPU of the mesh has no units for products of float8.
+
+    XLA would compute the rounded products in bfloat16, more slowly than without rounding.
+
+    Raises:
+        ConfigError: A GPU has a compute capability below 8.9.
+    """
+    for capability in sorted(layout.capabilities):
+        # GPUs of other vendors report names such as gfx942.
+        if not re.fullmatch(r"\d+\.\d+", capability):
+            continue
+        major, minor = capability.split(".")
+        if (int(major), int(minor)) < FLOAT8_CAPABILITY:
+            raise ConfigError(
+                "model.compute.product_dtype float8 needs GPUs of compute capability 8.9 or later "
+                f"(L4, H100, B200), and a GPU of the mesh has {capability}; "
+                "leave out --model.compute.product-dtype"
+            )
 
 
 def product_kind(compute: ComputeConfig) -> str | None:

@@ -219,9 +219,7 @@ def test_a_run_that_was_thought_dead_ends_when_it_comes_back(place: Path) -> Non
             if messages:
                 break
     assert "was taken over by process 7 on other" in messages[0]
-    assert content_of(place / "owner")["token"] == "b", (
-        "what is another's is not given back"
-    )
+    assert content_of(place / "owner")["token"] == "b", "what is another's is not given back"
 
 
 def test_of_two_that_see_a_free_folder_one_gets_it(

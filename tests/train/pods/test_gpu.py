@@ -30,6 +30,7 @@ from tests.train.pods.split_muon import split_steps
 from tests.train.pods.test_command import config_of
 
 H100 = GPUS["h100"]
+FLOAT8_PRODUCT = 'custom_call_target="__cublas$lt$matmul$f8"'
 OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
@@ -316,6 +317,28 @@ def test_every_gpu_has_cudnn_attention_forward_and_backward(name: str) -> None:
 @gpu
 def test_control_float32_has_no_kernel_of_cudnn() -> None:
     assert "__cudnn$fmha" not in step("h100:2", dtype="float32").text
+
+
+@gpu
+def test_products_of_float8_are_computed_as_such() -> None:
+    pytest.importorskip("qwix")
+    eight_bits = step("h100:2", product_dtype="float8")
+    assert FLOAT8_PRODUCT in eight_bits.text
+    bfloat16 = step("h100:2")
+    assert FLOAT8_PRODUCT not in bfloat16.text
+    # Twice the peak: the least time of the same products is about half.
+    times = [executable.roofline() for executable in (eight_bits, bfloat16)]
+    assert times[0] is not None
+    assert times[1] is not None
+    assert times[0].compute < 0.6 * times[1].compute
+
+
+@gpu
+def test_a_gpu_without_float8_is_refused() -> None:
+    pytest.importorskip("qwix")
+    message = r"capability 8\.9 or later .*, and a GPU of the mesh has 8\.0"
+    with pytest.raises(MupaxError, match=message):
+        step("a100:2", product_dtype="float8")
 
 
 def overlapped_share(step: Compiled, axis: str) -> float:

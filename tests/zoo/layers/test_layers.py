@@ -21,6 +21,8 @@ from mupax.train.config.run import MeshConfig
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import Init
+from mupax.zoo.families import ConfigError
+from mupax.zoo.layers import linear
 from mupax.zoo.layers.kernels import attend, merged_attention
 from mupax.zoo.layers.linear import Norm, _turned, project, rotary, scaled_frequencies
 from mupax.zoo.transformer import RopeScaling
@@ -273,3 +275,24 @@ def test_products_of_8_bits_are_near_and_follow_every_factor(kind: str) -> None:
         error = float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a))
         assert 1e-3 < error < {"int8": 0.03, "float8": 0.1}[kind]
     np.testing.assert_array_equal(of(4 * x_BTI, w_IHN / 64, kind)[0], near[0] / 16)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("capabilities", "refused"),
+    [({"8.9", "9.0"}, False), ({"10.0"}, False), ({"gfx942"}, False), ({"9.0", "8.0"}, True)],
+)
+def test_float8_is_refused_on_gpus_that_have_none(
+    capabilities: set[str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = MeshLayout(make_mesh(MeshConfig(), jax.devices()[:1]))
+    layout.platform = "gpu"
+    layout.capabilities = frozenset(capabilities)
+    # The product itself needs an extra.
+    monkeypatch.setattr(linear, "_quantized_product", lambda x, *_: x)
+    x_TD = jnp.ones((2, 4))
+    if refused:
+        with pytest.raises(ConfigError, match=r"a GPU of the mesh has 8\.0; leave out"):
+            project(x_TD, jnp.ones((4, 4)), kind="float8", layout=layout)
+    else:
+        assert project(x_TD, jnp.ones((4, 4)), kind="float8", layout=layout) is x_TD
