@@ -21,7 +21,7 @@ from tyro.conf import Positional
 
 from mupax.command_line import Switch
 from scripts import ROOT, harness
-from scripts.bench import tpu
+from scripts.bench import maxtext, tpu
 from scripts.pages.markdown import replaced, table
 
 PAGE = ROOT / "docs" / "evidence" / "performance.md"
@@ -137,6 +137,9 @@ def page(text: str, folder: Path) -> str:
     tpu_file = folder / tpu.FILE.name
     if tpu_file.exists():
         text = replaced(text, "tpu", tpu.part(json.loads(tpu_file.read_text())))
+    gpu_file = folder / maxtext.FILE.name
+    if gpu_file.exists():
+        text = replaced(text, "gpu", maxtext.part(json.loads(gpu_file.read_text())))
     return text
 
 
