@@ -181,6 +181,31 @@ def test_a_notebook_runs_from_the_wheel(environment: Path, tmp_path: Path):
     execute([str(environment / "python"), "-I", "notebook.py"], tmp_path, MPLBACKEND="agg")
 
 
+@pytest.mark.release
+def test_the_notebook_for_colab_runs_from_the_wheel(environment: Path, tmp_path: Path):
+    notebook = json.loads((ROOT / "examples" / "colab.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in cells] == [[]] * len(cells)
+    install, *sources = ["".join(cell["source"]) for cell in cells]
+    assert install == '%pip install -q "mupax[cuda]"'
+    assert len(sources) == 6
+    for source in sources:
+        if source.startswith("!"):
+            text = source.removeprefix("!").replace("2^-9:2^-3:7", "2^-9:2^-3:3")
+            text = re.sub(r"warmup-steps \d+", "warmup-steps 2", text)
+            text = re.sub(r"--steps \d+", "--steps 8 --data.eval-examples 8", text)
+            program, *words = shlex.split(text)
+            command = [str(environment / program), *words]
+        else:
+            command = [str(environment / "python"), "-I", "-c", source]
+        execute(command, tmp_path, MPLBACKEND="agg", MUPAX_HOME=str(tmp_path / "home"))
+    record = json.loads((tmp_path / "runs" / "large" / "config.json").read_text())
+    assert record["config"]["model"]["width"] == 256
+    # The tuned preset brings the base that it was tuned at.
+    assert record["config"]["preset"]["base"].startswith("embed=64,")
+    assert (tmp_path / "runs" / "large" / "checkpoints" / "8").is_dir()
+
+
 EXAMPLES = {
     "own_images": (
         "main('--steps 150')",

@@ -137,6 +137,62 @@ def test_a_stack_that_is_sliced_or_written_counts_a_layer() -> None:
     assert module.hbm_bytes < 12 * stacks
 
 
+STACK = """
+%fused_slice (stack: bf16[4,8,16], index: s32[]) -> bf16[8,16] {
+  %stack = bf16[4,8,16]{1,0,2} parameter(0)
+  %bitcast = bf16[16,4,8]{2,1,0} bitcast(%stack)
+  %index = s32[] parameter(1)
+  %layer = bf16[16,1,8]{2,1,0} dynamic-slice(%bitcast, %index, %index, %index), dynamic_slice_sizes={16,1,8}
+  ROOT %matrix = bf16[8,16]{0,1} bitcast(%layer)
+}
+
+%fused_update (stack: bf16[4,8,16], matrix: bf16[8,16], index: s32[]) -> bf16[16,4,8] {
+  %stack = bf16[4,8,16]{1,0,2} parameter(0)
+  %bitcast = bf16[16,4,8]{2,1,0} bitcast(%stack)
+  %matrix = bf16[8,16]{0,1} parameter(1)
+  %layer = bf16[16,1,8]{2,1,0} bitcast(%matrix)
+  %index = s32[] parameter(2)
+  ROOT %updated = bf16[16,4,8]{2,1,0} dynamic-update-slice(%bitcast, %layer, %index, %index, %index)
+}
+
+ENTRY %main (stack: bf16[4,8,16], matrix: bf16[8,16], index: s32[]) -> bf16[8,16] {
+  %stack = bf16[4,8,16]{1,0,2} parameter(0)
+  %matrix = bf16[8,16]{0,1} parameter(1)
+  %index = s32[] parameter(2)
+  INSTRUCTION
+}
+"""
+LAYER = 8 * 16 * 2
+"""Bytes of a layer of `STACK`, whose index has four."""
+
+
+@pytest.mark.parametrize(
+    ("instruction", "moved"),
+    [
+        # A layer is read and a layer is written.
+        (
+            "ROOT %f = bf16[8,16]{0,1} fusion(%stack, %index), kind=kLoop, calls=%fused_slice",
+            2 * LAYER + 4,
+        ),
+        (
+            "ROOT %f = bf16[16,4,8]{2,1,0} fusion(%stack, %matrix, %index), kind=kLoop, "
+            "calls=%fused_update",
+            2 * LAYER + 4,
+        ),
+        # The type of a start has the operands, too.
+        (
+            "%f = ((bf16[4,8,16]{1,0,2}, s32[]), bf16[8,16]{0,1}, u32[]) "
+            "fusion-start(%stack, %index), kind=kLoop, calls=%fused_slice\n"
+            "  ROOT %d = bf16[8,16]{0,1} fusion-done(%f)",
+            2 * LAYER + 4,
+        ),
+    ],
+)
+def test_a_layer_is_a_layer_behind_a_bitcast_too(instruction: str, moved: int) -> None:
+    module = hlo.parse(STACK.replace("INSTRUCTION", instruction))
+    assert module.hbm_bytes == moved
+
+
 @pytest.mark.parametrize(
     ("text", "groups"),
     [
