@@ -17,10 +17,9 @@ from mupax.commands import table
 from mupax.train.pods import topology
 from tests.fixtures.commands import Done
 from tests.fixtures.programs import shared_programs
-from tests.fixtures.small_runs import empty_loss_plot
 from tests.train.config import test_plugins as plugins
 
-__all__ = ["empty_loss_plot", "shared_programs"]  # fixtures
+__all__ = ["shared_programs"]  # fixtures
 
 METRIC = """
 import jax.numpy as jnp

@@ -24,9 +24,8 @@ from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError
 from tests.fixtures import commands
 from tests.fixtures.commands import Done
 from tests.fixtures.programs import shared_programs
-from tests.fixtures.small_runs import empty_loss_plot
 
-__all__ = ["empty_loss_plot", "shared_programs"]  # fixtures
+__all__ = ["shared_programs"]  # fixtures
 
 SIGN = """
 import optax

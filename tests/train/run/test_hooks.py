@@ -16,9 +16,8 @@ from mupax.train.config.run import CheckpointConfig, Config, LogConfig
 from mupax.train.run import hooks as run_hooks
 from mupax.train.run import loop
 from tests.fixtures.programs import shared_programs
-from tests.fixtures.small_runs import empty_loss_plot
 
-__all__ = ["empty_loss_plot", "shared_programs"]  # fixtures
+__all__ = ["shared_programs"]  # fixtures
 
 STEPS = 6
 

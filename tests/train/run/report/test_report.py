@@ -24,6 +24,7 @@ from mupax.train.reuse.predict.command import Predict
 from mupax.train.run.report import finish, metrics, plotting
 
 pytestmark = pytest.mark.core
+DRAWS_LOSS = True  # read by tests/train/conftest.py
 
 
 @dataclasses.dataclass

@@ -20,9 +20,8 @@ from mupax.train.run.report import metrics
 from mupax.train.run.report.mirrors import snapshots
 from tests.fixtures.commands import command
 from tests.fixtures.programs import shared_programs
-from tests.fixtures.small_runs import empty_loss_plot
 
-__all__ = ["empty_loss_plot", "shared_programs"]  # fixtures
+__all__ = ["shared_programs"]  # fixtures
 
 SHOWN = 16
 DIGITS = (
