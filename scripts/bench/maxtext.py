@@ -63,8 +63,6 @@ MAXTEXT_FLAGS: dict[str, bool | int | str] = {
 """XLA flags of MaxText's configs/gpu/a3/llama_2_7b/1vm.sh, for one host of eight H100s."""
 HEAD = (
     "",
-    "arguments, GiB",
-    "of MaxText's",
     "temporaries, GiB",
     "of MaxText's",
     "sent, GiB",
@@ -223,9 +221,12 @@ def part(record: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, int], maxtext: Mapping[str, int] | None) -> list[str]:
-    """Return the cells of three sizes, each with its ratio to MaxText's."""
+    """Return the cells of two sizes, each with its ratio to MaxText's.
+
+    Arguments have none: they are parameters and two moments in float32 on both sides.
+    """
     cells = []
-    for name in ("argument_bytes", "temporary_bytes", "sent_bytes"):
+    for name in ("temporary_bytes", "sent_bytes"):
         ratio = ""
         if maxtext is not None:
             ratio = f"{row[name] / maxtext[name]:.3f}"
