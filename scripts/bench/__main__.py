@@ -29,6 +29,7 @@ FOLDER = PAGE.with_suffix("")
 PYTORCH_BENCHMARKS = {"torch_step": "pytorch.step", "torch_parts": "pytorch.parts"}
 """Modules of the benchmarks that have a table of their own, by name of the benchmark."""
 OWN_BENCHMARKS = {
+    "torch_muon": "pytorch.muon",
     "preset_cost": "step.preset_cost",
     "layers": "step.layers",
     "attention": "step.attention",

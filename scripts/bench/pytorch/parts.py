@@ -212,17 +212,27 @@ def ends(program: Program) -> Part:
 
 
 def update(program: Program) -> Part:
-    """Return AdamW on all parameters.
-
-    mupax's part also computes the global norm of the gradients and updates only if it is finite.
-    """
+    """Return AdamW on all parameters."""
     import torch
 
     from scripts.bench.pytorch import models as torch_models
 
+    opt = program.config.optimizer
+    theirs = torch_model(program)
+    for parameter in theirs.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer = torch_models.adamw(theirs, opt.peak_lr, opt.weight_decay, opt.b1, opt.b2, opt.eps)
+    return Part("AdamW", 1, our_update(program), optimizer.step)
+
+
+def our_update(program: Program) -> Step:
+    """Compile the run's optimizer on all parameters and return it as a step.
+
+    As in training, it also computes the global norm of the gradients and updates only if the norm
+    is finite.
+    """
     step_inputs = program.step_inputs()
     state = program.initial_state()
-    opt = program.config.optimizer
 
     def updated(state: TrainState, grads: Any, step_inputs: StepInputs) -> Any:
         hyper = step_inputs.hyper.at(state.step)
@@ -241,7 +251,10 @@ def update(program: Program) -> Part:
         )
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state), norm
 
-    grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-3), state.params)
+    random = np.random.default_rng(2)
+    grads = {}
+    for name, leaf in state.params.items():
+        grads[name] = jnp.asarray(random.standard_normal(leaf.shape, np.float32))
     compiled = jax.jit(updated, donate_argnums=0).lower(state, grads, step_inputs).compile()
 
     def ours() -> None:
@@ -249,11 +262,7 @@ def update(program: Program) -> Part:
         state, norm = compiled(state, grads, step_inputs)
         jax.block_until_ready((state, norm))
 
-    theirs = torch_model(program)
-    for parameter in theirs.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer = torch_models.adamw(theirs, opt.peak_lr, opt.weight_decay, opt.b1, opt.b2, opt.eps)
-    return Part("AdamW", 1, ours, optimizer.step)
+    return ours
 
 
 def zoo_model(program: Program, params: Any) -> Any:

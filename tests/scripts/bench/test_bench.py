@@ -34,6 +34,7 @@ NEEDS_TORCH = [
         ("start", TINY),
         pytest.param("torch_step", [*TINY, "--model", "lm"], marks=NEEDS_TORCH),
         pytest.param("torch_parts", [*TINY, "--model", "lm"], marks=NEEDS_TORCH),
+        pytest.param("torch_muon", TINY, marks=NEEDS_TORCH),
     ],
 )
 def test_benchmark_runs_and_its_page_is_made(
