@@ -110,6 +110,7 @@ class Suite:
     def run(self, mutant: Mutant) -> list[Finding]:
         """Return the findings on a wrong rule's runs, whose base equals the right rule's."""
         observations = [self.observations[0]]
+        # Runs look their rule up by its name.
         with mock.patch.dict(horizon.RULES, {mutant.rule: mutant.of()}):
             for index in range(1, len(self.runs)):
                 observations.append(self._observe(index))
@@ -123,7 +124,10 @@ def row(mutant: Mutant, findings: list[Finding]) -> dict[str, Any]:
         Fields of the mutant; `wrong`, the distance from theory of each observable outside its
         band; `table`, the errors that theory sees in the formulas alone.
     """
-    wrong = {f.observable: round(f.slope - f.expected.slope, 3) for f in findings if not f.agrees}
+    wrong = {}
+    for finding in findings:
+        if not finding.agrees:
+            wrong[finding.observable] = round(finding.slope - finding.expected.slope, 3)
     table = sorted(troubles(mutant.of(), mutant.grows))
     return {**dataclasses.asdict(mutant), "wrong": wrong, "table": table}
 

@@ -62,11 +62,11 @@ def troubles(
         accept: Verdicts that count as right, such as `theory.LAZY`.
     """
     expected = theory.of(preset, *ends, optimizer, accept=accept)
-    return {
-        f"{name} @{step}": expectation.trouble
-        for (name, step), expectation in expected.items()
-        if expectation.trouble
-    }
+    words = {}
+    for (name, step), expectation in expected.items():
+        if expectation.trouble:
+            words[f"{name} @{step}"] = expectation.trouble
+    return words
 
 
 def measure(model: str, grow: str) -> list[dict[str, Any]]:

@@ -117,10 +117,10 @@ def lines() -> list[str]:
     by_optimizers: dict[tuple[str, ...], list[str]] = {}
     for preset, optimizers in TABLES.items():
         by_optimizers.setdefault(optimizers, []).append(f"`{preset}`")
-    combinations = "; ".join(
-        f"{', '.join(presets)} under {', '.join(optimizers)}"
-        for optimizers, presets in by_optimizers.items()
-    )
+    phrases = []
+    for optimizers, presets in by_optimizers.items():
+        phrases.append(f"{', '.join(presets)} under {', '.join(optimizers)}")
+    combinations = "; ".join(phrases)
     text = [
         f"The same mistakes are made in {combinations}. A wrong eps counts only where Adam reads",
         "it, and a wrong depth exponent only in presets with a rule for depth. Of the",
