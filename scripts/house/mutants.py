@@ -336,10 +336,11 @@ def tests_of(root: Path, path: str) -> list[str]:
 
 def chosen(root: Path, count: int = COUNT, seed: int = SEED) -> list[Mutant]:
     """Return the mutants of a checkout, one in each of `count` modules, in drawn order."""
-    paths: list[Path] = []
+    names: list[str] = []
     for folder in MODULES:
-        paths += python_files(root / folder)
-    names = [path.relative_to(root).as_posix() for path in paths if not path.stem.startswith("__")]
+        for path in python_files(root / folder):
+            if not path.stem.startswith("__"):
+                names.append(path.relative_to(root).as_posix())
     mutants: list[Mutant] = []
     for name in sorted(names, key=lambda name: random.Random(f"{seed} {name}").random()):
         if len(mutants) == count:
@@ -505,6 +506,7 @@ class Bench:
                 stdout=text,
                 stderr=text,
                 stdin=subprocess.DEVNULL,
+                # A group of its own, so that processes of the tests can be ended with pytest.
                 start_new_session=True,
             )
             code: int | None = None
@@ -593,8 +595,11 @@ def measure(out: Path, mutants: Sequence[tuple[str, Mutant | None]], root: Path 
         out: Path of the record, a file of JSON lines that may not exist yet.
         mutants: Name in the record and place of each mutant; the place is `None` if it is gone.
     """
-    # Tests that failed without the mutant may have met a busy machine: they are tried again.
-    recorded = {row["mutant"] for row in read_rows(out) if row["outcome"] != UNJUDGED}
+    recorded = set()
+    for row in read_rows(out):
+        # Tests that failed without the mutant may have met a busy machine: they are tried again.
+        if row["outcome"] != UNJUDGED:
+            recorded.add(row["mutant"])
     missing = [pair for pair in mutants if pair[0] not in recorded]
     if not missing:
         return
@@ -663,8 +668,10 @@ def main() -> int:
     mutants: list[tuple[str, Mutant | None]]
     if words.like:
         tree = Tree(ROOT)
-        rows = [row for row in read_rows(words.like) if row["outcome"] != "gone"]
-        mutants = [(row["mutant"], tree.find(row)) for row in rows]
+        mutants = []
+        for row in read_rows(words.like):
+            if row["outcome"] != "gone":
+                mutants.append((row["mutant"], tree.find(row)))
     else:
         mutants = [(mutant.name, mutant) for mutant in chosen(ROOT)]
     measure(words.out, mutants[: words.first])

@@ -145,6 +145,7 @@ def python_files(folder: Path) -> Iterator[Path]:
     `Path.rglob` follows links to folders on some versions of Python and not on others.
     """
     for place, folders, names in os.walk(folder):
+        # `os.walk` goes into the folders that stay in this list.
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for name in sorted(names):
             if name.endswith(".py"):
@@ -245,6 +246,7 @@ def loaded_modules(root: Path) -> list[str]:
 
 def environment(root: Path) -> dict[str, str]:
     """Return an environment in which Python finds a checkout's modules, and JAX one CPU device."""
+    # Neither the caller's devices nor the width of a terminal may change the counts.
     variables = {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "80"}
     return {**os.environ, **variables}
 

@@ -166,15 +166,19 @@ def _misses(forecasts: Sequence[dict[str, Any]]) -> str:
         if not outcome or outcome["inside90"]:
             continue
         loss = entry["prediction"]["loss"]
-        diverged = outcome["loss"] is None
+        measured = "diverged"
+        error = ""
+        if outcome["loss"] is not None:
+            measured = f"{outcome['loss']:.4f}"
+            error = f"{outcome['error']:+.2%}"
         rows.append(
             [
                 entry["from"],
                 entry["what"].partition(", at")[0],
                 f"{loss['value']:.4f}",
                 f"{loss['low90']:.4f} to {loss['high90']:.4f}",
-                "diverged" if diverged else f"{outcome['loss']:.4f}",
-                "" if diverged else f"{outcome['error']:+.2%}",
+                measured,
+                error,
             ]
         )
     return markdown.table(rows)

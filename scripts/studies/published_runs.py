@@ -194,6 +194,7 @@ def left_out(
         law = form(form_of(fitted)) if form else None
         forecaster = Forecaster.of_table(fitted, law)
 
+        # All runs of a setting share these two values.
         setting = {axis: float(test.values[axis][0]) for axis in ("parameters", "tokens")}
         lowest = forecaster.lowest(setting, grid(setting))
         best = forecaster.best(setting)
@@ -255,7 +256,8 @@ def without_tokens(form: Form) -> Form:
     for term in form.terms:
         if "tokens" in term.needs:
             continue
-        exponents = {axis: prior for axis, prior in term.exponents.items() if axis != "tokens"}
+        exponents = dict(term.exponents)
+        exponents.pop("tokens", None)
         terms.append(dataclasses.replace(term, exponents=exponents))
     return dataclasses.replace(form, terms=tuple(terms))
 
@@ -489,16 +491,21 @@ def isoflop() -> list[dict[str, Any]]:
     """Forecast published losses of large budgets by the law of FLOPs, fitted to small budgets."""
     rows = []
     for upto, goal, came in ISOFLOP_GOALS:
-        fitted = [(flops, loss) for flops, loss in ISOFLOPS if flops <= upto]
+        flops = []
+        losses = []
+        for point_flops, point_loss in ISOFLOPS:
+            if point_flops <= upto:
+                flops.append(point_flops)
+                losses.append(point_loss)
         table = RunTable(
             source="isoflop",
             digest="",
-            values={"flops": np.array([flops for flops, _ in fitted])},
-            log_loss=np.log([loss for _, loss in fitted]),
-            seeds=np.ones(len(fitted), int),
+            values={"flops": np.array(flops)},
+            log_loss=np.log(losses),
+            seeds=np.ones(len(flops), int),
             seed_deviation=None,
             decay=None,
-            rows=len(fitted),
+            rows=len(flops),
             notes=(),
         )
         loss = Forecaster.of_table(table).best({"flops": goal}).loss

@@ -180,9 +180,11 @@ def _cell(name: str, analysis: Analysis, curves: Sequence[Curve]) -> Cell:
         single = float((residual**2).sum()) / ((len(x) - 2) * (seeds - 1))
 
         slopes = slope_map @ centred
+        # The noise of single runs makes slopes vary, too. Only the rest belongs to the seeds.
         tilt = float(slopes.var(ddof=1)) - single * float(slope_map @ slope_map)
         curvatures.append(fit.curvature)
         singles.append(math.sqrt(single))
+        # The difference of two estimates may be negative.
         tilts.append(math.sqrt(max(0.0, tilt)))
         levels.append(float(centred.mean(axis=0).std(ddof=1)))
         optima.append(-slopes / (2 * fit.curvature))
@@ -190,16 +192,19 @@ def _cell(name: str, analysis: Analysis, curves: Sequence[Curve]) -> Cell:
 
     doublings = np.log2([analysis.sizes[index] / analysis.sizes[fitted[0]] for index in fitted])
     covariance = np.cov(np.array(optima))
+    skew = math.nan
+    if np.isfinite(skews).any():
+        skew = float(np.nanmedian(skews))
     return Cell(
         name=name,
-        doublings=tuple(float(value) for value in doublings),
+        doublings=tuple(doublings.tolist()),
         curvature=tuple(curvatures),
         single=tuple(singles),
         tilt=tuple(tilts),
         level=tuple(levels),
-        skew=float(np.nanmedian(skews)) if np.isfinite(skews).any() else math.nan,
-        scatter=tuple(float(value) for value in np.sqrt(np.diag(covariance))),
-        scattered=tuple(tuple(float(value) for value in row) for row in covariance),
+        skew=skew,
+        scatter=tuple(np.sqrt(np.diag(covariance)).tolist()),
+        scattered=tuple(tuple(row) for row in covariance.tolist()),
         freedom=seeds - 1,
     )
 
@@ -207,6 +212,7 @@ def _cell(name: str, analysis: Analysis, curves: Sequence[Curve]) -> Cell:
 def _skew(curve: Curve, optimum: float, curvature: float) -> float:
     """Return the skew of the mean losses within 2.1 octaves, NaN with fewer than five rates."""
     octaves = curve.x - optimum
+    # Four rates on either side, with room for rounding.
     near = np.isfinite(curve.mean) & (np.abs(octaves) <= 2.1)
     if near.sum() < 5:
         return math.nan
@@ -237,6 +243,7 @@ class Losses:
     def __init__(self, cell: Cell, drift: float, trial: int) -> None:
         self._cell = cell
         self._trial = trial
+        # The second number of a key keeps draws apart: 0 optimum, 1 seeds, 2 runs, 3 drift.
         start = OPTIMUM + np.random.default_rng([trial, 0]).uniform(-0.25, 0.25)
         self.optima = start + drift * np.array(cell.doublings)
 
@@ -252,6 +259,7 @@ class Losses:
         cell = self._cell
         octaves = rate * STEP - self.optima[index]
         seed_noise = np.random.default_rng([self._trial, 1, index, seed]).normal(size=2)
+        # NumPy refuses negative keys, and a rate is a negative number of steps.
         run_key = [self._trial, 2, index, seed, int(rate) + 200]
         run_noise = np.random.default_rng(run_key).normal()
 
@@ -514,7 +522,10 @@ def _records(trials: int, processes: int, count: int | None) -> Iterator[dict[st
         }
 
     yield record()
-    missing = [cell for cell in spread(committed)[:count] if cell.name not in by_name]
+    missing = []
+    for cell in spread(committed)[:count]:
+        if cell.name not in by_name:
+            missing.append(cell)
     with concurrent.futures.ProcessPoolExecutor(processes) as pool:
         futures = [pool.submit(simulated, cell, trials) for cell in missing]
         for future in concurrent.futures.as_completed(futures):
