@@ -299,10 +299,14 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
     )
     totals = []
     for place in places:
-        place_results = [result for result in results if result["place"] == place]
-        num_bad = sum(not result["good"] for result in place_results)
+        count = 0
+        num_bad = 0
+        for result in results:
+            if result["place"] == place:
+                count += 1
+                num_bad += not result["good"]
         totals.append(
-            f"- {PLACES[place]}: {len(place_results)} corruptions took {seconds[place]:.0f} s; "
+            f"- {PLACES[place]}: {count} corruptions took {seconds[place]:.0f} s; "
             f"{num_bad} did not end as they must"
         )
 
@@ -319,9 +323,10 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
 
 def counts_of(results: Sequence[dict[str, Any]], places: Sequence[str]) -> list[str]:
     """Return the cells of one row of the table. A cell has one number for each place."""
-    outcomes = Counter((result["place"], result["outcome"]) for result in results)
+    outcomes: Counter[tuple[str, str]] = Counter()
     wrong_alone: Counter[str] = Counter()
     for result in results:
+        outcomes[result["place"], result["outcome"]] += 1
         if result["alone"] == "wrong":
             wrong_alone[result["place"]] += 1
     columns = [

@@ -106,6 +106,7 @@ class Runs:
         compile_once()
 
         complete = folder / "whole"
+        # A worker that replaces another finds the runs of that one.
         shutil.rmtree(complete, ignore_errors=True)
         code, output, _ = self.session(complete)
         if code:
@@ -181,6 +182,7 @@ class Runs:
         checkpoint = tiny_runs.latest_step(workdir)
         if phase != "new" and (checkpoint or 0) < HALF:
             wrong.append(f"lost: the newest checkpoint is {checkpoint}")
+        # An error while reading is no damage, so no checkpoint may be set aside.
         if (workdir / "checkpoints" / "set-aside").exists():
             wrong.append("lost: a checkpoint was set aside")
 
@@ -231,11 +233,19 @@ class Runs:
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """Return the section of the page: the totals, and a table with a row for each operation."""
-    struck = [row for row in rows if row["fired"]]
-    num_operations = sum(row["fired"] for row in struck)
-    num_right = sum(not row["wrong"] for row in struck)
-    num_survived = sum(not row["code"] for row in struck)
-    slowest = max((row["seconds"] for row in struck), default=0.0)
+    struck = []
+    num_operations = 0
+    num_right = 0
+    num_survived = 0
+    slowest = 0.0
+    for row in rows:
+        if not row["fired"]:
+            continue
+        struck.append(row)
+        num_operations += row["fired"]
+        num_right += not row["wrong"]
+        num_survived += not row["code"]
+        slowest = max(slowest, row["seconds"])
     text = (
         f"In {len(struck)} runs, {num_operations} chosen file operations failed for a moment: with "
         "EIO, ESTALE, EACCES (reading) or ENOSPC (writing), half a second late, or after half of "
@@ -247,10 +257,15 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 
     cells = [["operation", "runs", "operations failed", "survived", "ended, then went on"]]
     for kind in (*READING, *WRITING):
-        kind_rows = [row for row in struck if row["kind"] == kind]
-        num_failed = sum(row["fired"] for row in kind_rows)
-        num_ended = sum(bool(row["code"]) for row in kind_rows)
-        counts = (len(kind_rows), num_failed, len(kind_rows) - num_ended, num_ended)
+        num_runs = 0
+        num_failed = 0
+        num_ended = 0
+        for row in struck:
+            if row["kind"] == kind:
+                num_runs += 1
+                num_failed += row["fired"]
+                num_ended += bool(row["code"])
+        counts = (num_runs, num_failed, num_runs - num_ended, num_ended)
         cells.append([kind, *map(str, counts)])
     return "\n".join(["## Unwell disks", "", text, "", table(cells), ""])
 

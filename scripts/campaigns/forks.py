@@ -40,6 +40,7 @@ def start(
     if pid:
         return pid
 
+    # The descriptors, not `sys.stdout`, because libraries in C print, too.
     os.dup2(os.open(output, NEW_FILE), 1)
     os.dup2(1 if errors is None else os.open(errors, NEW_FILE), 2)
     # A shell starts background jobs with SIGINT ignored.

@@ -157,11 +157,14 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     Args:
         rows: Counts of each reader, by its name.
     """
-    total = {}
-    for key in COUNTS:
-        total[key] = sum(row[key] for row in rows.values())
-    slowest = max(row["slowest_s"] for row in rows.values())
-    largest = max(row["grown_mib"] for row in rows.values())
+    total = dict.fromkeys(COUNTS, 0)
+    slowest = 0.0
+    largest = 0.0
+    for row in rows.values():
+        for key in COUNTS:
+            total[key] += row[key]
+        slowest = max(slowest, row["slowest_s"])
+        largest = max(largest, row["grown_mib"])
     text = (
         f"{total['inputs']:,} files were broken at random (bits, bytes, values of JSON, headers) "
         "and read as a command reads them. A file must be read or refused with a message. "

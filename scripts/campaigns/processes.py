@@ -334,6 +334,7 @@ def wait(session: Session, stopped: int | None) -> float:
         if None not in codes:
             break
         time.sleep(0.01)
+    # Wall time, because it is compared with the time of a file.
     ended = time.time()
     session.send(signal.SIGKILL, range(len(session.pids)))
     session.wait(10)

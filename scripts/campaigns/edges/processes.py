@@ -492,6 +492,7 @@ def wait(session: Session, dead: Sequence[int], struck: Path) -> float | None:
         if None not in codes:
             break
         time.sleep(0.05)
+    # Wall time, because it is compared with the time of a file.
     ended = time.time() if time.monotonic() < deadline else None
     session.send(signal.SIGKILL, range(len(session.pids)))
     session.wait(10)
@@ -683,7 +684,9 @@ def points_of(folder: Path) -> list[str]:
     points = []
     for line in (folder / "points.jsonl").read_text().splitlines():
         row = json.loads(line)
-        points.append(json.dumps({key: row[key] for key in row if key not in named}))
+        for key in named:
+            row.pop(key, None)
+        points.append(json.dumps(row))
     return sorted(points)
 
 

@@ -116,6 +116,7 @@ class Child:
                 signal.signal(number, signal.SIG_IGN)
 
         self.process = subprocess.Popen(
+            # Output without a buffer, because moments are found by what is printed.
             [sys.executable, "-u", "-m", "mupax", *words],
             cwd=folder,
             env={**os.environ, **variables},
@@ -154,6 +155,7 @@ class Child:
         """Return true if the process handles SIGTERM, which Python itself does not."""
         with suppress(OSError, IndexError):
             status = Path(f"/proc/{self.process.pid}/status").read_text()
+            # The lowest bit of the mask stands for signal 1.
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
             return bool(caught >> (signal.SIGTERM - 1) & 1)
         return False
@@ -180,6 +182,7 @@ class Child:
         if code is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        # A child that is left behind may hold the pipe open.
         self._reader.join(END_S)
         return Ended(code, self.output, waited)
 
@@ -189,12 +192,15 @@ class Child:
         Children are killed.
         """
         with suppress(ProcessLookupError, PermissionError):
+            # Signal 0 only asks whether a process of the group is left.
             os.killpg(self.process.pid, 0)
             os.killpg(self.process.pid, signal.SIGKILL)
             return "a child process is still running"
-        names = sorted(
-            path.name for path in self.temporary.iterdir() if path.name.startswith("mupax")
-        )
+        names = []
+        for path in self.temporary.iterdir():
+            if path.name.startswith("mupax"):
+                names.append(path.name)
+        names.sort()
         return f"left in TMPDIR: {', '.join(names[:3])}" if names else ""
 
 

@@ -155,8 +155,10 @@ def _drawn(
         exif[ExifTags.Base.Orientation] = 6
         options["exif"] = exif
     if kind == "TIFF":
+        # One strip has all rows, which are then decoded at once.
         options |= {"compression": "tiff_deflate", "strip_size": 2**31 - 1}
     if kind == "WEBP":
+        # The fastest of the seven methods: how well the file is compressed does not matter.
         options["method"] = 0
     image.save(stream, kind, **options)
     return stream.getvalue()
@@ -209,6 +211,7 @@ def _jpeg_header() -> bytes:
     """Return a JPEG of 64 x 64 pixels whose header claims 65,500 x 65,500."""
     image = bytearray(_drawn("JPEG", "RGB", 64))
     place = image.index(b"\xff\xc0")
+    # Behind the marker come the length, the precision, and then height and width.
     image[place + 5 : place + 9] = struct.pack(">HH", 65_500, 65_500)
     return bytes(image)
 
@@ -268,6 +271,7 @@ def _sgi_header() -> bytes:
 
 def _icon() -> bytes:
     """Return an icon with 256 entries that all point at one image."""
+    # All entries lead to the image behind the header and the entries.
     entry = struct.pack("<BBBBHHII", 0, 0, 0, 0, 1, 32, 10_000_000, 6 + 256 * 16)
     return struct.pack("<HHH", 0, 1, 256) + entry * 256 + _png(256, 256)
 

@@ -57,6 +57,7 @@ def _write(file: Path, blocks: Iterator[bytes]) -> None:
             with lzma.open(file, "wb", preset=1) as stream:
                 stream.writelines(blocks)
         case ".zst":
+            # Python's own library has no zstd before 3.14.
             import pyarrow
 
             with pyarrow.CompressedOutputStream(str(file), "zstd") as stream:
@@ -70,6 +71,7 @@ def _write(file: Path, blocks: Iterator[bytes]) -> None:
 def _long_first() -> Iterator[bytes]:
     """Yield a line of 1.2 GB, then good lines."""
     yield b'{"text":"'
+    # The list has one block many times, so that making the sample takes little memory.
     yield from [b"a" * MIB] * 1200
     yield b'"}\n' + _GOOD
 
@@ -323,6 +325,7 @@ def _hidden_size(folder: Path) -> None:
     size = parquet.read_metadata(file).row_group(0).column(0).total_uncompressed_size
     content = file.read_bytes()
     written = _varint(size)
+    # The footer is at the end of the file.
     start = content.rfind(written)
     # The replacement must have as many bytes: continuation bits pad the small number.
     small = _varint(100)
@@ -512,6 +515,7 @@ def _npz_zeros(folder: Path) -> None:
 
     def write(archive: Any) -> None:
         header = _npy_fields("|u1", (1_600_000, 32, 32, 3))
+        # `zipfile` does not know beforehand that more than 4 GB will come.
         with archive.open("X.npy", "w", force_zip64=True) as file:
             file.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
             for _ in range(1_600_000 * 3072 // (64 * MIB)):
@@ -625,10 +629,10 @@ def _make_books(folder: Path) -> None:
     import random
 
     choose = random.Random(0)
-    words = [
-        "".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=choose.randint(2, 9)))
-        for _ in range(5000)
-    ]
+    words = []
+    for _ in range(5000):
+        length = choose.randint(2, 9)
+        words.append("".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=length)))
     with (folder / "data.jsonl").open("w") as file:
         file.write(json.dumps({"text": " ".join(choose.choices(words, k=1_400_000))}) + "\n")
         for _ in range(30):

@@ -60,7 +60,10 @@ def _tensors() -> dict[str, Any]:
         shapes |= {f"{block}mlp.c_fc.weight": (16, 64), f"{block}mlp.c_fc.bias": (64,)}
         shapes |= {f"{block}mlp.c_proj.weight": (64, 16), f"{block}mlp.c_proj.bias": (16,)}
     shapes |= {"transformer.ln_f.weight": (16,), "transformer.ln_f.bias": (16,)}
-    return {name: choose.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors = {}
+    for name, shape in shapes.items():
+        tensors[name] = choose.normal(size=shape).astype(np.float32)
+    return tensors
 
 
 def _weights(folder: Path, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
