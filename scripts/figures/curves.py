@@ -148,6 +148,7 @@ def _trained(trainer: training.Trainer, config: Config, kind: str) -> dict[str, 
     if kind == "lm":
         causal = np.tril(np.ones(logits_BHTS.shape[-2:], bool))
         logits_BHTS = logits_BHTS[..., causal]
+    # Logits beyond the bins count in the outermost ones.
     density, _ = np.histogram(np.clip(logits_BHTS, -1.999, 1.999), BINS, density=True)
 
     windows = np.array_split(losses, min(POINTS, len(losses)))
@@ -275,10 +276,12 @@ def panels_of(title: str, data: Mapping[str, Any], axes: Sequence[str]) -> Any:
     figure = Figure(figsize=(4.0 * len(axes), 8.4), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     for column, axis in enumerate(axes):
-        places = [1 + column + row * len(axes) for row in range(3)]
-        top, middle, bottom = [figure.add_subplot(3, len(axes), place) for place in places]
-        for panel in (top, middle, bottom):
+        column_panels = []
+        for row in range(3):
+            panel = figure.add_subplot(3, len(axes), 1 + column + row * len(axes))
             panels.quiet(panel)
+            column_panels.append(panel)
+        top, middle, bottom = column_panels
         # Only the first column names its y axes.
         loss_name = "nats" if column == 0 else ""
         density_name = "density" if column == 0 else ""

@@ -215,6 +215,7 @@ def jackknife(statistic: Callable[[np.ndarray], float], seeds: int) -> Interval:
     every_seed = np.arange(seeds)
     estimate = statistic(every_seed)
     leave_one_out = np.array([statistic(np.delete(every_seed, seed)) for seed in range(seeds)])
+    # Deviations are small, as estimates share all seeds but one. The factor makes up for it.
     error = math.sqrt((seeds - 1) * float(np.mean((leave_one_out - leave_one_out.mean()) ** 2)))
     half_width = float(stats.t.ppf(0.975, seeds - 1)) * error
     return estimate, estimate - half_width, estimate + half_width
@@ -291,6 +292,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def same_settings(content: Mapping[str, Any], settings: Settings) -> bool:
     """Return whether a record was measured with these settings."""
+    # Records have lists and rounded numbers, and so must the settings that are compared.
     as_saved = json.loads(_text(_plain(dict(settings))))
     return content["settings"] == as_saved
 

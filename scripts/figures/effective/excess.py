@@ -98,10 +98,11 @@ def rows(
         title = f"loss at {part} the best hidden rate less the least"
         excesses_by_size = []
         for index in range(len(sizes)):
-            trained = [name for name in names if len(curves[name][index].x)]
-            excesses_by_size.append(
-                {name: excess(curves[name][index], octaves) for name in trained}
-            )
+            excesses = {}
+            for name in names:
+                if len(curves[name][index].x):
+                    excesses[name] = excess(curves[name][index], octaves)
+            excesses_by_size.append(excesses)
         differences = [excesses[first] - excesses[second] for excesses in excesses_by_size]
 
         for size, excesses, difference in zip(sizes, excesses_by_size, differences, strict=True):

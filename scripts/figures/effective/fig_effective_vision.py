@@ -96,6 +96,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         shape = (len(settings["decay"]), len(log2_rates), len(seeds))
         by_strategy[strategy] = {
             "x": log2_rates,
+            # An array of objects keeps the `None` of a run that was not made.
             "losses": np.array(losses, object).reshape(shape).tolist(),
         }
     return by_strategy

@@ -122,6 +122,7 @@ def residual_kernels(
     """
     _check(first, depth, alpha_a, alpha_l, head_dim, samples, memory)
     mlp_kernel = activation_kernel(activation)
+    # E^2 of the module's equations.
     branch = beta0**2 * depth ** (-2 * alpha_l)
     is_exact = attention_kernels.is_uniform(alpha_a, head_dim)
     # Heads are drawn in 8 independent recursions, whose spread is the sampling error.
