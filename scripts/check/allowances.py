@@ -178,6 +178,7 @@ def _widen(
     for name, constants in PROVED[study]:
         preset = presets.get(name, base=base, **constants)  # pyright: ignore[reportArgumentType]
         measured = series.measure(preset, batch)
+        # Strict, because margins and allowances are what is measured here.
         expected = theory.of(preset, first, last, optimizer, strict=True)
         for finding in check.judge(measured, [1, 2, 4, 8], expected):
             above = finding.slope - finding.expected.slope

@@ -149,6 +149,7 @@ def _structures(task: Task) -> list[dict[str, Any]]:
     for name in task.rules:
         base = None if presets.get(name).baseless else grown[0].base_sizes()
         preset = presets.get(name, base=base)
+        # Some presets are lazy on purpose: their features do not change as the width grows.
         accept = (theory.LAZY,) if "features" in preset.vanishing else ()
         expected = theory.of(preset, definitions[0], definitions[-1], "adam", accept=accept)
         findings = check.judge(series.measure(preset, batch, SEEDS), sizes, expected)

@@ -498,6 +498,7 @@ class Bench:
         options = ("-q", "-x", "-m", MARKS, "-p", "no:cacheprovider", "-p", "no:xdist")
         command = [sys.executable, "-m", "pytest", *options, *tests]
         began = time.monotonic()
+        # A pipe that nobody reads meanwhile would stop the tests when it is full.
         with tempfile.TemporaryFile("w+") as text:
             process = subprocess.Popen(
                 command,
@@ -561,6 +562,7 @@ def copy_checkout(root: Path, folder: Path) -> None:
         target = folder / name
         if source.is_symlink() or source.is_file():  # a deleted file is still listed
             target.parent.mkdir(parents=True, exist_ok=True)
+            # mupax/presets, mupax/zoo and mupax/train must stay links to the copied folders.
             shutil.copy2(source, target, follow_symlinks=False)
 
 
@@ -585,6 +587,7 @@ def write_row(path: Path, row: dict[str, Any]) -> None:
         file.truncate(complete)
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()
+        # A row takes minutes, so it must outlive a crash of the machine.
         os.fsync(file.fileno())
 
 

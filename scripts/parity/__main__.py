@@ -102,7 +102,8 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     preset_config = PRESETS[preset]
     if preset_config.name in ("mup", "depth-mup"):
         preset_config = replace(preset_config, base=BASES[config.family])
-    built, parameterization = definition(config), preset_for(preset_config, config)
+    built = definition(config)
+    parameterization = preset_for(preset_config, config)
     factors = resolve(parameterization, built, parameterization.optimizers[0])
     transformers_folder = folder / "theirs"
     mupax_folder = folder / "ours"
@@ -241,9 +242,12 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---|",
     ]
     for model in dict.fromkeys(row.model for row in rows):
-        model_rows = [row for row in rows if row.model == model]
-        read = max(row.difference for row in model_rows if row.way == "in")
-        written = max(row.difference for row in model_rows if row.way == "out")
+        differences: dict[str, list[float]] = {"in": [], "out": []}
+        for row in rows:
+            if row.model == model:
+                differences[row.way].append(row.difference)
+        read = max(differences["in"])
+        written = max(differences["out"])
         lines.append(f"| {model} | {read:.1e} | {written:.1e} |")
     return "\n".join(lines)
 
@@ -273,6 +277,7 @@ def main() -> None:
     if args.write:
         versions = {}
         for name in ("transformers", "torch", "jax"):
+            # The version of a build of torch ends in +cpu or another device.
             versions[name] = importlib.metadata.version(name).split("+")[0]
         about = {"command": "python -m scripts.parity --write", "versions": versions}
         content = harness.with_rows(about, "rows", [row._asdict() for row in rows])

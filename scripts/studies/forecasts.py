@@ -103,14 +103,21 @@ def summary(board: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Args:
         board: entries as `collected` returns them.
     """
-    outcomes = [entry["outcome"] for entry in board if entry["outcome"]]
-    errors = [abs(outcome["error"]) for outcome in outcomes]
-    count = max(1, len(outcomes))
+    errors = []
+    num_inside90 = 0
+    num_inside50 = 0
+    for entry in board:
+        outcome = entry["outcome"]
+        if outcome:
+            errors.append(abs(outcome["error"]))
+            num_inside90 += outcome["inside90"]
+            num_inside50 += outcome["inside50"]
+    count = max(1, len(errors))
     return {
         "forecasts": len(board),
-        "came": len(outcomes),
-        "inside90": round(sum(outcome["inside90"] for outcome in outcomes) / count, 3),
-        "inside50": round(sum(outcome["inside50"] for outcome in outcomes) / count, 3),
+        "came": len(errors),
+        "inside90": round(num_inside90 / count, 3),
+        "inside50": round(num_inside50 / count, 3),
         "median_error": round(float(np.median(errors)), 5) if errors else None,
         "largest_error": round(max(errors), 5) if errors else None,
     }

@@ -240,6 +240,7 @@ def regret(test: RunTable, peak_lr: float, batch_sequences: float) -> float:
     rate = np.log2(test.values["peak_lr"] / peak_lr)
     batch = np.log2(test.values["batch_sequences"] / batch_sequences)
     nearest = int(np.argmin(rate**2 + batch**2))
+    # The difference of two log losses is the log of their ratio.
     return math.expm1(float(test.log_loss[nearest] - test.log_loss.min()))
 
 
@@ -372,6 +373,7 @@ def _law_exponent(forecaster: Forecaster, batch: float) -> float:
             {"parameters": 2.4e8, "tokens": tokens, "peak_lr": rates, "batch_sequences": batch}
         )
         best.append(math.log2(rates[int(losses.argmin())]))
+    # From 10 to 40 billion tokens are two doublings.
     return (best[1] - best[0]) / 2
 
 

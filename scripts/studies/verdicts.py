@@ -380,6 +380,7 @@ def correlation(selected: Sequence[Cell]) -> Dependence:
     for cell in selected:
         covariance = np.array(cell.scattered)
         deviations = np.sqrt(np.diag(covariance))
+        # A size without scatter has no correlation with the others.
         if (deviations == 0).any():
             continue
         pairs = np.triu_indices(len(covariance), 1)

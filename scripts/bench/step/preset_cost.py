@@ -143,6 +143,7 @@ def folded(program: Program) -> jax.stages.Compiled:
     """
     factors = program.inputs.factors
     place = program.layout.replicated
+    # A factor of 0 stays, because it is what keeps gains and biases from decaying.
     ones = jax.tree.map(lambda x: (np.asarray(x) != 0).astype(np.float32), factors)
     forward = {}
     for name, factor in factors.forward.items():
@@ -239,6 +240,7 @@ def timed(program: Program, rounds: int) -> dict[str, Any]:
 
     state = program.initial_state()
     run = program.step_inputs()
+    # A copy, because both steps donate the parameters that they get.
     params = jax.tree.map(jnp.array, state.params)
     tx = plain_adamw(program, schedule_table(config.optimizer, config.steps))
     opt_state = tx.init(params)
