@@ -196,8 +196,6 @@ def contents(folder: Path) -> Counter[bytes]:
 def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") -> dict[str, Any]:
     """Damage a copy of a run, restore it, and return the row of the record.
 
-    In one of five copies the older checkpoint is damaged too, so that the restore must refuse.
-
     Args:
         kind: Key of `KINDS`.
         seed: Chooses the file and the place of the damage.
@@ -213,6 +211,7 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") 
     damaged_place = KINDS[kind](newest, choose)
     # The control comes first, because a restore moves the damaged checkpoint away.
     alone = unverified(saved, newest)
+    # In one of five copies the older checkpoint is damaged too, and the restore must refuse.
     damages_both = seed % 5 == 4
     if damages_both:
         flip(workdir / CHECKPOINTS / str(STEPS[0]), choose)

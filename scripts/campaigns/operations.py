@@ -244,6 +244,7 @@ def campaign(args: Options, place: Place, folder: Path) -> int:
     tiny_runs.prepare_forks(folder)
     runs = Runs(place, folder)
     seed = max((row["seed"] + 1 for row in rows), default=0)
+    # All runs share the choices, so that every kind and moment gets its turn.
     choices = itertools.cycle(itertools.product(place.kinds, MOMENTS))
     cases = itertools.cycle([case for case in CASES if case.processes == args.processes])
     while num_kills(rows, args.place, args.processes) < args.kills:

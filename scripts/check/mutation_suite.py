@@ -207,6 +207,7 @@ class Suite:
         readout = self._definitions[0].tied_readout
         if readout is not None:
             specs = [spec for spec in specs if spec.role is Role.TOKEN_EMBEDDING]
+            # A tied readout is no parameter of its own, but has a multiplier that can be wrong.
             specs.append(readout)
         if study.besides is not None:
             excluded = definition(check.smallest(configs.get(study.besides))).specs.values()
@@ -221,6 +222,7 @@ class Suite:
     def run(self, mutant: Mutant, seeds: int = SEEDS) -> Outcome:
         """Train a mutant and judge it by the right rule's theory."""
         wrong = mutant.of(self._right)
+        # A run on the same numbers would give the right rule's own result.
         if digest(self.series.numbers(wrong)) == digest(self.series.numbers(self._right)):
             return Outcome(
                 mutant.group, mutant.column, mutant.exponent, same_numbers=True, seeds=seeds

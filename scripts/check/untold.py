@@ -99,7 +99,7 @@ def names(wrong: Wrong, troubles: dict[str, str]) -> bool:
     """Return whether theory's findings name a mistake.
 
     The observable of the mistake names it, and so does another one of the same kind with the same
-    verdict: some optimizers do not read the column that makes the first observable wrong.
+    verdict.
 
     Args:
         troubles: Verdict of theory by observable and step (`scripts.check.structures.troubles`).
@@ -107,6 +107,7 @@ def names(wrong: Wrong, troubles: dict[str, str]) -> bool:
     if wrong.where in troubles:
         return True
     kind = wrong.where.partition("/")[0]
+    # Some optimizers do not read the column that makes the first observable wrong.
     return any(
         name.startswith(f"{kind}/") and verdict == wrong.word for name, verdict in troubles.items()
     )

@@ -164,9 +164,9 @@ def _trained(trainer: training.Trainer, config: Config, kind: str) -> dict[str, 
 def alignment(a: Any, b: Any) -> float:
     """Return the correlation of two kernels [Q, Q] over pairs of different examples.
 
-    The correlation is 1 for kernels that are equal up to scale and mean. The diagonal is left out:
-    it is large in any kernel and would make all kernels alike.
+    The correlation is 1 for kernels that are equal up to scale and mean.
     """
+    # Without the diagonal, which is large in any kernel and would make all kernels alike.
     pairs = np.triu_indices(len(a), 1)
     return float(np.corrcoef(np.asarray(a)[pairs], np.asarray(b)[pairs])[0, 1])
 
@@ -259,6 +259,7 @@ def draw_kernels(axes: Axes, axis: str, of_axis: Mapping[str, Any]) -> None:
     """Draw the kernels of the smallest and the largest model next to each other."""
     small = np.asarray(of_axis["kernel"][0][0])
     large = np.asarray(of_axis["kernel"][-1][0])
+    # NaN leaves a blank column between both kernels.
     gap_column = np.full((len(small), 1), np.nan)
     image = np.concatenate([small, gap_column, large], axis=1)
     axes.imshow(image, cmap="viridis", aspect="equal")

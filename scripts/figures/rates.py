@@ -53,6 +53,7 @@ def measure(
         studies.append(
             transfer.Study(label=name, axis="size", sizes=tuple(sizes), configs=tuple(grown))
         )
+    # The figures compare training losses.
     engine = sweep.Sweep(work, evaluated=False)
     records = {}
     for measured in transfer.measure(studies, engine.run, **limits):

@@ -129,11 +129,9 @@ class Row:
         return "reproduces, with an interval that reaches out of the band"
 
     def json(self) -> dict[str, Any]:
-        """Return all fields and the verdict, with numbers to six digits.
-
-        `above` is left out where it is False, because records of most figures do not have it.
-        """
+        """Return all fields and the verdict, with numbers to six digits."""
         fields = dataclasses.asdict(self)
+        # Records of most figures do not have this field.
         if not self.above:
             del fields["above"]
         return {**_plain(fields), "verdict": self.verdict}
@@ -307,6 +305,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
         return [_plain(item) for item in value]
+    # First, because a bool is an int, too.
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, int | np.integer):

@@ -103,6 +103,7 @@ def _members(owner: type[Any]) -> list[str]:
     declared: set[str] = set()
     for base in owner.__mro__:
         if base.__module__.startswith("mupax."):
+            # Fields of a dataclass without a default are annotations only.
             declared |= {*vars(base), *vars(base).get("__annotations__", ())}
     return sorted(name for name in declared if not name.startswith("_"))
 

@@ -65,6 +65,7 @@ UNJUDGED = "tests fail without it"
 BASELINE_S = 1800
 """Longest time for the tests of a module without a mutant."""
 
+# Each comparison has its negation, which differs for every pair of operands.
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
@@ -151,9 +152,11 @@ class Mutant:
         head = lines[first][: self.span.column]
         tail = lines[last][self.span.end_column :]
         if self.kind == "return":
+            # A body on the line of its `def` has to stay on that line.
             separator = "; " if head.strip() else f"\n{head.decode()}"
             text = f"{self.after}{separator}".encode()
         else:
+            # In brackets, so that operators around the place do not take the change apart.
             text = f"({self.after})".encode()
         changed = b"".join((*lines[:first], head, text, tail, *lines[last + 1 :])).decode()
         ast.parse(changed)  # a mutant that is no Python would be killed by all tests
@@ -225,6 +228,7 @@ class _Places(ast.NodeVisitor):
         """Skip f-strings, because Python 3.11 has wrong places for the expressions in them."""
 
     def visit_If(self, node: ast.If) -> None:
+        # Only the type checker reads that code.
         if ast.unparse(node.test) != "TYPE_CHECKING":
             self.generic_visit(node)
 
@@ -249,11 +253,13 @@ class _Places(ast.NodeVisitor):
 
     def visit_Constant(self, node: ast.Constant) -> None:
         value = node.value
+        # First, because a bool is an int, too.
         if isinstance(value, bool):
             replacement = not value
         elif isinstance(value, int):
             replacement = value + 1
         elif isinstance(value, float):
+            # Twice 0 would be no change.
             replacement = 2 * value if value else 1.0
         else:
             return

@@ -148,6 +148,7 @@ def inputs_of(config: TransformerConfig, batch: int = 3) -> tuple[np.ndarray, ..
     tokens = random.integers(vocab, size=(batch, length), dtype=np.int32)
     if not isinstance(config, EncoderDecoderConfig):
         return (tokens,)
+    # A complete text, a half and a short one, so that the mask counts.
     mask = (np.arange(length) < np.array([[length], [length // 2], [3]])).astype(np.int32)
     targets = random.integers(vocab, size=(batch, config.targets), dtype=np.int32)
     return tokens, mask, targets
@@ -166,6 +167,7 @@ def random_params(built: Definition, stds: dict[str, np.ndarray]) -> dict[str, n
         std = stds[name].reshape(-1, *[1] * (len(leaf.shape) - 1))
         normal = random.standard_normal(leaf.shape, np.float32)
         if built.specs[name].role in VECTORS:
+            # Gains that are equal, or biases of 0, would hide one that is read wrongly.
             values = std + 0.2 * normal
         else:
             values = std * normal
@@ -186,6 +188,7 @@ def random_transformers(config: TransformerConfig, folder: Path) -> None:
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=random)
             if value.ndim > 1:
+                # Activations keep their size through the layers.
                 value.copy_(noise * value.shape[-1] ** -0.5)
             elif name.endswith("weight"):
                 value.copy_(1 + 0.2 * noise)  # a gain

@@ -84,6 +84,7 @@ def hindsight(folder: Path) -> list[dict[str, Any]]:
                 law = fitted(replace(study, settings=tuple(smaller)))
                 prediction = predict(law, largest.config)
             except NoLaw as error:
+                # Equal reasons share a line of the page, so the study's name and notes are cut.
                 reason = str(error).partition(": ")[2].partition(" (")[0]
                 rows.append({**row, "none": reason})
                 continue

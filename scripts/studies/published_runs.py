@@ -232,13 +232,12 @@ def left_out(
 def regret(test: RunTable, peak_lr: float, batch_sequences: float) -> float:
     """Return the share of the loss that a rate and batch lose against the best run of a setting.
 
-    The measured run that is nearest to the recommendation, in octaves, stands for it.
-
     Args:
         test: Runs that share model size and tokens.
     """
     rate = np.log2(test.values["peak_lr"] / peak_lr)
     batch = np.log2(test.values["batch_sequences"] / batch_sequences)
+    # The measured run that is nearest to the recommendation, in octaves, stands for it.
     nearest = int(np.argmin(rate**2 + batch**2))
     # The difference of two log losses is the log of their ratio.
     return math.expm1(float(test.log_loss[nearest] - test.log_loss.min()))
@@ -341,6 +340,7 @@ def rate_exponents(table: RunTable) -> list[dict[str, Any]]:
 
         freedom = len(best_rates) - x.shape[1]
         residual = float(((x @ solution - y) ** 2).sum())
+        # The first coefficient is the slope in tokens.
         variance = residual / freedom * np.linalg.inv(x.T @ x)[0, 0]
         half_width = float(stats.t.ppf(0.975, freedom)) * math.sqrt(variance)
         slope = float(solution[0])

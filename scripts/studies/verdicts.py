@@ -264,6 +264,7 @@ class Losses:
         run_noise = np.random.default_rng(run_key).normal()
 
         of_seed = cell.level[index] * seed_noise[0] + cell.tilt[index] * seed_noise[1] * octaves
+        # Any constant would do, because only differences of losses are judged.
         return (
             3
             + cell.curvature[index] * _bowl(octaves)

@@ -78,7 +78,9 @@ def emoji(folder: Path) -> Iterator[Picture]:
         if line.startswith("# group: "):
             group = line.removeprefix("# group: ")
         codes, semicolon, status = line.partition(";")
+        # Lines with another status repeat an emoji without its variation selector.
         is_emoji = bool(semicolon) and status.strip().startswith("fully-qualified")
+        # Components are parts of emoji, such as skin tones and hair.
         if not is_emoji or group == "Component":
             continue
         points = [int(code, 16) for code in codes.split()]
@@ -89,6 +91,7 @@ def emoji(folder: Path) -> Iterator[Picture]:
             if point != VARIATION_SELECTOR:
                 glyphs.append(cmap.get(point, ""))
         glyph = glyphs[0] if len(glyphs) == 1 else ligatures.get(tuple(glyphs))
+        # Some emoji share a glyph, and a split must not test a picture that it trains on.
         if not glyph or glyph in shown or glyph not in bitmaps:
             continue
         shown.add(glyph)

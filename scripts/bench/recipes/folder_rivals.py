@@ -208,6 +208,7 @@ def network(
     channels = images.train_x.shape[3]
 
     def block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+        # The batch norm behind it has a bias.
         convolution = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 

@@ -45,12 +45,10 @@ def config_of(
     head_dim: int = 32,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Config:
-    """Return a run of a byte-level decoder like `lm-tiny`, of any size and with unrolled layers.
-
-    The compiler counts the body of a loop once, so a loop over layers would hide work.
-    """
+    """Return a run of a byte-level decoder like `lm-tiny`, of any size and with unrolled layers."""
     model = configs.get("lm-tiny")
     assert isinstance(model, DecoderConfig)
+    # The compiler counts the body of a loop once, so a loop over layers would hide work.
     compute = ComputeConfig(layers="unrolled", dtype=dtype)
     model = replace(
         model, width=width, depth=depth, num_heads=width // head_dim, seq_len=256, compute=compute

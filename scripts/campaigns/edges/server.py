@@ -319,6 +319,7 @@ def status_outcome(status: int, answer: Any, expected: Iterable[int]) -> Outcome
 
 # Values of fields
 
+# No float holds it.
 HUGE = 10**400
 NUMBERS = {
     "huge": HUGE,
@@ -398,6 +399,7 @@ def value_runs() -> dict[str, Callable[[Running], Outcome]]:
     for name, messages in MESSAGES.items():
         fields = {"messages": messages, "max_tokens": 4}
         runs[f"messages {name}"] = partial(posted, fields=fields, codes=(400,), path=CHAT)
+    # The second prompt would have the next seed, which no int64 holds.
     several = {**ORDINARY, "prompt": ["a", "b"], "seed": 2**63 - 1}
     runs["seed largest with two prompts"] = partial(posted, fields=several, codes=(400,))
     return runs

@@ -124,6 +124,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             preexec_fn=set_signals,
+            # In a group of its own, children that stay can be found and killed.
             process_group=0,
         )
         self._began = time.monotonic()
@@ -269,6 +270,7 @@ class Shared:
         """
         if cache:
             return self._environ
+        # JAX logs each program that it compiles, by which `compiling` finds its moment.
         return {**self._environ, "MUPAX_COMPILATION_CACHE": "none", "JAX_LOG_COMPILES": "1"}
 
     def words(self, command: str, folder: Path) -> list[str]:

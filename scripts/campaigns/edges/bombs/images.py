@@ -173,6 +173,7 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 def _png(width: int, height: int) -> bytes:
     """Return a black PNG with one bit for each pixel."""
     packer = zlib.compressobj(9)
+    # Each row begins with a byte for its filter.
     row = bytes((width + 7) // 8 + 1)
     rows = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
@@ -221,6 +222,7 @@ def _jpeg_exif() -> bytes:
     from PIL import Image
 
     exif = Image.Exif()
+    # Tag 270 is the description of the image.
     exif[270] = "x" * 60_000
     stream = io.BytesIO()
     Image.new("RGB", (64, 64)).save(stream, "JPEG", exif=exif)
@@ -230,6 +232,7 @@ def _jpeg_exif() -> bytes:
 def _gif_header() -> bytes:
     """Return a GIF of 64 x 64 pixels whose header claims 65,535 x 65,535."""
     image = bytearray(_drawn("GIF", "P", 64))
+    # Width and height follow the six bytes of the signature.
     image[6:10] = struct.pack("<HH", 65_535, 65_535)
     return bytes(image)
 

@@ -184,6 +184,7 @@ def _plain_lines() -> Iterator[Sample]:
             LOADS,
         ),
         "700,000 records of a letter": (b'{"text":"a"}\n' * 700_000, LOADS),
+        # One emoji makes Python hold the text with four bytes for each letter.
         "9 MB of letters and one emoji": (
             b'{"text":"' + b"a" * 9_000_000 + "🙂".encode() + b'"}\n' + _GOOD,
             LOADS,
@@ -307,6 +308,7 @@ def _shared_prefix(folder: Path) -> None:
 
     texts = ["x" * 1_000_000 + str(i) for i in range(300)]
     schema = pa.schema([("text", pa.string())])
+    # This encoding stores a prefix that texts share once.
     encoding = {"text": "DELTA_BYTE_ARRAY"}
     file = folder / "data.parquet"
     with parquet.ParquetWriter(
@@ -478,6 +480,7 @@ def _npy_objects(folder: Path) -> None:
     """Write token ids as an array of objects, which is pickled."""
     import numpy as np
 
+    # Reading a pickle runs code that is in it.
     np.save(folder / "ids.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
 
 
@@ -496,6 +499,7 @@ def _npy_header(folder: Path, header: bytes, length: int | None = None) -> None:
     Args:
         length: Length that the file claims for the header. Default: the true one.
     """
+    # In version 2 of the format the length has four bytes.
     size = struct.pack("<I", len(header) if length is None else length)
     (folder / "ids.npy").write_bytes(b"\x93NUMPY\x02\x00" + size + header + bytes(1000))
 
@@ -563,6 +567,7 @@ def _idx(folder: Path, sizes: tuple[int, int, int], *, plain: bool = False) -> N
     """
     total = sizes[0] * sizes[1] * sizes[2]
     labels = b"\0\0\x08\x01" + struct.pack(">I", sizes[0])
+    # The magic number of IDX: unsigned bytes on three axes.
     content = b"\0\0\x08\x03" + struct.pack(">III", *sizes)
     for name in ("train", "t10k"):
         if plain:
