@@ -112,6 +112,7 @@ def golden(
         for branch in stack.branches:
             cells = []
             for size in sizes:
+                # The first block and the last, because some rules depend on the block.
                 for block in (0, size[stack.axis] - 1):
                     skip, scale = preset.residual_scale(size, block, branch, stack)
                     cells.append(f"{skip:.5g}/{scale:.5g}")

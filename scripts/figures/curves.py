@@ -141,6 +141,7 @@ def _trained(trainer: training.Trainer, config: Config, kind: str) -> dict[str, 
     # text the last positions.
     h_BTD = last["residual"][-1]
     h_BTD = h_BTD - h_BTD.mean(-1, keepdims=True)
+    # 1e-5 is the eps of the models' LayerNorm.
     h_BTD = h_BTD / np.sqrt((h_BTD**2).mean(-1, keepdims=True) + 1e-5)
     features_QD = h_BTD.mean(1) if kind == "vit" else h_BTD[0, -EXAMPLES:]
 

@@ -106,6 +106,7 @@ def at_initialization(
 
     @jax.jit
     def program(seed: Any, stds: Any, multipliers: Any, forwards: Any) -> Any:
+        # Under jit, because eager initialization differs in bits on some versions of JAX.
         params = definition.initialize(seed, stds)
         # On a CPU, presets one after the other are faster than vmapped ones.
         return jax.lax.map(

@@ -110,6 +110,7 @@ def _output(command: str, folder: Path) -> Iterator[tuple[bytes, float]]:
         "TERM": "xterm-256color",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
+    # Rich asks these variables before it asks the terminal.
     size = {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(
         shlex.split(command, comments=True),

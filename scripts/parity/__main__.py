@@ -110,6 +110,7 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     if way == "in":
         random_transformers(config, transformers_folder)
         source = trained.read(transformers_folder)
+        # A wrong config could still give equal logits in both.
         assert source.model == config, (source.model, config)
         files.write_imported(source, preset_config, mupax_folder, "random")
         params: Any = transplant.place(trained.read(mupax_folder), built, factors)

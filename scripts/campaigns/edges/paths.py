@@ -557,6 +557,7 @@ def serve(case: Case) -> Any:
             answer = json.loads(content)["choices"][0]["text"]
         time.sleep(0.1)
     os.kill(pid, signal.SIGINT)
+    # 130 is 128 and the number of SIGINT.
     outcome = judge(Ended(forks.wait(pid, 60), output_of(log), 60.0), [0, 130])
     if outcome.verdict != "ok":
         raise Failed(outcome)
