@@ -112,6 +112,7 @@ def golden(
         for branch in stack.branches:
             cells = []
             for size in sizes:
+                # The first block and the last, because some rules depend on the block.
                 for block in (0, size[stack.axis] - 1):
                     skip, scale = preset.residual_scale(size, block, branch, stack)
                     cells.append(f"{skip:.5g}/{scale:.5g}")
@@ -149,6 +150,7 @@ def _family(family: str) -> Iterator[tuple[str, str]]:
     base, *grown = MODELS[family]
     specs = dict(sorted(base.parameters().items()))
     factors = base.factors().values()
+    # A set would give the tables another order in each run.
     stacks = dict.fromkeys(factor.stack for factor in factors if factor.kind == "branch")
     sizes = [model.sizes() for model in grown]
 
@@ -198,7 +200,10 @@ def _tied(family: str, optimizer: str) -> Iterator[str]:
 def _experts(optimizer: str) -> Iterator[str]:
     """Yield tables of a router and experts with biases: each preset, then other rules of `mup`."""
     base, *grown = EXPERTS
-    specs = {name: spec for name, spec in base.parameters().items() if ".experts." in name}
+    specs = {}
+    for name, spec in base.parameters().items():
+        if ".experts." in name:
+            specs[name] = spec
     selected = [_relative(name, base) for name in presets.PRESETS]
     for choice in choices.CHOICES:
         if choice.constant == "experts":

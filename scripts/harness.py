@@ -116,4 +116,5 @@ def with_rows(facts: Mapping[str, Any], name: str, rows: Any) -> str:
         brackets = "[]"
         lines = [json.dumps(row) for row in rows]
     body = ",\n".join(lines)
+    # The rows are a field of the same object as the facts, so its brace is closed after them.
     return f"{json.dumps(facts)[:-1]}, {json.dumps(name)}: {brackets[0]}\n{body}\n{brackets[1]}}}\n"

@@ -108,9 +108,11 @@ def _label(result: dict[str, Any]) -> str:
 
 def part(name: str, measured: dict[str, Any]) -> str:
     """Return the part of the page on a benchmark with its own table: command, versions, table."""
-    versions = ", ".join(
-        f"{key} {measured[key]}" for key in ("python", "jax", "torch") if key in measured
-    )
+    words = []
+    for key in ("python", "jax", "torch"):
+        if key in measured:
+            words.append(f"{key} {measured[key]}")
+    versions = ", ".join(words)
     rounds = measured["results"][0]["rounds"]
     flag = " --one-core" if measured["cores"] == 1 else ""
     command = f"`python -m scripts.bench.{MODULES[name]}{flag}` ({versions}; {rounds} rounds)"
@@ -165,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [sys.executable, "-m", module, "--json", str(FOLDER / f"{name}.json")]
         if args.one_core:
             words.append("--one-core")
+        # In a process of its own, because cores and flags are chosen before JAX starts.
         subprocess.run(words, check=True)
     PAGE.write_text(page(PAGE.read_text(), FOLDER))
     return 0

@@ -58,6 +58,7 @@ def _history(root: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
     """Yield each commit of the reports, its date and its reports, the newest commit first."""
     for line in _git(root, "log", "--format=%h %cs", "--", *RECORDS).splitlines():
         commit, date = line.split()
+        # The file has moved, so a commit has it at one of the two paths.
         contents = [_git(root, "show", f"{commit}:{path}") for path in RECORDS]
         content = next(text for text in contents if text)
         yield commit, date, json.loads(content)["pods"]

@@ -59,15 +59,16 @@ def one_core() -> None:
 def keep_freed_memory() -> None:
     """Start this command again with an allocator that keeps freed memory, as `mupax train` does.
 
-    Everything that the process compares runs with the same allocator. The process is replaced,
-    because `hardware.keep_freed_memory` has no effect after JAX is imported.
+    Everything that the process compares runs with the same allocator.
     """
     options = {
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
     }
+    # The process that was started again has them all.
     if not options.keys() <= os.environ.keys():
+        # `hardware.keep_freed_memory` has no effect after JAX is imported.
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **options})
 
 
@@ -85,8 +86,7 @@ def in_turns(
     Args:
         steps: Functions by name. Each does one step and returns when the step is complete.
         rounds: Turns of each function. Every round reverses the order of the one before.
-        steps_per_turn: Timed steps of a turn. One step before them is not timed, because it finds
-            caches and threads as another function left them.
+        steps_per_turn: Timed steps of a turn. One step before them is not timed.
     """
     seconds: Seconds = {name: [] for name in steps}
     now = clock()
@@ -99,6 +99,7 @@ def in_turns(
         order = list(steps) if turn % 2 == 0 else list(steps)[::-1]
         for name in order:
             steps[name]()
+            # The step above found caches and threads as another function left them.
             times = []
             for _ in range(steps_per_turn):
                 began = now()

@@ -75,11 +75,10 @@ def part(record: Mapping[str, Any]) -> str:
     Args:
         record: Content of docs/evidence/performance/tpu.json, which also has all earlier rows.
     """
-    commands = [
-        f"- {name}: `mupax compile {shape['flags']}`" for name, shape in record["shapes"].items()
-    ]
+    commands = []
     rows: list[Sequence[str]] = [HEAD]
     for name, shape in record["shapes"].items():
+        commands.append(f"- {name}: `mupax compile {shape['flags']}`")
         maxtext = shape["maxtext"]
         arguments = f"{maxtext['argument_bytes'] / 1e9:.3f} GB"
         temporaries = f"{maxtext['temporary_bytes'] / 1e9:.2f}"

@@ -105,7 +105,9 @@ def trained(folder: Path, kind: str, processes: int) -> Saved:
     train(workdir, kind, processes)
 
     recorded = json.loads((workdir / "config.json").read_text())
+    # Two devices shard the run. This process has one, so the recorded mesh is replaced.
     config = replace(from_json(recorded["config"]), mesh=MeshConfig(data=1))
+    # `data.name` is a path relative to the folder.
     with contextlib.chdir(folder):
         abstract = assemble(config, jax.devices()[:1]).abstract
 
@@ -134,6 +136,7 @@ def train(workdir: Path, kind: str, processes: int) -> None:
     folder = workdir.parent
     words = [sys.executable, "-m", "train", *RECIPES[kind].split(), *FLAGS.split()]
     words += ["--workdir", str(workdir), "--mesh.data", "1", "--mesh.fsdp", "2"]
+    # Both cases have two devices in total, so that they save the same shards.
     coordinator = f"localhost:{tiny_runs.free_port()}"
     environ = {
         **os.environ,
@@ -175,19 +178,23 @@ def unverified(saved: Saved, newest: Path) -> str:
         loaded = ocp.load(str(newest), saved.abstract.arrays())
     except Exception:  # Orbax raises errors of many kinds for damage.
         return "error"
-    loaded_bits = {name: np.asarray(leaf).tobytes() for name, leaf in by_name(loaded).items()}
+    loaded_bits = {}
+    for name, leaf in by_name(loaded).items():
+        loaded_bits[name] = np.asarray(leaf).tobytes()
     return "right" if loaded_bits == saved.states[STEPS[1]] else "wrong"
 
 
 def contents(folder: Path) -> Counter[bytes]:
     """Return the contents of all files below a folder, with the number of their copies."""
-    return Counter(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    copies: Counter[bytes] = Counter()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            copies[path.read_bytes()] += 1
+    return copies
 
 
 def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") -> dict[str, Any]:
     """Damage a copy of a run, restore it, and return the row of the record.
-
-    In one of five copies the older checkpoint is damaged too, so that the restore must refuse.
 
     Args:
         kind: Key of `KINDS`.
@@ -195,13 +202,16 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") 
         folder: Folder in which `copy` is made.
         root: Place in a bucket to which the damaged copy is moved. Default: the copy stays on disk.
     """
+    # A text as seed does not depend on PYTHONHASHSEED.
     choose = random.Random(f"{saved.name} {kind} {seed}")
     workdir = folder / "copy"
     shutil.rmtree(workdir, ignore_errors=True)
     shutil.copytree(saved.workdir, workdir)
     newest = workdir / CHECKPOINTS / str(STEPS[1])
     damaged_place = KINDS[kind](newest, choose)
+    # The control comes first, because a restore moves the damaged checkpoint away.
     alone = unverified(saved, newest)
+    # In one of five copies the older checkpoint is damaged too, and the restore must refuse.
     damages_both = seed % 5 == 4
     if damages_both:
         flip(workdir / CHECKPOINTS / str(STEPS[0]), choose)
@@ -288,10 +298,14 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
     )
     totals = []
     for place in places:
-        place_results = [result for result in results if result["place"] == place]
-        num_bad = sum(not result["good"] for result in place_results)
+        count = 0
+        num_bad = 0
+        for result in results:
+            if result["place"] == place:
+                count += 1
+                num_bad += not result["good"]
         totals.append(
-            f"- {PLACES[place]}: {len(place_results)} corruptions took {seconds[place]:.0f} s; "
+            f"- {PLACES[place]}: {count} corruptions took {seconds[place]:.0f} s; "
             f"{num_bad} did not end as they must"
         )
 
@@ -308,8 +322,12 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
 
 def counts_of(results: Sequence[dict[str, Any]], places: Sequence[str]) -> list[str]:
     """Return the cells of one row of the table. A cell has one number for each place."""
-    outcomes = Counter((result["place"], result["outcome"]) for result in results)
-    wrong_alone = Counter(result["place"] for result in results if result["alone"] == "wrong")
+    outcomes: Counter[tuple[str, str]] = Counter()
+    wrong_alone: Counter[str] = Counter()
+    for result in results:
+        outcomes[result["place"], result["outcome"]] += 1
+        if result["alone"] == "wrong":
+            wrong_alone[result["place"]] += 1
     columns = [
         [outcomes[place, "fell back"] for place in places],
         [outcomes[place, "refused"] for place in places],
@@ -348,6 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(result)
 
     seconds: dict[str, float] = dict.fromkeys(PLACES, 0.0) | record["seconds"]
+    # The time of an interrupted campaign counts, too.
     recorded_s = seconds[args.place] if results else 0.0
     skip = {(result["run"], result["kind"], result["seed"]) for result in results}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -367,6 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for result in campaign(runs, args.count, args.seed, folder, root, skip):
             results.append(result)
             seconds[args.place] = round(recorded_s + time.monotonic() - began, 1)
+            # Write after every row, so that an interrupted campaign loses at most one.
             rows = [*other_results, *results]
             write_whole(path, harness.with_rows({"seconds": seconds}, "results", rows))
             if not result["good"]:

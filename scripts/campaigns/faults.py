@@ -84,6 +84,7 @@ def compile_once() -> None:
     for name in ("compile_train", "compile_eval"):
         setattr(Program, name, cached(name))
 
+    # Drawing would take longer than the run. Faults hit the writes of a file as large.
     def write_zeros(metrics: Any, image: Any, *args: Any, **options: Any) -> int:
         return Path(image).write_bytes(bytes(30_000))
 
@@ -105,6 +106,7 @@ class Runs:
         compile_once()
 
         complete = folder / "whole"
+        # A worker that replaces another finds the runs of that one.
         shutil.rmtree(complete, ignore_errors=True)
         code, output, _ = self.session(complete)
         if code:
@@ -115,8 +117,11 @@ class Runs:
         shutil.rmtree(half, ignore_errors=True)
         shutil.copytree(complete, half)
         shutil.rmtree(half / "checkpoints" / str(STEPS))
-        lines = (half / "metrics.jsonl").read_text().splitlines(keepends=True)
-        lines = [line for line in lines if json.loads(line)["step"] <= HALF]
+        # A run that stopped at step HALF has no later rows.
+        lines = []
+        for line in (half / "metrics.jsonl").read_text().splitlines(keepends=True):
+            if json.loads(line)["step"] <= HALF:
+                lines.append(line)
         (half / "metrics.jsonl").write_text("".join(lines))
 
         # Count the operations of each kind, from which the disturbed ones are chosen.
@@ -156,23 +161,28 @@ class Runs:
             seed: Number that chooses the phase, the kind, the effect and the operation.
         """
         choose = random.Random(seed)
+        # Consecutive seeds go through all phases, kinds and effects in turn.
         phase = ("new", "going on")[seed % 2]
         kind = (*READING, *WRITING)[seed // 2 % 10]
         effect = EFFECTS[kind][seed // 20 % len(EFFECTS[kind])]
         times = choose.choice(TIMES)
+        # A kind may have no operation in a phase, and `randrange` refuses 0.
         first = choose.randrange(max(1, self._counts[phase][kind]))
 
         workdir = self.begun(phase)
         self.control.watch(workdir)
         self.control.arm(kind, effect, first, times)
         code, output, seconds = self.session(workdir)
+        # `watch` clears the counter.
         fired = self.control.fired
+        # The disk is well again: the checks and the next sessions meet no fault.
         self.control.watch(None)
 
         wrong = []
         checkpoint = tiny_runs.latest_step(workdir)
         if phase != "new" and (checkpoint or 0) < HALF:
             wrong.append(f"lost: the newest checkpoint is {checkpoint}")
+        # An error while reading is no damage, so no checkpoint may be set aside.
         if (workdir / "checkpoints" / "set-aside").exists():
             wrong.append("lost: a checkpoint was set aside")
 
@@ -189,7 +199,9 @@ class Runs:
                 wrong.append(f"lost: went on from {resumed and resumed[1]}, not {checkpoint}")
         if last_code:
             wrong.append(f"not ended well after {num_sessions} sessions: {outputs[-1][-300:]}")
-        wrong += [f"a traceback: {text[-1500:]}" for text in outputs if "Traceback" in text]
+        for text in outputs:
+            if "Traceback" in text:
+                wrong.append(f"a traceback: {text[-1500:]}")
         if seconds > BOUND_S:
             wrong.append(f"took {seconds:.0f} s")
         if not wrong:
@@ -198,8 +210,10 @@ class Runs:
 
         message = ""
         if code:
-            errors = [line for line in output.splitlines() if line.startswith("error")]
-            message = errors[-1] if errors else ""
+            for line in output.splitlines():
+                # The last error is the one that ended the session.
+                if line.startswith("error"):
+                    message = line
         return {
             "seed": seed,
             "phase": phase,
@@ -212,17 +226,26 @@ class Runs:
             "sessions": num_sessions,
             "seconds": round(seconds, 1),
             "wrong": wrong,
+            # The temporary folder would be different in every record.
             "said": message.replace(str(self.folder), "")[:200],
         }
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """Return the section of the page: the totals, and a table with a row for each operation."""
-    struck = [row for row in rows if row["fired"]]
-    num_operations = sum(row["fired"] for row in struck)
-    num_right = sum(not row["wrong"] for row in struck)
-    num_survived = sum(not row["code"] for row in struck)
-    slowest = max((row["seconds"] for row in struck), default=0.0)
+    struck = []
+    num_operations = 0
+    num_right = 0
+    num_survived = 0
+    slowest = 0.0
+    for row in rows:
+        if not row["fired"]:
+            continue
+        struck.append(row)
+        num_operations += row["fired"]
+        num_right += not row["wrong"]
+        num_survived += not row["code"]
+        slowest = max(slowest, row["seconds"])
     text = (
         f"In {len(struck)} runs, {num_operations} chosen file operations failed for a moment: with "
         "EIO, ESTALE, EACCES (reading) or ENOSPC (writing), half a second late, or after half of "
@@ -234,10 +257,15 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 
     cells = [["operation", "runs", "operations failed", "survived", "ended, then went on"]]
     for kind in (*READING, *WRITING):
-        kind_rows = [row for row in struck if row["kind"] == kind]
-        num_failed = sum(row["fired"] for row in kind_rows)
-        num_ended = sum(bool(row["code"]) for row in kind_rows)
-        counts = (len(kind_rows), num_failed, len(kind_rows) - num_ended, num_ended)
+        num_runs = 0
+        num_failed = 0
+        num_ended = 0
+        for row in struck:
+            if row["kind"] == kind:
+                num_runs += 1
+                num_failed += row["fired"]
+                num_ended += bool(row["code"])
+        counts = (num_runs, num_failed, num_runs - num_ended, num_ended)
         cells.append([kind, *map(str, counts)])
     return "\n".join(["## Unwell disks", "", text, "", table(cells), ""])
 
@@ -281,6 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             done = {row["seed"] for row in rows}
             new_seeds = (seed for seed in itertools.count() if seed not in done)
             seeds = list(itertools.islice(new_seeds, missing))
+            # The first answer also waits for three runs that `Runs` trains.
             for seed, answer in workers.answers(pool, seeds, 5 * BOUND_S):
                 row = answer or hung_row(seed)
                 rows = sorted([*rows, row], key=lambda row: row["seed"])
@@ -301,6 +330,7 @@ def hung_row(seed: int) -> dict[str, Any]:
     """Return the row of a run that did not answer."""
     return {
         "seed": seed,
+        # The page and the count of missing runs take only rows whose fault came.
         "fired": 1,
         "kind": "open",
         "effect": "EIO",
@@ -321,6 +351,7 @@ def make_workers(temporary: Path, library: Path, count: int) -> list[workers.Wor
             "MPLBACKEND": "agg",
             "MUPAX_DATA": f"{temporary}/data",
             "JAX_COMPILATION_CACHE_DIR": f"{temporary}/jax",
+            # By default JAX caches only programs that take more than a second to compile.
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             **shim.Control(folder / "control", library).environ,
         }

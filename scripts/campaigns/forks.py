@@ -21,6 +21,7 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 def start(
     words: Sequence[str],
     output: Path,
+    # `int()` does nothing.
     prepare: Callable[[], object] = int,
     module: str = "mupax",
     errors: Path | None = None,
@@ -39,6 +40,7 @@ def start(
     if pid:
         return pid
 
+    # The descriptors, not `sys.stdout`, because libraries in C print, too.
     os.dup2(os.open(output, NEW_FILE), 1)
     os.dup2(1 if errors is None else os.open(errors, NEW_FILE), 2)
     # A shell starts background jobs with SIGINT ignored.
@@ -73,6 +75,7 @@ def wait(pid: int, seconds: float) -> int | None:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
+    # A killed child is a zombie until somebody waits for it.
     os.waitpid(pid, 0)
     return None
 
@@ -88,9 +91,11 @@ def call_in_fork(function: Callable[[], Any]) -> Any:
         try:
             with os.fdopen(writer, "w") as stream:
                 json.dump(function(), stream)
+            # `_exit` does not return, so the other one comes only after an error.
             os._exit(0)
         finally:
             os._exit(1)
+    # As long as this process holds the end for writing, the read below does not end.
     os.close(writer)
     with os.fdopen(reader) as answer:
         content = answer.read()

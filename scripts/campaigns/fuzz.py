@@ -48,6 +48,7 @@ LONGEST_MESSAGE = 2000
 COUNTS = ("inputs", "read", "refused", "tracebacks", "hangs", "large")
 """Columns of a row that are sums."""
 _SETTINGS = settings(
+    # A deadline counts wall time, which depends on what else the machine does.
     deadline=None,
     database=None,
     phases=(Phase.generate, Phase.shrink),
@@ -146,6 +147,7 @@ def read_within_limits(target: Target, place: Path, row: dict[str, Any]) -> None
 
 def peak_bytes() -> int:
     """Return the largest resident memory of this process so far."""
+    # Linux counts in KiB.
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -155,9 +157,14 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     Args:
         rows: Counts of each reader, by its name.
     """
-    total = {key: sum(row[key] for row in rows.values()) for key in COUNTS}
-    slowest = max(row["slowest_s"] for row in rows.values())
-    largest = max(row["grown_mib"] for row in rows.values())
+    total = dict.fromkeys(COUNTS, 0)
+    slowest = 0.0
+    largest = 0.0
+    for row in rows.values():
+        for key in COUNTS:
+            total[key] += row[key]
+        slowest = max(slowest, row["slowest_s"])
+        largest = max(largest, row["grown_mib"])
     text = (
         f"{total['inputs']:,} files were broken at random (bits, bytes, values of JSON, headers) "
         "and read as a command reads them. A file must be read or refused with a message. "
@@ -194,6 +201,7 @@ class Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Feed the missing readers, and write the record and the page. Return 1 if a reader failed."""
+    # NumPy and JAX read these variables when they are imported.
     os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from scripts.campaigns.targets import TARGETS
 
@@ -210,7 +218,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if rows.get(name, {}).get("inputs", 0) < inputs:
                 rows[name] = fed(name, inputs, Path(folder))
             path.write_text(json.dumps(rows, indent=1) + "\n")
-    write_section(args.page, "fuzz", page({name: rows[name] for name in TARGETS if name in rows}))
+    # The record may have readers that no longer exist.
+    shown_rows = {}
+    for name in TARGETS:
+        if name in rows:
+            shown_rows[name] = rows[name]
+    write_section(args.page, "fuzz", page(shown_rows))
     return int(any(map(is_bad, rows.values())))
 
 

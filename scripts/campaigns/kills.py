@@ -199,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = harness.read_rows(path, "runs", args.again)
     with tiny_runs.scratch(args.folder) as folder:
         tiny_runs.prepare_forks(folder)
+        # New seeds kill at other moments than those in the record.
         seed = max((run["seed"] + 1 for run in runs), default=0)
         while sum(len(run["kills"]) for run in runs) < args.kills:
             for case in cases:

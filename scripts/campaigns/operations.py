@@ -136,6 +136,7 @@ class Runs:
             if any(session.wait(600)):
                 raise SystemExit(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
             calls = self._place.calls()
+            # Reading a bucket starts threads, and a process with threads must not fork.
             result = forks.call_in_fork(lambda: tiny_runs.run_result(workdir, STEPS))
             self._undisturbed[case] = UndisturbedRun(result, calls)
         return self._undisturbed[case]
@@ -158,10 +159,14 @@ class Runs:
         checkpoint: int | None = None
         while True:
             self._place.watch(workdir)
-            kind, moment = next((kind, moment) for kind, moment in choices if calls[kind])
+            kind, moment = next(choices)
+            # A kind that the undisturbed run never does cannot be hit.
+            while not calls[kind]:
+                kind, moment = next(choices)
             # A resumed run has only the operations after its checkpoint.
             num_left = round(calls[kind] * (1 - (checkpoint or 0) / STEPS))
             number = choose.randrange(max(1, num_left))
+            # After the last kill nothing is armed, and the session trains to its end.
             if len(kills) < max_kills:
                 self._place.arm(kind, moment, number)
             session = Session(case, self._folder, workdir, STEPS)
@@ -239,6 +244,7 @@ def campaign(args: Options, place: Place, folder: Path) -> int:
     tiny_runs.prepare_forks(folder)
     runs = Runs(place, folder)
     seed = max((row["seed"] + 1 for row in rows), default=0)
+    # All runs share the choices, so that every kind and moment gets its turn.
     choices = itertools.cycle(itertools.product(place.kinds, MOMENTS))
     cases = itertools.cycle([case for case in CASES if case.processes == args.processes])
     while num_kills(rows, args.place, args.processes) < args.kills:
@@ -256,7 +262,11 @@ def campaign(args: Options, place: Place, folder: Path) -> int:
 
 def num_kills(rows: Sequence[dict[str, Any]], place: str, processes: int) -> int:
     """Return the number of kills of runs with so many processes in a place."""
-    return sum(len(row["kills"]) for row in rows if place_of(row) == (place, processes))
+    count = 0
+    for row in rows:
+        if place_of(row) == (place, processes):
+            count += len(row["kills"])
+    return count
 
 
 @dataclass(frozen=True)
@@ -297,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         library = shim.compiled(folder)
         if library is None:
             raise SystemExit("no C compiler (cc) is installed; the campaign needs one")
+        # LD_PRELOAD works only on a process that starts with it.
         environ = os.environ | shim.Control(folder / "control", library).environ
         module = "scripts.campaigns.operations"
         command = [sys.executable, "-m", module, *words, "--folder", str(folder)]

@@ -117,9 +117,11 @@ def full(saves: int | None) -> Action:
     """
 
     def sick() -> None:
+        # The signal would end the process. If it is ignored, the write fails with EFBIG.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         save = ("mupax.train.checkpoints.layout", "host_shards")
+        # The hard limit stays, because a process may not raise it again.
         limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 14, hard))
         on_call(save, 2, limit)()
         if saves is not None:
@@ -182,6 +184,7 @@ FAILURES = (
         code=2,
         phases=("starting",),
     ),
+    # 12 s is more than a heartbeat of 4 s, and less than the timeout of 20 s.
     Failure("slow data", "", on_call(_DATA, 12, partial(time.sleep, 12.0)), passes=True),
     Failure(
         "slow compiler",
@@ -220,6 +223,7 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
     if phase == "resuming":
         train_to_first_checkpoint(case, folder, name)
 
+    # The failing process makes this file when the failure comes.
     os.environ["STRUCK"] = str(struck)
     sick = {index: failure.sick} if failure.sick else None
     session = Session(case, folder, name, STEPS, sick)
@@ -235,9 +239,13 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
         seconds = round(max(ended, began) - began, 1)
 
     codes = session.wait(0)
-    survivors = [i for i in range(case.processes) if i != index or not failure.dies]
+    survivors = list(range(case.processes))
+    if failure.dies:
+        survivors.remove(index)
     wrong = faults_of_ending(session, failure, index, survivors, seconds)
-    outputs = {i: session.output(i)[-400:] for i in survivors} if wrong else {}
+    outputs = {}
+    if wrong:
+        outputs = {i: session.output(i)[-400:] for i in survivors}
 
     session = Session(case, folder, name, STEPS)
     if any(session.wait(_GIVE_UP_S)):
@@ -292,10 +300,13 @@ def faults_of_ending(
     if seconds is None:
         return ["the failure never came"]
     codes = session.wait(0)
-    if failure.passes:
-        return [f"process {i} ended with {codes[i]}" for i in survivors if codes[i]]
-
     wrong = []
+    if failure.passes:
+        for i in survivors:
+            if codes[i]:
+                wrong.append(f"process {i} ended with {codes[i]}")
+        return wrong
+
     if seconds > BOUND_S:
         wrong.append(f"not ended after {_GIVE_UP_S} s")
     reason = failure.reason.replace("PROCESS", str(index))
@@ -316,10 +327,14 @@ def wait(session: Session, stopped: int | None) -> float:
     """
     deadline = time.monotonic() + _GIVE_UP_S
     while time.monotonic() < deadline:
-        codes = [code for i, code in enumerate(session.poll()) if i != stopped]
+        codes = session.poll()
+        # A stopped process cannot end by itself.
+        if stopped is not None:
+            del codes[stopped]
         if None not in codes:
             break
         time.sleep(0.01)
+    # Wall time, because it is compared with the time of a file.
     ended = time.time()
     session.send(signal.SIGKILL, range(len(session.pids)))
     session.wait(10)

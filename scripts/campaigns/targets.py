@@ -117,6 +117,7 @@ def _signed(content: bytes, choose: random.Random) -> bytes:
 
     fields = json.loads(broken_json(content, choose))
     if isinstance(fields, dict) and isinstance(fields.get("manifest"), dict):
+        # With a wrong digest, no reader would look at the broken values.
         fields["digest"] = layout._digest_of(fields["manifest"])
     return json.dumps(fields).encode()
 
@@ -193,6 +194,7 @@ def _tuned(folder: Path) -> Path:
     """Copy a tuned preset of the package, and return the path of the copy."""
     from mupax.presets.tuned import find
 
+    # The order of `glob` depends on the file system.
     source = min(find.FOLDER.glob("mup.*.json"))
     return Path(shutil.copy(source, folder / "mup.x.json"))
 
@@ -241,6 +243,7 @@ def _trained_with(kind: str, folder: Path) -> None:
     for spec in config.model.parameters().values():
         scales = preset.scales(spec, sizes, config.optimizer.name)
         values = np.hstack([np.float32(value) for value in vars(scales).values()])
+        # This is no error of the project, so that it counts as a traceback.
         if not np.isfinite(values).all():
             raise AssertionError(f"{scales} has no numbers that float32 holds")
 
@@ -314,6 +317,7 @@ def _loaded(name: str, model: Any, **fields: Any) -> None:
                 loaded.train_batch(step)
             list(loaded.eval_batches())
     finally:
+        # The cache of one broken file must not serve the next.
         shutil.rmtree(os.environ["MUPAX_DATA"], ignore_errors=True)
 
 
@@ -392,6 +396,7 @@ def _records(folder: Path, file: str, name: str = "digits") -> Path:
     folder.mkdir()
     builders.embedded(builders.Digits, str(folder), lambda text: None)
     (folder / "digits").rename(folder / name)
+    # The order of `glob` depends on the file system.
     return min(folder.glob(f"{name}/*/{file}"))
 
 

@@ -132,6 +132,7 @@ class Session:
 def free_port() -> int:
     """Return a port of this machine on which nobody listens."""
     with socket.socket() as free:
+        # Nobody holds the port from here until the caller's server binds it.
         free.bind(("localhost", 0))
         return free.getsockname()[1]
 
@@ -156,9 +157,12 @@ def run_result(workdir: Path | str, steps: int) -> dict[str, Any]:
     from mupax.train.run.report import metrics
 
     workdir = path_of(workdir)
-    rows = [row for row in metrics.read(workdir / metrics.FILE_NAME) if "perf_data_wait" not in row]
-    for row in rows:
-        row.pop("seconds", None)
+    rows = []
+    for row in metrics.read(workdir / metrics.FILE_NAME):
+        # A row about speed comes every ten seconds, whatever the step.
+        if "perf_data_wait" not in row:
+            row.pop("seconds", None)
+            rows.append(row)
     return {"rows": rows, "arrays": verified(workdir / "checkpoints" / str(steps)).arrays}
 
 
@@ -185,7 +189,10 @@ def differences(result: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     arrays = result["arrays"]
     expected_arrays = expected["arrays"]
     names = arrays.keys() | expected_arrays.keys()
-    return lines + sorted(name for name in names if arrays.get(name) != expected_arrays.get(name))
+    for name in sorted(names):
+        if arrays.get(name) != expected_arrays.get(name):
+            lines.append(name)
+    return lines
 
 
 def undisturbed(
@@ -244,7 +251,9 @@ def prepare_forks(folder: Path) -> None:
         "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"),
         "XLA_FLAGS": "",
     }
+    # Places that the caller has set stay.
     os.environ |= defaults | os.environ
+    # OpenBLAS starts its threads when it is imported, and a fork would lose them.
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
@@ -252,6 +261,7 @@ def prepare_forks(folder: Path) -> None:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "MPLBACKEND": "agg",
     }
+    # These imports read the variables above.
     import mupax.train.data.sources.digits
     import mupax.train.run.loop  # noqa: F401
 

@@ -53,6 +53,7 @@ class Worker:
         try:
             stdin.write(json.dumps(question).encode() + b"\n")
             stdin.flush()
+            # An answer is one line, so that no earlier one waits in the buffer of `stdout`.
             ready, _, _ = select.select([stdout], [], [], seconds)
             line = stdout.readline() if ready else b""
             if line:
@@ -107,6 +108,7 @@ def answers(
             for future in as_completed(futures):
                 yield future.result()
         finally:
+            # A question that still waits would start its worker again.
             for future in futures:
                 future.cancel()
             for worker in workers:

@@ -89,6 +89,7 @@ def main() -> None:
                 _measure_tied(record, study, optimizer)
                 record["command"] = "python -m scripts.check.allowances"
                 record["versions"] = harness.versions()
+            # A stopped command keeps the studies that it has measured.
             path.write_text(_compact(record) + "\n")
 
 
@@ -112,6 +113,7 @@ def _measure_untied(record: dict[str, Any], study: str, optimizer: str) -> None:
 def _measure_tied(record: dict[str, Any], study: str, optimizer: str) -> None:
     """Replace the record's allowances of tied models: those that are wider than the untied ones."""
     untied = record["allowances"][f"{optimizer} {study}"]
+    # `_widen` changes bands in place, and the untied ones must stay.
     allowed = {name: list(band) for name, band in untied.items()}
     for model in models(study):
         if model.task == "tokens":
@@ -137,6 +139,7 @@ class SeriesInputs(NamedTuple):
     batch: dict[str, np.ndarray]
 
 
+# All presets of a study share one series, whose programs are compiled once.
 @cache
 def _series(
     model: configs.ModelConfig, axis: str, optimizer: str, steps: int = theory.STEPS[-1]
@@ -144,7 +147,11 @@ def _series(
     """Return four sizes of a model, the sizes of the smallest as base, and a batch for all."""
     grown = check.grow(model, axis, 4)
     config = OptimizerConfig(
-        name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12
+        # With an eps far below every gradient, only the rule decides the slopes.
+        name=optimizer,
+        peak_lr=OPTIMIZERS[optimizer].check_lr,
+        schedule="constant",
+        eps=1e-12,
     )
     definitions = [definition(model) for model in grown]
     return SeriesInputs(
@@ -171,6 +178,7 @@ def _widen(
     for name, constants in PROVED[study]:
         preset = presets.get(name, base=base, **constants)  # pyright: ignore[reportArgumentType]
         measured = series.measure(preset, batch)
+        # Strict, because margins and allowances are what is measured here.
         expected = theory.of(preset, first, last, optimizer, strict=True)
         for finding in check.judge(measured, [1, 2, 4, 8], expected):
             above = finding.slope - finding.expected.slope

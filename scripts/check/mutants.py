@@ -78,7 +78,10 @@ def all_of(
         specs: Parameters of the model; a tied readout is one of them.
         size: Logical axis whose ratio to its base is m, "embed" by default.
     """
-    tied = {spec.group: spec.tied for spec in specs if size != "layers" or spec.in_block}
+    tied = {}
+    for spec in specs:
+        if size != "layers" or spec.in_block:
+            tied[spec.group] = spec.tied
     for exponent in exponents:
         for group in tied:
             for column in columns:

@@ -6,6 +6,7 @@ Used by `scripts.check.mutations`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from mupax.train.studies.check import theory
@@ -30,11 +31,17 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     mutants: list[Outcome] = []
     for study in outcomes.values():
         mutants += study
-    training = [outcome for outcome in mutants if not outcome.trains_alike]
-    num_caught = sum(outcome.by is not None for outcome in training)
-    num_by_activations = sum(outcome.by_activations is not None for outcome in training)
-    share_caught = _percent(num_caught, len(training))
-    share_by_activations = _percent(num_by_activations, len(training))
+    num_training = 0
+    num_caught = 0
+    num_by_activations = 0
+    for outcome in mutants:
+        if outcome.trains_alike:
+            continue
+        num_training += 1
+        num_caught += outcome.by is not None
+        num_by_activations += outcome.by_activations is not None
+    share_caught = _percent(num_caught, num_training)
+    share_by_activations = _percent(num_by_activations, num_training)
     lines = [
         "## Wrong rules",
         "",
@@ -47,7 +54,7 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         f"`{command}` makes this section; `mutations.json`",
         "has each mutant's power and the observable that caught it.",
         "",
-        f"Of {len(mutants)} mutants {len(training)} change training, and the check catches "
+        f"Of {len(mutants)} mutants {num_training} change training, and the check catches "
         f"**{num_caught}** of those ({share_caught}). Activations and their changes alone catch "
         f"{num_by_activations} ({share_by_activations}); the role's own weights (`weight`, "
         "`movement`, `gradient`) catch the rest.",
@@ -65,15 +72,23 @@ def _shares(outcomes: Outcomes) -> list[str]:
     head = ["study", *COLUMNS, "by activations", "change no training"]
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for study, study_outcomes in outcomes.items():
-        training = [outcome for outcome in study_outcomes if not outcome.trains_alike]
+        num_training = 0
+        num_by_activations = 0
+        totals: Counter[str] = Counter()
+        caught: Counter[str] = Counter()
+        for outcome in study_outcomes:
+            if outcome.trains_alike:
+                continue
+            num_training += 1
+            num_by_activations += outcome.by_activations is not None
+            totals[outcome.column] += 1
+            caught[outcome.column] += outcome.by is not None
         cells = [study]
         for column in COLUMNS:
-            in_column = [outcome for outcome in training if outcome.column == column]
-            caught = sum(outcome.by is not None for outcome in in_column)
-            cells.append(f"{caught} of {len(in_column)}" if in_column else "")
-        by_activations = sum(outcome.by_activations is not None for outcome in training)
-        cells.append(f"{by_activations} of {len(training)}")
-        cells.append(str(len(study_outcomes) - len(training)))
+            total = totals[column]
+            cells.append(f"{caught[column]} of {total}" if total else "")
+        cells.append(f"{num_by_activations} of {num_training}")
+        cells.append(str(len(study_outcomes) - num_training))
         rows.append("| " + " | ".join(cells) + " |")
     return rows
 

@@ -207,6 +207,7 @@ class Suite:
         readout = self._definitions[0].tied_readout
         if readout is not None:
             specs = [spec for spec in specs if spec.role is Role.TOKEN_EMBEDDING]
+            # A tied readout is no parameter of its own, but has a multiplier that can be wrong.
             specs.append(readout)
         if study.besides is not None:
             excluded = definition(check.smallest(configs.get(study.besides))).specs.values()
@@ -221,14 +222,22 @@ class Suite:
     def run(self, mutant: Mutant, seeds: int = SEEDS) -> Outcome:
         """Train a mutant and judge it by the right rule's theory."""
         wrong = mutant.of(self._right)
+        # A run on the same numbers would give the right rule's own result.
         if digest(self.series.numbers(wrong)) == digest(self.series.numbers(self._right)):
             return Outcome(
                 mutant.group, mutant.column, mutant.exponent, same_numbers=True, seeds=seeds
             )
 
         measured = self._measured(wrong, seeds)
-        bad = [finding for finding in self._judge(measured) if not finding.ok]
-        bad_activations = [finding for finding in bad if "/" not in finding.observable]
+        bad = []
+        bad_activations = []
+        for finding in self._judge(measured):
+            if finding.ok:
+                continue
+            bad.append(finding)
+            # A name with a slash is about the weights of one role.
+            if "/" not in finding.observable:
+                bad_activations.append(finding)
         return Outcome(
             mutant.group,
             mutant.column,
@@ -253,11 +262,11 @@ class Suite:
         # Only training counts here. The ratio of gradient to eps would name a wrong eps before
         # any step.
         expected = theory.of(mutants.eps_dominates(self._right), first, last, "sgd")
-        return {
-            key: expectation
-            for key, expectation in expected.items()
-            if not key[0].startswith("gradient")
-        }
+        expectations = {}
+        for (name, step), expectation in expected.items():
+            if not name.startswith("gradient"):
+                expectations[name, step] = expectation
+        return expectations
 
     def _judge(self, measured: Mapping[str, np.ndarray]) -> list[Finding]:
         return check.judge(measured, [2.0**count for count in self._doublings], self._expected)
@@ -273,6 +282,7 @@ def _change(right: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) ->
     for name, values in right.items():
         if "/" in name:
             continue  # a role's own weights, not an activation
+        # Zeros in both runs are equal. Their quotient would count as the largest distance.
         differ = values != wrong[name]
         with np.errstate(divide="ignore", invalid="ignore"):
             distance = np.abs(np.log2(wrong[name][differ] / values[differ]))
@@ -287,6 +297,7 @@ def _worst(bad: list[Finding]) -> str | None:
         return None
 
     def distance(finding: Finding) -> float:
+        # A slope that is no number is the farthest.
         return abs(np.nan_to_num(finding.slope - finding.expected.slope, nan=np.inf))
 
     finding = max(bad, key=distance)

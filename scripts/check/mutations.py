@@ -82,7 +82,9 @@ def _passed(row: dict[str, Any], seeds: int) -> bool:
 
 
 def _outcome(row: dict[str, Any]) -> Outcome:
-    return Outcome(**{key: value for key, value in row.items() if key != "study"})
+    fields = dict(row)
+    del fields["study"]
+    return Outcome(**fields)
 
 
 def outcomes() -> dict[str, list[Outcome]]:

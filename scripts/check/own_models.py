@@ -26,6 +26,7 @@ VOCAB = 1024
 CONTEXT = 32
 HEADS = 4
 """Number of heads at the smallest width."""
+# The example of the docs is a file of a user's kind, not a module.
 _MIXER = runpy.run_path(str(ROOT / "docs" / "howto" / "mixer.py"))
 WIDTHS = (64, 128, 256)
 
@@ -40,6 +41,7 @@ def _matrix(
         fan_in=fan_in,
         in_block=role not in (Role.TOKEN_EMBEDDING, Role.POSITION, Role.READOUT),
     )
+    # The values do not count: a preset draws the initial ones.
     return nnx.Param(jnp.zeros([sizes[axis] for axis in axes]), spec=spec)
 
 
@@ -86,6 +88,7 @@ class Decoder(nnx.Module):
         q_BTHN = jnp.einsum("btd,dhn->bthn", x_BTD, self.q[...])
         k_BSHN = jnp.einsum("btd,dhn->bthn", x_BTD, self.k[...])
         v_BSHN = jnp.einsum("btd,dhn->bthn", x_BTD, self.v[...])
+        # mup divides by the head dimension, where standard attention divides by its root.
         logits_BHTS = jnp.einsum("bthn,bshn->bhts", q_BTHN, k_BSHN) / q_BTHN.shape[-1]
         causal_TS = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
         weights = jax.nn.softmax(jnp.where(causal_TS, logits_BHTS, -1e9))
@@ -165,7 +168,12 @@ def right(definitions: list[Definition]) -> Preset:
     """Return mup with the smallest model as its base."""
     names = ("embed", "heads", "kv_heads", "head_dim", "mlp")
     smallest: dict[str, Any] = definitions[0].sizes
-    return presets.get("mup", base={name: smallest[name] for name in names if name in smallest})
+    # Not every model has heads.
+    base = {}
+    for name in names:
+        if name in smallest:
+            base[name] = smallest[name]
+    return presets.get("mup", base=base)
 
 
 OWN_MODELS = {

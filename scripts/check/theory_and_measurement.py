@@ -117,7 +117,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def _agreement(rows: list[dict[str, Any]]) -> str:
     """Return a sentence that counts the slopes by verdict."""
-    verdicts = collections.Counter(o["verdict"] for row in rows for o in row["observables"])
+    verdicts = collections.Counter()
+    for row in rows:
+        verdicts.update(observable["verdict"] for observable in row["observables"])
     total = verdicts.total()
     healthy = verdicts.pop("as predicted", 0)
     explode = verdicts.pop("explodes", 0)

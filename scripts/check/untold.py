@@ -99,7 +99,7 @@ def names(wrong: Wrong, troubles: dict[str, str]) -> bool:
     """Return whether theory's findings name a mistake.
 
     The observable of the mistake names it, and so does another one of the same kind with the same
-    verdict: some optimizers do not read the column that makes the first observable wrong.
+    verdict.
 
     Args:
         troubles: Verdict of theory by observable and step (`scripts.check.structures.troubles`).
@@ -107,6 +107,7 @@ def names(wrong: Wrong, troubles: dict[str, str]) -> bool:
     if wrong.where in troubles:
         return True
     kind = wrong.where.partition("/")[0]
+    # Some optimizers do not read the column that makes the first observable wrong.
     return any(
         name.startswith(f"{kind}/") and verdict == wrong.word for name, verdict in troubles.items()
     )
@@ -117,10 +118,10 @@ def lines() -> list[str]:
     by_optimizers: dict[tuple[str, ...], list[str]] = {}
     for preset, optimizers in TABLES.items():
         by_optimizers.setdefault(optimizers, []).append(f"`{preset}`")
-    combinations = "; ".join(
-        f"{', '.join(presets)} under {', '.join(optimizers)}"
-        for optimizers, presets in by_optimizers.items()
-    )
+    phrases = []
+    for optimizers, presets in by_optimizers.items():
+        phrases.append(f"{', '.join(presets)} under {', '.join(optimizers)}")
+    combinations = "; ".join(phrases)
     text = [
         f"The same mistakes are made in {combinations}. A wrong eps counts only where Adam reads",
         "it, and a wrong depth exponent only in presets with a rule for depth. Of the",

@@ -141,6 +141,7 @@ def _trained(trainer: training.Trainer, config: Config, kind: str) -> dict[str, 
     # text the last positions.
     h_BTD = last["residual"][-1]
     h_BTD = h_BTD - h_BTD.mean(-1, keepdims=True)
+    # 1e-5 is the eps of the models' LayerNorm.
     h_BTD = h_BTD / np.sqrt((h_BTD**2).mean(-1, keepdims=True) + 1e-5)
     features_QD = h_BTD.mean(1) if kind == "vit" else h_BTD[0, -EXAMPLES:]
 
@@ -148,6 +149,7 @@ def _trained(trainer: training.Trainer, config: Config, kind: str) -> dict[str, 
     if kind == "lm":
         causal = np.tril(np.ones(logits_BHTS.shape[-2:], bool))
         logits_BHTS = logits_BHTS[..., causal]
+    # Logits beyond the bins count in the outermost ones.
     density, _ = np.histogram(np.clip(logits_BHTS, -1.999, 1.999), BINS, density=True)
 
     windows = np.array_split(losses, min(POINTS, len(losses)))
@@ -163,9 +165,9 @@ def _trained(trainer: training.Trainer, config: Config, kind: str) -> dict[str, 
 def alignment(a: Any, b: Any) -> float:
     """Return the correlation of two kernels [Q, Q] over pairs of different examples.
 
-    The correlation is 1 for kernels that are equal up to scale and mean. The diagonal is left out:
-    it is large in any kernel and would make all kernels alike.
+    The correlation is 1 for kernels that are equal up to scale and mean.
     """
+    # Without the diagonal, which is large in any kernel and would make all kernels alike.
     pairs = np.triu_indices(len(a), 1)
     return float(np.corrcoef(np.asarray(a)[pairs], np.asarray(b)[pairs])[0, 1])
 
@@ -258,6 +260,7 @@ def draw_kernels(axes: Axes, axis: str, of_axis: Mapping[str, Any]) -> None:
     """Draw the kernels of the smallest and the largest model next to each other."""
     small = np.asarray(of_axis["kernel"][0][0])
     large = np.asarray(of_axis["kernel"][-1][0])
+    # NaN leaves a blank column between both kernels.
     gap_column = np.full((len(small), 1), np.nan)
     image = np.concatenate([small, gap_column, large], axis=1)
     axes.imshow(image, cmap="viridis", aspect="equal")
@@ -275,10 +278,12 @@ def panels_of(title: str, data: Mapping[str, Any], axes: Sequence[str]) -> Any:
     figure = Figure(figsize=(4.0 * len(axes), 8.4), dpi=100, layout="constrained")
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     for column, axis in enumerate(axes):
-        places = [1 + column + row * len(axes) for row in range(3)]
-        top, middle, bottom = [figure.add_subplot(3, len(axes), place) for place in places]
-        for panel in (top, middle, bottom):
+        column_panels = []
+        for row in range(3):
+            panel = figure.add_subplot(3, len(axes), 1 + column + row * len(axes))
             panels.quiet(panel)
+            column_panels.append(panel)
+        top, middle, bottom = column_panels
         # Only the first column names its y axes.
         loss_name = "nats" if column == 0 else ""
         density_name = "density" if column == 0 else ""

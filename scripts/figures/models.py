@@ -36,6 +36,7 @@ def vit(*, head_dim: int, heads: int, depth: int) -> ViTConfig:
         channels=1,
         norm_eps=1e-5,
         centered=False,
+        # A loop compiles as fast at any depth.
         compute=replace(paper.compute, layers="scan"),
     )
 
@@ -105,7 +106,9 @@ def at_initialization(
 
     @jax.jit
     def program(seed: Any, stds: Any, multipliers: Any, forwards: Any) -> Any:
+        # Under jit, because eager initialization differs in bits on some versions of JAX.
         params = definition.initialize(seed, stds)
+        # On a CPU, presets one after the other are faster than vmapped ones.
         return jax.lax.map(
             lambda forward: look(definition.model(params, multipliers, forward)), forwards
         )
@@ -123,9 +126,10 @@ def at_initialization(
             lambda *values: np.stack(values), *(values.forward for values in resolved)
         )
         outputs = jax.device_get(program(np.uint32(seed), stds[0], multipliers[0], forwards))
-        return [
-            jax.tree.map(lambda array, i=index: array[i], outputs) for index in range(len(presets))
-        ]
+        outputs_by_preset = []
+        for index in range(len(presets)):
+            outputs_by_preset.append(jax.tree.map(lambda array, i=index: array[i], outputs))
+        return outputs_by_preset
 
     return run
 

@@ -61,7 +61,9 @@ def _folders() -> dict[str, str]:
 
 def text(folder: Path) -> str:
     """Return the page's Markdown, made from all records in `folder`."""
-    records = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("fig*.json"))}
+    records = {}
+    for path in sorted(folder.glob("fig*.json")):
+        records[path.stem] = json.loads(path.read_text())
     seconds = sum(record["seconds"] for record in records.values())
     head = HEAD.format(minutes=round(seconds / 60))
     sections = [_section(folder.name, name, record) for name, record in records.items()]
@@ -80,7 +82,9 @@ def _summary(records: Mapping[str, Record]) -> str:
     """Return the paragraph that counts the predictions and controls of all records."""
     predicted: list[Row] = []
     for record in records.values():
-        predicted += [row for row in record["rows"] if row["predicted"] is not None]
+        for row in record["rows"]:
+            if row["predicted"] is not None:
+                predicted.append(row)
     claims = [row for row in predicted if not row["control"]]
     num_controls = len(predicted) - len(claims)
     num_reproduced = sum(map(_reproduces, claims))
@@ -130,8 +134,13 @@ def _counts(rows: Sequence[Row]) -> str:
 
     The text is empty for a figure that has neither.
     """
-    claims = [row for row in rows if row["predicted"] is not None and not row["control"]]
-    controls = [row for row in rows if row["control"]]
+    claims = []
+    controls = []
+    for row in rows:
+        if row["control"]:
+            controls.append(row)
+        elif row["predicted"] is not None:
+            claims.append(row)
     counts = ""
     if claims:
         num_reproduced = sum(map(_reproduces, claims))
@@ -152,8 +161,13 @@ def _fails_as_control(row: Row) -> bool:
 
 def _failures(rows: Sequence[Row]) -> list[Row]:
     """Return predictions that do not reproduce or are undecided, and controls that do not fail."""
-    predicted = [row for row in rows if row["predicted"] is not None]
-    return [row for row in predicted if not _reproduces(row) and not _fails_as_control(row)]
+    failures = []
+    for row in rows:
+        if row["predicted"] is None:
+            continue
+        if not _reproduces(row) and not _fails_as_control(row):
+            failures.append(row)
+    return failures
 
 
 def _table_row(row: Row) -> str:

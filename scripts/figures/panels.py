@@ -124,7 +124,10 @@ def by_layer(axes: Axes, ends: Any, sizes: Any, data: Any, alpha_l: float) -> No
         alpha_l: Exponent of the depth; only pairs [.., alpha_l] are drawn.
     """
     chosen = sorted({0, len(sizes) // 2, len(sizes) - 1})
-    pairs = [(index, pair[0]) for index, pair in enumerate(ends) if pair[1] == alpha_l]
+    pairs = []
+    for index, pair in enumerate(ends):
+        if pair[1] == alpha_l:
+            pairs.append((index, pair[0]))
     for color, (index, alpha_a) in zip(COLORS, pairs, strict=False):
         by_size = np.asarray(data["by_layer"][index])[..., 0]
         limit = np.asarray(data["limit"][index])[:, 0]

@@ -48,10 +48,12 @@ def measure(
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.transfer import study as transfer
 
-    studies = [
-        transfer.Study(label=name, axis="size", sizes=tuple(sizes), configs=tuple(grown))
-        for name, grown in configs.items()
-    ]
+    studies = []
+    for name, grown in configs.items():
+        studies.append(
+            transfer.Study(label=name, axis="size", sizes=tuple(sizes), configs=tuple(grown))
+        )
+    # The figures compare training losses.
     engine = sweep.Sweep(work, evaluated=False)
     records = {}
     for measured in transfer.measure(studies, engine.run, **limits):
@@ -64,15 +66,18 @@ def measure(
 
 def _record(measured: Any, num_sizes: int) -> dict[str, Any]:
     """Return the curves of a measured study as JSON has them."""
-    curves = [measured.curve(index) for index in range(num_sizes)]
+    log2_rates = []
     losses = []
-    for curve in curves:
-        losses.append([[kept_loss(loss) for loss in of_seeds] for of_seeds in curve.losses])
-    return {
-        "x": [curve.x for curve in curves],
-        "losses": losses,
-        "first": [curve.first for curve in curves],
-    }
+    first = []
+    for index in range(num_sizes):
+        curve = measured.curve(index)
+        by_rate = []
+        for of_seeds in curve.losses:
+            by_rate.append([kept_loss(loss) for loss in of_seeds])
+        log2_rates.append(curve.x)
+        losses.append(by_rate)
+        first.append(curve.first)
+    return {"x": log2_rates, "losses": losses, "first": first}
 
 
 def kept_loss(loss: float) -> float | None:
@@ -159,5 +164,6 @@ def near(curves: Sequence[Curve]) -> tuple[float, float]:
     if near_losses:
         low = min(near_losses)
         high = max(near_losses)
+    # Equal losses need some room around them, too.
     pad = 0.06 * (high - low) or 0.1
     return low - pad, high + pad

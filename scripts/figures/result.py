@@ -129,11 +129,9 @@ class Row:
         return "reproduces, with an interval that reaches out of the band"
 
     def json(self) -> dict[str, Any]:
-        """Return all fields and the verdict, with numbers to six digits.
-
-        `above` is left out where it is False, because records of most figures do not have it.
-        """
+        """Return all fields and the verdict, with numbers to six digits."""
         fields = dataclasses.asdict(self)
+        # Records of most figures do not have this field.
         if not self.above:
             del fields["above"]
         return {**_plain(fields), "verdict": self.verdict}
@@ -215,6 +213,7 @@ def jackknife(statistic: Callable[[np.ndarray], float], seeds: int) -> Interval:
     every_seed = np.arange(seeds)
     estimate = statistic(every_seed)
     leave_one_out = np.array([statistic(np.delete(every_seed, seed)) for seed in range(seeds)])
+    # Deviations are small, as estimates share all seeds but one. The factor makes up for it.
     error = math.sqrt((seeds - 1) * float(np.mean((leave_one_out - leave_one_out.mean()) ** 2)))
     half_width = float(stats.t.ppf(0.975, seeds - 1)) * error
     return estimate, estimate - half_width, estimate + half_width
@@ -291,6 +290,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def same_settings(content: Mapping[str, Any], settings: Settings) -> bool:
     """Return whether a record was measured with these settings."""
+    # Records have lists and rounded numbers, and so must the settings that are compared.
     as_saved = json.loads(_text(_plain(dict(settings))))
     return content["settings"] == as_saved
 
@@ -305,6 +305,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | list | tuple):
         return [_plain(item) for item in value]
+    # First, because a bool is an int, too.
     if isinstance(value, bool | np.bool_):
         return bool(value)
     if isinstance(value, int | np.integer):

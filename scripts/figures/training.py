@@ -250,6 +250,7 @@ class Trainer:
                 observations.append(look(Snapshot(step, state.params, start, run)))
             if step < config.steps:
                 state, metrics = self._step(state, run, self.batches[step])
+                # Losses stay on the device until the end, so that no step waits for them.
                 losses.append(metrics["loss"])
         return np.asarray(jax.device_get(losses), np.float64), observations
 
@@ -263,7 +264,11 @@ class Trainer:
 
     def names(self, *roles: Role) -> list[str]:
         """Return the names of the parameters that have one of the roles."""
-        return [name for name, spec in self.definition.specs.items() if spec.role in roles]
+        names = []
+        for name, spec in self.definition.specs.items():
+            if spec.role in roles:
+                names.append(name)
+        return names
 
 
 class Batches:

@@ -114,9 +114,8 @@ def compare(out: Path, sections: Sequence[str]) -> int:
             print(f"{name}: {line}")
         if len(lines) > SHOWN:
             print(f"{name}: and {len(lines) - SHOWN:,} more")
-        print(
-            f"{name}: {len(lines):,} differences" if lines else f"{name}: as recorded", flush=True
-        )
+        outcome = f"{len(lines):,} differences" if lines else "as recorded"
+        print(f"{name}: {outcome}", flush=True)
         changed += len(lines)
     return int(changed > 0)
 
@@ -127,7 +126,10 @@ def measured(name: str) -> dict[str, Any]:
     Raises:
         SystemExit: The section failed; its reason is on standard error.
     """
-    paths = [str(ROOT), *(str(folder) for folder in LIBTPU.glob(Path(sys.prefix).name))]
+    paths = [str(ROOT)]
+    # Without `make tpu` there is no such folder.
+    for folder in LIBTPU.glob(Path(sys.prefix).name):
+        paths.append(str(folder))
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -141,6 +143,7 @@ def measured(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "values.json"
         words = [sys.executable, "-m", "scripts.house", "section", str(path), "--only", name]
+        # What the section prints is not part of the comparison on standard output.
         finished = subprocess.run(words, cwd=ROOT, env=environment, stdout=sys.stderr)
         if finished.returncode:
             raise SystemExit(f"error: section {name} failed; the reason stands above")
@@ -173,8 +176,10 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         if was == value:
             continue
         if _names(was) and _names(value):
-            yield from (f"{path}: removed {name}" for name in sorted(set(was) - set(value)))
-            yield from (f"{path}: new {name}" for name in sorted(set(value) - set(was)))
+            for name in sorted(set(was) - set(value)):
+                yield f"{path}: removed {name}"
+            for name in sorted(set(value) - set(was)):
+                yield f"{path}: new {name}"
             if set(was) == set(value):
                 yield f"{path}: in another order"
         else:

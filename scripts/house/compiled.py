@@ -47,6 +47,7 @@ def record() -> dict[str, Any]:
     for name in NAMES:
         compiled = programs.program_of(configs[name]).compile_train()
         digests[name] = digest(without_metadata(compiled.as_text() or ""))
+        # Otherwise the programs of all cases stay in memory.
         jax.clear_caches()
     return digests
 

@@ -32,14 +32,18 @@ _DOCUMENTED = re.compile(
 def record() -> dict[str, Any]:
     """Return all names by kind, with digests of the recipes and models behind them."""
     os.environ["COLUMNS"] = "400"  # wide help does not break a flag between lines
+    recipes = {}
+    for name, make in RECIPES.items():
+        recipes[name] = digest(config_record.to_json(make()))
+    models = {}
+    for name, model in CONFIGS.items():
+        models[name] = digest(config_record.model_to_json(model))
     return {
         "flags": {name: flags(words) for name, words in commands.COMMANDS.items()},
         "fields": dict(fields(Config)),
         "exports": exports(),
-        "recipes": {name: digest(config_record.to_json(make())) for name, make in RECIPES.items()},
-        "models": {
-            name: digest(config_record.model_to_json(model)) for name, model in CONFIGS.items()
-        },
+        "recipes": recipes,
+        "models": models,
         "presets": {name: defaults(make) for name, make in presets.PRESETS.items()},
         "data sources": sorted(SOURCES),
         "exit codes": exit_codes(),
@@ -55,9 +59,12 @@ def flags(words: tuple[str, ...]) -> list[str]:
     Raises:
         RuntimeError: The help failed.
     """
+    complete = ["--help"]
     # A recipe's plain help lists only the common flags.
-    complete = ["--help", "all"] if words[0] == "train" and is_recipe(words[1]) else ["--help"]
-    return sorted(set(_FLAG.findall(commands.done([*words, *complete]))))
+    if words[0] == "train" and is_recipe(words[1]):
+        complete = ["--help", "all"]
+    page = commands.done([*words, *complete])
+    return sorted(set(_FLAG.findall(page)))
 
 
 def fields(owner: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -96,6 +103,7 @@ def _members(owner: type[Any]) -> list[str]:
     declared: set[str] = set()
     for base in owner.__mro__:
         if base.__module__.startswith("mupax."):
+            # Fields of a dataclass without a default are annotations only.
             declared |= {*vars(base), *vars(base).get("__annotations__", ())}
     return sorted(name for name in declared if not name.startswith("_"))
 

@@ -53,9 +53,9 @@ def record() -> dict[str, Any]:
     on_one = jax.device_count() == 1
     cases = ON_ONE_DEVICE if on_one else ON_EIGHT_DEVICES
     with tempfile.TemporaryDirectory() as folder:
-        values = {
-            name: trained(words.split(), Path(folder) / "run") for name, words in cases.items()
-        }
+        values: dict[str, Any] = {}
+        for name, words in cases.items():
+            values[name] = trained(words.split(), Path(folder) / "run")
         if on_one:
             values["lora"] = adapters(Path(folder))
     return values

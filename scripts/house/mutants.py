@@ -65,6 +65,7 @@ UNJUDGED = "tests fail without it"
 BASELINE_S = 1800
 """Longest time for the tests of a module without a mutant."""
 
+# Each comparison has its negation, which differs for every pair of operands.
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
@@ -151,9 +152,11 @@ class Mutant:
         head = lines[first][: self.span.column]
         tail = lines[last][self.span.end_column :]
         if self.kind == "return":
+            # A body on the line of its `def` has to stay on that line.
             separator = "; " if head.strip() else f"\n{head.decode()}"
             text = f"{self.after}{separator}".encode()
         else:
+            # In brackets, so that operators around the place do not take the change apart.
             text = f"({self.after})".encode()
         changed = b"".join((*lines[:first], head, text, tail, *lines[last + 1 :])).decode()
         ast.parse(changed)  # a mutant that is no Python would be killed by all tests
@@ -225,6 +228,7 @@ class _Places(ast.NodeVisitor):
         """Skip f-strings, because Python 3.11 has wrong places for the expressions in them."""
 
     def visit_If(self, node: ast.If) -> None:
+        # Only the type checker reads that code.
         if ast.unparse(node.test) != "TYPE_CHECKING":
             self.generic_visit(node)
 
@@ -249,11 +253,13 @@ class _Places(ast.NodeVisitor):
 
     def visit_Constant(self, node: ast.Constant) -> None:
         value = node.value
+        # First, because a bool is an int, too.
         if isinstance(value, bool):
             replacement = not value
         elif isinstance(value, int):
             replacement = value + 1
         elif isinstance(value, float):
+            # Twice 0 would be no change.
             replacement = 2 * value if value else 1.0
         else:
             return
@@ -336,10 +342,11 @@ def tests_of(root: Path, path: str) -> list[str]:
 
 def chosen(root: Path, count: int = COUNT, seed: int = SEED) -> list[Mutant]:
     """Return the mutants of a checkout, one in each of `count` modules, in drawn order."""
-    paths: list[Path] = []
+    names: list[str] = []
     for folder in MODULES:
-        paths += python_files(root / folder)
-    names = [path.relative_to(root).as_posix() for path in paths if not path.stem.startswith("__")]
+        for path in python_files(root / folder):
+            if not path.stem.startswith("__"):
+                names.append(path.relative_to(root).as_posix())
     mutants: list[Mutant] = []
     for name in sorted(names, key=lambda name: random.Random(f"{seed} {name}").random()):
         if len(mutants) == count:
@@ -497,6 +504,7 @@ class Bench:
         options = ("-q", "-x", "-m", MARKS, "-p", "no:cacheprovider", "-p", "no:xdist")
         command = [sys.executable, "-m", "pytest", *options, *tests]
         began = time.monotonic()
+        # A pipe that nobody reads meanwhile would stop the tests when it is full.
         with tempfile.TemporaryFile("w+") as text:
             process = subprocess.Popen(
                 command,
@@ -505,6 +513,7 @@ class Bench:
                 stdout=text,
                 stderr=text,
                 stdin=subprocess.DEVNULL,
+                # A group of its own, so that processes of the tests can be ended with pytest.
                 start_new_session=True,
             )
             code: int | None = None
@@ -559,6 +568,7 @@ def copy_checkout(root: Path, folder: Path) -> None:
         target = folder / name
         if source.is_symlink() or source.is_file():  # a deleted file is still listed
             target.parent.mkdir(parents=True, exist_ok=True)
+            # mupax/presets, mupax/zoo and mupax/train must stay links to the copied folders.
             shutil.copy2(source, target, follow_symlinks=False)
 
 
@@ -583,6 +593,7 @@ def write_row(path: Path, row: dict[str, Any]) -> None:
         file.truncate(complete)
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()
+        # A row takes minutes, so it must outlive a crash of the machine.
         os.fsync(file.fileno())
 
 
@@ -593,8 +604,11 @@ def measure(out: Path, mutants: Sequence[tuple[str, Mutant | None]], root: Path 
         out: Path of the record, a file of JSON lines that may not exist yet.
         mutants: Name in the record and place of each mutant; the place is `None` if it is gone.
     """
-    # Tests that failed without the mutant may have met a busy machine: they are tried again.
-    recorded = {row["mutant"] for row in read_rows(out) if row["outcome"] != UNJUDGED}
+    recorded = set()
+    for row in read_rows(out):
+        # Tests that failed without the mutant may have met a busy machine: they are tried again.
+        if row["outcome"] != UNJUDGED:
+            recorded.add(row["mutant"])
     missing = [pair for pair in mutants if pair[0] not in recorded]
     if not missing:
         return
@@ -663,8 +677,10 @@ def main() -> int:
     mutants: list[tuple[str, Mutant | None]]
     if words.like:
         tree = Tree(ROOT)
-        rows = [row for row in read_rows(words.like) if row["outcome"] != "gone"]
-        mutants = [(row["mutant"], tree.find(row)) for row in rows]
+        mutants = []
+        for row in read_rows(words.like):
+            if row["outcome"] != "gone":
+                mutants.append((row["mutant"], tree.find(row)))
     else:
         mutants = [(mutant.name, mutant) for mutant in chosen(ROOT)]
     measure(words.out, mutants[: words.first])

@@ -61,9 +61,12 @@ def record() -> dict[str, Any]:
 def trained(workdir: Path, words: str) -> dict[str, list[str]]:
     """Train a run, and return the names of its files and of its metrics."""
     commands.done(["train", *words.split(), "--workdir", str(workdir)])
-    files = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()}
-    # Orbax names arrays by random digits, and TensorBoard its files by time and host.
-    files = {re.sub(r"(?<=/d/)[0-9a-f]{32}$|(?<=tfevents).*", "*", file) for file in files}
+    files: set[str] = set()
+    for path in workdir.rglob("*"):
+        if path.is_file():
+            name = str(path.relative_to(workdir))
+            # Orbax names arrays by random digits, and TensorBoard its files by time and host.
+            files.add(re.sub(r"(?<=/d/)[0-9a-f]{32}$|(?<=tfevents).*", "*", name))
     metrics: set[str] = set()
     for line in (workdir / "metrics.jsonl").read_text().splitlines():
         metrics |= json.loads(line).keys()
@@ -82,10 +85,10 @@ def exported(workdir: Path, out: Path) -> dict[str, str]:
     tensors: dict[str, np.ndarray] = {}
     for file in sorted(out.glob("*.safetensors")):
         tensors |= load_file(file)
-    return {
-        name: f"{value.dtype}{list(value.shape)} {digest(value.tobytes())}"
-        for name, value in tensors.items()
-    }
+    digests = {}
+    for name, value in tensors.items():
+        digests[name] = f"{value.dtype}{list(value.shape)} {digest(value.tobytes())}"
+    return digests
 
 
 def evaluated(workdir: Path) -> dict[str, Any]:
@@ -99,13 +102,17 @@ def swept(out: Path) -> dict[str, Any]:
     """Run a small sweep, and return its rows by their keys."""
     words = f"sweep lm-tiny {_TINY} --steps 20 --lr 2^-8:2^-6:3 --seeds 2 --out {out}"
     commands.done(words.split())
-    rows = [json.loads(line) for line in (out / "points.jsonl").read_text().splitlines()]
-    return {row["key"]: without_volatile(row) for row in rows}
+    rows = {}
+    for line in (out / "points.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows[row["key"]] = without_volatile(row)
+    return rows
 
 
 def checked(path: Path) -> dict[str, Any]:
     """Run a small coordinate check, and return its exit code and JSON."""
     words = f"check lm-tiny {_MODEL} --grow heads --sizes 3 --seeds 2 --json {path}"
+    # A check with findings exits with 1, which is no failure here.
     code, _, err = commands.run(words.split())
     if not path.is_file():
         raise RuntimeError(f"mupax {words} exited with {code}: {err}")
@@ -115,7 +122,11 @@ def checked(path: Path) -> dict[str, Any]:
 def without_volatile(value: Any) -> Any:
     """Return a JSON value without the keys of `VOLATILE`."""
     if isinstance(value, dict):
-        return {key: without_volatile(item) for key, item in value.items() if key not in VOLATILE}
+        fields = {}
+        for key, item in value.items():
+            if key not in VOLATILE:
+                fields[key] = without_volatile(item)
+        return fields
     if isinstance(value, list):
         return [without_volatile(item) for item in value]
     return value

@@ -92,6 +92,7 @@ def record() -> dict[str, Any]:
     digests: dict[str, Any] = {}
     for name, config in cases().items():
         digests[name] = digest(lowered(program_of(config)))
+        # Otherwise the programs of all cases stay in memory.
         jax.clear_caches()
     return digests
 

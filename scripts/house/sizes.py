@@ -60,6 +60,7 @@ _NO_CODE = frozenset(
         *(tokenize.COMMENT, tokenize.NL, tokenize.ENCODING),
     )
 )
+# Before Python 3.12 an f-string is one token.
 _F_START = getattr(token, "FSTRING_START", -1)
 _F_END = getattr(token, "FSTRING_END", -1)
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==", re.MULTILINE)
@@ -140,11 +141,10 @@ def _string_statements(source: str) -> Iterator[tuple[tuple[int, int], tuple[int
 
 
 def python_files(folder: Path) -> Iterator[Path]:
-    """Yield the Python files below a folder, in order, without those behind links.
-
-    `Path.rglob` follows links to folders on some versions of Python and not on others.
-    """
+    """Yield the Python files below a folder, in order, without those behind links."""
+    # `Path.rglob` follows links to folders on some versions of Python and not on others.
     for place, folders, names in os.walk(folder):
+        # `os.walk` goes into the folders that stay in this list.
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for name in sorted(names):
             if name.endswith(".py"):
@@ -245,6 +245,7 @@ def loaded_modules(root: Path) -> list[str]:
 
 def environment(root: Path) -> dict[str, str]:
     """Return an environment in which Python finds a checkout's modules, and JAX one CPU device."""
+    # Neither the caller's devices nor the width of a terminal may change the counts.
     variables = {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "80"}
     return {**os.environ, **variables}
 

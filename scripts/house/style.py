@@ -180,6 +180,7 @@ def argument_entries(tree: ast.Module) -> Iterator[Finding]:
         inside = False
         indent = 0
         entry: str | None = None
+        # The line without indentation ends the last entry.
         for row in [*text.splitlines(), "End:"]:
             depth = len(row) - len(row.lstrip())
             if _SECTION.match(row):
@@ -267,9 +268,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     table: dict[str, dict[str, float]] = {}
     for name in options.folders:
         path = ROOT / name
-        measured = (
-            counts(path.read_text(encoding="utf-8")) if path.is_file() else folder_counts(path)
-        )
+        if path.is_file():
+            measured = counts(path.read_text(encoding="utf-8"))
+        else:
+            measured = folder_counts(path)
         table[name] = measured.row()
         total.add(measured)
     table["all"] = total.row()

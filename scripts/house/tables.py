@@ -54,10 +54,10 @@ OPTIMIZERS: tuple[Family, ...] = get_args(Family)
 def record() -> dict[str, Any]:
     """Return one digest for each preset, form and model."""
     cases = itertools.product(sorted(PRESETS), (None, *get_args(Form)), MODELS)
-    return {
-        f"{name}/{form or 'own form'}/{model}": digest(list(lines(name, form, model)))
-        for name, form, model in cases
-    }
+    digests = {}
+    for name, form, model in cases:
+        digests[f"{name}/{form or 'own form'}/{model}"] = digest(list(lines(name, form, model)))
+    return digests
 
 
 def lines(name: str, form: Form | None, model_name: str) -> Iterator[str]:

@@ -124,6 +124,7 @@ class Recorder:
         if self.ended.is_set() or event not in ("call", "return"):
             return
         if event == "call" and self._threads and frame.f_code is threading.Thread.start.__code__:
+            # At the call, because the new thread runs before `start` returns.
             self._follow(frame.f_locals["self"])
         function = self._function(frame.f_code)
         if function is None:
@@ -184,6 +185,7 @@ class Recorder:
             written = any(path.stat().st_size for path in self._workdir.glob(self.part.on_disk))
             if written and time.monotonic() - self._newest > QUIET_S:
                 return
+            # Only the time after the end is on disk counts as quiet.
             if not written:
                 self._newest = time.monotonic()
             time.sleep(0.02)
@@ -274,6 +276,7 @@ def trace(name: str, out: Path, root: Path) -> None:
         def leave() -> None:
             recorder.ended.wait()
             out.write_text(json.dumps(recorder.result(), indent=1), encoding="utf-8")
+            # Nothing after the part's end is of interest, so the run is not trained to its end.
             os._exit(0)
 
         watcher = threading.Thread(target=leave, name="leave", daemon=True)

@@ -41,7 +41,11 @@ These still run, and print a line on standard error that names the new spelling.
 
 def document() -> str:
     """Return the page: a table for each group, completion and old spellings."""
-    takes_recipe = ", ".join(f"`{name}`" for name, row in _rows() if row.takes_recipe)
+    names = []
+    for name, row in _rows():
+        if row.takes_recipe:
+            names.append(f"`{name}`")
+    takes_recipe = ", ".join(names)
     parts = [HEAD, RECIPES.format(commands=takes_recipe), EXIT_CODES]
     for group, commands in table.GROUPS.items():
         parts.append(f"## {group}\n\n| command | what it does | example |\n|---|---|---|\n")
@@ -56,9 +60,10 @@ def document() -> str:
         code = code.replace("|", "\\|")
         parts.append(f"| {shell} | `{code}` in {place} |\n")
     parts += ["\n", OLD]
-    shortened = [
-        spelling for typed, spelling in spellings.OLD.items() if typed == f"train {spelling}"
-    ]
+    shortened = []
+    for typed, spelling in spellings.OLD.items():
+        if typed == f"train {spelling}":
+            shortened.append(spelling)
     parts.append(f"| `mupax train` and {', '.join(shortened)} | `mupax` and the same word |\n")
     for typed, spelling in spellings.OLD.items():
         if spelling not in shortened:

@@ -110,6 +110,7 @@ def _output(command: str, folder: Path) -> Iterator[tuple[bytes, float]]:
         "TERM": "xterm-256color",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
+    # Rich asks these variables before it asks the terminal.
     size = {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(
         shlex.split(command, comments=True),
@@ -119,9 +120,11 @@ def _output(command: str, folder: Path) -> Iterator[tuple[bytes, float]]:
         stdout=slave,
         stderr=slave,
     )
+    # Reading notices the command's end only if nobody else holds the terminal's other end.
     os.close(slave)
     last = time.monotonic()
     with suppress(OSError):  # the terminal's other end is closed
+        # After the command's end, what it has written is still read.
         while running.poll() is None or select.select([master], [], [], 0)[0]:
             if select.select([master], [], [], FRAME_S)[0]:
                 read_at = time.monotonic()
@@ -192,6 +195,7 @@ def svg(frames: Sequence[Frame]) -> str:
     uses = []
     for index, frame in enumerate(frames):
         top = index * ROWS * CELL[1]
+        # `-top` would be -0 in the first frame.
         steps.append(f"{100 * start_s / total_s:.3f}%{{transform:translateY({0 - top:g}px)}}")
         start_s += frame.seconds
         for row, line in enumerate(frame.lines):

@@ -164,6 +164,7 @@ def add(name: str, words: Sequence[str]) -> int:
             f"docs/evidence/transfer/{name} is one of the project's own studies; "
             "choose another name"
         )
+    # The words of a study have paths from the checkout's root.
     with contextlib.chdir(ROOT):
         return command.main([*words, "--out", f"docs/evidence/leaderboard/{name}"])
 

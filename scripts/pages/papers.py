@@ -51,7 +51,10 @@ class Paper(NamedTuple):
     def names(self) -> set[str]:
         """Names that may stand before the paper's number: authors and titles."""
         authors = re.split(r", | and ", self.authors.removesuffix(" et al."))
-        return {name for name in (*authors, *self.title.split("; ")) if name}
+        names = {*authors, *self.title.split("; ")}
+        # Authors or a title that are not known split into an empty text.
+        names.discard("")
+        return names
 
 
 PAPERS: Mapping[str, Paper] = {
@@ -160,6 +163,7 @@ def _wrong(path: str, text: str, papers: Mapping[str, Paper]) -> Iterator[str]:
     end = 0
     for match in NUMBER.finditer(text):
         number = match[0]
+        # Text before the last number belongs to that one.
         start = max(end, match.start() - 80)
         before = BEFORE.search(re.sub(r"[\s#\"]+", " ", text[start : match.start()]))
         end = match.end()
@@ -206,11 +210,13 @@ def page(texts: Mapping[str, str]) -> str:
     """
     rows = [["paper", "arXiv", "used in"]]
     for number, paper in PAPERS.items():
-        paths = [path for path, text in texts.items() if path.startswith(SHOWN) and number in text]
+        places = []
+        for path in sorted(texts):
+            if path.startswith(SHOWN) and number in texts[path]:
+                places.append(_place(path))
         authors = f"{paper.authors} 20{number[:2]}" if paper.authors else ""
         about = ": ".join(text for text in (authors, paper.title) if text)
-        places = ", ".join(_place(path) for path in sorted(paths))
-        rows.append([about, f"[{number}]({address(number)})", places])
+        rows.append([about, f"[{number}]({address(number)})", ", ".join(places)])
     return f"{HEAD}{markdown.table(rows)}\n"
 
 

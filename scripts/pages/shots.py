@@ -114,6 +114,7 @@ def served(site: Path) -> Iterator[str]:
     # A browser waits long on addresses of files.
     handler = partial(_Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer((LOCAL, 0), handler) as server:
+        # By default the server looks for its end only twice a second.
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:

@@ -102,13 +102,15 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     preset_config = PRESETS[preset]
     if preset_config.name in ("mup", "depth-mup"):
         preset_config = replace(preset_config, base=BASES[config.family])
-    built, parameterization = definition(config), preset_for(preset_config, config)
+    built = definition(config)
+    parameterization = preset_for(preset_config, config)
     factors = resolve(parameterization, built, parameterization.optimizers[0])
     transformers_folder = folder / "theirs"
     mupax_folder = folder / "ours"
     if way == "in":
         random_transformers(config, transformers_folder)
         source = trained.read(transformers_folder)
+        # A wrong config could still give equal logits in both.
         assert source.model == config, (source.model, config)
         files.write_imported(source, preset_config, mupax_folder, "random")
         params: Any = transplant.place(trained.read(mupax_folder), built, factors)
@@ -147,6 +149,7 @@ def inputs_of(config: TransformerConfig, batch: int = 3) -> tuple[np.ndarray, ..
     tokens = random.integers(vocab, size=(batch, length), dtype=np.int32)
     if not isinstance(config, EncoderDecoderConfig):
         return (tokens,)
+    # A complete text, a half and a short one, so that the mask counts.
     mask = (np.arange(length) < np.array([[length], [length // 2], [3]])).astype(np.int32)
     targets = random.integers(vocab, size=(batch, config.targets), dtype=np.int32)
     return tokens, mask, targets
@@ -165,6 +168,7 @@ def random_params(built: Definition, stds: dict[str, np.ndarray]) -> dict[str, n
         std = stds[name].reshape(-1, *[1] * (len(leaf.shape) - 1))
         normal = random.standard_normal(leaf.shape, np.float32)
         if built.specs[name].role in VECTORS:
+            # Gains that are equal, or biases of 0, would hide one that is read wrongly.
             values = std + 0.2 * normal
         else:
             values = std * normal
@@ -185,6 +189,7 @@ def random_transformers(config: TransformerConfig, folder: Path) -> None:
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=random)
             if value.ndim > 1:
+                # Activations keep their size through the layers.
                 value.copy_(noise * value.shape[-1] ** -0.5)
             elif name.endswith("weight"):
                 value.copy_(1 + 0.2 * noise)  # a gain
@@ -241,9 +246,12 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---|",
     ]
     for model in dict.fromkeys(row.model for row in rows):
-        model_rows = [row for row in rows if row.model == model]
-        read = max(row.difference for row in model_rows if row.way == "in")
-        written = max(row.difference for row in model_rows if row.way == "out")
+        differences: dict[str, list[float]] = {"in": [], "out": []}
+        for row in rows:
+            if row.model == model:
+                differences[row.way].append(row.difference)
+        read = max(differences["in"])
+        written = max(differences["out"])
         lines.append(f"| {model} | {read:.1e} | {written:.1e} |")
     return "\n".join(lines)
 
@@ -273,6 +281,7 @@ def main() -> None:
     if args.write:
         versions = {}
         for name in ("transformers", "torch", "jax"):
+            # The version of a build of torch ends in +cpu or another device.
             versions[name] = importlib.metadata.version(name).split("+")[0]
         about = {"command": "python -m scripts.parity --write", "versions": versions}
         content = harness.with_rows(about, "rows", [row._asdict() for row in rows])

@@ -142,13 +142,12 @@ def quality() -> dict[str, Any]:
     records = [json.loads(path.read_text()) for path in paths]
     cells = []
     for record in records:
-        cells.append(
-            {
-                "axis": record["axis"],
-                "sizes": [size["size"] for size in record["arms"][0]["sizes"]],
-                "rows": [_arm(arm) for arm in record["arms"] if not arm["ablation"]],
-            }
-        )
+        rows = []
+        for arm in record["arms"]:
+            if not arm["ablation"]:
+                rows.append(_arm(arm))
+        sizes = [size["size"] for size in record["arms"][0]["sizes"]]
+        cells.append({"axis": record["axis"], "sizes": sizes, "rows": rows})
     return {
         "cells": cells,
         "minutes": round(sum(record["train_seconds"] for record in records) / 60),
@@ -189,18 +188,26 @@ def forecasts() -> list[list[str]]:
 def wrong_rules() -> dict[str, Any]:
     """Return how many mutants of right rules change training, and how many of these are caught."""
     outcomes = list(itertools.chain.from_iterable(mutations.outcomes().values()))
-    changing = [outcome for outcome in outcomes if not outcome.trains_alike]
-    changing_by_column = Counter(outcome.column for outcome in changing)
-    caught = Counter(outcome.column for outcome in changing if outcome.by is not None)
+    changing_by_column: Counter[str] = Counter()
+    caught: Counter[str] = Counter()
+    num_by_activations = 0
+    for outcome in outcomes:
+        if outcome.trains_alike:
+            continue
+        changing_by_column[outcome.column] += 1
+        if outcome.by is not None:
+            caught[outcome.column] += 1
+        if outcome.by_activations is not None:
+            num_by_activations += 1
     columns = []
     for column, count in changing_by_column.items():
         columns.append([column, str(count), str(caught[column])])
     structures = _record("structures.json")["rows"]
     return {
         "tried": len(outcomes),
-        "change": len(changing),
+        "change": changing_by_column.total(),
         "caught": caught.total(),
-        "by_activations": sum(outcome.by_activations is not None for outcome in changing),
+        "by_activations": num_by_activations,
         "columns": columns,
         "joint": len(_record("joint-mutations.json")["mutants"]),
         "structures": len(structures),
@@ -215,8 +222,11 @@ def robustness() -> list[list[str]]:
     processes = _record("processes.json")["rows"]
     faults = [row for row in _record("faults.json") if row["fired"]]
     corruptions = _record("corruptions.json")["results"]
-    fuzz = _record("fuzz.json").values()
-    fuzz_failures = sum(row["tracebacks"] + row["hangs"] + row["large"] for row in fuzz)
+    num_fuzz_inputs = 0
+    num_fuzz_failures = 0
+    for row in _record("fuzz.json").values():
+        num_fuzz_inputs += row["inputs"]
+        num_fuzz_failures += row["tracebacks"] + row["hangs"] + row["large"]
     num_good = sum(bool(row["good"]) for row in corruptions)
     return [
         _campaign("runs killed at random moments", _kills(kills), _true(kills, "differences")),
@@ -226,9 +236,7 @@ def robustness() -> list[list[str]]:
         _campaign("processes of a pod that fail", len(processes), _true(processes, "wrong")),
         _campaign("disks that are unwell", len(faults), _true(faults, "wrong")),
         _campaign("damaged checkpoints", len(corruptions), len(corruptions) - num_good),
-        _campaign(
-            "broken files of every format", sum(row["inputs"] for row in fuzz), fuzz_failures
-        ),
+        _campaign("broken files of every format", num_fuzz_inputs, num_fuzz_failures),
     ]
 
 

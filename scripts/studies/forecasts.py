@@ -84,6 +84,7 @@ def hindsight(folder: Path) -> list[dict[str, Any]]:
                 law = fitted(replace(study, settings=tuple(smaller)))
                 prediction = predict(law, largest.config)
             except NoLaw as error:
+                # Equal reasons share a line of the page, so the study's name and notes are cut.
                 reason = str(error).partition(": ")[2].partition(" (")[0]
                 rows.append({**row, "none": reason})
                 continue
@@ -103,14 +104,21 @@ def summary(board: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Args:
         board: entries as `collected` returns them.
     """
-    outcomes = [entry["outcome"] for entry in board if entry["outcome"]]
-    errors = [abs(outcome["error"]) for outcome in outcomes]
-    count = max(1, len(outcomes))
+    errors = []
+    num_inside90 = 0
+    num_inside50 = 0
+    for entry in board:
+        outcome = entry["outcome"]
+        if outcome:
+            errors.append(abs(outcome["error"]))
+            num_inside90 += outcome["inside90"]
+            num_inside50 += outcome["inside50"]
+    count = max(1, len(errors))
     return {
         "forecasts": len(board),
-        "came": len(outcomes),
-        "inside90": round(sum(outcome["inside90"] for outcome in outcomes) / count, 3),
-        "inside50": round(sum(outcome["inside50"] for outcome in outcomes) / count, 3),
+        "came": len(errors),
+        "inside90": round(num_inside90 / count, 3),
+        "inside50": round(num_inside50 / count, 3),
         "median_error": round(float(np.median(errors)), 5) if errors else None,
         "largest_error": round(max(errors), 5) if errors else None,
     }
@@ -166,15 +174,19 @@ def _misses(forecasts: Sequence[dict[str, Any]]) -> str:
         if not outcome or outcome["inside90"]:
             continue
         loss = entry["prediction"]["loss"]
-        diverged = outcome["loss"] is None
+        measured = "diverged"
+        error = ""
+        if outcome["loss"] is not None:
+            measured = f"{outcome['loss']:.4f}"
+            error = f"{outcome['error']:+.2%}"
         rows.append(
             [
                 entry["from"],
                 entry["what"].partition(", at")[0],
                 f"{loss['value']:.4f}",
                 f"{loss['low90']:.4f} to {loss['high90']:.4f}",
-                "diverged" if diverged else f"{outcome['loss']:.4f}",
-                "" if diverged else f"{outcome['error']:+.2%}",
+                measured,
+                error,
             ]
         )
     return markdown.table(rows)

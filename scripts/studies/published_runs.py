@@ -194,6 +194,7 @@ def left_out(
         law = form(form_of(fitted)) if form else None
         forecaster = Forecaster.of_table(fitted, law)
 
+        # All runs of a setting share these two values.
         setting = {axis: float(test.values[axis][0]) for axis in ("parameters", "tokens")}
         lowest = forecaster.lowest(setting, grid(setting))
         best = forecaster.best(setting)
@@ -231,14 +232,14 @@ def left_out(
 def regret(test: RunTable, peak_lr: float, batch_sequences: float) -> float:
     """Return the share of the loss that a rate and batch lose against the best run of a setting.
 
-    The measured run that is nearest to the recommendation, in octaves, stands for it.
-
     Args:
         test: Runs that share model size and tokens.
     """
     rate = np.log2(test.values["peak_lr"] / peak_lr)
     batch = np.log2(test.values["batch_sequences"] / batch_sequences)
+    # The measured run that is nearest to the recommendation, in octaves, stands for it.
     nearest = int(np.argmin(rate**2 + batch**2))
+    # The difference of two log losses is the log of their ratio.
     return math.expm1(float(test.log_loss[nearest] - test.log_loss.min()))
 
 
@@ -255,7 +256,8 @@ def without_tokens(form: Form) -> Form:
     for term in form.terms:
         if "tokens" in term.needs:
             continue
-        exponents = {axis: prior for axis, prior in term.exponents.items() if axis != "tokens"}
+        exponents = dict(term.exponents)
+        exponents.pop("tokens", None)
         terms.append(dataclasses.replace(term, exponents=exponents))
     return dataclasses.replace(form, terms=tuple(terms))
 
@@ -338,6 +340,7 @@ def rate_exponents(table: RunTable) -> list[dict[str, Any]]:
 
         freedom = len(best_rates) - x.shape[1]
         residual = float(((x @ solution - y) ** 2).sum())
+        # The first coefficient is the slope in tokens.
         variance = residual / freedom * np.linalg.inv(x.T @ x)[0, 0]
         half_width = float(stats.t.ppf(0.975, freedom)) * math.sqrt(variance)
         slope = float(solution[0])
@@ -370,6 +373,7 @@ def _law_exponent(forecaster: Forecaster, batch: float) -> float:
             {"parameters": 2.4e8, "tokens": tokens, "peak_lr": rates, "batch_sequences": batch}
         )
         best.append(math.log2(rates[int(losses.argmin())]))
+    # From 10 to 40 billion tokens are two doublings.
     return (best[1] - best[0]) / 2
 
 
@@ -489,16 +493,21 @@ def isoflop() -> list[dict[str, Any]]:
     """Forecast published losses of large budgets by the law of FLOPs, fitted to small budgets."""
     rows = []
     for upto, goal, came in ISOFLOP_GOALS:
-        fitted = [(flops, loss) for flops, loss in ISOFLOPS if flops <= upto]
+        flops = []
+        losses = []
+        for point_flops, point_loss in ISOFLOPS:
+            if point_flops <= upto:
+                flops.append(point_flops)
+                losses.append(point_loss)
         table = RunTable(
             source="isoflop",
             digest="",
-            values={"flops": np.array([flops for flops, _ in fitted])},
-            log_loss=np.log([loss for _, loss in fitted]),
-            seeds=np.ones(len(fitted), int),
+            values={"flops": np.array(flops)},
+            log_loss=np.log(losses),
+            seeds=np.ones(len(flops), int),
             seed_deviation=None,
             decay=None,
-            rows=len(fitted),
+            rows=len(flops),
             notes=(),
         )
         loss = Forecaster.of_table(table).best({"flops": goal}).loss

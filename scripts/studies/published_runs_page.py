@@ -236,6 +236,7 @@ def _draw(result: dict[str, Any]) -> None:
     """Draw the exponents, and best rates against tokens at three batches."""
     import matplotlib as mpl
 
+    # Agg draws without a display.
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -280,11 +281,11 @@ def _draw_best_rates(axes: Axes, rows: list[dict[str, Any]]) -> None:
     drawn = [row for row in rows if row["batch_sequences"] in (64, 256, 1024)]
     for row, color, marker in zip(drawn, COLORS, "os^", strict=False):
         for size, style in ((214_663_680, "-"), (268_304_384, ":")):
-            best = sorted(
-                (point["tokens"], point["log2_lr"])
-                for point in row["best"]
-                if point["parameters"] == size
-            )
+            best = []
+            for point in row["best"]:
+                if point["parameters"] == size:
+                    best.append((point["tokens"], point["log2_lr"]))
+            best.sort()
             axes.plot(
                 [tokens / 1e9 for tokens, _ in best],
                 [log2_rate for _, log2_rate in best],

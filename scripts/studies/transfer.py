@@ -263,6 +263,7 @@ def judge_again(folder: Path) -> None:
             first_seed = study.configs[index].seed
             for point in size["points"]:
                 step = round(point["log2_lr"] / STEP)
+                # A study counts seeds from that of its config.
                 measured.rows[index, step, point["seed"] - first_seed] = rows[point["key"]]
             if size["rates_chosen_by_seeds"] > args.seeds:
                 measured.chosen[index] = size["rates_chosen_by_seeds"]

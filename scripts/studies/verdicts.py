@@ -180,9 +180,11 @@ def _cell(name: str, analysis: Analysis, curves: Sequence[Curve]) -> Cell:
         single = float((residual**2).sum()) / ((len(x) - 2) * (seeds - 1))
 
         slopes = slope_map @ centred
+        # The noise of single runs makes slopes vary, too. Only the rest belongs to the seeds.
         tilt = float(slopes.var(ddof=1)) - single * float(slope_map @ slope_map)
         curvatures.append(fit.curvature)
         singles.append(math.sqrt(single))
+        # The difference of two estimates may be negative.
         tilts.append(math.sqrt(max(0.0, tilt)))
         levels.append(float(centred.mean(axis=0).std(ddof=1)))
         optima.append(-slopes / (2 * fit.curvature))
@@ -190,16 +192,19 @@ def _cell(name: str, analysis: Analysis, curves: Sequence[Curve]) -> Cell:
 
     doublings = np.log2([analysis.sizes[index] / analysis.sizes[fitted[0]] for index in fitted])
     covariance = np.cov(np.array(optima))
+    skew = math.nan
+    if np.isfinite(skews).any():
+        skew = float(np.nanmedian(skews))
     return Cell(
         name=name,
-        doublings=tuple(float(value) for value in doublings),
+        doublings=tuple(doublings.tolist()),
         curvature=tuple(curvatures),
         single=tuple(singles),
         tilt=tuple(tilts),
         level=tuple(levels),
-        skew=float(np.nanmedian(skews)) if np.isfinite(skews).any() else math.nan,
-        scatter=tuple(float(value) for value in np.sqrt(np.diag(covariance))),
-        scattered=tuple(tuple(float(value) for value in row) for row in covariance),
+        skew=skew,
+        scatter=tuple(np.sqrt(np.diag(covariance)).tolist()),
+        scattered=tuple(tuple(row) for row in covariance.tolist()),
         freedom=seeds - 1,
     )
 
@@ -207,6 +212,7 @@ def _cell(name: str, analysis: Analysis, curves: Sequence[Curve]) -> Cell:
 def _skew(curve: Curve, optimum: float, curvature: float) -> float:
     """Return the skew of the mean losses within 2.1 octaves, NaN with fewer than five rates."""
     octaves = curve.x - optimum
+    # Four rates on either side, with room for rounding.
     near = np.isfinite(curve.mean) & (np.abs(octaves) <= 2.1)
     if near.sum() < 5:
         return math.nan
@@ -237,6 +243,7 @@ class Losses:
     def __init__(self, cell: Cell, drift: float, trial: int) -> None:
         self._cell = cell
         self._trial = trial
+        # The second number of a key keeps draws apart: 0 optimum, 1 seeds, 2 runs, 3 drift.
         start = OPTIMUM + np.random.default_rng([trial, 0]).uniform(-0.25, 0.25)
         self.optima = start + drift * np.array(cell.doublings)
 
@@ -252,10 +259,12 @@ class Losses:
         cell = self._cell
         octaves = rate * STEP - self.optima[index]
         seed_noise = np.random.default_rng([self._trial, 1, index, seed]).normal(size=2)
+        # NumPy refuses negative keys, and a rate is a negative number of steps.
         run_key = [self._trial, 2, index, seed, int(rate) + 200]
         run_noise = np.random.default_rng(run_key).normal()
 
         of_seed = cell.level[index] * seed_noise[0] + cell.tilt[index] * seed_noise[1] * octaves
+        # Any constant would do, because only differences of losses are judged.
         return (
             3
             + cell.curvature[index] * _bowl(octaves)
@@ -372,6 +381,7 @@ def correlation(selected: Sequence[Cell]) -> Dependence:
     for cell in selected:
         covariance = np.array(cell.scattered)
         deviations = np.sqrt(np.diag(covariance))
+        # A size without scatter has no correlation with the others.
         if (deviations == 0).any():
             continue
         pairs = np.triu_indices(len(covariance), 1)
@@ -514,7 +524,10 @@ def _records(trials: int, processes: int, count: int | None) -> Iterator[dict[st
         }
 
     yield record()
-    missing = [cell for cell in spread(committed)[:count] if cell.name not in by_name]
+    missing = []
+    for cell in spread(committed)[:count]:
+        if cell.name not in by_name:
+            missing.append(cell)
     with concurrent.futures.ProcessPoolExecutor(processes) as pool:
         futures = [pool.submit(simulated, cell, trials) for cell in missing]
         for future in concurrent.futures.as_completed(futures):

@@ -78,14 +78,20 @@ def emoji(folder: Path) -> Iterator[Picture]:
         if line.startswith("# group: "):
             group = line.removeprefix("# group: ")
         codes, semicolon, status = line.partition(";")
+        # Lines with another status repeat an emoji without its variation selector.
         is_emoji = bool(semicolon) and status.strip().startswith("fully-qualified")
+        # Components are parts of emoji, such as skin tones and hair.
         if not is_emoji or group == "Component":
             continue
         points = [int(code, 16) for code in codes.split()]
         if any(point in SKIN_TONES for point in points):
             continue
-        glyphs = tuple(cmap.get(point, "") for point in points if point != VARIATION_SELECTOR)
-        glyph = glyphs[0] if len(glyphs) == 1 else ligatures.get(glyphs)
+        glyphs = []
+        for point in points:
+            if point != VARIATION_SELECTOR:
+                glyphs.append(cmap.get(point, ""))
+        glyph = glyphs[0] if len(glyphs) == 1 else ligatures.get(tuple(glyphs))
+        # Some emoji share a glyph, and a split must not test a picture that it trains on.
         if not glyph or glyph in shown or glyph not in bitmaps:
             continue
         shown.add(glyph)
@@ -188,6 +194,7 @@ def write(name: str, folder: Path, splits: int) -> dict[str, int]:
                 place = images / picture.class_name
                 place.mkdir(parents=True, exist_ok=True)
                 (place / f"{picture.name}.png").write_bytes(picture.png)
+        # Without this mark, the images of an interrupted command are written again.
         complete.touch()
     classes = {}
     for path in sorted(images.iterdir()):

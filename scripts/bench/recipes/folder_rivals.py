@@ -26,6 +26,7 @@ from tyro.conf import Positional
 
 from scripts import harness
 
+# NumPy's libraries read these variables when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -207,6 +208,7 @@ def network(
     channels = images.train_x.shape[3]
 
     def block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+        # The batch norm behind it has a bias.
         convolution = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
 
@@ -228,8 +230,13 @@ def network(
         nn.Flatten(),
         nn.Linear(4 * width, classes),
     ).to(memory_format=torch.channels_last)
-    decayed = [weight for weight in model.parameters() if weight.ndim > 1]
-    vectors = [weight for weight in model.parameters() if weight.ndim <= 1]
+    decayed = []
+    vectors = []
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            decayed.append(weight)
+        else:
+            vectors.append(weight)
     groups = [{"params": decayed, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate)
     loss_of = nn.CrossEntropyLoss(label_smoothing=0.1)

@@ -103,7 +103,11 @@ def train(images: Path, seed: int, steps: int) -> dict[str, Any]:
         caches = {"MUPAX_DATA": str(Path(temporary) / "data"), "MUPAX_COMPILATION_CACHE": "none"}
         outcome = measured(words, caches)
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
-        evaluations = [row for row in map(json.loads, lines) if "eval_accuracy" in row]
+        evaluations = []
+        for line in lines:
+            evaluated_row = json.loads(line)
+            if "eval_accuracy" in evaluated_row:
+                evaluations.append(evaluated_row)
     return {
         "accuracy": evaluations[-1]["eval_accuracy"],
         "steps": steps,
@@ -122,7 +126,8 @@ class Rows:
         """Add a row, write the file, print the row and return it."""
         self.rows[name] = row
         disk.write_whole(self._path, json.dumps(self.rows, indent=1) + "\n")
-        printed = {key: value for key, value in row.items() if key != "tried"}
+        printed = dict(row)
+        printed.pop("tried", None)
         print(name, json.dumps(printed), flush=True)
         return row
 

@@ -51,6 +51,7 @@ def measure(rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     for name, step in steps.items():
         losses[name] = [step() for _ in range(3)]
     for name, curve in losses.items():
+        # Sums over devices have another order.
         np.testing.assert_allclose(curve, losses["one"], rtol=1e-4, err_msg=name)
     return {"losses": losses["one"], **in_turns.compared(in_turns.in_turns(steps, rounds), "one")}
 

@@ -45,12 +45,10 @@ def config_of(
     head_dim: int = 32,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Config:
-    """Return a run of a byte-level decoder like `lm-tiny`, of any size and with unrolled layers.
-
-    The compiler counts the body of a loop once, so a loop over layers would hide work.
-    """
+    """Return a run of a byte-level decoder like `lm-tiny`, of any size and with unrolled layers."""
     model = configs.get("lm-tiny")
     assert isinstance(model, DecoderConfig)
+    # The compiler counts the body of a loop once, so a loop over layers would hide work.
     compute = ComputeConfig(layers="unrolled", dtype=dtype)
     model = replace(
         model, width=width, depth=depth, num_heads=width // head_dim, seq_len=256, compute=compute
@@ -143,6 +141,7 @@ def folded(program: Program) -> jax.stages.Compiled:
     """
     factors = program.inputs.factors
     place = program.layout.replicated
+    # A factor of 0 stays, because it is what keeps gains and biases from decaying.
     ones = jax.tree.map(lambda x: (np.asarray(x) != 0).astype(np.float32), factors)
     forward = {}
     for name, factor in factors.forward.items():
@@ -239,6 +238,7 @@ def timed(program: Program, rounds: int) -> dict[str, Any]:
 
     state = program.initial_state()
     run = program.step_inputs()
+    # A copy, because both steps donate the parameters that they get.
     params = jax.tree.map(jnp.array, state.params)
     tx = plain_adamw(program, schedule_table(config.optimizer, config.steps))
     opt_state = tx.init(params)

@@ -40,6 +40,7 @@ def by_product(
         x_BTHN: Queries or keys, [batch, positions, heads, head_dim].
         layout: Layout of the run, of which a copy for the platform "tpu" is used.
     """
+    # A copy, because the rest of the run must keep its platform.
     tpu_layout = Layout(None, {}) if layout is None else copy.copy(layout)
     tpu_layout.platform = "tpu"
     return linear.rotary(x_BTHN, theta, *options, layout=tpu_layout)
@@ -71,8 +72,10 @@ def losses(config: Config, rotary: Rotary, steps: int) -> list[float]:
     Args:
         rotary: Implementation of rotary positions, which replaces `linear.rotary`.
     """
+    # `stack` has imported the function by its name, so it is replaced there.
     with mock.patch("mupax.zoo.layers.stack.rotary", rotary):
         program = assemble(replace(config, mesh=MeshConfig(data=1)), jax.devices()[:1])
+        # Tracing calls the function, so the step is compiled while it is replaced.
         step = program.compile_train()
     state = program.initial_state()
     step_inputs = program.step_inputs()

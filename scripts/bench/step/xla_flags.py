@@ -152,6 +152,7 @@ def stepper(program: Program, options: Mapping[str, Any]) -> tuple[Callable[[], 
         nonlocal state
         state, metrics = step(state, step_inputs, batch)
         loss = float(metrics["loss"])
+        # The loss is ready before the state is updated.
         jax.block_until_ready(state)
         if len(losses) < LOSSES:
             losses.append(loss)

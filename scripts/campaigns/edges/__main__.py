@@ -101,7 +101,10 @@ def chosen(trials: Sequence[Trial], word: str, count: int | None) -> list[Trial]
 
     If there are more than `count`, return `count` of them at equal distances.
     """
-    named = [trial for trial in trials if word in trial.name or word in trial.group]
+    named = []
+    for trial in trials:
+        if word in trial.name or word in trial.group:
+            named.append(trial)
     if count is None or count >= len(named):
         return named
     return [named[index * len(named) // count] for index in range(count)]
@@ -130,7 +133,10 @@ def result_of(trial: Trial) -> dict[str, Any]:
 
 def write_results(file: Path, results: Mapping[str, Any]) -> None:
     """Replace the file of results, which has one trial a line."""
-    lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(results.items())]
+    lines = []
+    for name, row in sorted(results.items()):
+        lines.append(f"{json.dumps(name)}: {json.dumps(row)}")
+    # A campaign that is killed while it writes must keep its results.
     temporary = file.with_suffix(".new")
     temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     temporary.replace(file)
@@ -138,16 +144,23 @@ def write_results(file: Path, results: Mapping[str, Any]) -> None:
 
 def read_results(docs: Path) -> dict[str, dict[str, Any]]:
     """Return the results of every campaign that has a file of results."""
-    files = {name: docs / "edges" / f"{name}.json" for name in CAMPAIGNS}
-    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    results = {}
+    for name in CAMPAIGNS:
+        file = docs / "edges" / f"{name}.json"
+        if file.exists():
+            results[name] = json.loads(file.read_text())
+    return results
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the section of the page: a table with a row for each campaign."""
     cells = [["campaign", "trials", "tried", "ok", "faults"]]
     for name, rows in results.items():
-        num_ok = sum(row["verdict"] == "ok" for row in rows.values())
-        num_faults = sum(row["verdict"] in FAULTS for row in rows.values())
+        num_ok = 0
+        num_faults = 0
+        for row in rows.values():
+            num_ok += row["verdict"] == "ok"
+            num_faults += row["verdict"] in FAULTS
         link = f"[{name}](edges/{name}.json)"
         cells.append([link, CAMPAIGNS[name], str(len(rows)), str(num_ok), str(num_faults)])
     text = (

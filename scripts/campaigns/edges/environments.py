@@ -272,6 +272,7 @@ def begun(folder: Path, change: Change, shared: Path) -> Path:
     shutil.copytree(shared / "control", workdir)
     shutil.rmtree(workdir / "checkpoints" / str(STEPS))
     rows = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    # The steps up to the first checkpoint have one row each.
     (workdir / "metrics.jsonl").write_text("".join(rows[:EVERY]))
     if change.edit is not None:
         record = json.loads((workdir / _RECORD).read_text())
@@ -283,6 +284,7 @@ def begun(folder: Path, change: Change, shared: Path) -> Path:
 def ended(folder: Path, shared: Path, change: Change, more: Sequence[str]) -> list[Ended]:
     """Resume the run of a folder under a change, and return the end of each process."""
     case = Case(shared=shared, processes=change.processes, more=(*change.more, *more))
+    # All processes change, because they refuse one that differs from the others.
     sick = dict.fromkeys(range(change.processes), change.sick)
     session = Session(case, folder, "run", STEPS, sick, log="again")
     codes = session.wait(4 * BOUND_S)

@@ -87,6 +87,7 @@ def verdict(sample: Sample, read: Read, size: int) -> Outcome:
 
 def prepare() -> None:
     """Import what readers import, so that a fork has only the file to read."""
+    # In a fork, tokenizers prints a warning unless its variable is set.
     os.environ |= {"JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
     import datasets  # noqa: F401  # pyright: ignore[reportMissingImports]
     import jinja2.sandbox  # noqa: F401
@@ -115,6 +116,7 @@ def in_process(read: Callable[[], int], log: Path) -> Read:
     _, status = os.waitpid(pid, 0)
     seconds = time.monotonic() - began
     code: int | None = os.waitstatus_to_exitcode(status)
+    # The alarm means that the reader took too long, which is judged as a hang.
     if code == -signal.SIGALRM:
         code = None
     output = log.read_text(errors="replace") if log.exists() else ""
@@ -144,6 +146,7 @@ def _read_and_exit(read: Callable[[], int], log: Path, peak: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     peak.write_text(str(_status_mb("VmHWM") - idle))
+    # A usual exit would do what the campaign has registered for its own end.
     os._exit(code)
 
 

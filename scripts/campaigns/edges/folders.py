@@ -197,6 +197,7 @@ class Lab:
         for index in range(processes):
             question = {"start": [*words, *joined, str(index)], "environ": {}}
             pids.append(self.worker.ask(question, BOUND_S))
+        # Each fork stops itself at its start, so that all go on at the same time.
         for pid in pids:
             self.worker.ask({"go": pid}, BOUND_S)
         ended = []
@@ -346,6 +347,7 @@ def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
             problem = weights_problem(local)
             if problem:
                 return Outcome("wrong", problem)
+        # A reader may change the folder, and the command must find it as the kill left it.
         shutil.copytree(tried.folder / "place", tried.folder / "seen")
         copied = str(tried.folder / "seen" / tried.maker.out)
     is_run = tried.maker.reader.startswith("train")
@@ -393,8 +395,10 @@ def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
         return outcome
     digests = tried.lab.digests(tried.maker, tried.out)
     if digests != expected:
-        names = digests.keys() | expected.keys()
-        names = sorted(name for name in names if digests.get(name) != expected.get(name))
+        names = []
+        for name in sorted(digests.keys() | expected.keys()):
+            if digests.get(name) != expected.get(name):
+                names.append(name)
         return Outcome("lost", f"{detail}: differs in {names[:6]}")
     traces = left_over(tried)
     if traces:
@@ -404,8 +408,11 @@ def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
 
 def left_over(tried: Attempt) -> list[str]:
     """Return the names below the watched folder that only an unfinished command has."""
-    names = [path.name for path in (tried.folder / "place").rglob("*")]
-    return sorted(name for name in names if any(trace in name for trace in OWN_TRACES))
+    names = []
+    for path in (tried.folder / "place").rglob("*"):
+        if any(trace in path.name for trace in OWN_TRACES):
+            names.append(path.name)
+    return sorted(names)
 
 
 def full(
@@ -439,7 +446,11 @@ def full(
 
 def left_by_failed(tried: Attempt) -> list[str]:
     """Return the names that a failed command has left, without the output folder itself."""
-    return [path.name for path in (tried.folder / "place").rglob("*") if str(path) != tried.out]
+    names = []
+    for path in (tried.folder / "place").rglob("*"):
+        if str(path) != tried.out:
+            names.append(path.name)
+    return names
 
 
 def really_full(lab: Lab, name: str, share: float, folder: Path) -> Outcome:
@@ -500,6 +511,7 @@ def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
     expected, calls = undisturbed(lab, name)
     tried = attempt(lab, MAKERS[name], folder)
     lab.watched(folder)
+    # Nearly all is made at the last fsync, and 15 s are enough to start the second command.
     lab.control.arm("fsync", "slow", calls["fsync"] - 1, milliseconds=15000)
     words = tried.words(tried.maker.words)
     pid = lab.worker.ask({"start": words, "environ": tried.environ}, BOUND_S)
@@ -526,6 +538,7 @@ def undeletable(lab: Lab, processes: int, folder: Path) -> Outcome:
         f"--checkpoint.every-steps 2 --workdir {place}/out"
     )
     lab.source  # noqa: B018  makes the text
+    # A checkpoint gets this name before its files are deleted.
     lab.control.watch(place / "out" / "checkpoints" / "2.deleting")
     lab.control.arm("unlink", "EACCES", 0, ALWAYS)
     if processes == 1:
@@ -707,12 +720,14 @@ class Commands:
 
         def stop() -> None:
             os.environ.update(environ)
+            # The campaign needs the process ID of a victim before its command begins.
             os.kill(os.getpid(), signal.SIGSTOP)
 
         self._started += 1
         log = self._folder / f"{self._started}.out"
         pid = forks.start(words, log, stop)
         self._logs[pid] = log
+        # A SIGCONT that came before the fork stops itself would be lost.
         os.waitpid(pid, os.WUNTRACED)
         return pid
 
@@ -741,7 +756,8 @@ def _digests(out: str, kind: str) -> dict[str, Any]:
     if kind in ("grow", "convert"):
         saved = steps(path / "checkpoints")
         record = json.loads((path / "config.json").read_bytes())
-        config = {name: value for name, value in record["config"].items() if name != "workdir"}
+        config = dict(record["config"])
+        config.pop("workdir", None)
         arrays = {str(step): verified(path / "checkpoints" / str(step)).arrays for step in saved}
         return json.loads(json.dumps({"config": config, "arrays": arrays}))
     if kind == "sweep":

@@ -28,13 +28,18 @@ from scripts.campaigns import forks, tiny_runs
 from scripts.campaigns.edges.trial import Ended, Outcome, Trial, judge
 
 PLAIN = "plain"
+# Characters that mean something in URLs, globs, shells, flags or Markdown.
 EVERYTHING = "%41 [a]*?#|\\$HOME~'\"`;&=,@!{}()<>"
 COMMON = {
     "all at once": EVERYTHING,
+    # Python holds such a name as surrogates, which no text stream can print.
     "not UTF-8": os.fsdecode(b"caf\xe9\xff"),
     "newline and tab": "a\nb\tc",
+    # A flag of `mupax train`.
     "leading dashes": "--resume",
+    # The longest name that file systems of Linux take.
     "255 bytes": "n" * 255,
+    # Looks like the address of a bucket.
     "gs:": "gs:",
 }
 """Names that every command is tried with."""
@@ -49,6 +54,7 @@ RARE_NAMES = {
     "backslash": "a\\b",
     "backslash at the end": "a\\",
     "bar": "a|b",
+    # Flags that take several values separate them by such characters.
     "settings": "lr=1e-3,[d=2]",
     "colon": "a:b",
     "comma": "a,b",
@@ -65,24 +71,33 @@ RARE_NAMES = {
     "angle brackets": "<a>",
     "spaces around": " a ",
     "carriage return": "a\rb",
+    # A terminal would obey it.
     "escape code": "\x1b[31mred",
     "one dash": "-a",
     "hidden": ".a",
     "three dots": "...",
+    # The next two are one word to a reader. Neither may be turned into the other.
     "composed": "caf\u00e9",
     "decomposed": "cafe\u0301",
     "emoji": "\U0001f525\U0001f469\u200d\U0001f4bb",
+    # The override character turns the order of what follows on the screen.
     "right to left": "\u05d0\u05d1\u202eabc",
+    # `str.splitlines` ends a line here.
     "line separator": "a\u2028b",
+    # Rich would take it for a style.
     "markup": "[bold red]a",
     "format": "{0}%s%d",
+    # Looks like a URL, or like a kind of data.
     "address": "http:",
     "kind of data": "text:a",
+    # The next three are names inside of a workdir.
     "best": "best",
     "digits": "10",
     "checkpoints": "checkpoints",
     "None": "None",
+    # Commands take a path with such an ending for a file.
     "ends as a file": "a.json",
+    # Looks like a repository of the hub with a revision.
     "repository": "org--name@main",
 }
 NAMES = COMMON | RARE_NAMES
@@ -170,6 +185,7 @@ class _Paths(dict[str, Any]):
         self["place"] = case.place
         self["folder"] = case.folder
         self["name"] = case.name
+        # The longest name has 255 bytes, and some are left for an ending.
         self["short"] = case.name[:250]
         self["out"] = case.folder / "out" / case.name
         self._inputs = case.inputs
@@ -261,13 +277,15 @@ def trials(shared: Path, seed: int) -> list[Trial]:
     rare_names = list(RARE_NAMES)
     pairs: list[tuple[str, str]] = []
     for index, label in enumerate(QUICK):
-        turned = [
-            rare_names[(seed + MANY * index + turn) % len(rare_names)] for turn in range(MANY)
-        ]
-        pairs += [(label, title) for title in (*COMMON, *turned)]
+        pairs += [(label, title) for title in COMMON]
+        for turn in range(MANY):
+            title = rare_names[(seed + MANY * index + turn) % len(rare_names)]
+            pairs.append((label, title))
     pairs += [(TRAINED, title) for title in NAMES]
     for title in COMMON:
-        pairs += [(label, title) for label in ACTS if label not in SLOW]
+        for label in ACTS:
+            if label not in SLOW:
+                pairs.append((label, title))
     for title in ("all at once", "not UTF-8"):
         pairs += [(label, title) for label in SLOW]
 
@@ -343,8 +361,11 @@ def run(
 
 def output_of(log: Path) -> str:
     """Return the standard output and the standard error of a command that `fork` started."""
-    files = [file for file in (log, log.with_suffix(".err")) if file.exists()]
-    return "\n".join(file.read_text(errors="replace") for file in files)
+    texts = []
+    for file in (log, log.with_suffix(".err")):
+        if file.exists():
+            texts.append(file.read_text(errors="replace"))
+    return "\n".join(texts)
 
 
 def fork(words: list[str], log: Path, environ: Mapping[str, str] | None, cwd: Path) -> int:
@@ -443,7 +464,7 @@ class Act:
         environ = {variable: case.text(folder) for variable, folder in self.environ.items()}
         output = ""
         for command in self.commands:
-            words = [case.text(word) for word in command.split()]
+            words = case.words(command)
             output = case.run(*words, environ=environ, cwd=case.path(self.cwd), codes=self.codes)
         return self.result(case, output)
 
@@ -484,7 +505,11 @@ def printed(output: str, *texts: str) -> list[bool]:
 
 def names_in(folder: Path, endings: Sequence[str] = ("",)) -> list[str]:
     """Return the sorted names in a folder that have one of these endings."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(tuple(endings)))
+    names = []
+    for entry in folder.iterdir():
+        if entry.name.endswith(tuple(endings)):
+            names.append(entry.name)
+    return sorted(names)
 
 
 def array_shapes(case: Case, output: str) -> dict[str, Any]:
@@ -532,6 +557,7 @@ def serve(case: Case) -> Any:
             answer = json.loads(content)["choices"][0]["text"]
         time.sleep(0.1)
     os.kill(pid, signal.SIGINT)
+    # 130 is 128 and the number of SIGINT.
     outcome = judge(Ended(forks.wait(pid, 60), output_of(log), 60.0), [0, 130])
     if outcome.verdict != "ok":
         raise Failed(outcome)
@@ -607,8 +633,8 @@ ACTS: dict[str, Callable[[Case], Any]] = {
     TRAINED: Act((f"{TRAIN} --steps 4 --workdir={{place}}",), left("{place}", 4)),
     "train, resume": Act(
         [
-            f"{TRAIN} --ema.decay 0.9 --resume --workdir={{place}} --steps {steps}"
-            for steps in (4, 8)
+            f"{TRAIN} --ema.decay 0.9 --resume --workdir={{place}} --steps 4",
+            f"{TRAIN} --ema.decay 0.9 --resume --workdir={{place}} --steps 8",
         ],
         left("{place}", 8),
     ),

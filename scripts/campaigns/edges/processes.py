@@ -288,6 +288,7 @@ def _stops() -> list[Fault]:
         "saving": (_SAVE, 2),
         "evaluation": (_EVALUATION, 1),
     }
+    # More than the limit of collectives, which must not take slow work for a stall.
     seconds = 2.5 * SHORT_S
     for title, place in slow_places.items():
         sick = {1: on_call(*place, partial(time.sleep, seconds))}
@@ -492,6 +493,7 @@ def wait(session: Session, dead: Sequence[int], struck: Path) -> float | None:
         if None not in codes:
             break
         time.sleep(0.05)
+    # Wall time, because it is compared with the time of a file.
     ended = time.time() if time.monotonic() < deadline else None
     session.send(signal.SIGKILL, range(len(session.pids)))
     session.wait(10)
@@ -543,8 +545,7 @@ def clock_run(folder: Path, shared: Path, index: int, jump: str) -> Outcome:
     """Move the clock of one process once the first rows are there.
 
     The run must go on, or all processes must end with a message and go on when they are started
-    again: JAX's coordinator takes a jump of decades for the death of all. Lines of C++ before that
-    message are no crash; the exit code is 1.
+    again.
 
     Args:
         index: Number of the process whose clock jumps.
@@ -558,6 +559,8 @@ def clock_run(folder: Path, shared: Path, index: int, jump: str) -> Outcome:
         return Outcome("hung", f"running {_GIVE_UP_S:.0f} s after its start")
     detail = "went on"
     if any(codes):
+        # JAX's coordinator takes a jump of decades for the death of all. Lines of C++ before the
+        # message are no crash.
         if set(codes) != {1} or not all("error: " in output for output in outputs):
             return trial.judge(Ended(codes[index], outputs[index], 0.0), [0])
         detail = "ended with a message, and went on when started again"
@@ -683,7 +686,9 @@ def points_of(folder: Path) -> list[str]:
     points = []
     for line in (folder / "points.jsonl").read_text().splitlines():
         row = json.loads(line)
-        points.append(json.dumps({key: row[key] for key in row if key not in named}))
+        for key in named:
+            row.pop(key, None)
+        points.append(json.dumps(row))
     return sorted(points)
 
 

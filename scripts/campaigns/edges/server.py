@@ -55,8 +55,12 @@ def trials(shared: Path, seed: int) -> list[Trial]:
     bodies = {}
     for name, (body, status) in BODIES.items():
         bodies[name] = partial(posted, fields=body, codes=(status,))
-    paths = {name: partial(path_outcome, request=request) for name, request in PATHS.items()}
-    leaving = {name: partial(leaving_outcome, **options) for name, options in LEAVING.items()}
+    paths = {}
+    for name, request in PATHS.items():
+        paths[name] = partial(path_outcome, request=request)
+    leaving = {}
+    for name, options in LEAVING.items():
+        leaving[name] = partial(leaving_outcome, **options)
     groups = {
         "values": value_runs(),
         "bodies": bodies,
@@ -84,6 +88,7 @@ class Running:
     def __init__(self, model: Path, *flags: str) -> None:
         words = ["serve", str(model), "--port", "0", *flags]
         self.process = start(words)
+        # No trial stops the server that trials share.
         atexit.register(self.process.kill)
         self._lines: list[str] = []
         self._is_ready = threading.Event()
@@ -157,6 +162,7 @@ class Running:
         received = b""
         with (
             socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as client,
+            # The server may reset a connection that it refuses.
             suppress(ConnectionError),
         ):
             client.sendall(sent)
@@ -313,6 +319,7 @@ def status_outcome(status: int, answer: Any, expected: Iterable[int]) -> Outcome
 
 # Values of fields
 
+# No float holds it.
 HUGE = 10**400
 NUMBERS = {
     "huge": HUGE,
@@ -392,6 +399,7 @@ def value_runs() -> dict[str, Callable[[Running], Outcome]]:
     for name, messages in MESSAGES.items():
         fields = {"messages": messages, "max_tokens": 4}
         runs[f"messages {name}"] = partial(posted, fields=fields, codes=(400,), path=CHAT)
+    # The second prompt would have the next seed, which no int64 holds.
     several = {**ORDINARY, "prompt": ["a", "b"], "seed": 2**63 - 1}
     runs["seed largest with two prompts"] = partial(posted, fields=several, codes=(400,))
     return runs
@@ -411,9 +419,12 @@ BODIES: dict[str, tuple[bytes, int]] = {
     "half": (b'{"prompt": "a', 400),
     "NaN": (b'{"temperature": NaN}', 400),
     "Infinity": (b'{"top_p": Infinity}', 400),
+    # Python reads it as infinity.
     "1e400": (b'{"temperature": 1e400}', 400),
+    # Python converts at most 4,300 digits to a number.
     "5,000 digits": (b'{"n": 1' + b"0" * 5000 + b"}", 400),
     "bytes that are not UTF-8": (b'{"prompt": "\xff\xfe"}', 400),
+    # RFC 3629 allows no surrogates.
     "a surrogate in UTF-8": (b'{"prompt": "\xed\xa0\x80"}', 400),
     "a surrogate as an escape": (b'{"prompt": "\\ud800"}', 400),
     "a surrogate in a field's name": (b'{"\\udc00": 1}', 400),
@@ -424,6 +435,7 @@ BODIES: dict[str, tuple[bytes, int]] = {
     "900 levels": (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", 400),
     "65 levels": (b'{"prompt": ' + b"[" * 65 + b"]" * 65 + b"}", 400),
     "50 levels": (b'{"prompt": ' + b"[" * 50 + b"]" * 50 + b"}", 400),
+    # Python's parser takes the last one.
     "a field twice": (b'{"prompt": "a", "prompt": "b", "max_tokens": 1}', 200),
     "spaces around": (b' \n {"prompt": "a", "max_tokens": 1} \n', 200),
     "a byte order mark": (b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}', 200),
@@ -442,6 +454,7 @@ SMALL = b'{"prompt": "a", "max_tokens": 1}'
 CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(SMALL), SMALL)
 SIZED = f"Content-Length: {len(SMALL)}"
 HEADS: dict[str, tuple[bytes, tuple[int, ...]]] = {
+    # RFC 9112, section 6.1: two servers that disagree on the body's end can be tricked.
     "Content-Length and Transfer-Encoding": (
         head(SIZED, "Transfer-Encoding: chunked") + CHUNKED,
         (400,),
@@ -454,6 +467,7 @@ HEADS: dict[str, tuple[bytes, tuple[int, ...]]] = {
         head("Content-Length: 0", "Transfer-Encoding: chunked") + CHUNKED,
         (400,),
     ),
+    # RFC 9112, section 6.1: chunks in a request of HTTP/1.0 count as faulty.
     "Transfer-Encoding of HTTP/1.0": (
         head("Transfer-Encoding: chunked", version="1.0") + CHUNKED,
         (400,),
@@ -467,8 +481,10 @@ HEADS: dict[str, tuple[bytes, tuple[int, ...]]] = {
         head("Transfer-Encoding: xchunked") + CHUNKED,
         (400, 501),
     ),
+    # RFC 9112, section 5.1: a server must refuse it.
     "a space before the colon": (head("Transfer-Encoding : chunked", SIZED) + SMALL, (400,)),
     "a tab in Transfer-Encoding": (head("Transfer-Encoding:\tchunked", SIZED) + CHUNKED, (400,)),
+    # RFC 9112, section 6.3: different lengths cannot be recovered from.
     "two Content-Lengths": (head(SIZED, "Content-Length: 9") + SMALL, (400,)),
     "Content-Length with a plus": (head("Content-Length: +5") + SMALL, (400,)),
     "Content-Length -1": (head("Content-Length: -1") + SMALL, (400,)),
@@ -482,6 +498,7 @@ HEADS: dict[str, tuple[bytes, tuple[int, ...]]] = {
         head(SIZED, "Connection: close").replace(b"\r\n", b"\n", 2) + SMALL,
         (200, 400),
     ),
+    # RFC 9112, section 5.2: a server refuses a folded line or joins it.
     "a folded line": (head("X: a\r\n b", SIZED, "Connection: close") + SMALL, (200, 400)),
     "a NUL in a header": (head("X: a\0b", SIZED) + SMALL, (400,)),
     "an escape in a header": (head("X: \x1b[2J", SIZED, "Connection: close") + SMALL, (200, 400)),
@@ -490,11 +507,15 @@ HEADS: dict[str, tuple[bytes, tuple[int, ...]]] = {
     "4,000 headers": (head(*[f"X{number}: a" for number in range(4000)], SIZED) + SMALL, (431,)),
     "a path of 100 kB": (head(SIZED, path="/" + "a" * 100_000) + SMALL, (431,)),
     "a path with an escape": (b"GET /\x1b[2J HTTP/1.1\r\nHost: localhost\r\n\r\n", (400,)),
+    # The first bytes of a client that was told https:// instead of http://.
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"a" * 200, (400,)),
+    # The preface of a client that assumes HTTP/2 (RFC 9113, section 3.4).
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (400, 505)),
     "HTTP/0.9": (b"GET /\r\n\r\n", (400,)),
+    # RFC 9112, section 3.2: no Host, or two, must be refused.
     "no Host": (b"POST /v1/completions HTTP/1.1\r\n\r\n", (400,)),
     "two Hosts": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", (400,)),
+    # A page of another site whose name is made to resolve to this machine.
     "a foreign Host": (b"GET /health HTTP/1.1\r\nHost: evil.example\r\n\r\n", (403,)),
     "an unknown type": (head(SIZED).replace(b"application/json", b"text/plain") + SMALL, (415,)),
     "a bad chunk size": (head("Transfer-Encoding: chunked") + b"zz\r\n", (400,)),
@@ -537,6 +558,7 @@ def head_runs() -> dict[str, Callable[[Running], Outcome]]:
 def head_outcome(running: Running, sent: bytes, codes: Sequence[int]) -> Outcome:
     """Send a wrong head and another request behind it. Only the first may be answered."""
     received = running.raw(sent + SMUGGLED)
+    # The status stands behind `HTTP/1.1 `.
     status = int(received[9:12] or b"0")
     if status not in codes:
         return Outcome("wrong", repr(received[:100]))
@@ -725,6 +747,7 @@ def leaving_outcome(
         time.sleep(wait_s)
         for client in asking:
             if reset:
+                # With a linger of 0 s, closing sends a reset.
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     began = time.monotonic()
     status, _ = running.post({**ORDINARY, "max_tokens": 2})
@@ -746,8 +769,13 @@ def clients_outcome(running: Running, count: int, fields: Any = None) -> Outcome
     alone = running.post(fields_sent)[1]["choices"]
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         answers = list(pool.map(lambda _: running.post(fields_sent), range(count)))
-    good = [answer for status, answer in answers if status == 200]
-    unexpected = {status for status, _ in answers} - {200, 503}
+    good = []
+    unexpected = set()
+    for status, answer in answers:
+        if status == 200:
+            good.append(answer)
+        elif status != 503:
+            unexpected.add(status)
     if unexpected or not good:
         return Outcome("wrong", f"{len(good)} of {count} answered, others {unexpected}")
     if any(answer["choices"] != alone for answer in good):
@@ -910,8 +938,13 @@ def memory_outcome(server: Shared, folder: Path) -> Outcome:
                 if codes != {200}:
                     return Outcome("wrong", f"{codes} at request {begin}")
                 memory.append((begin + 50, running.memory_mib()))
-        warm = next(mib for count, mib in memory if count == WARM)
-        peak = max(mib for count, mib in memory if count >= WARM)
+        warm = 0.0
+        peak = 0.0
+        for count, mib in memory:
+            if count == WARM:
+                warm = mib
+            if count >= WARM:
+                peak = max(peak, mib)
         detail = (
             f"{warm:.1f} MiB after {WARM}, {memory[-1][1]:.1f} after {REQUESTS}, "
             f"at most {peak:.1f}: {peak / warm - 1:+.1%}"
@@ -969,6 +1002,7 @@ def no_memory_outcome(server: Shared, folder: Path, spare_mib: int, fields: Any)
         running.post({**ORDINARY, "n": 32, "logprobs": 20})
         status = Path(f"/proc/{running.process.pid}/status").read_text()
         size = int(re.findall(r"VmSize:\s+(\d+)", status)[0]) << 10
+        # The hard limit stays open, so that the soft one can be lifted again.
         resource.prlimit(running.process.pid, resource.RLIMIT_AS, (size + (spare_mib << 20), -1))
         try:
             if isinstance(fields, bytes):
@@ -1057,6 +1091,7 @@ def signal_outcome(server: Shared, folder: Path, number: signal.Signals, load: s
         began = time.monotonic()
         code = running.stop(number)
         seconds = time.monotonic() - began
+    # The last lines may still be in the pipe.
     time.sleep(0.2)
     if "Traceback" in running.output or "Exception ignored" in running.output:
         return Outcome("traceback", running.output[-200:])

@@ -116,6 +116,7 @@ class Child:
                 signal.signal(number, signal.SIG_IGN)
 
         self.process = subprocess.Popen(
+            # Output without a buffer, because moments are found by what is printed.
             [sys.executable, "-u", "-m", "mupax", *words],
             cwd=folder,
             env={**os.environ, **variables},
@@ -123,6 +124,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             preexec_fn=set_signals,
+            # In a group of its own, children that stay can be found and killed.
             process_group=0,
         )
         self._began = time.monotonic()
@@ -154,6 +156,7 @@ class Child:
         """Return true if the process handles SIGTERM, which Python itself does not."""
         with suppress(OSError, IndexError):
             status = Path(f"/proc/{self.process.pid}/status").read_text()
+            # The lowest bit of the mask stands for signal 1.
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
             return bool(caught >> (signal.SIGTERM - 1) & 1)
         return False
@@ -180,6 +183,7 @@ class Child:
         if code is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        # A child that is left behind may hold the pipe open.
         self._reader.join(END_S)
         return Ended(code, self.output, waited)
 
@@ -189,12 +193,15 @@ class Child:
         Children are killed.
         """
         with suppress(ProcessLookupError, PermissionError):
+            # Signal 0 only asks whether a process of the group is left.
             os.killpg(self.process.pid, 0)
             os.killpg(self.process.pid, signal.SIGKILL)
             return "a child process is still running"
-        names = sorted(
-            path.name for path in self.temporary.iterdir() if path.name.startswith("mupax")
-        )
+        names = []
+        for path in self.temporary.iterdir():
+            if path.name.startswith("mupax"):
+                names.append(path.name)
+        names.sort()
         return f"left in TMPDIR: {', '.join(names[:3])}" if names else ""
 
 
@@ -263,6 +270,7 @@ class Shared:
         """
         if cache:
             return self._environ
+        # JAX logs each program that it compiles, by which `compiling` finds its moment.
         return {**self._environ, "MUPAX_COMPILATION_CACHE": "none", "JAX_LOG_COMPILES": "1"}
 
     def words(self, command: str, folder: Path) -> list[str]:

@@ -127,8 +127,10 @@ def _catch_interrupts() -> None:
 
 def judge(ended: Ended, codes: Iterable[int]) -> Outcome:
     """Return a fault that the output or an exit code not in `codes` shows, or `ok` if none does."""
-    lines = [line for line in ended.output.splitlines() if line.strip()]
-    last_line = lines[-1] if lines else ""
+    last_line = ""
+    for line in ended.output.splitlines():
+        if line.strip():
+            last_line = line
     detail = f"exit {ended.code}: {last_line[:160]}"
     if ended.code is None:
         return Outcome("hung", f"running after {ended.seconds:.0f} s: {last_line[:160]}")

@@ -24,6 +24,7 @@ def broken_bytes(content: bytes, draw: random.Random) -> bytes:
     for _ in range(draw.choice([1, 1, 1, 2, 5])):
         # Headers are at the beginning, so most changes are there.
         if draw.random() < 0.4:
+            # `randrange` refuses 0, the length of an empty file.
             start = draw.randrange(len(data) or 1)
         else:
             start = draw.randrange(min(len(data), 400) or 1)
@@ -63,6 +64,7 @@ def broken_json(content: bytes, draw: random.Random) -> bytes:
 
         match draw.randrange(4):
             case 0 | 1:
+                # Without a copy, later changes would edit `NASTY` itself.
                 owner[key] = copy.deepcopy(draw.choice(NASTY))
             case 2 if isinstance(owner, dict) and len(owner) > 1:
                 del owner[key]

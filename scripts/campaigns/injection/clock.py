@@ -35,5 +35,6 @@ def shift(file: Path, seconds: int) -> None:
     if not file.exists():
         file.write_bytes(struct.pack("=q", seconds))
         return
+    # In place, because running processes have this file in their memory.
     with file.open("r+b") as shared:
         shared.write(struct.pack("=q", seconds))

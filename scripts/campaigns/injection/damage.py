@@ -22,6 +22,7 @@ def _files(folder: Path, at_least: int = 1) -> list[Path]:
         at_least: Smallest size in bytes. Default: files that are not empty.
     """
     files = []
+    # `rglob` has the order of the file system, and the damage must depend on the seed alone.
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != layout.MANIFEST and path.stat().st_size >= at_least:
             files.append(path)

@@ -40,6 +40,7 @@ def data_sockets(spared: int) -> Iterator[socket.socket]:
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
+            # A socket object closes its descriptor, and the process still needs its own.
             with socket.socket(fileno=os.dup(int(name))) as link:
                 if link.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
@@ -65,6 +66,7 @@ def cut(seconds: float | None = None) -> None:
         for link in data_sockets(spared):
             link.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
 
+    # Cut before this function returns. The thread looks for new sockets from then on.
     for link in data_sockets(spared):
         _drop(link)
     threading.Thread(target=keep_cut, daemon=True).start()
@@ -73,6 +75,7 @@ def cut(seconds: float | None = None) -> None:
 def _drop(link: socket.socket) -> None:
     """Attach the filter that drops every packet to a socket."""
     code = ctypes.create_string_buffer(_DROP_ALL)
+    # `struct sock_fprog`: the number of instructions and their address.
     link.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
 
 

@@ -172,6 +172,7 @@ def serve(port: int, upstream: int) -> None:
                 client.request(self.command, self.path, body, headers)
                 answer = client.getresponse()
                 content = answer.read()
+            # A victim that is killed after its request must not get the answer.
             self._answer(answer.status, answer.getheaders(), content)
             client.close()
 
@@ -211,6 +212,7 @@ def serve(port: int, upstream: int) -> None:
                         self.send_header(name, value)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
+                # The answer to HEAD has no body.
                 if self.command != "HEAD":
                     self.wfile.write(content)
 

@@ -48,6 +48,7 @@ EFFECTS = {
 """
 _PATH_MAX = 4096
 _COUNTERS = len(KINDS) + 1
+# A counter for each kind, the number of faults, six values of `arm`, and the folder's path.
 _SIZE = 8 * (len(KINDS) + 7) + _PATH_MAX
 """Bytes of `struct control`."""
 
@@ -73,6 +74,7 @@ class Control:
     """
 
     def __init__(self, file: Path, library: Path) -> None:
+        # The process that started this one may have made the file.
         if not file.exists():
             file.write_bytes(bytes(_SIZE))
         with file.open("r+b") as shared:
@@ -103,6 +105,7 @@ class Control:
         """
         number, error = EFFECTS[effect]
         values = (KINDS.index(kind), number, error, first, times, milliseconds)
+        # In the order of `struct control`.
         struct.pack_into("=6Q", self._memory, 8 * _COUNTERS, *values)
 
     def calls(self) -> dict[str, int]:

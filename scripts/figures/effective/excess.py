@@ -22,8 +22,6 @@ from scripts.figures.result import Row, estimate, mean
 def best(curve: Curve) -> np.ndarray:
     """Return the index of the best rate for every seed [S], chosen by the other seeds.
 
-    A rate at which one of the other seeds diverged is never the best.
-
     Args:
         curve: Losses of one size; every rate has all seeds.
 
@@ -36,6 +34,7 @@ def best(curve: Curve) -> np.ndarray:
     leave_one_out = np.stack(
         [np.delete(curve.losses, seed, axis=1).mean(axis=1) for seed in range(seeds)]
     )
+    # A rate at which one of the other seeds diverged is never the best.
     leave_one_out = np.where(np.isfinite(leave_one_out), leave_one_out, np.inf)
     if not np.isfinite(leave_one_out.min(axis=1)).all():
         raise ValueError("every rate of the grid diverged")
@@ -98,10 +97,11 @@ def rows(
         title = f"loss at {part} the best hidden rate less the least"
         excesses_by_size = []
         for index in range(len(sizes)):
-            trained = [name for name in names if len(curves[name][index].x)]
-            excesses_by_size.append(
-                {name: excess(curves[name][index], octaves) for name in trained}
-            )
+            excesses = {}
+            for name in names:
+                if len(curves[name][index].x):
+                    excesses[name] = excess(curves[name][index], octaves)
+            excesses_by_size.append(excesses)
         differences = [excesses[first] - excesses[second] for excesses in excesses_by_size]
 
         for size, excesses, difference in zip(sizes, excesses_by_size, differences, strict=True):
@@ -129,8 +129,7 @@ def rows(
 def _control_bound(first: str, control: np.ndarray, difference: np.ndarray) -> dict[str, Any]:
     """Return the fields of a control's row: half of the first strategy's difference as a bound.
 
-    There is no bound if the difference is not above 0: without the claim, nothing tells the control
-    from the strategy.
+    There is no bound if the difference is not above 0.
 
     Args:
         first: Name of the strategy whose place the control takes.
@@ -139,6 +138,7 @@ def _control_bound(first: str, control: np.ndarray, difference: np.ndarray) -> d
     """
     own_words = f"By itself {_interval(control)} nats."
     _, low, _ = mean(difference)
+    # Without the claim, nothing tells the control from the strategy.
     if low > 0:
         return {
             "predicted": float(difference.mean()) / 2,

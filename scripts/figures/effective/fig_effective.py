@@ -49,8 +49,13 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         preset = presets.get(name, base=grown[0].base_sizes())
         observables = series.measure(preset, check.batch(grown[0]), settings["seeds"])
         theory = expectation.of(preset, definitions[0], definitions[-1], config.name, strict=True)
-        data["measured"][name] = {observed: observables[observed][:, :, 1] for observed in OBSERVED}
-        data["theory"][name] = {observed: theory[observed, 1].slope for observed in OBSERVED}
+        measured = {}
+        slopes = {}
+        for observed in OBSERVED:
+            measured[observed] = observables[observed][:, :, 1]
+            slopes[observed] = theory[observed, 1].slope
+        data["measured"][name] = measured
+        data["theory"][name] = slopes
     return data
 
 

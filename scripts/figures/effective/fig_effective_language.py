@@ -104,6 +104,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
             for log2_rate in grid(settings, strategy, index):
                 for seed in range(seeds):
                     configs.append(config(settings, strategy, width, 2.0**log2_rate, seed))
+        # The rows come in the order of the configs.
         rows = iter(Sweep(work / str(width), evaluated=False).run(configs))
         for strategy, study in by_strategy.items():
             log2_rates = grid(settings, strategy, index)

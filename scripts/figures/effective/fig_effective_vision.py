@@ -96,6 +96,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         shape = (len(settings["decay"]), len(log2_rates), len(seeds))
         by_strategy[strategy] = {
             "x": log2_rates,
+            # An array of objects keeps the `None` of a run that was not made.
             "losses": np.array(losses, object).reshape(shape).tolist(),
         }
     return by_strategy
@@ -192,12 +193,10 @@ def _sharpness(strategy: str, axis: str, curve: Curve) -> Row:
 
 
 def _through_wrong_map(settings: Settings, curves: Curves) -> Row:
-    """Return the control: ntk's best hidden rate through the map of maximal update.
-
-    That map's power of n is lower by 1/2, so the best rate must lie elsewhere.
-    """
+    """Return the control: ntk's best hidden rate through the map of maximal update."""
     standard = curves["standard"]["hidden rate"]
     ntk = curves["ntk"]["hidden rate"]
+    # That map's power of n is lower by 1/2, so the best rate must lie elsewhere.
     power = strategies.MAP["ntk"] - strategies.MAP["maximal-update"]
     octaves = power * math.log2(settings["model"]["width"])
     analysis = analyse((1, 2), [standard, replace(ntk, x=ntk.x + octaves)])

@@ -40,7 +40,9 @@ def train(
     width = block.head_dim * heads
     alpha = block.alpha_a
     root = width**-0.5
+    # With the std of W_Q and W_K, N^(1 - alpha), products have the scale D^-1/2.
     qk_scale = n ** -(1.5 - alpha) * heads**-0.5
+    # The mean-field rate, eta gamma0^2 D.
     rate = block.rate * block.gamma0**2 * width
 
     # Matrices are [Z, in, out]. The order of the draws is part of the records.

@@ -92,6 +92,7 @@ def sampled(
             products = products.swapaxes(1, 2).reshape(num_inputs, num_queries * count, num_keys)
             logits = head_dim**-alpha_a * products  # [X, T K, S]
         logits = np.where(np.repeat(mask, count, axis=1), logits, -np.inf)
+        # With C = R R^T, V is the mean of (w R) (w R)^T, without a product with C itself.
         values = _softmax(logits) @ key_root_XSR
         values = values.reshape(num_inputs * num_queries, count * key_rank)
         total += values @ values.T
@@ -109,5 +110,6 @@ def _root(matrix: np.ndarray) -> np.ndarray:
     The rank is below M where patches repeat or have few pixels.
     """
     values, vectors = np.linalg.eigh(matrix)
+    # Eigenvalues that should be 0 come out near 1e-16 of the largest.
     positive = values > 1e-12 * values[-1]
     return vectors[:, positive] * np.sqrt(values[positive])

@@ -145,12 +145,13 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         for heads in sizes:
             widest = finite(settings, heads=heads, **rule)
             squared.append(finite_kernels.squared(finite_kernels.products(widest, limits[""])))
+        controls = {}
+        for wrong in CONTROLS:
+            controls[wrong] = finite_kernels.products(widest, limits[wrong])
         by_alpha_a[alpha_a] = {
             "squared": np.stack(squared, axis=1),
             "products": finite_kernels.products(widest, limits[""]),
-            "controls": {
-                wrong: finite_kernels.products(widest, limits[wrong]) for wrong in CONTROLS
-            },
+            "controls": controls,
             "by_layer": finite_kernels.sums(widest.mean(axis=1)),
             "limit": finite_kernels.sums(limits[""]),
             "without": finite_kernels.sums(limits["cross"]),

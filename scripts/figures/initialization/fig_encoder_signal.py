@@ -64,7 +64,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         by_group = {}
         for group in (*ENCODER, *CROSS):
             # The check's gradients are divided by the factor on Adam's eps.
-            eps = [[np.mean(of_depth[parameter_of[group]])] for of_depth in eps_by_depth]
+            eps = []
+            for of_depth in eps_by_depth:
+                eps.append([np.mean(of_depth[parameter_of[group]])])
             by_group[group] = observables[f"gradient/{group}"][:, :, 0] * eps
         by_preset[name] = by_group
     return by_preset

@@ -122,6 +122,7 @@ def residual_kernels(
     """
     _check(first, depth, alpha_a, alpha_l, head_dim, samples, memory)
     mlp_kernel = activation_kernel(activation)
+    # E^2 of the module's equations.
     branch = beta0**2 * depth ** (-2 * alpha_l)
     is_exact = attention_kernels.is_uniform(alpha_a, head_dim)
     # Heads are drawn in 8 independent recursions, whose spread is the sampling error.
@@ -187,6 +188,7 @@ def activation_kernel(name: str) -> Callable[[np.ndarray], np.ndarray]:
 
 def relu_kernel(correlation: np.ndarray) -> np.ndarray:
     """Return Phi of max(z, 0): the arc-cosine kernel of degree 1 over 2 (Cho and Saul 2009)."""
+    # Rounding takes correlations a little beyond 1, where arccos is NaN.
     c = np.clip(correlation, -1.0, 1.0)
     return (np.sqrt(1 - c**2) + c * (math.pi - np.arccos(c))) / (2 * math.pi)
 

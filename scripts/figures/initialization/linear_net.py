@@ -64,7 +64,9 @@ def one_step(
         g.insert(0, (u * (forward[layer] @ v) + backward[0]) * norm / root)
 
     # Forward pass with the updated matrices.
-    update_directions = g if response else [normal(width) for _ in g]
+    update_directions = g
+    if not response:
+        update_directions = [normal(width) for _ in g]
     new_h = [h[0] + rate * update_directions[0]]
     for layer in range(depth - 1):
         u = _unit(h[layer])

@@ -52,6 +52,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
                     batches = trainer.batches
                 images = trainer.batches.probe(settings["images"])
 
+                # The loop's names change before a later call, so the values are bound as defaults.
                 def spread(
                     snapshot: training.Snapshot,
                     trainer: training.Trainer = trainer,

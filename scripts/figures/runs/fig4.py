@@ -37,6 +37,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         images = batches.probe(settings["images"])
         labels = batches.probe_targets(settings["images"])
 
+        # The loop's names change before a later call, so the values are bound as defaults.
         def look(
             snapshot: training.Snapshot, trainer: training.Trainer = trainer, images: Any = images
         ) -> np.ndarray:

@@ -11,6 +11,7 @@ from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample,
 
 _PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 
+# The sandbox of Jinja allows ranges of up to 100,000.
 _LOOP = "{% for i in range(99999) %}"
 _STEPS = {
     "a product of texts in a loop": "ns.x * 2",
@@ -53,6 +54,7 @@ def samples() -> Iterator[Sample]:
         "a join of many": "{{ range(99999) | join('x' * 100000) }}",
         "blocks nested 5,000 deep": "{% if true %}" * 5000 + "x" + "{% endif %}" * 5000,
         "brackets nested 5,000 deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        # The known way out of a sandbox.
         "Python's own attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "a file of the machine": "{% include '/etc/passwd' %}",
         "an output of 10^5 times 10^5": "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",

@@ -155,8 +155,10 @@ def _drawn(
         exif[ExifTags.Base.Orientation] = 6
         options["exif"] = exif
     if kind == "TIFF":
+        # One strip has all rows, which are then decoded at once.
         options |= {"compression": "tiff_deflate", "strip_size": 2**31 - 1}
     if kind == "WEBP":
+        # The fastest of the seven methods: how well the file is compressed does not matter.
         options["method"] = 0
     image.save(stream, kind, **options)
     return stream.getvalue()
@@ -171,6 +173,7 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 def _png(width: int, height: int) -> bytes:
     """Return a black PNG with one bit for each pixel."""
     packer = zlib.compressobj(9)
+    # Each row begins with a byte for its filter.
     row = bytes((width + 7) // 8 + 1)
     rows = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
@@ -209,6 +212,7 @@ def _jpeg_header() -> bytes:
     """Return a JPEG of 64 x 64 pixels whose header claims 65,500 x 65,500."""
     image = bytearray(_drawn("JPEG", "RGB", 64))
     place = image.index(b"\xff\xc0")
+    # Behind the marker come the length, the precision, and then height and width.
     image[place + 5 : place + 9] = struct.pack(">HH", 65_500, 65_500)
     return bytes(image)
 
@@ -218,6 +222,7 @@ def _jpeg_exif() -> bytes:
     from PIL import Image
 
     exif = Image.Exif()
+    # Tag 270 is the description of the image.
     exif[270] = "x" * 60_000
     stream = io.BytesIO()
     Image.new("RGB", (64, 64)).save(stream, "JPEG", exif=exif)
@@ -227,6 +232,7 @@ def _jpeg_exif() -> bytes:
 def _gif_header() -> bytes:
     """Return a GIF of 64 x 64 pixels whose header claims 65,535 x 65,535."""
     image = bytearray(_drawn("GIF", "P", 64))
+    # Width and height follow the six bytes of the signature.
     image[6:10] = struct.pack("<HH", 65_535, 65_535)
     return bytes(image)
 
@@ -268,6 +274,7 @@ def _sgi_header() -> bytes:
 
 def _icon() -> bytes:
     """Return an icon with 256 entries that all point at one image."""
+    # All entries lead to the image behind the header and the entries.
     entry = struct.pack("<BBBBHHII", 0, 0, 0, 0, 1, 32, 10_000_000, 6 + 256 * 16)
     return struct.pack("<HHH", 0, 1, 256) + entry * 256 + _png(256, 256)
 

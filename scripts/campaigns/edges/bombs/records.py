@@ -57,6 +57,7 @@ def _write(file: Path, blocks: Iterator[bytes]) -> None:
             with lzma.open(file, "wb", preset=1) as stream:
                 stream.writelines(blocks)
         case ".zst":
+            # Python's own library has no zstd before 3.14.
             import pyarrow
 
             with pyarrow.CompressedOutputStream(str(file), "zstd") as stream:
@@ -70,6 +71,7 @@ def _write(file: Path, blocks: Iterator[bytes]) -> None:
 def _long_first() -> Iterator[bytes]:
     """Yield a line of 1.2 GB, then good lines."""
     yield b'{"text":"'
+    # The list has one block many times, so that making the sample takes little memory.
     yield from [b"a" * MIB] * 1200
     yield b'"}\n' + _GOOD
 
@@ -182,6 +184,7 @@ def _plain_lines() -> Iterator[Sample]:
             LOADS,
         ),
         "700,000 records of a letter": (b'{"text":"a"}\n' * 700_000, LOADS),
+        # One emoji makes Python hold the text with four bytes for each letter.
         "9 MB of letters and one emoji": (
             b'{"text":"' + b"a" * 9_000_000 + "🙂".encode() + b'"}\n' + _GOOD,
             LOADS,
@@ -305,6 +308,7 @@ def _shared_prefix(folder: Path) -> None:
 
     texts = ["x" * 1_000_000 + str(i) for i in range(300)]
     schema = pa.schema([("text", pa.string())])
+    # This encoding stores a prefix that texts share once.
     encoding = {"text": "DELTA_BYTE_ARRAY"}
     file = folder / "data.parquet"
     with parquet.ParquetWriter(
@@ -323,6 +327,7 @@ def _hidden_size(folder: Path) -> None:
     size = parquet.read_metadata(file).row_group(0).column(0).total_uncompressed_size
     content = file.read_bytes()
     written = _varint(size)
+    # The footer is at the end of the file.
     start = content.rfind(written)
     # The replacement must have as many bytes: continuation bits pad the small number.
     small = _varint(100)
@@ -475,6 +480,7 @@ def _npy_objects(folder: Path) -> None:
     """Write token ids as an array of objects, which is pickled."""
     import numpy as np
 
+    # Reading a pickle runs code that is in it.
     np.save(folder / "ids.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
 
 
@@ -493,6 +499,7 @@ def _npy_header(folder: Path, header: bytes, length: int | None = None) -> None:
     Args:
         length: Length that the file claims for the header. Default: the true one.
     """
+    # In version 2 of the format the length has four bytes.
     size = struct.pack("<I", len(header) if length is None else length)
     (folder / "ids.npy").write_bytes(b"\x93NUMPY\x02\x00" + size + header + bytes(1000))
 
@@ -512,6 +519,7 @@ def _npz_zeros(folder: Path) -> None:
 
     def write(archive: Any) -> None:
         header = _npy_fields("|u1", (1_600_000, 32, 32, 3))
+        # `zipfile` does not know beforehand that more than 4 GB will come.
         with archive.open("X.npy", "w", force_zip64=True) as file:
             file.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
             for _ in range(1_600_000 * 3072 // (64 * MIB)):
@@ -559,6 +567,7 @@ def _idx(folder: Path, sizes: tuple[int, int, int], *, plain: bool = False) -> N
     """
     total = sizes[0] * sizes[1] * sizes[2]
     labels = b"\0\0\x08\x01" + struct.pack(">I", sizes[0])
+    # The magic number of IDX: unsigned bytes on three axes.
     content = b"\0\0\x08\x03" + struct.pack(">III", *sizes)
     for name in ("train", "t10k"):
         if plain:
@@ -625,10 +634,10 @@ def _make_books(folder: Path) -> None:
     import random
 
     choose = random.Random(0)
-    words = [
-        "".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=choose.randint(2, 9)))
-        for _ in range(5000)
-    ]
+    words = []
+    for _ in range(5000):
+        length = choose.randint(2, 9)
+        words.append("".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=length)))
     with (folder / "data.jsonl").open("w") as file:
         file.write(json.dumps({"text": " ".join(choose.choices(words, k=1_400_000))}) + "\n")
         for _ in range(30):

@@ -83,7 +83,11 @@ def first_batches(folder: Path, name: str, **fields: Any) -> int:
         loaded.train_batch(0)
         loaded.eval_batch(0)
         names = ("train_tokens", "train_images")
-        print({name: loaded.facts[name] for name in names if name in loaded.facts})
+        facts = {}
+        for key in names:
+            if key in loaded.facts:
+                facts[key] = loaded.facts[key]
+        print(facts)
         return 0
 
     return load([])

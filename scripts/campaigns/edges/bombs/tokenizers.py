@@ -28,6 +28,7 @@ def samples() -> Iterator[Sample]:
         "the same, its type hidden in escapes": (_hidden_pieces, REFUSED),
         "250,000 Unigram pieces": (partial(_pieces, 250_000, 8), LOADS),
         "400,000 BPE tokens": (_many_tokens, LOADS),
+        # A table with an entry for each id would take gigabytes.
         "an id of 4 billion": (partial(_bpe, vocab={"zz": 4_294_967_295}), REFUSED),
         "60,000 added tokens": (partial(_added, 60_000, 8), LOADS),
         "1,000 added tokens of 9,000 letters": (partial(_added, 1000, 9000), REFUSED),
@@ -61,6 +62,7 @@ def samples() -> Iterator[Sample]:
         "a template of 150,000 pieces": (_template, REFUSED),
         "a regular expression of 300,000 branches": (_branches, REFUSED),
         "a regular expression that goes back and forth": (
+            # An engine that backtracks takes exponential time for it.
             _part("pre_tokenizer", _split("((a+)+)+$")),
             EITHER,
         ),

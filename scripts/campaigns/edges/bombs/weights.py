@@ -60,7 +60,10 @@ def _tensors() -> dict[str, Any]:
         shapes |= {f"{block}mlp.c_fc.weight": (16, 64), f"{block}mlp.c_fc.bias": (64,)}
         shapes |= {f"{block}mlp.c_proj.weight": (64, 16), f"{block}mlp.c_proj.bias": (16,)}
     shapes |= {"transformer.ln_f.weight": (16,), "transformer.ln_f.bias": (16,)}
-    return {name: choose.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors = {}
+    for name, shape in shapes.items():
+        tensors[name] = choose.normal(size=shape).astype(np.float32)
+    return tensors
 
 
 def _weights(folder: Path, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
@@ -174,6 +177,7 @@ def _headers() -> Iterator[Sample]:
         "a shape that overflows": partial(
             _raw, header=json.dumps({"a": _entry([2**33, 2**33], 0, 64)}).encode()
         ),
+        # If tensors may overlap, a small file can unpack to much.
         "tensors that overlap": partial(
             _raw, header=json.dumps({"a": _entry([16], 0, 64), "b": _entry([16], 0, 64)}).encode()
         ),
@@ -184,6 +188,7 @@ def _headers() -> Iterator[Sample]:
         "a shape of a million axes": partial(
             _raw, header=json.dumps({"a": _entry([1] * 1_000_000, 0, 4)}).encode(), data=4
         ),
+        # A parser that calls itself for each level would crash.
         "a header nested a million deep": partial(
             _raw, header=b'{"a":' * 1_000_000 + b"}" * 1_000_000
         ),
@@ -198,6 +203,7 @@ def _headers() -> Iterator[Sample]:
         ),
         "an index of numbers": partial(_index, file=7),
         "an index nested 100,000 deep": _deep_index,
+        # Reading a pickle runs code that is in it.
         "a pickle": _pickle,
     }
     for title, make in headers.items():
@@ -352,6 +358,7 @@ def _features() -> Iterator[Sample]:
             "pythonClassName": f"{prefix}sequence_feature.Sequence",
             "sequence": {"feature": {"python_class_name": "stranger.Feature"}},
         },
+        # Its import opens a browser.
         "a module of Python": {"pythonClassName": "antigravity.Feature"},
         "a module of TFDS that is no feature": {
             "pythonClassName": "tensorflow_datasets.testing.mocking.Feature"
