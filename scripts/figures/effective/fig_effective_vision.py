@@ -273,7 +273,7 @@ def _draw_surface(
     """Draw a strategy's map of mean losses above its least, with both best points.
 
     Args:
-        own: log2 of the hidden rate and the decay of the strategy's best point.
+        own_best: log2 of the hidden rate and the decay of the strategy's best point.
         standard: log2 of the hidden rate and the decay of standard's best point.
     """
     from matplotlib.patches import Rectangle
