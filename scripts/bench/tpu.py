@@ -70,7 +70,7 @@ def row_of(
 
 
 def part(record: Mapping[str, Any]) -> str:
-    """Return the page's list of commands and its table: per shape MaxText's and mupax's step.
+    """Return the page's table: per shape MaxText's and mupax's step.
 
     Args:
         record: Content of docs/evidence/performance/tpu.json, which also has all earlier rows.
@@ -86,7 +86,7 @@ def part(record: Mapping[str, Any]) -> str:
         rows.append((head, _cycles(maxtext), "", arguments, temporaries, "", "", ""))
         shape_rows = [row for row in record["rows"] if row["shape"] == name]
         rows += [_table_row(row, maxtext) for row in _current(shape_rows)]
-    return "\n".join([*commands, "", table(rows)])
+    return table(rows)
 
 
 def _current(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -15,6 +15,11 @@ from scripts.quality.descent import Setting, descend, descend_in_turn
 
 FIRST = 2
 """Seeds of a search's moves."""
+FIRST_OF_LARGE = 1
+"""Seeds of the moves of a search in turn at sizes above `Cell.probe_size`.
+
+A run there takes three times as long as at the size before. The last comparison is on `FINAL` seeds
+at every size."""
 FINAL = 5
 """Seeds of a search's last comparison, and the least number of seeds of every arm."""
 
@@ -91,7 +96,8 @@ class Measuring:
 
         finalists = self.cell.finalists
         if in_turn and finalists is not None:
-            optimum = descend_in_turn(losses, start, constants, FIRST, FINAL, finalists)
+            seeds = FIRST if size <= self.cell.probe_size else FIRST_OF_LARGE
+            optimum = descend_in_turn(losses, start, constants, seeds, FINAL, finalists)
         else:
             optimum = descend(losses, start, constants, FIRST, FINAL, finalists)
         print(
