@@ -35,14 +35,16 @@ def torch_update(program: Program) -> Step:
 
     opt = program.config.optimizer
     matrices = []
-    others = []
+    adam_params = []
     for name, parameter in torch_model(program).named_parameters():
         random = np.random.default_rng(2).standard_normal(tuple(parameter.shape), np.float32)
         parameter.grad = torch.tensor(random)
-        in_block = name.startswith("blocks.")
-        (matrices if in_block and parameter.ndim == 2 else others).append(parameter)
+        if name.startswith("blocks.") and parameter.ndim == 2:
+            matrices.append(parameter)
+        else:
+            adam_params.append(parameter)
     muon = torch.optim.Muon(matrices, lr=opt.peak_lr, weight_decay=opt.weight_decay)
-    adam = torch.optim.AdamW(others, lr=opt.peak_lr, weight_decay=opt.weight_decay, fused=True)
+    adam = torch.optim.AdamW(adam_params, lr=opt.peak_lr, weight_decay=opt.weight_decay, fused=True)
 
     def step() -> None:
         # The iteration begins with a cast, in place of which it gets a copy in float32.
