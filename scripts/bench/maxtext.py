@@ -209,7 +209,8 @@ def part(record: Mapping[str, Any]) -> str:
     """Return the page's table: both steps with the same XLA flags, and each with its own.
 
     Args:
-        record: Content of docs/evidence/performance/gpu.json.
+        record: Content of docs/evidence/performance/gpu.json: `rows` has for both kinds of flags
+            the bytes of both steps.
     """
     rows: list[Sequence[str]] = [HEAD]
     for says, pair in record["rows"].items():
