@@ -73,7 +73,7 @@ HEAD = (
 
 
 class MaxTextError(MupaxError):
-    """A package of the comparison is missing."""
+    """Missing package, or a compiled step that lacks what the comparison reads."""
 
 
 def mupax_row(xla_flags: str) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _gpus_not_here(train_compile: Any) -> Iterator[None]:
     devices = topology.devices(TOPOLOGY)
 
     class Description:
-        """Answer to MaxText's two questions about its topology."""
+        """Description of the topology, which MaxText asks for in two places."""
 
         platform = "not of this machine"
         topology_name = TOPOLOGY

@@ -62,7 +62,7 @@ READING = {
     "head_dim-800": "**Reached** against two constants of `sp` tuned anew. **Level** with seven, at "
     "four times the width: the first row is 0.003 ± 0.009 nats lower than `sp`, and plain `mup` "
     "0.003 ± 0.009 higher (eight seeds). Tuning once costs nothing there that can be measured, and "
-    "wins nothing. Eight times is being searched.",
+    "wins nothing. Eight times is begun.",
     "vit-800": "**Reached** against an `sp` whose patch embedding's rate is not searched. Searched "
     "at twice the width, `sp` is 0.012 ± 0.025 nats behind the first row (five seeds), which cannot "
     "be told from zero. Four and eight times are to be searched.",
