@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from mupax import terminal
 from mupax.disk import ADDRESS, PathError, path_of
+from mupax.mappings import select_keys
 from mupax.presets.roles import ParamSpec, Role
 from mupax.zoo.configs import ConfigError
 
@@ -195,7 +196,7 @@ def trained(
         raise ConfigError(
             "--freeze and --train-only leave no parameter to train; write fewer patterns"
         )
-    return {name: spec for name, spec in specs.items() if name in names}
+    return select_keys(specs, names)
 
 
 def _words(spec: ParamSpec) -> set[str]:

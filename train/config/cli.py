@@ -69,10 +69,16 @@ def flag_help(argv: Sequence[str], fields: Sequence[FlagField], prog: str) -> Fl
     section_of_field = {field.names[0]: section_of(field.names[0]) for field in fields}
     sections = list(dict.fromkeys([RUN, *section_of_field.values()]))
     if not section or section.startswith("-"):
-        shown = [field.names for field in fields if is_listed(field)]
+        shown = []
+        for field in fields:
+            if is_listed(field):
+                shown.append(field.names)
         lists = f"These are the flags in use. `{prog} --help all` lists all {len(fields)}"
     elif section in sections:
-        shown = [field.names for field in fields if section_of_field[field.names[0]] == section]
+        shown = []
+        for field in fields:
+            if section_of_field[field.names[0]] == section:
+                shown.append(field.names)
         lists = f"`{prog} --help all` lists all {len(fields)} flags"
     else:
         raise UsageError(f"--help {section}: write all, or one of {', '.join(sections)}")
@@ -398,7 +404,10 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
 
     A value in the recipe that the run ignores is no error.
     """
-    flags = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
+    flags = set()
+    for word in argv:
+        if word.startswith("--"):
+            flags.add(word.partition("=")[0].replace("_", "-"))
     opt = config.optimizer
     for field, choice in _unread_optimizer_fields(config).items():
         flag = f"--optimizer.{field.replace('_', '-')}"

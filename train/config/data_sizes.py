@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mupax import disk, terminal
 from mupax.config_fields import names_with
 from mupax.disk import path_of
+from mupax.mappings import drop_keys
 from mupax.train.config.data import SIZES_OF_IMAGES, ImageSizes, image_sizes, source, source_key
 from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError
@@ -276,10 +277,13 @@ def _as_recorded(
     model = recorded.get("model")
     # Only the recipe for small folders gives these models a stem of convolutions.
     if was_chosen and isinstance(model, Mapping) and model.get("stem") is not None:
-        fields = {name: value for name, value in recorded.items() if name not in _OF_ONE_START}
+        fields = drop_keys(recorded, _OF_ONE_START)
         return from_json(fields)
     if isinstance(model, Mapping):
-        sizes = {field: model[field] for field in SIZES_OF_IMAGES if type(model.get(field)) is int}
+        sizes = {}
+        for field in SIZES_OF_IMAGES:
+            if type(model.get(field)) is int:
+                sizes[field] = model[field]
         try:
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
         except ConfigError:  # another model, which the run itself refuses

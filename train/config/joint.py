@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection
 from typing import Protocol
 
+from mupax.mappings import select_keys
 from mupax.presets import horizon, joint
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import RUN_AXES
@@ -43,7 +44,7 @@ def base_of(run: Run) -> dict[str, int]:
         ConfigError: The base does not name both.
     """
     _, sizes = base_parts(run.preset.base)
-    base = {axis: size for axis, size in sizes.items() if axis in RUN_AXES}
+    base = select_keys(sizes, RUN_AXES)
     if len(base) < len(RUN_AXES) or not all(base.values()):
         name = "MODEL"
         if run.preset.base and "batch" not in run.preset.base:

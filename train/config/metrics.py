@@ -303,7 +303,11 @@ def evaluation_row(scores: Mapping[str, float], data_set: str | None = None) -> 
 
 def shown_everywhere() -> dict[str, Metric]:
     """Return the metrics of the screen, the summary and the best checkpoint, by name."""
-    return {name: metric for name, metric in METRICS.items() if metric.shown == "everywhere"}
+    shown = {}
+    for name, metric in METRICS.items():
+        if metric.shown == "everywhere":
+            shown[name] = metric
+    return shown
 
 
 def metric_name(row_name: str) -> str:

@@ -15,6 +15,7 @@ from tyro import conf
 from mupax import presets
 from mupax.command_line import UsageError
 from mupax.config_fields import Affects, Listed
+from mupax.mappings import drop_keys, select_keys
 from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.presets.roles import RUN_AXES
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
@@ -157,7 +158,7 @@ def same_preset(first: Parameterized, second: Parameterized) -> bool:
 def _run_base(config: Parameterized) -> dict[str, int]:
     """Return the batch and the tokens that a base names. Joint rules are relative to them."""
     _, sizes = base_parts(config.preset.base)
-    return {axis: size for axis, size in sizes.items() if axis in RUN_AXES}
+    return select_keys(sizes, RUN_AXES)
 
 
 def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
@@ -203,14 +204,17 @@ def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | No
     """
     name, sizes = base_parts(config.base)
     # Batch and tokens are read by joint rules alone.
-    base = {axis: size for axis, size in sizes.items() if axis not in RUN_AXES}
+    base = drop_keys(sizes, RUN_AXES)
     # None with a batch and tokens is the absolute form with a joint rule.
     if name == "None" and not base:
         return None
     if name and name != "None":
         base_model = get_model(name)
         if base_model.family != model.family:
-            alike = [key for key, entry in CONFIGS.items() if entry.family == model.family]
+            alike = []
+            for key, entry in CONFIGS.items():
+                if entry.family == model.family:
+                    alike.append(key)
             choices = ", ".join(alike) or "its sizes, as embed=64,layers=2"
             raise ConfigError(
                 f"preset.base {name} is a {base_model.family} and the model a {model.family}; "
@@ -403,7 +407,10 @@ def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> li
     if not group_values:
         return list(argv)
     if constants is None:
-        constants = [text for text in default if text.partition("=")[0] not in group_values]
+        constants = []
+        for text in default:
+            if text.partition("=")[0] not in group_values:
+                constants.append(text)
     assignments = [f"{name}={value}" for name, value in group_values.items()]
     return [*remaining, "--preset.constants", *constants, *assignments]
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 
 from mupax import spellings, terminal
 from mupax.config_fields import config_fields
+from mupax.mappings import drop_keys
 from mupax.plugins import (
     FLAG,
     PluginError,
@@ -400,7 +401,7 @@ def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> di
     size = model.get("image_size")
     reads_pixels = "pixels" in source(str(data.get("name"))).reads
     if not reads_pixels or not isinstance(size, int):
-        other_fields = {name: value for name, value in data.items() if name != "pixels"}
+        other_fields = drop_keys(data, ("pixels",))
         return {**config, "data": other_fields}
     return {**config, "data": {**data, "pixels": _older_pixels(pixels, size)}}
 
@@ -653,7 +654,10 @@ def _fields_of_one_start(config: Config) -> set[str]:
 
 def _plugin_flags(config: Config) -> list[str]:
     """Return the flags that import the extensions of a config."""
-    modules = {extension.module for extension in extensions(config) if extension.module}
+    modules = set()
+    for extension in extensions(config):
+        if extension.module:
+            modules.add(extension.module)
     flags: list[str] = []
     # A set has no order of its own, and a command should not change from start to start.
     for module in sorted(modules):

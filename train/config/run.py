@@ -546,7 +546,9 @@ def check_extras(config: Config, *, reads_data: bool = True) -> None:
     """
     # Extra to the setting that needs it.
     users = {name: f"--log.{name}" for name in config.log.trackers}
-    texts = [word.partition("=")[2] for word in (*config.data.mix, *config.data.evaluate)]
+    texts = []
+    for word in (*config.data.mix, *config.data.evaluate):
+        texts.append(word.partition("=")[2])
     for name in (config.data.name, *texts):
         if reads_data and name.startswith("hf:"):
             users["hf"] = f"data.name {name}"

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 from tyro import conf
 
 from mupax.config_fields import Affects, Listed
+from mupax.mappings import drop_none
 from mupax.presets.optimizers import OPTIMIZERS, refused
 from mupax.train.config.checks import at_least, check_place
 from mupax.train.config.metrics import metric_of, row_name, shown_everywhere
@@ -418,7 +419,7 @@ class LogConfig:
     def trackers(self) -> dict[str, str]:
         """Name of every tracker that is asked for, to its project."""
         projects = {"wandb": self.wandb, "trackio": self.trackio}
-        return {name: project for name, project in projects.items() if project is not None}
+        return drop_none(projects)
 
     @property
     def profile_steps(self) -> range | None:
@@ -507,7 +508,10 @@ class Best(Policy):
         return "best"
 
     def staying(self, saved: Sequence[int], measured: Measured) -> Collection[int]:
-        evaluated = {step: measured[step] for step in saved if step in measured}
+        evaluated = {}
+        for step in saved:
+            if step in measured:
+                evaluated[step] = measured[step]
         return ranked(evaluated, self.metric)[: self.count]
 
     def requires_save(self, step: int, *, evaluates: bool) -> bool:
@@ -645,7 +649,11 @@ def staying(saved: Sequence[int], measured: Measured, parts: Sequence[RunPart]) 
             for step in policy.staying(candidates, measured):
                 if policy.reason not in reasons[step]:
                     reasons[step].append(policy.reason)
-    return {step: ", ".join(words) for step, words in reasons.items() if words}
+    texts = {}
+    for step, words in reasons.items():
+        if words:
+            texts[step] = ", ".join(words)
+    return texts
 
 
 def _saving_part(step: int, parts: Sequence[RunPart]) -> int:
@@ -659,7 +667,9 @@ def _saving_part(step: int, parts: Sequence[RunPart]) -> int:
 
 def ranked(measured: Measured, metric: str) -> list[int]:
     """Return the steps with a finite value of a metric, best first. Ties go to the earliest."""
-    costs = {step: cost(metric, metrics.get(metric)) for step, metrics in measured.items()}
+    costs = {}
+    for step, metrics in measured.items():
+        costs[step] = cost(metric, metrics.get(metric))
     finite = [step for step, value in costs.items() if math.isfinite(value)]
     return sorted(finite, key=lambda step: (costs[step], step))
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mupax import terminal
+from mupax.mappings import drop_none
 from mupax.presets.constants import means_something, read
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import CONSTANT_FLAGS, PRESETS
@@ -159,8 +160,11 @@ def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
     moved = _MOVED.get(str(preset.get("name")))
     if moved is None:
         return dict(preset)
-    written = {name: value for name, value in preset.items() if value is not None}
-    recorded = [text for text in written.get("constants", []) if isinstance(text, str)]
+    written = drop_none(preset)
+    recorded = []
+    for text in written.get("constants", []):
+        if isinstance(text, str):
+            recorded.append(text)
     names = {text.partition("=")[0] for text in recorded}
     constants = []
     for text in moved["constants"]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mupax.mappings import drop_keys
 from mupax.presets import VECTORS, Preset, PresetError
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import TOLERANCE, hyperparams, resolve
@@ -58,9 +59,13 @@ def check_chain(
             norm 1.
     """
     # These arrays are numpy's, so that nothing is compiled but the chain.
-    params = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in definition.abstract.items()}
+    params = {}
+    for name, leaf in definition.abstract.items():
+        params[name] = np.zeros(leaf.shape, leaf.dtype)
     rng = np.random.default_rng(0)
-    grads = {name: np.asarray(rng.normal(size=w.shape), w.dtype) for name, w in params.items()}
+    grads = {}
+    for name, w in params.items():
+        grads[name] = np.asarray(rng.normal(size=w.shape), w.dtype)
 
     @jax.jit
     def update(grads: Arrays, params: Arrays) -> Arrays:
@@ -77,7 +82,7 @@ def check_chain(
 
         matrices = hidden_matrices(definition.specs)
     if preset.family(optimizer) in ("adam", "muon"):
-        eps = {name: values for name, values in factors.eps.items() if name not in matrices}
+        eps = drop_keys(factors.eps, matrices)
         _check_eps(update, grads, params, eps)
 
     preset_update = reference(definition, preset, optimizer)
@@ -232,7 +237,9 @@ def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) 
     for name, grad in grads.items():
         if name == least:
             continue
-        probe = {other_name: np.zeros_like(other_grad) for other_name, other_grad in grads.items()}
+        probe = {}
+        for other_name, other_grad in grads.items():
+            probe[other_name] = np.zeros_like(other_grad)
         probe[least] = grads[least]
         # Large against the gradient of `least`, so that the global norm is that of this one alone.
         scale = 100 * _norm(grads[least]) / _norm(grad)
@@ -291,7 +298,10 @@ def _check_decay(update: Update, definition: Definition, preset: Preset, params:
     # Coupled decay moves by lr * wd, and independent decay by wd. Either way the number is the same
     # for all parameters that decay.
     sizes = _rms_sizes(update(no_grads, ones))
-    decayed = {name: size for name, size in sizes.items() if size > 0}
+    decayed = {}
+    for name, size in sizes.items():
+        if size > 0:
+            decayed[name] = size
     vectors = [name for name in decayed if definition.specs[name].role in VECTORS]
     if vectors:
         raise PresetError(

@@ -91,9 +91,10 @@ class ReadoutShape(NamedTuple):
         """Columns of each part of the vocabulary, as even as multiples of `LANES` allow."""
         num_parts = math.ceil(self.rows * self.columns / PART_LOGITS)
         size = math.ceil(self.columns / num_parts / LANES) * LANES
-        return [
-            slice(start, min(start + size, self.columns)) for start in range(0, self.columns, size)
-        ]
+        slices = []
+        for start in range(0, self.columns, size):
+            slices.append(slice(start, min(start + size, self.columns)))
+        return slices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,10 +383,13 @@ def _plan(
     columns = readout_inputs.weight.shape[1]
 
     # A logical axis that does not divide its dimension is not split.
-    token_axes = tuple(
-        axis if size % layout.num_shards(axis) == 0 else None
-        for axis, size in zip(("batch", "sequence"), targets.shape, strict=False)
-    )
+    split = []
+    for axis, size in zip(("batch", "sequence"), targets.shape, strict=False):
+        if size % layout.num_shards(axis) == 0:
+            split.append(axis)
+        else:
+            split.append(None)
+    token_axes = tuple(split)
     token_mesh_axes = []
     for axis in token_axes:
         token_mesh_axes += layout.mesh_axes(axis)
@@ -467,9 +471,10 @@ def _axes_of(plan: LossPlan, readout_inputs: ReadoutInputs) -> Any:
         "bias": (plan.vocab_axis,),
         "cap": (),
     }
-    present = {
-        name: axes[name] for name, array in readout_inputs._asdict().items() if array is not None
-    }
+    present = {}
+    for name, array in readout_inputs._asdict().items():
+        if array is not None:
+            present[name] = axes[name]
     absent = dict.fromkeys(ReadoutInputs._fields)
     return ReadoutInputs(**{**absent, **present})
 

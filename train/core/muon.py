@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from mupax.mappings import drop_keys, select_keys
 from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Role
 from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps
 from mupax.presets.roles import ADAPTERS
@@ -41,7 +42,10 @@ NEWTON_SCHULZ: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 
 def _with_margin(coefficients: Coefficients, margin: float) -> Coefficients:
     """Return coefficients for matrices whose singular values may exceed 1 by a factor `margin`."""
-    return tuple((a / margin, b / margin**3, c / margin**5) for a, b, c in coefficients)
+    scaled = []
+    for a, b, c in coefficients:
+        scaled.append((a / margin, b / margin**3, c / margin**5))
+    return tuple(scaled)
 
 
 # The last triple of the paper's code has no margin, but it is the eighth.
@@ -137,10 +141,10 @@ def muon(
         return ScaleByMeasuredMuonState(count, mu, nu, vectors)
 
     def matrices_of(tree: Mapping) -> dict:
-        return {name: leaf for name, leaf in tree.items() if name in matrix_specs}
+        return select_keys(tree, matrix_specs)
 
     def others_of(tree: Mapping) -> dict:
-        return {name: leaf for name, leaf in tree.items() if name not in matrix_specs}
+        return drop_keys(tree, matrix_specs)
 
     def update(updates, state, params=None, *, factors, hyper, layout=ONE_DEVICE, **_):
         del params
@@ -192,7 +196,11 @@ def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
     A matrix is its fan-in axes against its fan-out axes. Other axes ("layers") count matrices.
     """
     not_hidden = VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
-    return {name: spec for name, spec in specs.items() if spec.role not in not_hidden}
+    hidden = {}
+    for name, spec in specs.items():
+        if spec.role not in not_hidden:
+            hidden[name] = spec
+    return hidden
 
 
 def first_vector(shape: tuple[int, ...]) -> jax.Array:
@@ -534,10 +542,9 @@ def _joined(arrays: list[jax.Array]) -> jax.Array:
 
 def _as_matrices(part: jax.Array, dimensions: Sides) -> jax.Array:
     """Return an array as its matrices, [number of matrices, s, t]."""
-    sizes = [
-        math.prod(part.shape[i] for i in group)
-        for group in (dimensions.stack, dimensions.s, dimensions.t)
-    ]
+    sizes = []
+    for group in (dimensions.stack, dimensions.s, dimensions.t):
+        sizes.append(math.prod(part.shape[i] for i in group))
     return part.transpose(dimensions.order).reshape(sizes)
 
 

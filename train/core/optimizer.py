@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mupax.mappings import drop_keys
 from mupax.presets import ParamSpec
 from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps
 from mupax.presets.optimizers import OPTIMIZERS
@@ -369,7 +370,7 @@ def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransfor
         return clip
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        grads = {name: grad for name, grad in updates.items() if name not in load_names}
+        grads = drop_keys(updates, load_names)
         clipped, state = clip.update(grads, state, params)
         clipped: Any = clipped
         merged = {}

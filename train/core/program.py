@@ -380,7 +380,11 @@ class Program:
     def frozen(self) -> int:
         """Number of frozen scalars: the sizes of all frozen parameters, added up."""
         trained = self.trained
-        return sum(leaf.size for name, leaf in self.abstract.params.items() if name not in trained)
+        frozen_sizes = []
+        for name, leaf in self.abstract.params.items():
+            if name not in trained:
+                frozen_sizes.append(leaf.size)
+        return sum(frozen_sizes)
 
     def step_inputs(self) -> StepInputs:
         """Return `inputs` on the mesh, with the initial parameters if the output is centred."""

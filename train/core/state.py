@@ -22,6 +22,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mupax.mappings import drop_none, select_keys
 from mupax.presets.roles import ParamSpec
 from mupax.train.config.metrics import Metric, MetricError, TokenStatistics
 from mupax.train.config.run import FaultsConfig
@@ -191,7 +192,10 @@ def culprit(
             entries += [(name, layer) for layer in range(shapes[name].shape[0])]
         else:
             entries.append((name, None))
-    bad = [entry for entry, value in zip(entries, squares, strict=True) if not np.isfinite(value)]
+    bad = []
+    for entry, value in zip(entries, squares, strict=True):
+        if not np.isfinite(value):
+            bad.append(entry)
     if not bad:
         return None
 
@@ -319,7 +323,9 @@ def sums_of(
         z = jnp.sum(jnp.square(statistics.log_partition) * weights)
         loss = loss + z_loss * z
         z = jax.lax.stop_gradient(z)
-    totals = {name: _total(name, metric, statistics, weights) for name, metric in metrics.items()}
+    totals = {}
+    for name, metric in metrics.items():
+        totals[name] = _total(name, metric, statistics, weights)
     return LossSums(loss, jnp.sum(weights), totals, z=z)
 
 
@@ -416,7 +422,7 @@ class TrainState(NamedTuple):
 
     def arrays(self) -> dict[str, Any]:
         """Return the fields that are not `None`, by name."""
-        return {name: part for name, part in self._asdict().items() if part is not None}
+        return drop_none(self._asdict())
 
 
 def abstract_state(
@@ -444,7 +450,9 @@ def abstract_state(
             return leaf  # a moment that this parameter does not have
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    params = {name: placed(leaf, shardings[name]) for name, leaf in definition.abstract.items()}
+    params = {}
+    for name, leaf in definition.abstract.items():
+        params[name] = placed(leaf, shardings[name])
     trained_params = _only_trained(params, trained)
     opt_state = optax.tree.map_params(
         tx,
@@ -456,10 +464,9 @@ def abstract_state(
     )
     ema = None
     if averaged:
-        ema = {
-            name: jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=param.sharding)
-            for name, param in params.items()
-        }
+        ema = {}
+        for name, param in params.items():
+            ema[name] = jax.ShapeDtypeStruct(param.shape, jnp.float32, sharding=param.sharding)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     health = Health(*(placed(counter, replicated) for counter in Health()))
     return TrainState(step, params, opt_state, ema, health)
@@ -552,9 +559,10 @@ def fresh_params(
     with jax.default_device(device):
         initialize = jax.jit(functools.partial(partial_model.initialize, draw=_draw(device)))
         # Keys that start as queries have a second entry, under a prefix.
-        kept_stds = {
-            name: std for name, std in stds.items() if name.removeprefix(SHARED_INIT) in names
-        }
+        kept_stds = {}
+        for name, std in stds.items():
+            if name.removeprefix(SHARED_INIT) in names:
+                kept_stds[name] = std
         return jax.device_get(initialize(np.uint32(seed), kept_stds))
 
 
@@ -567,13 +575,16 @@ def _only_trained(params: Arrays, trained: Collection[str] | None) -> Arrays:
     """Return the parameters that the optimizer moves."""
     if trained is None:
         return params
-    return {name: w for name, w in params.items() if name in trained}
+    return select_keys(params, trained)
 
 
 def average_of(params: Arrays) -> Arrays:
     """Return the moving average before the first step: a copy of the parameters in float32."""
     # bfloat16 would round small moves away.
-    return {name: jnp.array(w, jnp.float32, copy=True) for name, w in params.items()}
+    copies = {}
+    for name, w in params.items():
+        copies[name] = jnp.array(w, jnp.float32, copy=True)
+    return copies
 
 
 def averaged(average: Arrays, params: Arrays, decay: jax.Array, step: jax.Array) -> Arrays:
@@ -591,4 +602,7 @@ def averaged(average: Arrays, params: Arrays, decay: jax.Array, step: jax.Array)
     """
     rest = 1 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
     # In this form the average of a parameter that never moves is the parameter, to the last bit.
-    return {name: old + rest * (params[name] - old) for name, old in average.items()}
+    moved = {}
+    for name, old in average.items():
+        moved[name] = old + rest * (params[name] - old)
+    return moved

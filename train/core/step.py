@@ -21,6 +21,7 @@ from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import PartitionSpec
 
+from mupax.mappings import drop_keys, select_keys
 from mupax.train.config.metrics import NO_METRICS, Metric, on_devices
 from mupax.train.core import state as core_state
 from mupax.train.core.factors import Factors
@@ -230,7 +231,7 @@ def batch_sums(
     targets = batch["targets"]
     weights = batch["weights"]
     labels = batch.get("labels")
-    context = {name: array for name, array in batch.items() if name not in _NOT_CONTEXT}
+    context = drop_keys(batch, _NOT_CONTEXT)
     chex.assert_equal_shape([targets, weights])
 
     multiplier = step_inputs.factors.multiplier
@@ -348,7 +349,9 @@ def _sharded_gradients(
     """
     replicated = PartitionSpec()
     by_example = PartitionSpec(layout.batch)
-    param_specs = {name: layout.spec(spec.axes) for name, spec in definition.specs.items()}
+    param_specs = {}
+    for name, spec in definition.specs.items():
+        param_specs[name] = layout.spec(spec.axes)
     trained_names = step_inputs.factors.lr
     grad_specs = {}
     for name, spec in param_specs.items():
@@ -390,7 +393,7 @@ def _summed_gradients(
     Under a `ManualFsdpLayout` the gradients are already summed over devices, and the sums cover
     this device's examples only.
     """
-    trained_params = {name: w for name, w in params.items() if name in step_inputs.factors.lr}
+    trained_params = select_keys(params, step_inputs.factors.lr)
     metrics = on_devices(training=True)
 
     def objective(trained_params: Arrays, microbatch: Batch) -> tuple[jax.Array, LossSums]:

@@ -333,7 +333,9 @@ class Cluster(Processes):
         Process 0 calls this. A process that compiles, reads data or saves does not wait. It may
         take its time, and so may those that wait for it.
         """
-        waits = [json.loads(text) for _, text in self._client.key_value_dir_get(_WAITS)]
+        waits = []
+        for _, text in self._client.key_value_dir_get(_WAITS):
+            waits.append(json.loads(text))
         longest = max((wait["program"] for wait in waits), default=0.0)
         # Half of the time is enough for the others, which may have begun to wait later.
         stuck = [max(wait.values()) > self._most_excess / 2 for wait in waits]

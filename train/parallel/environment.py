@@ -91,7 +91,11 @@ _CODE = ("presets", "zoo", "train")
 def options() -> dict[str, Any]:
     """Return the options of JAX that may change numbers, by name, as JSON has them."""
     values = sorted(jax.config.values.items())
-    return {name: _plain(value) for name, value in values if name not in HARMLESS}
+    remaining = {}
+    for name, value in values:
+        if name not in HARMLESS:
+            remaining[name] = _plain(value)
+    return remaining
 
 
 def _plain(value: Any) -> Any:
@@ -127,7 +131,10 @@ def _flags(text: str) -> str:
         except OSError:
             return text
     flags = {flag.partition("=")[0]: flag for flag in text.split()}
-    numeric = [flag for name, flag in sorted(flags.items()) if not _HARMLESS_FLAG.match(name)]
+    numeric = []
+    for name, flag in sorted(flags.items()):
+        if not _HARMLESS_FLAG.match(name):
+            numeric.append(flag)
     return " ".join(numeric)
 
 
@@ -179,7 +186,10 @@ def facts(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         mesh: Mesh of the run over all of its devices.
     """
     device = mesh.devices.flat[0]
-    axes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1]
+    axes = []
+    for name, size in mesh.shape.items():
+        if size > 1:
+            axes.append(f"{name}={size}")
     processes = {member.process_index for member in mesh.devices.flat}
     recorded: dict[str, Any] = {
         "options": options(),

@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
+from mupax.mappings import drop_keys
+
 _BFLOAT16_TERA: dict[float, tuple[str, ...]] = {
     # Per JAX device: v3 and 7x show each of a chip's two cores as a device, the others a chip.
     61.5: ("TPU v3",),
@@ -356,4 +358,4 @@ def compiler_options(
     values = {flag.name: flag.value for flag in flags}
     if platform == "tpu" and vmem_kib is not None:
         values[VMEM] = vmem_kib
-    return {name: value for name, value in values.items() if name not in set_by_user}
+    return drop_keys(values, set_by_user)

@@ -178,7 +178,10 @@ class StopRequest:
                 self._wakeup_writer.fileno(), warn_on_full_buffer=False
             )
             # `nohup` ignores SIGHUP, and a shell ignores SIGINT in the background jobs of a script.
-            heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            heard = []
+            for number in _SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    heard.append(number)
             self._handlers_before = {number: signal.signal(number, self._note) for number in heard}
         self._thread.start()
         return self
@@ -286,7 +289,10 @@ class StopRequest:
                 self._bound = self._num_done + self._is_running
                 processes.post(f"{_STOP}/at/{processes.index}", str(self._bound))
         posts = processes.posts(_STOP)
-        bounds = [int(value) for key, value in posts.items() if key.startswith("at/")]
+        bounds = []
+        for key, value in posts.items():
+            if key.startswith("at/"):
+                bounds.append(int(value))
         if "leave" in posts:
             self._leave_together()
         elif len(bounds) == processes.count:

@@ -31,7 +31,10 @@ def checksums(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
     Args:
         arrays: Arrays on one mesh. Each row of sums has one sum per array, in this order.
     """
-    shardings = [array.sharding for array in arrays if isinstance(array.sharding, NamedSharding)]
+    shardings = []
+    for array in arrays:
+        if isinstance(array.sharding, NamedSharding):
+            shardings.append(array.sharding)
     assert len(shardings) == len(arrays), "an array that is not on the mesh"
     program = _program(shardings[0].mesh, tuple(sharding.spec for sharding in shardings))
     sums = program(list(arrays))

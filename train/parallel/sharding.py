@@ -135,7 +135,11 @@ def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
     """
     coordinates = np.array([getattr(device, "coords", ()) for device in devices])
     extents = np.ptp(coordinates, axis=0) + 1
-    return tuple(int(size) for size in extents if size > 1)
+    sizes = []
+    for size in extents:
+        if size > 1:
+            sizes.append(int(size))
+    return tuple(sizes)
 
 
 def _across(config: MeshConfig, sizes: dict[str, int], num_islands: int) -> dict[str, int]:
@@ -201,7 +205,10 @@ def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 
 def described(sizes: Mapping[str, int]) -> str:
     """Return the mesh axes of more than one device as a text such as `data 2 x fsdp 4`."""
-    split = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    split = []
+    for axis, size in sizes.items():
+        if size > 1:
+            split.append(f"{axis} {size}")
     return " x ".join(split) or "one device"
 
 
@@ -344,7 +351,10 @@ class MeshLayout(Layout):
 
     def _named(self, axis: str) -> str:
         """Return the mesh axes of a logical axis as a text: mesh.data 2 x mesh.fsdp 4."""
-        return " x ".join(f"mesh.{name} {self.mesh.shape[name]}" for name in self.mesh_axes(axis))
+        factors = []
+        for name in self.mesh_axes(axis):
+            factors.append(f"mesh.{name} {self.mesh.shape[name]}")
+        return " x ".join(factors)
 
     def _fitting(self, axis: str, size: int) -> str:
         """Return a text that names mesh sizes which divide a logical axis of this size."""
@@ -373,7 +383,10 @@ class BatchSharding:
         # All arrays of a batch have the same rows, so the first one stands for all.
         name, leaf = next(iter(abstract.items()))
         indices = self._shardings[name].addressable_devices_indices_map(leaf.shape).values()
-        bounds = {index[0].indices(leaf.shape[0])[:2] for index in indices if index is not None}
+        bounds = set()
+        for index in indices:
+            if index is not None:
+                bounds.add(index[0].indices(leaf.shape[0])[:2])
         self._offsets: dict[int, int] = {}
         """First row of a run of rows in the global batch, and its place in this process' rows."""
         rows: list[slice] = []
@@ -396,7 +409,10 @@ class BatchSharding:
         """
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._shardings)
-        return {name: self._global(name, array) for name, array in batch.items()}
+        arrays = {}
+        for name, array in batch.items():
+            arrays[name] = self._global(name, array)
+        return arrays
 
     def _global(self, name: str, array: np.ndarray) -> jax.Array:
         """Return one array of the global batch, made from this process' rows of the array."""

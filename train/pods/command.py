@@ -195,13 +195,18 @@ def _roofline_facts(report: dict[str, Any]) -> dict[str, str]:
     """Return the lines of a summary that only a step that fits has."""
     roofline = report["roofline"]
     kinds = ("argument", "temporary", "output", "code")
-    sizes = [f"{kind} {gib(report[f'{kind}_bytes_per_device'])}" for kind in kinds]
+    sizes = []
+    for kind in kinds:
+        sizes.append(f"{kind} {gib(report[f'{kind}_bytes_per_device'])}")
     is_gpu = report["platform"] == "gpu"
     clock = f"{roofline['cycles']:.3g} s" if roofline["cycles"] else "clock not published"
     resources = ["compute", "memory", "network"]
     if roofline["slow_network"]:
         resources.append("slow_network")
-    times = ", ".join(f"{name.replace('_', ' ')} {roofline[name]:.3g}" for name in resources)
+    figures = []
+    for name in resources:
+        figures.append(f"{name.replace('_', ' ')} {roofline[name]:.3g}")
+    times = ", ".join(figures)
     bound = roofline["bound"].replace("_", " ")
     sent = sum(row["wire_bytes"] for row in report["collectives"])
     sent_alone = sum(row["alone_bytes"] for row in report["collectives"])
@@ -266,7 +271,10 @@ def _loss(loss: dict[str, Any]) -> str:
             text += f", exponentials of {loss['kept']} kept"
     if len(loss["raises_peak_by"]) <= 1:
         return text
-    costs = ", ".join(f"{kind} by {gib(size)}" for kind, size in loss["raises_peak_by"].items())
+    raises = []
+    for kind, size in loss["raises_peak_by"].items():
+        raises.append(f"{kind} by {gib(size)}")
+    costs = ", ".join(raises)
     return f"{text}; of what auto may be, {costs} above the layers' peak"
 
 

@@ -264,7 +264,10 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     sent = 2 * (2 + again) * positions * slots * sizes["embed"]
     allowed["experts",] = allowed.get(("experts",), 0.0) + sent + gradients
     # Gradients may be summed over any run of neighboring axes.
-    summed = [axis for axis in ("data", "fsdp", "experts", "sequence") if mesh[axis] > 1]
+    summed = []
+    for axis in ("data", "fsdp", "experts", "sequence"):
+        if mesh[axis] > 1:
+            summed.append(axis)
     for first, last in itertools.combinations_with_replacement(range(len(summed)), 2):
         allowed.setdefault(tuple(summed[first : last + 1]), gradients)
     return allowed
@@ -639,6 +642,9 @@ class Compiled:
         for buffer in self.live:
             if buffer.bytes >= NAMED_SHARE * self.used_bytes:
                 temporaries.append(dataclasses.asdict(buffer))
+        memory = {}
+        for name, size in self.memory.items():
+            memory[f"{name}_bytes_per_device"] = size
         return {
             "recipe": config.recipe,
             "fits": self.fits,
@@ -658,7 +664,7 @@ class Compiled:
             "spare_bytes_per_device": self.limit_bytes - self.used_bytes,
             "memory_bytes_per_device": self.chip.hbm_bytes,
             "workspace_bytes_per_device": self.workspace_bytes,
-            **{f"{name}_bytes_per_device": size for name, size in self.memory.items()},
+            **memory,
             "expected_bytes_per_device": expected,
             "peak_over_expected": self.used_bytes / sum(expected.values()),
             "arguments_over_expected": arguments / (expected["state"] + expected["batch"]),

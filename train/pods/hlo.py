@@ -333,7 +333,9 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> list[list[int]
             through the mesh.
         axes: Axes or parts of axes over which a group varies.
     """
-    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh)}
+    sizes = {}
+    for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh):
+        sizes[name] = int(size)
     ids = device_ids or f"[{math.prod(sizes.values())}]"
     devices = _iota(ids).ravel().tolist() if ids.startswith("[") else _numbers(ids)
     coordinates = np.unravel_index(range(len(devices)), tuple(sizes.values()))
@@ -707,7 +709,11 @@ def array_dims(shape: str) -> list[tuple[int, ...]]:
 
 def _ints(dims: str) -> tuple[int, ...]:
     """Return the numbers of a text such as "8,128"."""
-    return tuple(int(size) for size in dims.split(",") if size)
+    extents = []
+    for size in dims.split(","):
+        if size:
+            extents.append(int(size))
+    return tuple(extents)
 
 
 def parse(text: str) -> Module:
@@ -757,7 +763,11 @@ def _sources(text: str) -> dict[str, str]:
     for number, file, line in locations:
         places[number] = f"{_place(files[file])}:{line}"
     frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", text, re.MULTILINE)
-    return {number: places[location] for number, location in frames if location in places}
+    found = {}
+    for number, location in frames:
+        if location in places:
+            found[number] = places[location]
+    return found
 
 
 def _place(path: str) -> str:

@@ -142,7 +142,10 @@ def candidates(
     fields = typing.get_type_hints(ComputeConfig)
     policies = typing.get_args(fields["remat"])
     # "auto" is one of the others.
-    losses = [loss for loss in typing.get_args(fields["cross_entropy"]) if loss != "auto"]
+    losses = []
+    for loss in typing.get_args(fields["cross_entropy"]):
+        if loss != "auto":
+            losses.append(loss)
     blocks = _blocks(config, chip)
     batch_sizes = [int(config.data.batch_size * factor) for factor in batches]
     # Compiler flags are compared on GPUs, whose step they change more than that of a TPU.
@@ -256,7 +259,9 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     keys = 4 * rows * read * sizes["kv_heads"] * sizes["head_dim"] / mesh["tensor"]
 
     # A ring of n devices sends (n - 1) / n of an array.
-    ring = {axis: (size - 1) / size for axis, size in mesh.items()}
+    ring = {}
+    for axis, size in mesh.items():
+        ring[axis] = (size - 1) / size
     # A device gathers and sums only its own experts; tokens are sent to experts and back.
     weights -= 2 * estimates.expert_weights(program.definition) / mesh["tensor"] * ring["experts"]
     gathered = (2 + again) * weights * config.accumulation_steps
@@ -297,7 +302,10 @@ def smallest_that_fits(config: Config, chip: Chip) -> tuple[str, Candidate] | No
     assert chip.gpu is not None
     memory_budget = ROOM * array_bytes_of_gpu(chip, num_communicators=1)
     full = chip.gpu.per_host
-    shapes = [str(gpus) for gpus in range(1, full + 1) if full % gpus == 0]
+    shapes = []
+    for gpus in range(1, full + 1):
+        if full % gpus == 0:
+            shapes.append(str(gpus))
     hosts = 2
     while hosts <= MOST_HOSTS:
         shapes.append(f"{hosts}x{full}")

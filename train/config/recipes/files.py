@@ -11,6 +11,7 @@ from typing import Any
 
 from mupax.config_fields import names_with
 from mupax.disk import DEEPEST, nested_deeper, path_of
+from mupax.mappings import drop_keys
 from mupax.train.config import data_sizes
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, model_to_json, to_json, with_current_pixels
@@ -84,7 +85,7 @@ def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:
         path: Path of the record, for messages only.
     """
     left_out = (*_OF_ONE_RUN, "distributed")
-    remaining = {name: value for name, value in fields.items() if name not in left_out}
+    remaining = drop_keys(fields, left_out)
 
     def load() -> Config:
         try:

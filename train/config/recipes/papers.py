@@ -31,7 +31,9 @@ def bordelon_vit() -> Config:
     """
     beta0 = 4.0
     root = math.sqrt(0.5)
-    rates = [f"rates.{group}={beta0:g}" for group in ("patch_embedding", "position", "readout")]
+    rates = []
+    for group in ("patch_embedding", "position", "readout"):
+        rates.append(f"rates.{group}={beta0:g}")
     # Both factors of 2^-1/2 together halve the attention logits.
     multipliers = [f"multipliers.{group}={root!r}" for group in ("query", "key")]
     return Config(

@@ -85,7 +85,9 @@ def stand_ins(config: MeshConfig) -> Sequence[Any] | None:
             needed *= size
     if needed <= len(present) or present[0].platform == "tpu":
         return None
-    fakes = [FakeDevice(present[0], index) for index in range(len(present), needed)]
+    fakes = []
+    for index in range(len(present), needed):
+        fakes.append(FakeDevice(present[0], index))
     return [*present, *fakes]
 
 
@@ -124,9 +126,10 @@ def temporary(program: Program, row: int) -> int:
     num_rows = config.data.batch_size // config.accumulation_steps // layout.num_shards("batch")
     saves_activations = config.model.compute.remat in ("none", "dots")
     less_fused = _LESS_FUSED if saves_activations else 1.0
-    gradients = sum(
-        memory.bytes_of(leaf, leaf.sharding) for leaf in program.abstract.params.values()
-    )
+    sizes = []
+    for leaf in program.abstract.params.values():
+        sizes.append(memory.bytes_of(leaf, leaf.sharding))
+    gradients = sum(sizes)
     num_splits = layout.num_shards("sequence") * layout.num_shards("heads")
     # Accumulation keeps the sum of gradients besides the microbatch's own.
     num_gradients = 2 + (config.accumulation_steps > 1)

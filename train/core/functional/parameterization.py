@@ -58,9 +58,9 @@ class Parameterization:
         sizes = self.definition.sizes
         name = self.config.name
         decay = self.config.decay
-        scales = [
-            self.preset.scales(spec, sizes, name, decay) for spec in self.definition.specs.values()
-        ]
+        scales = []
+        for spec in self.definition.specs.values():
+            scales.append(self.preset.scales(spec, sizes, name, decay))
         return jax.tree.unflatten(self.definition.structure, scales)
 
     def init(self, seed: jax.Array | int) -> Any:
