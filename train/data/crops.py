@@ -42,7 +42,9 @@ class RandomCrop:
 
     def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
         """Return the crops, float32 [B, size, size, C]. The arguments are those of a `View`."""
-        crops = [self._crop(image, *row) for image, row in zip(images, uniforms, strict=True)]
+        crops = []
+        for image, row in zip(images, uniforms, strict=True):
+            crops.append(self._crop(image, *row))
         return np.stack(crops)
 
     def least_side(self, uniforms: np.ndarray) -> int:
@@ -208,9 +210,9 @@ def inception_crop(size: int) -> View:
     """
 
     def view(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-        crops = [
-            _inception_crop(image, size, *row) for image, row in zip(images, uniforms, strict=True)
-        ]
+        crops = []
+        for image, row in zip(images, uniforms, strict=True):
+            crops.append(_inception_crop(image, size, *row))
         return np.stack(crops)
 
     return view

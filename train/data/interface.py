@@ -281,7 +281,10 @@ class Data(abc.ABC):
             parts = [make_batch(k, part_rows) for part_rows in rows or (ALL_ROWS,)]
             if len(parts) == 1:
                 return parts[0]
-            return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            joined = {}
+            for name in parts[0]:
+                joined[name] = np.concatenate([part[name] for part in parts])
+            return joined
 
         buffer_size = max(self.threads, _BATCHES_AHEAD)
         options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=buffer_size)

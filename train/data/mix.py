@@ -74,7 +74,9 @@ def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
 
 def _counts(weights: dict[str, float]) -> dict[str, int]:
     """Return whole numbers in proportion to the weights that add up to `BLOCK`."""
-    exact = {name: BLOCK * weight / sum(weights.values()) for name, weight in weights.items()}
+    exact = {}
+    for name, weight in weights.items():
+        exact[name] = BLOCK * weight / sum(weights.values())
     counts = {name: int(share) for name, share in exact.items()}
     by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
     for name in by_remainder[: BLOCK - sum(counts.values())]:

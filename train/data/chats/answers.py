@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from mupax.mappings import drop_keys
 from mupax.train.data.chats.templates import MARKS, PARTS, QUOTE, Template
 from mupax.train.data.interface import DataError
 from mupax.train.data.text import quoting
@@ -115,7 +116,10 @@ class ChatTokens:
             DataError: The template refuses the messages, or does not tell which part is an answer.
         """
         shown = [self._quoted(message) for message in shown_to_template(messages)]
-        masked = [i for i, message in enumerate(messages) if not _UNSEEN.isdisjoint(message)]
+        masked = []
+        for i, message in enumerate(messages):
+            if not _UNSEEN.isdisjoint(message):
+                masked.append(i)
         if self.loss_on == "all" and not masked:
             text, special, _ = self._read(self.template.render(shown, prompt=False), [])
             return Rendered(text, special, None)
@@ -149,7 +153,10 @@ class ChatTokens:
         if isinstance(value, list):
             return [self._quoted(item) for item in value]
         if isinstance(value, dict):
-            return {name: self._quoted(item) for name, item in value.items()}
+            quoted = {}
+            for name, item in value.items():
+                quoted[name] = self._quoted(item)
+            return quoted
         return value
 
     def _read(self, text: str, spans: Sequence[Span]) -> tuple[str, list[int], list[Span]]:
@@ -181,7 +188,10 @@ class ChatTokens:
         Args:
             by_message: True if the number of each answer's message must be right.
         """
-        indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        indices = []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                indices.append(i)
         if self.template.marks_answers:
             text, marked = _unmarked(self.template.marked(messages))
             if len(marked) == len(indices):
@@ -241,7 +251,9 @@ class ChatTokens:
                     f"the chat template {self.template.name} changes a content that has {PARTS}, so "
                     f"its parts cannot be told; take {PARTS} out of the record"
                 )
-        cut = [(start + part["begin_offset"], start + part["end_offset"] + 1) for part in context]
+        cut = []
+        for part in context:
+            cut.append((start + part["begin_offset"], start + part["end_offset"] + 1))
         return _without([span], cut)
 
     def _targets(self, count: int, places: np.ndarray, spans: list[Span] | None) -> np.ndarray:
@@ -284,7 +296,7 @@ def shown_to_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """
     shown = []
     for message in messages:
-        shown.append({name: value for name, value in message.items() if name not in _UNSEEN})
+        shown.append(drop_keys(message, _UNSEEN))
     return shown
 
 
@@ -296,7 +308,10 @@ def _without(spans: Sequence[Span], cut: Sequence[Span]) -> list[Span]:
         for start, stop in remaining:
             parts.append((start, min(stop, first)))
             parts.append((max(start, last), stop))
-        remaining = [(start, stop) for start, stop in parts if start < stop]
+        remaining = []
+        for start, stop in parts:
+            if start < stop:
+                remaining.append((start, stop))
     return remaining
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax.disk import JsonError, path_of, read_json
+from mupax.mappings import drop_none
 from mupax.train.data.interface import DataError
 
 FILE = "chat_template.jinja"
@@ -240,7 +241,9 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
     if isinstance(source, list):
         # Several templates, each with a name.
         named = [entry for entry in source if isinstance(entry, dict)]
-        by_name = {entry.get("name"): entry.get("template") for entry in named}
+        by_name = {}
+        for entry in named:
+            by_name[entry.get("name")] = entry.get("template")
         source = by_name.get("default")
     if folder and isinstance(source, str):
         return Template(source, str(folder / CONFIG), tokens, dated)
@@ -288,7 +291,10 @@ def checked(messages: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, list) or not messages:
         raise DataError('messages are a list of at least one {"role": ..., "content": ...}')
-    return [_checked(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    checked = []
+    for i, message in enumerate(messages):
+        checked.append(_checked(message, f"messages[{i}]"))
+    return checked
 
 
 def _checked(message: Any, where: str) -> dict[str, Any]:
@@ -316,9 +322,12 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
             f"{where} has a character that is of no text (NUL, U+FDD0 to U+FDD3); remove it"
         )
 
-    fields = {name: value for name, value in message.items() if value is not None}
+    fields = drop_none(message)
     fields["content"] = content
-    trained = [_is_trained(fields.pop(name), name, where) for name in WEIGHTS if name in fields]
+    trained = []
+    for name in WEIGHTS:
+        if name in fields:
+            trained.append(_is_trained(fields.pop(name), name, where))
     if PARTS in fields:
         _check_parts(fields[PARTS], len(content), where)
     if not all(trained):

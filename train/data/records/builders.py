@@ -72,7 +72,10 @@ class PythonCorpus(tfds.core.GeneratorBasedBuilder):
     def _generate_examples(self, side: str) -> Iterator[tuple[int, dict[str, Any]]]:
         from mupax.train.data.records import corpus
 
-        files = [(name, path) for name, path in corpus.python_files() if corpus.side(name) == side]
+        files = []
+        for name, path in corpus.python_files():
+            if corpus.side(name) == side:
+                files.append((name, path))
         for i, (name, path) in enumerate(files):
             yield i, {"path": name, "text": path.read_bytes()}
 

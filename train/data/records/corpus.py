@@ -249,10 +249,10 @@ def _pieces(
     if cuts[-1] < stop:
         cuts.append(stop)
     log = broken or BrokenLog()
-    return [
-        Piece(path, first, last, last == stop, is_utf8, log)
-        for first, last in itertools.pairwise(cuts)
-    ]
+    pieces = []
+    for first, last in itertools.pairwise(cuts):
+        pieces.append(Piece(path, first, last, last == stop, is_utf8, log))
+    return pieces
 
 
 def _after_line(path: Path, near: int, stop: int) -> int:

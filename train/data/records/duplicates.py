@@ -127,7 +127,10 @@ def report_files(
     by_size: dict[int, list[Path]] = {}
     for file in train:
         by_size.setdefault(file.path.stat().st_size, []).append(file.path)
-    only_held_out = [file.path for file in held_out if file.sides == {"eval"}]
+    only_held_out = []
+    for file in held_out:
+        if file.sides == {"eval"}:
+            only_held_out.append(file.path)
     copies = 0
     for path in only_held_out:
         equal_size = by_size.get(path.stat().st_size, [])

@@ -139,7 +139,10 @@ def summary(skipped: dict[str, str]) -> list[str]:
     counts = Counter(skipped.values())
     lines = []
     for reason, count in counts.most_common():
-        names = [name for name, entry_reason in skipped.items() if entry_reason == reason]
+        names = []
+        for name, entry_reason in skipped.items():
+            if entry_reason == reason:
+                names.append(name)
         remainder = f" and {count - _LISTED} more" if count > _LISTED else ""
         entries = "entry" if count == 1 else "entries"
         listed = ", ".join(names[:_LISTED])

@@ -100,7 +100,9 @@ def by_name(names: Iterable[str], place: str) -> SplitNames | None:
             )
 
     # Every part has at most one word.
-    parts = {split: next(iter(named.values()), []) for split, named in words.items()}
+    parts = {}
+    for split, named in words.items():
+        parts[split] = next(iter(named.values()), [])
     if parts["validation"]:
         return SplitNames(parts["train"], parts["validation"], parts["test"])
     return SplitNames(parts["train"], parts["test"], [])
@@ -139,7 +141,9 @@ def file_split(files: Iterable[str], place: str) -> FileSplit | None:
     prefix = ""
     while candidates:
         # Name of the file or folder directly below `prefix` for each file.
-        tops = {file: file.removeprefix(prefix).partition("/")[0] for file in candidates}
+        tops = {}
+        for file in candidates:
+            tops[file] = file.removeprefix(prefix).partition("/")[0]
         folders = {top for file, top in tops.items() if file != prefix + top}
         parts = by_name(folders, place)
         if parts is None and len(candidates) == len(data_files):

@@ -151,7 +151,11 @@ def _record_parts(file: Lines | Table, side: str | None) -> Iterator[tuple[str, 
 def _read_records(file: Any, part: Any, side: str | None) -> list[tuple[bytes, bool]]:
     """Return the texts of a part that are on a side, or all texts for `None`."""
     texts = file.read(part)
-    return [(text, True) for text in texts if text and side in (None, corpus.side(text))]
+    chosen = []
+    for text in texts:
+        if text and side in (None, corpus.side(text)):
+            chosen.append((text, True))
+    return chosen
 
 
 def _read_ids(file: IdFile, start: int, stop: int) -> list[tuple[np.ndarray, bool]]:

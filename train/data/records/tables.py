@@ -73,7 +73,9 @@ class Table:
 
     def __post_init__(self) -> None:
         with explained(self.path), opened(self.path) as table:
-            columns = {column.name: column.type for column in table.schema_arrow}
+            columns = {}
+            for column in table.schema_arrow:
+                columns[column.name] = column.type
         texts = [name for name, column in columns.items() if self.holds(column)]
         if self.field in texts:
             return

@@ -70,8 +70,16 @@ class Files(NamedTuple):
         its key if the same rules apply to it.
         """
         facts = [f"{name} is for {side}" for name, side in sorted(self.sides.items())]
-        facts += [f"{name} has a mark" for name, _ in self.text if name in self.marked]
-        facts += [f"{name} has {file.dtype.str}" for name, file in self.ids if not file.is_usual]
+        marks = []
+        for name, _ in self.text:
+            if name in self.marked:
+                marks.append(f"{name} has a mark")
+        facts += marks
+        unusual = []
+        for name, file in self.ids:
+            if not file.is_usual:
+                unusual.append(f"{name} has {file.dtype.str}")
+        facts += unusual
         if self.broken.skip:
             facts.append("broken entries are left out")
         return facts

@@ -90,16 +90,21 @@ def prepared_parts(data_dir: str | None, note: cache.Note) -> list[Any]:
         if not prepared.exists():
             files[part] = base / f"{part}.npz"
 
-    missing = [file.name for file in files.values() if not file.exists()]
+    missing = []
+    for file in files.values():
+        if not file.exists():
+            missing.append(file.name)
     if missing:
         raise DataError(
             f"cifar5m needs {', '.join(missing)} in {base}; get them from {SOURCE}, "
             "or set data.data_dir to the folder that has them"
         )
-    return [
-        builders.embedded(Cifar5m, data_dir, note, config=part, source=files.get(part))
-        for part in PARTS
-    ]
+    parts = []
+    for part in PARTS:
+        parts.append(
+            builders.embedded(Cifar5m, data_dir, note, config=part, source=files.get(part))
+        )
+    return parts
 
 
 class Cifar5m(tfds.core.GeneratorBasedBuilder):

@@ -138,7 +138,9 @@ class Folder(NamedTuple):
             classes: Classes of a model in its order. They must include all classes of the folder.
         """
         # File systems differ in how they compose accents: NFC makes equal names equal.
-        label_of = {nfc(name): label for label, name in enumerate(classes)}
+        label_of = {}
+        for label, name in enumerate(classes):
+            label_of[nfc(name)] = label
         labels = [label_of[name] for name in self.classes]
 
         def relabelled(files: _Labelled) -> _Labelled:
@@ -595,7 +597,10 @@ def _scanned(
 
         with ThreadPool(decoding_threads()) as pool:
             results = pool.imap(look, chosen_paths, chunksize=64)
-            return {str(path): result for path, result in zip(chosen_paths, results, strict=True)}
+            results_by_path = {}
+            for path, result in zip(chosen_paths, results, strict=True):
+                results_by_path[str(path)] = result
+            return results_by_path
 
     def compute() -> dict[str, float]:
         note(f"decoding {len(files)} images, to find broken ones")
@@ -713,7 +718,9 @@ def _part(root: Path, path: Path) -> _Part:
     """
     listing = files_below(path)
     prefix = "" if path == root else f"{nfc(path.relative_to(root).as_posix())}/"
-    skipped = {prefix + name: reason for name, reason in listing.skipped.items()}
+    skipped = {}
+    for name, reason in listing.skipped.items():
+        skipped[prefix + name] = reason
     unread = {name for name in listing.skipped if "/" not in name}
     classes: dict[str, _Labelled] = {}
     for name in _folder_names(path):
@@ -732,18 +739,28 @@ def _part(root: Path, path: Path) -> _Part:
             raise DataError(
                 f"{path / name} {reason}; make it readable or take it out of the folder"
             )
-    return _Part({name: sorted(classes[name]) for name in sorted(classes)}, skipped)
+    sorted_classes = {}
+    for name in sorted(classes):
+        sorted_classes[name] = sorted(classes[name])
+    return _Part(sorted_classes, skipped)
 
 
 def _folder_names(path: Path) -> list[str]:
     """Return the sorted names of visible folders in a folder, without links to its parents."""
     try:
-        names = [sub.name for sub in path.iterdir() if not is_hidden(sub.name) and sub.is_dir()]
+        names = []
+        for sub in path.iterdir():
+            if not is_hidden(sub.name) and sub.is_dir():
+                names.append(sub.name)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     if not is_remote(path):
         real_path = path.resolve()
-        names = [name for name in names if not real_path.is_relative_to((path / name).resolve())]
+        outside = []
+        for name in names:
+            if not real_path.is_relative_to((path / name).resolve()):
+                outside.append(name)
+        names = outside
     return sorted(names)
 
 
@@ -794,7 +811,9 @@ def _split_by_names(path: Path, names: list[str]) -> Folder:
     # Test images of competitions have no folders of classes.
     labelled = [name for name in names if _folder_names(path / name)]
     unlabelled = [name for name in names if name not in labelled]
-    notes = [f"{path / name} is not used: it has no folders of classes" for name in unlabelled]
+    notes = []
+    for name in unlabelled:
+        notes.append(f"{path / name} is not used: it has no folders of classes")
     training = [name for name in labelled if split_of(name) == "train"]
     if not training:
         raise DataError(

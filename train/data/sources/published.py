@@ -142,10 +142,10 @@ def text_documents(
         with cache.whole(data_set.folder, config.name):
             builder = builders.from_folder(data_set.folder)
             feature = _feature(builder, data_set, (tfds.features.Text,), "text")
-        return {
-            side: text.records(builders.Source(builder, split), feature)
-            for side, split in data_set.splits.items()
-        }
+        sides = {}
+        for side, split in data_set.splits.items():
+            sides[side] = text.records(builders.Source(builder, split), feature)
+        return sides
 
     # Without a suffix at 100 %, so that the cache of a complete data set keeps its name.
     part = "" if config.train_percent == 100 else f"-{config.train_percent}"
@@ -305,7 +305,11 @@ def _not_prepared(name: str, dataset: str, folder: Path, base: Path, data_dir: s
     """Return a message for a data set without a prepared version: how to name or prepare it."""
     configs: list[str] = []
     if folder.is_dir():
-        configs = sorted(sub.name for sub in folder.iterdir() if _versions(sub))
+        versioned = []
+        for sub in folder.iterdir():
+            if _versions(sub):
+                versioned.append(sub.name)
+        configs = sorted(versioned)
     if configs:
         return f"{folder} has several configurations; write data.name as {dataset}/{configs[0]}"
     if dataset.split("/")[0] not in builder_names():
@@ -345,7 +349,10 @@ def _described(folder: Path, dataset: str) -> DataSet:
             "python -m tensorflow_datasets.scripts.convert_format "
             f"--dataset_dir={folder} --out_file_format=array_record"
         )
-    splits = [split.get("name") for split in listed if isinstance(split, dict)]
+    splits = []
+    for split in listed:
+        if isinstance(split, dict):
+            splits.append(split.get("name"))
     if "train" not in splits:
         raise DataError(f"{folder} has no split train, only {', '.join(map(str, splits))}")
 

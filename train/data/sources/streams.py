@@ -93,10 +93,13 @@ def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
     broken = BrokenLog()
     broken.keep_in(key)
     count = math.gcd(config.batch_size, source.splits["train"].num_shards, files.MOST_LANES)
+    shards = []
+    for i in range(count):
+        shards.append(hub.HubDocuments(source, "train", field, (i, count), broken))
     corpus = Corpus(
         key=key,
         identity=cache.digest(source.revision, field),
-        lanes=[hub.HubDocuments(source, "train", field, (i, count), broken) for i in range(count)],
+        lanes=shards,
         train=hub.HubDocuments(source, "train", field),
         held_out=hub.HubDocuments(source, "eval", field, broken=broken),
         facts={"revision": source.revision},

@@ -91,7 +91,9 @@ def part_config(config: DataConfig, name: str) -> DataConfig:
         name: Source of the part, as data.name takes it.
     """
     part = dataclasses.replace(config, name=name, mix=(), eval_examples=None)
-    kinds = {other.source.partition(":")[0] for other in mix.parts(config.mix).values()}
+    kinds = set()
+    for other in mix.parts(config.mix).values():
+        kinds.add(other.source.partition(":")[0])
     kind, _, path = name.partition(":")
     usual_field = type(config).field
     if kind == "chat" and kinds != {"chat"}:
@@ -119,7 +121,9 @@ def weighted(
         weights: Share of the bytes of each text, by name. A small text is read again until all
             others have been read. With None each text is read once.
     """
-    keys = [f"{name} {texts[name].key} {weights[name] if weights else ''}" for name in texts]
+    keys = []
+    for name in texts:
+        keys.append(f"{name} {texts[name].key} {weights[name] if weights else ''}")
     special: dict[str, None] = {}
     for part in texts.values():
         special |= dict.fromkeys(part.special)

@@ -348,10 +348,9 @@ class TokenData(TextWindows):
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
         """Return training windows by their numbers, int32 [B, T + 1]."""
         epochs, windows = self._shuffle(indices)
-        starts = [
-            self._offset(int(epoch)) + window * self._seq_len
-            for epoch, window in zip(epochs, windows, strict=True)
-        ]
+        starts = []
+        for epoch, window in zip(epochs, windows, strict=True):
+            starts.append(self._offset(int(epoch)) + window * self._seq_len)
         tokens = np.empty((len(starts), self._seq_len + 1), np.int32)
         for row, start in zip(tokens, starts, strict=True):
             row[:] = self._train[start : start + self._seq_len + 1]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mupax.mappings import drop_none
 from mupax.train import data as sources
 from mupax.train.config.data import source
 from mupax.train.data import cache, interface
@@ -81,7 +82,9 @@ def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float
         _counted_targets(train), targets, positions, 4, vocab_size
     )
     num_copied = _MOST_COPIED // train["targets"].shape[1]
-    first_examples = {name: array[:num_copied] for name, array in train.items()}
+    first_examples = {}
+    for name, array in train.items():
+        first_examples[name] = array[:num_copied]
     copy = copy_losses(first_examples, test, fourgram, special)
     return {
         "trigram": float(trigram.mean()),
@@ -99,7 +102,10 @@ def _examples(batches: Iterator[Batch], most_targets: int) -> Batch:
             break
         parts.append(batch)
         num_targets += batch["targets"].size
-    return {name: np.concatenate([batch[name] for batch in parts]) for name in parts[0]}
+    joined = {}
+    for name in parts[0]:
+        joined[name] = np.concatenate([batch[name] for batch in parts])
+    return joined
 
 
 def _counted_targets(examples: Batch) -> np.ndarray:
@@ -335,7 +341,7 @@ def noise_of(config: DataConfig) -> Noise:
     assert config.noise is not None
     fields = {"rate": config.noise_rate, "mean_span": config.noise_span}
     # A field that is `None` has the default of the noise.
-    chosen = {name: value for name, value in fields.items() if value is not None}
+    chosen = drop_none(fields)
     return NOISES[config.noise](**chosen)
 
 

@@ -37,7 +37,11 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         # Skipped tokens are left out, so that every token of the window has text.
-        self._window = [int(token) for token in prompt if not tokenizer.is_skipped(int(token))]
+        visible = []
+        for token in prompt:
+            if not tokenizer.is_skipped(int(token)):
+                visible.append(int(token))
+        self._window = visible
         self._limit = _LONGEST_WINDOW
         # Number of byte tokens at the end of the window.
         self._run = 0

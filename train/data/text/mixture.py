@@ -143,9 +143,9 @@ class Mixture(Data):
         """Return the bytes of text per target, averaged over the evaluation examples in use."""
         texts, _ = self._eval(range(self.eval_size))
         num_examples = np.bincount(texts, minlength=len(self._texts))
-        counts = [
-            text.counted(int(count)) for text, count in zip(self._texts, num_examples, strict=True)
-        ]
+        counts = []
+        for text, count in zip(self._texts, num_examples, strict=True):
+            counts.append(text.counted(int(count)))
         targets = sum(count.targets for count in counts)
         return sum(count.text_bytes for count in counts) / max(targets, 1)
 
@@ -163,13 +163,17 @@ class Mixture(Data):
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
         texts, examples = self._train(interface.batch_indices(k, self.batch_size, rows))
-        parts = [text.train_examples(examples[texts == i]) for i, text in enumerate(self._texts)]
+        parts = []
+        for i, text in enumerate(self._texts):
+            parts.append(text.train_examples(examples[texts == i]))
         return _joined(parts, texts)
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = np.array(interface.batch_indices(j, self.eval_batch_size, rows))
         texts, examples = self._eval(indices)
-        parts = [text.eval_examples_of(examples[texts == i]) for i, text in enumerate(self._texts)]
+        parts = []
+        for i, text in enumerate(self._texts):
+            parts.append(text.eval_examples_of(examples[texts == i]))
         batch = _joined(parts, texts)
         # Examples past the last one have no weight, although their texts may have more.
         batch["weights"][indices >= self.eval_size] = 0.0

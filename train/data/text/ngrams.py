@@ -42,7 +42,10 @@ def references(
         stride = -(-len(positions) // _MOST_TARGETS)
         positions = positions[::stride]
         losses = nats_per_byte(train[:_MOST_BYTES], eval_, positions, max(_NAMES))
-        return {name: float(losses[order - 1].mean()) for order, name in _NAMES.items()}
+        means = {}
+        for order, name in _NAMES.items():
+            means[name] = float(losses[order - 1].mean())
+        return means
 
     key = cache.digest(digest, targets.tobytes())
     losses = cache.remembered(f"ngrams-{key}", compute)

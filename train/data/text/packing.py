@@ -132,7 +132,9 @@ def _help(documents: Documents, tokenizer: Encoder, folder: Path) -> None:
 
 def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.Note) -> None:
     """Tokenize both sides into `folder`, from where a killed pass stopped."""
-    sides = {side: _pack_side(documents[side], side, tokenizer, folder, note) for side in SIDES}
+    sides = {}
+    for side in SIDES:
+        sides[side] = _pack_side(documents[side], side, tokenizer, folder, note)
     quoted = {side: facts.pop("quoted") for side, facts in sides.items()}
     manifest = {
         "format": _FORMAT,

@@ -55,7 +55,10 @@ class QuoteCounter:
         total = collections.Counter()
         for token_pattern in self._patterns:
             total.update(token_pattern.findall(text))
-        return {token.decode(): count for token, count in total.items()}
+        counts = {}
+        for token, count in total.items():
+            counts[token.decode()] = count
+        return counts
 
 
 def _tree(tokens: list[str]) -> str:

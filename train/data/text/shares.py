@@ -78,7 +78,10 @@ def steps(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
 def encoded(step: list[Document], tokenizer: Encoder) -> list[np.ndarray]:
     """Return the ids of each document, with the separator if the document ends."""
     separator = np.array([tokenizer.separator])
-    texts = [document.text for document in step if document.ids is None]
+    texts = []
+    for document in step:
+        if document.ids is None:
+            texts.append(document.text)
     text_ids = iter(tokenizer.encode(texts))
     ids = []
     for document in step:
@@ -250,9 +253,8 @@ def _read(path: Path, count: int, dtype: str) -> list[Part] | None:
 
     tokens = np.split(ids, np.cumsum(facts[:, 0]))
     # `np.split` returns an empty array after the last cut, for which there is no document.
-    documents = [
-        Document(b"", int(text_bytes), bool(ends), document_ids, True, counts)
-        for document_ids, (_, text_bytes, ends), counts in zip(tokens, facts, quotes, strict=False)
-    ]
+    documents = []
+    for document_ids, (_, text_bytes, ends), counts in zip(tokens, facts, quotes, strict=False):
+        documents.append(Document(b"", int(text_bytes), bool(ends), document_ids, True, counts))
     remaining = iter(documents)
     return [list(itertools.islice(remaining, int(size))) for size in sizes]

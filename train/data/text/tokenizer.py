@@ -106,7 +106,11 @@ class Bytes:
         Bytes that are no UTF-8 become U+FFFD, and so do ids above 255, which a model with a larger
         vocabulary may write.
         """
-        content = bytes(min(int(i), _NO_UTF8) for i in ids if i != self.separator)
+        values = []
+        for i in ids:
+            if i != self.separator:
+                values.append(min(int(i), _NO_UTF8))
+        content = bytes(values)
         return content.decode("utf-8", errors="replace")
 
     unknown: ClassVar[int | None] = None
@@ -284,7 +288,10 @@ class Subwords:
     def _no_separator(self, separator: str | None) -> DataError:
         """Return the error of a vocabulary without the separator."""
         added = self._library.get_added_tokens_decoder().values()
-        special = [token.content for token in added if token.special]
+        special = []
+        for token in added:
+            if token.special:
+                special.append(token.content)
         missing = "token to end a document with" if separator is None else f"token {separator}"
         advice = f", or add {SEPARATOR} to it"
         if special:
@@ -465,7 +472,11 @@ class Subwords:
     @functools.cached_property
     def _special(self) -> frozenset[int]:
         added = self._library.get_added_tokens_decoder()
-        return frozenset(token for token, entry in added.items() if entry.special)
+        special = []
+        for token, entry in added.items():
+            if entry.special:
+                special.append(token)
+        return frozenset(special)
 
     @functools.cached_property
     def _decoders(self) -> frozenset[str]:
