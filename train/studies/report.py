@@ -113,7 +113,10 @@ class Report:
             facts: (name, value) of all else that the numbers come from.
         """
         body = [f"<h1>{html.escape(title)}</h1>"]
-        body += [f'<p class="answer">{html.escape(answer)}</p>' for answer in self.answers]
+        answers = []
+        for answer in self.answers:
+            answers.append(f'<p class="answer">{html.escape(answer)}</p>')
+        body += answers
         for sentence, next_command in self.steps:
             body.append(f"<p>{html.escape(sentence)}</p>")
             if next_command:

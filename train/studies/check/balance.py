@@ -131,7 +131,10 @@ def balance(
         rates = balanced(definition, grads, unit(grads))
         return speeds, parts, rates
 
-    readouts = [name for name, spec in definition.specs.items() if spec.role is Role.READOUT]
+    readouts = []
+    for name, spec in definition.specs.items():
+        if spec.role is Role.READOUT:
+            readouts.append(name)
     scale = 1.0
     tried: list[tuple[float, float]] = []
     for _ in range(_ROUNDS):
@@ -181,7 +184,9 @@ def desiderata(
 
     for preset in presets:
         _refuse_blocks(preset)
-    factors = [resolve(preset, definition, config.name, "independent") for preset in presets]
+    factors = []
+    for preset in presets:
+        factors.append(resolve(preset, definition, config.name, "independent"))
     stds = [init_stds(preset, definition) for preset in presets]
     speeds = []
     for preset_stds, preset_factors in zip(stds, factors, strict=True):
@@ -312,7 +317,10 @@ def _shared_rates(
     """
     counts: dict[str, int] = {}
     for layer in layers:
-        outside = [groups[name] for name, index in layer.items() if index is None]
+        outside = []
+        for name, index in layer.items():
+            if index is None:
+                outside.append(groups[name])
         for group in dict.fromkeys(outside):
             counts[group] = counts.get(group, 0) + 1
 
@@ -345,7 +353,9 @@ def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
         for total, product in ((squares, g * g), (slopes, g * u)):
             group_sums = total.get(spec.group, jnp.zeros(layers))
             total[spec.group] = group_sums + jnp.sum(product.reshape(layers, -1), axis=1)
-    norms = {group: jnp.sqrt(square) for group, square in squares.items()}
+    norms = {}
+    for group, square in squares.items():
+        norms[group] = jnp.sqrt(square)
     return Parts(norms, slopes)
 
 
@@ -384,7 +394,9 @@ def _table(definition: Definition, factors: Factors, reference: Preset, optimize
     }
     scales: dict[str, Scales] = {}
     for name, spec in definition.specs.items():
-        numbers = {field: _number(column[name]) for field, column in columns.items()}
+        numbers = {}
+        for field, column in columns.items():
+            numbers[field] = _number(column[name])
         row = Scales(**numbers)
         # A table has a row per group, so two parameters of a group cannot differ.
         if scales.setdefault(spec.group, row) != row:
@@ -420,9 +432,9 @@ def _residual_scales(
     """Return the residual scales of every layer and branch of a stack."""
     layers = []
     for layer in range(sizes[stack.axis]):
-        branches = [
-            reference.residual_scale(sizes, layer, branch, stack) for branch in stack.branches
-        ]
+        branches = []
+        for branch in stack.branches:
+            branches.append(reference.residual_scale(sizes, layer, branch, stack))
         layers.append(tuple(branches))
     return tuple(layers)
 

@@ -249,9 +249,10 @@ def _grow_key_heads(
             f"key heads grow from 1 to {query_heads}; "
             f"write --sizes {query_heads.bit_length()} or fewer"
         )
-    return [
-        dataclasses.replace(start, num_heads=query_heads, num_kv_heads=2**k) for k in range(count)
-    ]
+    variants = []
+    for k in range(count):
+        variants.append(dataclasses.replace(start, num_heads=query_heads, num_kv_heads=2**k))
+    return variants
 
 
 def batch(model: ModelConfig) -> dict[str, np.ndarray]:

@@ -206,7 +206,9 @@ def _plan(args: Check, config: Config, rest: Sequence[str]) -> _Plan:
     from mupax.train.studies.check import check, groups, theory
     from mupax.zoo.definition import definition
 
-    written = {word.partition("=")[0].removeprefix("--model.").replace("-", "_") for word in rest}
+    written = set()
+    for word in rest:
+        written.add(word.partition("=")[0].removeprefix("--model.").replace("-", "_"))
     model, fixed_fields, notes = check.own_inputs(config.model, written)
     models = check.grow(model, args.grow, args.sizes, fixed_fields)
     preset = relative(config.preset, models[0])
@@ -387,7 +389,10 @@ def _report(
     )
     vanishing = about["vanishing"]
     if vanishing:
-        allowed = ", ".join(f"{name} go as {exponent:+.2f}" for name, exponent in vanishing.items())
+        exponents = []
+        for name, exponent in vanishing.items():
+            exponents.append(f"{name} go as {exponent:+.2f}")
+        allowed = ", ".join(exponents)
         terminal.say(f"by its source the preset lets {allowed}")
 
     if args.json:

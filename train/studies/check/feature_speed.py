@@ -186,7 +186,10 @@ def of_model(
             # NNX blocks are stacks, so one layer is bound as a stack of length 1.
             stacked = {name for name in weights if definition.specs[name].stacked}
             weights = {name: w[None] if name in stacked else w for name, w in weights.items()}
-            multipliers |= {name: multipliers[name][index : index + 1] for name in stacked}
+            own_multipliers = {}
+            for name in stacked:
+                own_multipliers[name] = multipliers[name][index : index + 1]
+            multipliers |= own_multipliers
             for name, x in forward.items():
                 if name.startswith(stack):
                     # Forward factors of the other stack (encoder or decoder) keep their own length.
@@ -246,13 +249,17 @@ def of_model(
     if is_encoder_decoder:
         _refuse_relative_positions(model)
         encoder_depth = definition.sizes["encoder_layers"]
-        encoder = [functools.partial(encoder_block, index) for index in range(encoder_depth)]
+        encoder = []
+        for index in range(encoder_depth):
+            encoder.append(functools.partial(encoder_block, index))
         depth = definition.sizes["layers"]
         decoder = [functools.partial(decoder_block, index) for index in range(depth)]
         return measure([embed_both, *encoder, *decoder], loss, params, batch, flow, parts)
 
     _refuse_other_parts(definition, model)
-    blocks = [functools.partial(block, index) for index in range(definition.sizes["layers"])]
+    blocks = []
+    for index in range(definition.sizes["layers"]):
+        blocks.append(functools.partial(block, index))
     return measure([embed, *blocks], loss, params, batch["inputs"], flow, parts)
 
 

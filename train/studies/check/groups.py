@@ -203,7 +203,10 @@ def wrong_base(
     if preset.base is None:
         return {}
     # A base may name axes that this model lacks, such as experts; they change nothing here.
-    model_base = {axis: sizes[axis] for axis in preset.base if axis in sizes}
+    model_base = {}
+    for axis in preset.base:
+        if axis in sizes:
+            model_base[axis] = sizes[axis]
     if model_base == preset.base:
         return {}
 

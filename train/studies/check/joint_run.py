@@ -350,7 +350,10 @@ def study(runs: Sequence[Config], grows: str) -> tuple[list[Finding], list[str]]
     for k, run in enumerate(runs):
         batch_ratio = 2.0**k if grows == "batch" else 1.0
         rows.append(observe(run, batch_ratio))
-    not_judged = [label for name, label in LABELS.items() if name not in expected]
+    not_judged = []
+    for name, label in LABELS.items():
+        if name not in expected:
+            not_judged.append(label)
     return judged(rows, expected), not_judged
 
 
@@ -361,7 +364,9 @@ def judged(rows: Sequence[Mapping[str, float]], expected: Mapping[str, Expected]
         rows: Observables of every run, from `observe`. Each run is twice the one before.
         expected: Theory by observable, from `expectation`.
     """
-    measured = {name: np.array([row[name] for row in rows]) for name in expected}
+    measured = {}
+    for name in expected:
+        measured[name] = np.array([row[name] for row in rows])
     ratios = 2.0 ** np.arange(len(rows))
     if "decay over the run" in measured:
         # A wrong learning rate is not the fault of the decay.
@@ -370,6 +375,10 @@ def judged(rows: Sequence[Mapping[str, float]], expected: Mapping[str, Expected]
         decay = measured["decay over the run"]
         measured["decay over the run"] = decay * moved[0] / moved * ratios**slope
 
-    values = {LABELS[name]: numbers[:, None, None] for name, numbers in measured.items()}
-    theory = {(LABELS[name], 0): value for name, value in expected.items()}
+    values = {}
+    for name, numbers in measured.items():
+        values[LABELS[name]] = numbers[:, None, None]
+    theory = {}
+    for name, value in expected.items():
+        theory[(LABELS[name], 0)] = value
     return judge(values, list(ratios), theory)

@@ -243,7 +243,10 @@ def _base_ratios(
         if np.all(smallest > 0):
             ratios[name, step] = float(np.exp(np.mean(np.log(smallest)))) / theory.base
 
-    movements = [ratio for (name, _), ratio in ratios.items() if name.startswith("movement")]
+    movements = []
+    for (name, _), ratio in ratios.items():
+        if name.startswith("movement"):
+            movements.append(ratio)
     # A factor that all steps have in common is the optimizer's and no fault of the table.
     typical = float(np.median(movements)) if movements else 1.0
     for name, step in ratios:

@@ -37,6 +37,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mupax.mappings import drop_keys
 from mupax.presets.roles import Role
 from mupax.train.core.factors import Factors
 from mupax.train.core.optimizer import rows
@@ -102,7 +103,10 @@ def program(
         factors = inputs.factors
         now = forward(state.params, factors, batch)
         rows_read = {name: start[name] for name in _rows_read(definition, state.params)}
-        start = {name: jnp.where(state.step == 0, x, start[name]) for name, x in now.items()}
+        started = {}
+        for name, x in now.items():
+            started[name] = jnp.where(state.step == 0, x, start[name])
+        start = started
 
         # The reference must be these initial parameters, which the caller's inputs do not know.
         centered = inputs._replace(reference=initial)
@@ -135,7 +139,9 @@ def program(
 
         # The first step replaces these zeros by its own activations.
         shapes = forward.eval_shape(initial, inputs.factors, batch)
-        start = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+        start = {}
+        for name, leaf in shapes.items():
+            start[name] = jnp.zeros(leaf.shape, leaf.dtype)
         for name, mask in _rows_read(definition, initial).items():
             start[name] = jnp.zeros_like(mask)
 
@@ -149,14 +155,17 @@ def program(
                 records.append(record)
         # Read once at the end, because a read at every step would wait for the device.
         fetched = jax.device_get(records)
-        return {name: np.stack([record[name] for record in fetched]) for name in fetched[0]}
+        stacked = {}
+        for name in fetched[0]:
+            stacked[name] = np.stack([record[name] for record in fetched])
+        return stacked
 
     return measure
 
 
 def _model_inputs(batch: Batch) -> dict[str, Any]:
     """Return the arrays of a batch that the model is called with."""
-    return {name: x for name, x in batch.items() if name not in ("targets", "weights")}
+    return drop_keys(batch, ("targets", "weights"))
 
 
 def _activations(model: Any, now: Arrays, start: Arrays, inputs: Batch, tied: bool) -> Arrays:

@@ -93,7 +93,10 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
         _column(panel, column, limits, tallest)
         panel.set_xlabel(f"exponent of {axis}", fontsize=9)
     handles = {str(line.get_label()): line for panel in drawn.axes for line in panel.get_lines()}
-    named: list[Any] = [line for label, line in handles.items() if not label.startswith("_")]
+    named: list[Any] = []
+    for label, line in handles.items():
+        if not label.startswith("_"):
+            named.append(line)
     drawn.legend(handles=named, loc="lower left", ncols=len(named), fontsize=9, frameon=False)
     drawn.savefig(path, dpi=130)
 
@@ -107,7 +110,10 @@ def _columns(rows: Sequence[_Row]) -> list[Sequence[_Row]]:
     left = rows[:height]
     right = rows[height:]
     if right[0].finding is not None:
-        headings = [row.label for row in left if row.finding is None]
+        headings = []
+        for row in left:
+            if row.finding is None:
+                headings.append(row.label)
         right = [_Row(f"{headings[-1]}, continued"), *right]
     return [left, right]
 
@@ -117,7 +123,10 @@ def _verdict_title(findings: Sequence[Finding]) -> str:
     observables = {finding.observable for finding in findings}
     if passes(findings):
         return f"passes: all {len(observables)} observables within theory"
-    failed = {finding.observable for finding in findings if not finding.ok}
+    failed = set()
+    for finding in findings:
+        if not finding.ok:
+            failed.add(finding.observable)
     return f"fails: {len(failed)} of {len(observables)} observables"
 
 
@@ -332,7 +341,10 @@ def _panel_handles(axes: Sequence[Any], labels: Sequence[str]) -> list[Any]:
         for line in panel.get_lines():
             lines[str(line.get_label())] = line
         bands += [patch for patch in panel.collections if patch.get_label() == _BAND]
-    handles = [lines[label] for label in labels if label in lines]
+    handles = []
+    for label in labels:
+        if label in lines:
+            handles.append(lines[label])
     return handles + bands[:1]
 
 
@@ -600,7 +612,12 @@ def to_json(
         "program": bool(findings) and all(f.agrees for f in findings),
         "table": not any(f.trouble for f in findings),
     }
-    words = {name: "pass" if passed else "fail" for name, passed in verdicts.items()}
+    words = {}
+    for name, passed in verdicts.items():
+        if passed:
+            words[name] = "pass"
+        else:
+            words[name] = "fail"
     return {**words, **about, "not_judged": list(not_judged), "observables": rows}
 
 

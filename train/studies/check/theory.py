@@ -143,7 +143,11 @@ def of(
     # A tied table is never zero.
     if preset.zero_readout and first.tied_readout is None:
         # An exact zero has no log, so these rows could only be judged as "zero" or "frozen".
-        return {key: value for key, value in expected.items() if not _waits_for_readout(*key)}
+        remaining = {}
+        for key, value in expected.items():
+            if not _waits_for_readout(*key):
+                remaining[key] = value
+        return remaining
     return expected
 
 
@@ -463,7 +467,11 @@ def _embedding_moves(preset: Preset, definition: Definition, limit: Limit) -> li
         if EMBEDDINGS & {spec.role, spec.of} and spec.part == "":
             embedding_specs[name] = spec
     slopes = groups.slopes(preset, embedding_specs, limit)
-    return [slope for (name, _), slope in slopes.items() if name.startswith("movement/")]
+    movements = []
+    for (name, _), slope in slopes.items():
+        if name.startswith("movement/"):
+            movements.append(slope)
+    return movements
 
 
 def _blamed_roles(name: str, limit: Limit) -> tuple[str, ...]:

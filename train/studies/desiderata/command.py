@@ -266,7 +266,9 @@ def measure(
         return forward(model, batch, zeros, hold, masked=masked)
 
     shapes = jax.eval_shape(lambda p: loss(p, {})[1], params)
-    zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+    zeros = {}
+    for name, leaf in shapes.items():
+        zeros[name] = jnp.zeros(leaf.shape, leaf.dtype)
     (gradients, signals), outputs = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, zeros)
     flow: Arrays = {}
     parts: Arrays = {}
@@ -378,7 +380,9 @@ def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
         model: Model from `grown`.
     """
     examples = 1 if dimension in OF_TOKENS else 2
-    arrays = {name: array[:examples] for name, array in check.even_batch(model).items()}
+    arrays = {}
+    for name, array in check.even_batch(model).items():
+        arrays[name] = array[:examples]
     if model.denoises:
         # Padding would make the number of tokens random, and it is one of the dimensions.
         arrays["input_mask"] = np.ones_like(arrays["inputs"])
@@ -479,12 +483,18 @@ def compared(
     expected = theory.desiderata(preset, dimension, encoder=encoder)
     # Noise lifts the largest of many measured exponents. The reference of balance is therefore the
     # mean over the weights that theory has at the top.
-    top = [slopes["parts"][name] for name, x in expected["balance"].exponents.items() if not x]
+    top = []
+    for name, x in expected["balance"].exponents.items():
+        if not x:
+            top.append(slopes["parts"][name])
     top_mean = sum(top) / max(len(top), 1)
+    balance = {}
+    for name, x in slopes["parts"].items():
+        balance[name] = x - top_mean
     measured = {
         "signal": slopes["signal"],
         "speed": slopes["speed"],
-        "balance": {name: x - top_mean for name, x in slopes["parts"].items()},
+        "balance": balance,
         "loss decay": slopes["parts"],
     }
 

@@ -174,7 +174,9 @@ def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.n
         theta: Values of the parameters, [R, P].
         scale: log2 of parameters, tokens and batch less the rows' mean, [n, 3].
     """
-    value = {name: column[:, None] for name, column in zip(names, theta.T, strict=True)}
+    value = {}
+    for name, column in zip(names, theta.T, strict=True):
+        value[name] = column[:, None]
     parameters, tokens, batch = scale.T
     terms = [np.broadcast_to(value["E"], (len(theta), len(scale)))]
     if "A" in value:
@@ -191,7 +193,9 @@ def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.n
 
 def best_rate(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return log2 of the best rate less `Rows.centre_log2_lr`, [R, n]. Arguments as `log_loss`."""
-    value = {name: column[:, None] for name, column in zip(names, theta.T, strict=True)}
+    value = {}
+    for name, column in zip(names, theta.T, strict=True):
+        value[name] = column[:, None]
     moved = 0
     for name, column in zip("pqr", scale.T, strict=True):
         if name in value:

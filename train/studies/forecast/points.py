@@ -177,7 +177,10 @@ def load(folders: Sequence[Path]) -> list[Points]:
                 merged_labels[label] = label_of_rules.setdefault(rules_of(config), label)
             pairs_by_label.setdefault(merged_labels[label], []).append((config, row))
     names = [str(folder) for folder in folders]
-    return [points_of(label, pairs, names) for label, pairs in pairs_by_label.items()]
+    points = []
+    for label, pairs in pairs_by_label.items():
+        points.append(points_of(label, pairs, names))
+    return points
 
 
 def points_of(
@@ -196,7 +199,9 @@ def points_of(
     pairs_by_setting: dict[str, list[tuple[Config, Row]]] = {}
     for config, row in pairs:
         pairs_by_setting.setdefault(_without_rate(config), []).append((config, row))
-    settings = [_setting(setting, evaluated) for setting in pairs_by_setting.values()]
+    settings = []
+    for setting in pairs_by_setting.values():
+        settings.append(_setting(setting, evaluated))
     settings.sort(key=lambda setting: tuple(setting.scale))
 
     # Sorted, so that the digest does not depend on the order of the rows.
@@ -228,9 +233,11 @@ def field_differences(config: Config, setting: Config) -> list[tuple[str, Any, A
     has_other_preset = any(name.startswith(PRESET) for name, _, _ in fields)
     if not has_other_preset or not same_preset(config, setting):
         return fields
-    return [
-        field for field in fields if field[0] == "preset.form" or not field[0].startswith(PRESET)
-    ]
+    chosen = []
+    for field in fields:
+        if field[0] == "preset.form" or not field[0].startswith(PRESET):
+            chosen.append(field)
+    return chosen
 
 
 def _recorded(config: Config) -> dict[str, Any]:
@@ -276,7 +283,9 @@ def _study_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
     from mupax.train.studies.transfer.planned import replanned
 
     record = disk.read_json(folder / "transfer.json")
-    studies = {(study.label, study.axis): study for study in replanned(record["command"])}
+    studies = {}
+    for study in replanned(record["command"]):
+        studies[(study.label, study.axis)] = study
     for study in record["studies"]:
         planned = studies[study["preset"], study["axis"]]
         for size, config in zip(study["sizes"], planned.configs, strict=True):

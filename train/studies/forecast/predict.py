@@ -45,11 +45,17 @@ class PredictionInterval:
     @classmethod
     def from_draws(cls, draws: np.ndarray) -> PredictionInterval:
         """Return the quantiles of draws [n]."""
-        return cls(**{name: float(np.quantile(draws, q)) for name, q in QUANTILES.items()})
+        quantiles = {}
+        for name, q in QUANTILES.items():
+            quantiles[name] = float(np.quantile(draws, q))
+        return cls(**quantiles)
 
     def to_json(self, digits: int = 5) -> dict[str, float]:
         """Return the numbers, rounded."""
-        return {name: round(value, digits) for name, value in dataclasses.asdict(self).items()}
+        rounded = {}
+        for name, value in dataclasses.asdict(self).items():
+            rounded[name] = round(value, digits)
+        return rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +128,9 @@ def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Pred
             # Four digits keep the printed command short.
             config = at_rate(config, float(f"{2.0**rate:.4g}"))
 
-    size_ratios = {name: float(2.0**value) for name, value in zip(AXES, octaves, strict=True)}
+    size_ratios = {}
+    for name, value in zip(AXES, octaves, strict=True):
+        size_ratios[name] = float(2.0**value)
     sizes = (target.parameters, target.tokens, config.data.batch_size)
     return Prediction(
         config=config,

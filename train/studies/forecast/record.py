@@ -11,6 +11,7 @@ from typing import Any
 
 from mupax import __version__, disk
 from mupax.errors import MupaxError
+from mupax.mappings import drop_keys
 from mupax.train.config.record import command_of, from_json, to_json
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast.fitted import ScalingLaw, parameters
@@ -41,6 +42,9 @@ def forecast(law: ScalingLaw, prediction: Prediction, request: str) -> dict[str,
     """
     log2_lr = prediction.log2_lr
     points = law.points
+    beyond = {}
+    for name, ratio in prediction.size_ratios.items():
+        beyond[name] = round(ratio, 4)
     content = {
         "format": FORMAT,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -49,7 +53,7 @@ def forecast(law: ScalingLaw, prediction: Prediction, request: str) -> dict[str,
         "command": command_of(prediction.config),
         "metric": points.metric,
         "scale": prediction.scale,
-        "beyond": {name: round(ratio, 4) for name, ratio in prediction.size_ratios.items()},
+        "beyond": beyond,
         "prediction": {
             "log2_lr": None if log2_lr is None else log2_lr.to_json(),
             "loss": prediction.loss.to_json(),
@@ -85,7 +89,7 @@ def _law_json(law: ScalingLaw) -> dict[str, Any]:
 def digest(content: dict[str, Any]) -> str:
     """Return the sha256 of a forecast without its own digest."""
     # Keys are sorted, so that a file whose keys moved has the same digest.
-    plain = {name: value for name, value in content.items() if name != "digest"}
+    plain = drop_keys(content, ("digest",))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

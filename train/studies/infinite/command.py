@@ -562,7 +562,10 @@ def rows(limit: Trajectory, nets: Mapping[int, Trajectory]) -> list[list[str]]:
 def _cells(values: np.ndarray) -> list[str]:
     """Return the mean over networks with its standard error, as text for each step."""
     means, errors = mean(values)
-    return [f"{value:.4f} ± {error:.4f}" for value, error in zip(means, errors, strict=True)]
+    cells = []
+    for value, error in zip(means, errors, strict=True):
+        cells.append(f"{value:.4f} ± {error:.4f}")
+    return cells
 
 
 def picture(
@@ -641,4 +644,7 @@ def _draw_attention(axes: Any, steps: np.ndarray, limit: Trajectory) -> None:
 
 def _as_json(trajectory: Trajectory) -> dict[str, Any]:
     """Return the arrays of a trajectory as lists, rounded to six decimals."""
-    return {name: np.asarray(x).round(6).tolist() for name, x in vars(trajectory).items()}
+    lists = {}
+    for name, x in vars(trajectory).items():
+        lists[name] = np.asarray(x).round(6).tolist()
+    return lists

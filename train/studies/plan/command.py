@@ -190,7 +190,10 @@ def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str
         setting: Run of the study, whose settings replace the recipe's. `None` keeps the recipe's.
     """
     names = [word.partition("=")[0].replace("_", "-") for word in words]
-    durations = [flag for flag in joint.DURATIONS if any(name.endswith(flag) for name in names)]
+    durations = []
+    for flag in joint.DURATIONS:
+        if any(name.endswith(flag) for name in names):
+            durations.append(flag)
     if args.tokens and durations:
         raise ConfigError(
             f"--optimizer.{durations[0]} is of the run's steps, which --tokens changes; "

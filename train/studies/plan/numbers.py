@@ -63,7 +63,10 @@ def transferred(config: Config, points: Points) -> tuple[float | None, list[str]
         )
         return None, [caution]
 
-    comparable = [pair for pair in best if not rate_differences(config, pair[0].config)]
+    comparable = []
+    for pair in best:
+        if not rate_differences(config, pair[0].config):
+            comparable.append(pair)
     # Settings are sorted by size, so that the last is the largest.
     if comparable:
         setting, log2_lr = comparable[-1]
@@ -123,7 +126,11 @@ def preset_flags(config: Config, setting: Config) -> str:
     """Return the flags that give a run the preset of another run."""
     fields = differences(to_json(config)["preset"], to_json(setting)["preset"], "preset.")
     # The noise scale is measured, and no rule of the preset.
-    return flags([(name, value) for name, _, value in fields if name != "preset.noise_scale"])
+    changed = []
+    for name, _, value in fields:
+        if name != "preset.noise_scale":
+            changed.append((name, value))
+    return flags(changed)
 
 
 def flags(fields: Sequence[tuple[str, Any]]) -> str:
@@ -244,7 +251,10 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
 
     # Compared by rules and not by labels: tuned presets write out defaults.
     rules = rules_of(config)
-    same_rules = [study for study in studies if rules_of(study.settings[-1].config) == rules]
+    same_rules = []
+    for study in studies:
+        if rules_of(study.settings[-1].config) == rules:
+            same_rules.append(study)
     if not same_rules:
         labels = ", ".join(study.label for study in studies)
         written = preset_flags(config, studies[0].settings[-1].config)

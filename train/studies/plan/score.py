@@ -176,7 +176,10 @@ def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
         )
 
     rows = metrics.read(place / metrics.FILE_NAME)
-    losses = [row["loss"] for row in rows if "loss" in row]
+    losses = []
+    for row in rows:
+        if "loss" in row:
+            losses.append(row["loss"])
     evaluated: Any = None
     for row in rows:
         if row["step"] == config.steps and "eval_loss" in row:
@@ -199,7 +202,10 @@ def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
 
 def _began(place: Path) -> datetime.datetime | None:
     """Return when the oldest file of a workdir was written, soon after the run began."""
-    times = [path.stat().st_mtime for path in place.rglob("*") if path.is_file()]
+    times = []
+    for path in place.rglob("*"):
+        if path.is_file():
+            times.append(path.stat().st_mtime)
     return datetime.datetime.fromtimestamp(min(times), datetime.UTC) if times else None
 
 

@@ -129,7 +129,10 @@ def text(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str
         fan_in = " ".join(spec.fan_in)
         rows.append([name, spec.group, axes, fan_in, roles.evidence[name]])
     lines = [terminal.table(rows, left=header)]
-    lines += [f"refused: {name}: {reason}" for name, reason in roles.refused.items()]
+    refused = []
+    for name, reason in roles.refused.items():
+        refused.append(f"refused: {name}: {reason}")
+    lines += refused
     lines += [f"differs: {name}: {words}" for name, words in differing.items()]
 
     count = len(roles.specs) + len(roles.refused)

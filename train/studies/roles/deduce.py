@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from mupax.mappings import drop_keys
 from mupax.presets.roles import ParamSpec, PresetError, Role
 from mupax.train.studies.roles.flow import ADDS, Flow, SignalSource
 from mupax.train.studies.roles.graph import Atom, Dim, Graph, Node, OperandUse, ParamDim
@@ -71,7 +72,10 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
 def _looked_up(matrices: Matrices, use: OperandUse) -> Constraint:
     """Return the constraint on a table that the batch looks up."""
     names = matrices.names[use.param]
-    axes = {names[index] for param, index in use.node.info["chosen"] if param == use.param}
+    axes = set()
+    for param, index in use.node.info["chosen"]:
+        if param == use.param:
+            axes.add(names[index])
     role = next((_LOOKUPS[axis] for axis in axes if axis in _LOOKUPS), Role.TOKEN_EMBEDDING)
     if role is Role.RELATIVE_BIAS:
         raise Refusal("the batch says which distance to look up; compute distances of positions")
@@ -186,7 +190,10 @@ def _output_axes(matrices: Matrices, sources: Iterable[SignalSource]) -> set[str
             if constraint is None:
                 continue
             names = matrices.names.get(param, ())
-            outputs = [axis for index, axis in enumerate(names) if index not in constraint.fan_in]
+            outputs = []
+            for index, axis in enumerate(names):
+                if index not in constraint.fan_in:
+                    outputs.append(axis)
             axes.update(split_names(outputs))
     return axes
 
@@ -383,7 +390,7 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
         samples: Shapes at the base sizes, then with each size changed alone.
     """
     names, refused = axis_names(samples, graph)
-    named = {param: axes for param, axes in names.items() if param not in refused}
+    named = drop_keys(names, refused)
     flow = Flow(graph)
     all_attention = attentions(flow)
     matrices = Matrices(flow, all_attention, named)
@@ -465,9 +472,10 @@ def _makes_cross_queries(flow: Flow, cross_attention: list[Attention], node: Nod
     queries: set[Node] = set()
     for attention in cross_attention:
         queries.update(query for query, _ in attention.queries)
-    matrices = [
-        destination.end for destination in flow.reaches(node) if flow.matrix(destination.end)
-    ]
+    matrices = []
+    for destination in flow.reaches(node):
+        if flow.matrix(destination.end):
+            matrices.append(destination.end)
     return bool(matrices) and all(matrix in queries for matrix in matrices)
 
 
@@ -486,7 +494,10 @@ def _shared(matrices: Matrices, use: OperandUse, constraint: Constraint) -> tupl
         side = 0 if use.node.inputs[0] is use.view else 1
         atoms = use.node.info["kept"][1 - side]
     else:
-        atoms = {atom for dim in use.node.dims for atom in dim}
+        atoms = set()
+        for dim in use.node.dims:
+            for atom in dim:
+                atoms.add(atom)
 
     axes: dict[str, None] = {}
     for atom in sorted(atoms, key=lambda atom: sorted(atom.param_dims)):
@@ -540,9 +551,13 @@ def _spec(names: tuple[str, ...], constraint: Constraint) -> ParamSpec:
     """
     if constraint.cross and constraint.role in (Role.KEY, Role.VALUE):
         # They read the width of the memory, which is another axis than the stream's.
-        names = tuple(
-            "memory" if index in constraint.fan_in else axis for index, axis in enumerate(names)
-        )
+        renamed = []
+        for index, axis in enumerate(names):
+            if index in constraint.fan_in:
+                renamed.append("memory")
+            else:
+                renamed.append(axis)
+        names = tuple(renamed)
     part = ""
     if constraint.cross:
         part = "cross"
@@ -626,9 +641,10 @@ def _cut_axes(
     for outer_axis, inner_axis in itertools.permutations(columns, 2):
         outer_sizes = columns[outer_axis]
         inner_sizes = columns[inner_axis]
-        product = tuple(
-            outer * inner for outer, inner in zip(outer_sizes, inner_sizes, strict=True)
-        )
+        products_of_sizes = []
+        for outer, inner in zip(outer_sizes, inner_sizes, strict=True):
+            products_of_sizes.append(outer * inner)
+        product = tuple(products_of_sizes)
         if product == column and (outer_sizes[0], inner_sizes[0]) in cuts:
             if outer_sizes[0] == inner_sizes[0]:
                 return ""
@@ -674,12 +690,17 @@ def _reason(
             f"dimension {index} is {' and '.join(matching)} at all sizes; "
             "build the model so that each can change alone"
         )
-    growing = {axis: sizes for axis, sizes in columns.items() if len(set(sizes)) > 1}
+    growing = {}
+    for axis, sizes in columns.items():
+        if len(set(sizes)) > 1:
+            growing[axis] = sizes
     for count in (2, 3):
         for axes in itertools.combinations(growing, count):
             sample_sizes = zip(*(growing[axis] for axis in axes), strict=True)
             products = [math.prod(sizes) for sizes in sample_sizes]
-            ratios = {size / product for size, product in zip(column, products, strict=True)}
+            ratios = set()
+            for size, product in zip(column, products, strict=True):
+                ratios.add(size / product)
             if len(ratios) == 1:
                 factor = column[0] / products[0]
                 factors = [*axes] if factor == 1 else [f"{factor:g}", *axes]
@@ -688,7 +709,9 @@ def _reason(
                     f"dimension: keep {' and '.join(axes)} apart"
                 )
     for axis, sizes in growing.items():
-        ratios = {size / axis_size for size, axis_size in zip(column, sizes, strict=True)}
+        ratios = set()
+        for size, axis_size in zip(column, sizes, strict=True):
+            ratios.add(size / axis_size)
         if len(ratios) == 1:
             return (
                 f"dimension {index} is {ratios.pop():g} x {axis}; make {axis} a dimension of its "

@@ -268,7 +268,10 @@ class Flow:
         if node.op in ADDS or node.op in LAYOUT:
             return [Step(operand, True) for operand in signals]
         if node.op == "div":
-            return [Step(operand, operand is node.inputs[0] and is_single) for operand in signals]
+            steps = []
+            for operand in signals:
+                steps.append(Step(operand, operand is node.inputs[0] and is_single))
+            return steps
         is_linear = node.op not in NONLINEAR and node.op in _LINEAR
         return [Step(operand, is_linear) for operand in signals]
 
@@ -480,7 +483,11 @@ _SUPPORTED = _LINEAR | NONLINEAR | STILL | {"lookup"}
 
 def _signals(node: Node) -> list[Node]:
     """Return the operands that are activations of real numbers."""
-    return [operand for operand in node.inputs if operand.kind == "activation" and operand.floating]
+    activations = []
+    for operand in node.inputs:
+        if operand.kind == "activation" and operand.floating:
+            activations.append(operand)
+    return activations
 
 
 def _is_scaled(node: Node) -> bool:

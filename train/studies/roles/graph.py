@@ -68,9 +68,10 @@ class Atom:
             inner = Atom(inner_size, self.param_dims, self, broadcast=self.broadcast)
             # Segments stay known only if the cut does not go through one of them.
             if all(stop % inner_size == 0 for stop, _ in self.segments):
-                outer.segments = tuple(
-                    (stop // inner_size, params) for stop, params in self.segments
-                )
+                segments = []
+                for stop, params in self.segments:
+                    segments.append((stop // inner_size, params))
+                outer.segments = tuple(segments)
             self.parts = (outer, inner)
         return self.parts
 
@@ -206,7 +207,13 @@ def fresh(shape: Iterable[int], broadcast: bool = False) -> tuple[Dim, ...]:
     Args:
         broadcast: Whether all elements along these dimensions are equal.
     """
-    return tuple(() if size == 1 else (Atom(size, broadcast=broadcast),) for size in shape)
+    dims = []
+    for size in shape:
+        if size == 1:
+            dims.append(())
+        else:
+            dims.append((Atom(size, broadcast=broadcast),))
+    return tuple(dims)
 
 
 def param_dims_of(atoms: Iterable[Atom]) -> frozenset[ParamDim]:

@@ -105,7 +105,10 @@ def attentions(flow: Flow) -> list[Attention]:
 def _logits(flow: Flow, mix: Node, side: int) -> Node | None:
     """Return the product of queries and keys whose softmax is one side of a product, or `None`."""
     sources = flow.sources(mix.inputs[side])
-    exps = [source.node for source in sources if source.node in flow.exps]
+    exps = []
+    for source in sources:
+        if source.node in flow.exps:
+            exps.append(source.node)
     logits: dict[Node, None] = {}
     for exp in exps:
         for source in flow.sources(exp.inputs[0], through=True):

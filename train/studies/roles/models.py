@@ -128,7 +128,10 @@ class _Interpreter:
             return self.run(*_opened(callee), operands)
         # The graph knows rows and slices, so primitives with several results become these.
         if name == "unstack":
-            return [self._row(operands[0], index, params["axis"]) for index in range(len(outputs))]
+            rows = []
+            for index in range(len(outputs)):
+                rows.append(self._row(operands[0], index, params["axis"]))
+            return rows
         if name == "split":
             sizes = [output.shape[params["axis"]] for output in outputs]
             starts = itertools.accumulate(sizes, initial=0)
@@ -162,9 +165,10 @@ class _Interpreter:
             node.params = frozenset()
         # A lookup has recorded its use itself.
         if node.kind == "activation" and node.op != "lookup":
-            activations = [
-                operand for operand in operands if operand.kind in ("activation", "data")
-            ]
+            activations = []
+            for operand in operands:
+                if operand.kind in ("activation", "data"):
+                    activations.append(operand)
             for operand in operands:
                 if operand.kind in ("view", "derived"):
                     self.graph.use(node, operand, activations[0])
@@ -317,7 +321,10 @@ def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
                 f"with {axis} {2 * size} the model has other parameters: {', '.join(changed[:3])}"
             )
         samples.append(doubled)
-    complete = [sample for sample in samples if base.shapes.keys() <= sample.shapes.keys()]
+    complete = []
+    for sample in samples:
+        if base.shapes.keys() <= sample.shapes.keys():
+            complete.append(sample)
     return deduce(trace(loss, params, batch), complete)
 
 
@@ -325,7 +332,10 @@ def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
     """Return the shapes of parameters by path."""
     # The paths are those of `define_function`, which takes the declarations. An nnx.Variable has no
     # ".value" in its path there.
-    return {name: tuple(leaf.shape) for name, leaf in named_leaves(params).items()}
+    shapes = {}
+    for name, leaf in named_leaves(params).items():
+        shapes[name] = tuple(leaf.shape)
+    return shapes
 
 
 def roles_of_config(config: ModelConfig) -> Roles:
@@ -351,7 +361,9 @@ def loss_of(
     Args:
         layout: Layout of the devices that the loss is traced for, by default one device.
     """
-    ones = {name: np.ones(info["shape"], np.float32) for name, info in model.factors.items()}
+    ones = {}
+    for name, info in model.factors.items():
+        ones[name] = np.ones(info["shape"], np.float32)
 
     def loss(params: Mapping[str, Any], batch: Mapping[str, Any]) -> jax.Array:
         module: Any = model.bind(params, ones, layout=layout)
@@ -382,7 +394,9 @@ def variations(config: ModelConfig) -> list[ModelConfig]:
 
     Two sizes are doubled if they only change together.
     """
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    values = {}
+    for field in dataclasses.fields(config):
+        values[field.name] = getattr(config, field.name)
     # Fields that follow another one are fixed, so that doubling the other changes one size alone.
     fixed = {}
     for name, source in _FOLLOWING.items():
@@ -396,7 +410,10 @@ def variations(config: ModelConfig) -> list[ModelConfig]:
             single_fields.append((name,))
     result = []
     for names in (*single_fields, *_TOGETHER):
-        doubled = {name: 2 * values[name] for name in names if values.get(name) is not None}
+        doubled = {}
+        for name in names:
+            if values.get(name) is not None:
+                doubled[name] = 2 * values[name]
         try:
             variation = dataclasses.replace(config, **fixed | doubled)
         except ConfigError:

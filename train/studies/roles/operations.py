@@ -185,7 +185,9 @@ def layout(
             stops = params["limit_indices"]
             strides = params["strides"] or (1,) * len(array.dims)
             ranges = zip(array.dims, starts, stops, strides, strict=True)
-            slices = [sliced(dim, start, stop, stride) for dim, start, stop, stride in ranges]
+            slices = []
+            for dim, start, stop, stride in ranges:
+                slices.append(sliced(dim, start, stop, stride))
             dims = [part.dim for part in slices]
             info = _selection(slices)
         case "dynamic_slice":
@@ -270,7 +272,10 @@ def _selection(slices: Sequence[Slice]) -> dict[str, Any]:
 
     Only a slice of a concatenation has the field.
     """
-    params = [part.params for part in slices if part.params is not None]
+    params = []
+    for part in slices:
+        if part.params is not None:
+            params.append(part.params)
     if not params:
         return {}
     return {"selected": frozenset.intersection(*params)}
@@ -294,7 +299,10 @@ def _gathered(
     for axis, target in zip(window_axes, numbers.offset_dims, strict=True):
         if sizes[axis] == array.shape[axis]:
             dims[target] = array.dims[axis]
-    batch_axes = [axis for axis in range(len(shape)) if axis not in numbers.offset_dims]
+    batch_axes = []
+    for axis in range(len(shape)):
+        if axis not in numbers.offset_dims:
+            batch_axes.append(axis)
     # The last dimension of the index holds the coordinates of a row.
     for axis, dim in zip(batch_axes, index.dims[:-1], strict=True):
         dims[axis] = dim

@@ -56,7 +56,10 @@ def parse(text: str) -> tuple[float, ...]:
     # Through the exponents, so that a grid of powers of two has exact powers of two.
     first = math.log2(start)
     last = math.log2(stop)
-    return tuple(2.0 ** (first + (last - first) * i / (count - 1)) for i in range(count))
+    values = []
+    for i in range(count):
+        values.append(2.0 ** (first + (last - first) * i / (count - 1)))
+    return tuple(values)
 
 
 def span(text: str) -> tuple[float, float]:

@@ -100,9 +100,10 @@ class Row:
             ValueError: A field is absent, has another type, or does not belong to a row.
         """
         # `type` and not `isinstance`, which would take True for a number.
-        wrong = [
-            name for name, types in _FIELD_TYPES.items() if type(fields.get(name)) not in types
-        ]
+        wrong = []
+        for name, types in _FIELD_TYPES.items():
+            if type(fields.get(name)) not in types:
+                wrong.append(name)
         wrong += sorted(fields.keys() - _FIELD_TYPES.keys())
         if not wrong and any(type(loss) not in _CURVE_TYPES for loss in fields["curve"]):
             wrong = ["curve"]

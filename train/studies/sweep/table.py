@@ -173,7 +173,10 @@ class LiveTable(SweepCallback):
         # `Live` draws in a thread of its own, while a point may be added to `_losses`.
         last_losses = dict(self._losses)
         for cell, points in points_of.items():
-            losses = [last_losses[point] for point in points if point in last_losses]
+            losses = []
+            for point in points:
+                if point in last_losses:
+                    losses.append(last_losses[point])
             finite_losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
             means[cell] = float(np.mean(finite_losses or [math.nan]))
         return means
@@ -181,9 +184,10 @@ class LiveTable(SweepCallback):
 
 def _lowest(means: dict[_Cell, float], column: str) -> float | None:
     """Return the lowest finite mean of a column, or `None` without one."""
-    finite_means = [
-        mean for cell, mean in means.items() if cell.column == column and math.isfinite(mean)
-    ]
+    finite_means = []
+    for cell, mean in means.items():
+        if cell.column == column and math.isfinite(mean):
+            finite_means.append(mean)
     return min(finite_means, default=None)
 
 

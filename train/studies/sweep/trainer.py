@@ -201,9 +201,10 @@ def points_per_batch(program: Program, points: int, single: Trainer | None = Non
     """
     num_shards = program.mesh.shape["sweep"]
     all_points = math.ceil(points / num_shards) * num_shards
-    state_bytes = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract)
-    )
+    sizes = []
+    for leaf in jax.tree.leaves(program.abstract):
+        sizes.append(math.prod(leaf.shape) * leaf.dtype.itemsize)
+    state_bytes = sum(sizes)
     # A step is assumed to take at least three times the state.
     point_bytes = max(single.step_bytes if single is not None else 0, 3 * state_bytes)
     free_bytes = fit.room(program.mesh.devices.flat[0])

@@ -367,7 +367,9 @@ class Work:
         )
         error: BaseException | None = None
         with ThreadPoolExecutor(threads) as pool:
-            futures = {pool.submit(worker.train, points): points for points in point_batches}
+            futures = {}
+            for points in point_batches:
+                futures[pool.submit(worker.train, points)] = points
             try:
                 for future in as_completed(futures):
                     if future.cancelled():

@@ -16,6 +16,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Repeated, UsageError
+from mupax.mappings import drop_keys
 from mupax.train.config import joint
 from mupax.train.studies import report
 from mupax.train.studies.tables import table as tables
@@ -198,10 +199,13 @@ def _best_json(best: Recommendation) -> dict[str, Any]:
         "batch_sequences": best.batch_sequences,
         "loss": best.loss,
     }
-    return {
-        name: None if interval is None else dataclasses.asdict(interval)
-        for name, interval in intervals.items()
-    }
+    content = {}
+    for name, interval in intervals.items():
+        if interval is None:
+            content[name] = None
+        else:
+            content[name] = dataclasses.asdict(interval)
+    return content
 
 
 def _law_json(forecaster: Forecaster) -> dict[str, Any]:
@@ -225,11 +229,14 @@ def _law_json(forecaster: Forecaster) -> dict[str, Any]:
     middle = [round(float(value), 4) for value in fit.form.centre]
     noise = dataclasses.asdict(fit.noise)
     beyond = forecaster.beyond
+    rounded_noise = {}
+    for name, value in noise.items():
+        rounded_noise[name] = round(value, 5)
     return {
         "numbers": numbers,
         "lowest_loss": round(fit.form.loss, 6),
         "middle_log2": dict(zip(fit.form.axes, middle, strict=True)),
-        "noise": {name: round(value, 5) for name, value in noise.items()},
+        "noise": rounded_noise,
         "beyond_an_octave": {axis: round(deviation, 5) for axis, (deviation, _) in beyond.items()},
     }
 
@@ -342,7 +349,7 @@ def _plan_rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
             rows.append((name.replace("_", " "), *_cells(interval, spec), source))
 
     if "at" in content:
-        chosen = {name: value for name, value in content["at"].items() if name != "loss"}
+        chosen = drop_keys(content["at"], ("loss",))
         settings = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
         rows.append((f"loss at {settings}", *_cells(content["at"]["loss"], ".4f"), source))
     return rows

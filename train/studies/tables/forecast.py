@@ -127,7 +127,10 @@ class Forecaster:
         if self._stored_beyond is not None:
             return self._stored_beyond
         axes = [axis for axis in self.fit.form.axes if axis in SETTING_AXES]
-        return {axis: _deviation_per_octave(self.fit, axis) for axis in axes}
+        deviations = {}
+        for axis in axes:
+            deviations[axis] = _deviation_per_octave(self.fit, axis)
+        return deviations
 
     def distance(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return how many octaves a setting is beyond the runs, for each axis of size and length.
@@ -179,7 +182,9 @@ class Forecaster:
             values: Number of every axis of the law.
         """
         draws = self._draw(values)
-        point = {axis: np.array([values[axis]]) for axis in self.fit.form.axes}
+        point = {}
+        for axis in self.fit.form.axes:
+            point[axis] = np.array([values[axis]])
         losses = self._draw_losses(values, point, draws)
         return Interval.from_draws(np.exp(losses[0]))
 
@@ -231,7 +236,10 @@ class Forecaster:
             # The value is from the finer grid, so it may be outside of the quantiles.
             intervals[axis] = Interval(min(float(low), value), value, max(float(high), value))
 
-        loss = self.loss_at({axis: float(column[best]) for axis, column in grid.items()})
+        best_values = {}
+        for axis, column in grid.items():
+            best_values[axis] = float(column[best])
+        loss = self.loss_at(best_values)
         return Recommendation(intervals["peak_lr"], intervals["batch_sequences"], loss)
 
     def compute_optimal(self, flops: float) -> tuple[Interval, Interval, Recommendation]:
@@ -318,7 +326,9 @@ class Forecaster:
                 run_variance = float(slopes @ covariance @ slopes) + noise_variance
                 variance_after = variance - cross_covariance**2 / run_variance
                 narrowing = (variance_after + noise_variance) / (variance + noise_variance)
-                run = {axis: float(column[best]) for axis, column in grid.items()}
+                run = {}
+                for axis, column in grid.items():
+                    run[axis] = float(column[best])
                 candidates.append(NextRun(run, flops, math.sqrt(narrowing)))
         return sorted(candidates, key=lambda run: run.half_width)[:count]
 

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 import numpy as np
 from scipy.optimize import least_squares
 
+from mupax.mappings import select_keys
 from mupax.train.studies.tables.table import RunTable, TableError
 
 AXES = ("parameters", "tokens", "peak_lr", "batch_sequences", "flops")
@@ -267,17 +268,19 @@ class Fit:
             per_octave: Number of points per octave of rate and of batch.
         """
         ranges = []
-        searched = [axis for axis in ("peak_lr", "batch_sequences") if axis in self.form.axes]
+        searched = []
+        for axis in ("peak_lr", "batch_sequences"):
+            if axis in self.form.axes:
+                searched.append(axis)
         for axis in searched:
             logs = np.log2(self.table.values[axis])
             count = max(2, round((logs.max() - logs.min()) * per_octave) + 1)
             ranges.append(np.linspace(logs.min(), logs.max(), count))
         mesh = np.meshgrid(*ranges, indexing="ij") if ranges else [np.zeros(1)]
-        points: dict[str, np.ndarray] = {
-            axis: np.full(mesh[0].size, float(values[axis]))
-            for axis in self.form.axes
-            if axis not in searched
-        }
+        points: dict[str, np.ndarray] = {}
+        for axis in self.form.axes:
+            if axis not in searched:
+                points[axis] = np.full(mesh[0].size, float(values[axis]))
         for axis, logs in zip(searched, mesh, strict=False):
             points[axis] = 2.0 ** logs.ravel()
         return points
@@ -289,15 +292,18 @@ def form_of(table: RunTable) -> Form:
     Raises:
         TableError: All runs have one size and length.
     """
-    logs = {axis: np.log2(table.values[axis]) for axis in AXES if axis in table.values}
+    logs = {}
+    for axis in AXES:
+        if axis in table.values:
+            logs[axis] = np.log2(table.values[axis])
     # 1e-3 octaves, because a count computed twice may differ in its last digits.
     varying = tuple(axis for axis, column in logs.items() if column.max() - column.min() > 1e-3)
     if not {"parameters", "tokens", "flops"} & set(varying):
-        sizes = ", ".join(
-            f"{axis} {table.values[axis][0]:,.0f}"
-            for axis in ("parameters", "tokens")
-            if axis in table.values
-        )
+        same = []
+        for axis in ("parameters", "tokens"):
+            if axis in table.values:
+                same.append(f"{axis} {table.values[axis][0]:,.0f}")
+        sizes = ", ".join(same)
         raise TableError(
             f"{table.source}: all runs have one size and length ({sizes}), and a law of the loss "
             "over them needs runs of two at least; add runs of another model or another number of "
@@ -307,7 +313,7 @@ def form_of(table: RunTable) -> Form:
     for term in TERMS:
         if any(axis not in varying for axis in term.needs):
             continue
-        exponents = {axis: prior for axis, prior in term.exponents.items() if axis in varying}
+        exponents = select_keys(term.exponents, varying)
         terms.append(dataclasses.replace(term, exponents=exponents))
     centre = np.array([(logs[axis].max() + logs[axis].min()) / 2 for axis in varying])
     return Form(tuple(terms), varying, centre, math.exp(float(table.log_loss.min())))
@@ -315,9 +321,10 @@ def form_of(table: RunTable) -> Form:
 
 def settings_of(table: RunTable) -> np.ndarray:
     """Return the index of each run's setting [M]. Runs of one model and length are one setting."""
-    columns = [
-        table.values[axis] for axis in ("parameters", "tokens", "flops") if axis in table.values
-    ]
+    columns = []
+    for axis in ("parameters", "tokens", "flops"):
+        if axis in table.values:
+            columns.append(table.values[axis])
     _, index = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     return np.asarray(index).reshape(-1)
 
@@ -371,7 +378,10 @@ def fitted(table: RunTable, form: Form | None = None) -> Fit:
 def _setting_values(table: RunTable, setting: np.ndarray, index: int) -> dict[str, float]:
     """Return the number of each column of a setting's first run."""
     first = int(np.argmax(setting == index))
-    return {axis: float(column[first]) for axis, column in table.values.items()}
+    row = {}
+    for axis, column in table.values.items():
+        row[axis] = float(column[first])
+    return row
 
 
 def _once(

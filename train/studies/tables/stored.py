@@ -35,6 +35,9 @@ def to_json(forecaster: Forecaster) -> dict[str, Any]:
     for axis in form.axes:
         values = fit.table.values[axis]
         ends[axis] = [float(values.min()), float(values.max())]
+    beyond = {}
+    for axis, pair in forecaster.beyond.items():
+        beyond[axis] = list(pair)
     return {
         "format": FORMAT,
         "source": fit.table.source,
@@ -48,13 +51,15 @@ def to_json(forecaster: Forecaster) -> dict[str, Any]:
         "covariance": fit.covariance.tolist(),
         "noise": dataclasses.asdict(fit.noise),
         "ends": ends,
-        "beyond": {axis: list(pair) for axis, pair in forecaster.beyond.items()},
+        "beyond": beyond,
     }
 
 
 def _term_json(term: Term) -> dict[str, Any]:
     """Return a term as JSON has it, each prior as a list of mean and deviation."""
-    exponents = {axis: [prior.mean, prior.deviation] for axis, prior in term.exponents.items()}
+    exponents = {}
+    for axis, prior in term.exponents.items():
+        exponents[axis] = [prior.mean, prior.deviation]
     return {
         "name": term.name,
         "share": [term.share.mean, term.share.deviation],
@@ -75,10 +80,13 @@ def load(path: Path = DENSE) -> Forecaster:
     terms = tuple(_term(fields) for fields in content["terms"])
     form = Form(terms, tuple(content["axes"]), np.array(content["centre"]), content["loss"])
     # A table of two runs stands for all: a forecast only asks for the ends of each axis.
+    end_values = {}
+    for axis, pair in content["ends"].items():
+        end_values[axis] = np.array(pair)
     ends = RunTable(
         source=content["source"],
         digest=content["sha256"],
-        values={axis: np.array(pair) for axis, pair in content["ends"].items()},
+        values=end_values,
         log_loss=np.log([content["loss"]] * 2),
         seeds=np.ones(2, int),
         seed_deviation=None,
@@ -97,11 +105,15 @@ def load(path: Path = DENSE) -> Forecaster:
         setting=np.zeros(2, int),
     )
     # JSON may have turned the degrees of freedom into a float.
-    beyond = {axis: (pair[0], int(pair[1])) for axis, pair in content["beyond"].items()}
+    beyond = {}
+    for axis, pair in content["beyond"].items():
+        beyond[axis] = (pair[0], int(pair[1]))
     return Forecaster(fit, beyond)
 
 
 def _term(fields: dict[str, Any]) -> Term:
     """Return the term that `_term_json` wrote."""
-    exponents = {axis: Prior(*prior) for axis, prior in fields["exponents"].items()}
+    exponents = {}
+    for axis, prior in fields["exponents"].items():
+        exponents[axis] = Prior(*prior)
     return Term(fields["name"], Prior(*fields["share"]), exponents)

@@ -159,7 +159,9 @@ class RunTable:
         Args:
             chosen: bool [M], True for runs to keep.
         """
-        values = {name: column[chosen] for name, column in self.values.items()}
+        values = {}
+        for name, column in self.values.items():
+            values[name] = column[chosen]
         decay = None if self.decay is None else self.decay[chosen]
         return dataclasses.replace(
             self,
@@ -193,7 +195,9 @@ def read(path: Path, columns: Sequence[str] = ()) -> RunTable:
     if not rows:
         raise TableError(f"{path} has no row behind its line of names; write a row for each run")
     sources = _sources(path, names, columns)
-    values = {name: _numbers(path, rows, name, source) for name, source in sources.items()}
+    values = {}
+    for name, source in sources.items():
+        values[name] = _numbers(path, rows, name, source)
     for name, column in values.items():
         _check_unit(path, COLUMNS[name], column, sources[name].text)
     return _merged(path, hashlib.sha256(content).hexdigest(), values)
@@ -465,10 +469,13 @@ def _merged(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
     if num_diverged:
         notes.append(f"{num_diverged} runs without a finite loss count as diverged")
     first_rows = np.array([run.first_row for run in runs])
+    first_values = {}
+    for name, column in values.items():
+        first_values[name] = column[first_rows]
     return RunTable(
         source=path.name,
         digest=digest,
-        values={name: column[first_rows] for name, column in values.items()},
+        values=first_values,
         log_loss=np.array([run.log_loss for run in runs]),
         seeds=np.array([run.seeds for run in runs]),
         seed_deviation=math.sqrt(float(np.mean(variances))) if variances else None,

@@ -67,7 +67,10 @@ class Interval:
 
     def to_json(self, digits: int = 6) -> dict[str, float | None]:
         """Return value and ends, rounded, or `None` for one that is not finite."""
-        return {name: finite(value, digits) for name, value in dataclasses.asdict(self).items()}
+        rounded = {}
+        for name, value in dataclasses.asdict(self).items():
+            rounded[name] = finite(value, digits)
+        return rounded
 
     def meets(self, low: float, high: float) -> bool:
         """Return whether the interval has a point of [low, high]."""
@@ -167,7 +170,9 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
     for fitted_curve, scatter in zip(fits, scatters, strict=True):
         half_width = _half_width(np.array([scatter.optimum]), seeds)
         optima.append(_interval(fitted_curve.optimum, half_width))
-    prices = [_price(i, curve, fits, scatters, seeds) for i, curve in enumerate(curves)]
+    prices = []
+    for i, curve in enumerate(curves):
+        prices.append(_price(i, curve, fits, scatters, seeds))
     worse, compared = _worse(sizes, curves, fits[0])
     return Analysis(
         sizes=tuple(sizes),
@@ -251,7 +256,10 @@ def _slope_terms(
     sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter]
 ) -> tuple[float, np.ndarray]:
     """Return the slope of the optima per doubling, and a seed's deviation in each of its terms."""
-    fitted = [index for index, fitted_curve in enumerate(fits) if not fitted_curve.trouble]
+    fitted = []
+    for index, fitted_curve in enumerate(fits):
+        if not fitted_curve.trouble:
+            fitted.append(index)
     doublings = np.log2(np.asarray(sizes, float))[fitted]
     centred = doublings - doublings.mean()
     weights = centred / (centred @ centred)

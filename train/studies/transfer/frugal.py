@@ -73,7 +73,10 @@ def report(
         about: Facts on what was trained, for the record.
         save: Name of a tuned preset for the smallest size's rate; `None` saves none.
     """
-    records = [_record(study) for study in measured if isinstance(study, Frugal)]
+    records = []
+    for study in measured:
+        if isinstance(study, Frugal):
+            records.append(_record(study))
     path = write_json(folder / "frugal.json", {**about, "studies": records})
     remark = f"record in {path}; this search has no verdict on transfer, which --search grid gives"
     Report((), sections=[_section(record) for record in records], remarks=[remark]).show()

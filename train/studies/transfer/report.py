@@ -82,6 +82,9 @@ def _comparison(studies: Studies, control: str | None) -> list[dict[str, Any]]:
 def _study(measured: Measured, analysis: Analysis) -> dict[str, Any]:
     """Return a study as plain values for transfer.json."""
     study = measured.study
+    worse = []
+    for size, x, by in analysis.worse:
+        worse.append({"size": size, "log2_lr": x, "by": by.to_json()})
     return {
         "preset": study.label,
         "axis": study.axis,
@@ -96,9 +99,7 @@ def _study(measured: Measured, analysis: Analysis) -> dict[str, Any]:
         "train_seconds": round(measured.seconds, 1),
         "points": len(measured.rows),
         "sizes": [_size(measured, analysis, index) for index in range(len(study.sizes))],
-        "bigger_is_worse": [
-            {"size": size, "log2_lr": x, "by": by.to_json()} for size, x, by in analysis.worse
-        ],
+        "bigger_is_worse": worse,
         "bigger_compared": analysis.compared,
     }
 

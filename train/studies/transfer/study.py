@@ -91,7 +91,9 @@ def plan(
         raise ConfigError(
             f"--grow {axis}: a drift needs at least two sizes, as {axis}=16,32,64,128"
         )
-    runs = [sizes_of_models.grown_run(config, axis, size) for size in sorted(sizes)]
+    runs = []
+    for size in sorted(sizes):
+        runs.append(sizes_of_models.grown_run(config, axis, size))
     if preset.base is None and not presets.get(preset.name).baseless:
         preset = dataclasses.replace(preset, base=base_text(runs[0].model.base_sizes()))
     if preset.joint != "none":
@@ -176,7 +178,10 @@ class Measured:
 
     def rates_with(self, index: int, seeds: int) -> list[float]:
         """Return the rates of one size that are trained from all first seeds, increasing."""
-        tried = {rate for size, rate, _ in self.rows if size == index}
+        tried = set()
+        for size, rate, _ in self.rows:
+            if size == index:
+                tried.add(rate)
         rates = []
         for rate in sorted(tried):
             if all((index, rate, seed) in self.rows for seed in range(seeds)):
@@ -293,7 +298,10 @@ class Measured:
         """Return an estimate of the training time of points, from rows of their sizes."""
         seconds = 0.0
         for index in {point[0] for point in points}:
-            durations = [row.seconds for (size, _, _), row in self.rows.items() if size == index]
+            durations = []
+            for (size, _, _), row in self.rows.items():
+                if size == index:
+                    durations.append(row.seconds)
             count = sum(point[0] == index for point in points)
             seconds += count * sum(durations) / max(1, len(durations))
         return seconds
@@ -406,7 +414,10 @@ def _tell_round(
     tell("; ".join(parts))
 
     for measured in studies:
-        points = [point for study, point in requests if study is measured]
+        points = []
+        for study, point in requests:
+            if study is measured:
+                points.append(point)
         line = measured.seeds_line(points, max_seeds, minutes) if points else ""
         if line:
             tell(line)

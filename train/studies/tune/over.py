@@ -200,13 +200,18 @@ def vocabulary(config: Config) -> dict[str, str]:
                 flags[f"{name}.{suffix}"] = flag
                 flags[f"{column}.{name}"] = flag
 
-    aliases = {alias: flags[name] for alias, name in ALIASES.items() if name in flags}
+    aliases = {}
+    for alias, name in ALIASES.items():
+        if name in flags:
+            aliases[alias] = flags[name]
     return flags | aliases
 
 
 def _specs_by_group(config: Config) -> dict[str, ParamSpec]:
     """Return one declaration per parameter group, a tied readout included."""
-    specs = {spec.group: spec for spec in config.model.parameters().values()}
+    specs = {}
+    for spec in config.model.parameters().values():
+        specs[spec.group] = spec
     tied = config.model.tied_readout
     if tied:
         specs[tied.group] = tied

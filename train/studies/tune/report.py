@@ -106,10 +106,9 @@ def summary(search: Search, command: str) -> dict[str, Any]:
     winner = search.winner
     difference = search.difference()
     shares = surrogate.importance(search.constants, search.points, standing.means)
-    constants = [
-        _constant_json(constant, step, share)
-        for constant, step, share in zip(search.constants, winner, shares, strict=True)
-    ]
+    constants = []
+    for constant, step, share in zip(search.constants, winner, shares, strict=True):
+        constants.append(_constant_json(constant, step, share))
     winner_losses = search.losses_of(winner, search.fresh_seeds)
     start_losses = search.losses_of(search.start, search.fresh_seeds)
     return {
@@ -186,7 +185,9 @@ def report_of(content: dict[str, Any], metric: str) -> Report:
 
     rows = [["constant", "from", "to", "start", "best", "importance"]]
     for constant in sorted(content["constants"], key=lambda constant: -constant["importance"]):
-        numbers = [f"{constant[name]:.4g}" for name in ("low", "high", "start", "winner")]
+        numbers = []
+        for name in ("low", "high", "start", "winner"):
+            numbers.append(f"{constant[name]:.4g}")
         rows.append([constant["word"], *numbers, f"{constant['importance']:.0%}"])
 
     share = content["runs"] / content["runs_without_dropping"]
@@ -354,13 +355,17 @@ def save(name: str, search: Search, content: dict[str, Any], command: str) -> tu
     """
     standing = search.race()
     config = search.config_of((search.winner, 0))
-    rates = [search.config_of((point, 0)).optimizer.peak_lr for point in search.points]
+    rates = []
+    for point in search.points:
+        rates.append(search.config_of((point, 0)).optimizer.peak_lr)
     # A tuned preset lists its evidence by learning rate, whatever was searched.
     by_rate = np.argsort(rates, kind="stable")
     num_seeds = (~np.isnan(search.losses)).sum(axis=1)
     no_interval = {"value": None, "low": None, "high": None}
     names = ("word", "flag", "low", "high", "start", "winner", "importance")
-    constants = [{key: constant[key] for key in names} for constant in content["constants"]]
+    constants = []
+    for constant in content["constants"]:
+        constants.append({key: constant[key] for key in names})
     evidence = {
         "sizes": [dict(config.model.base_sizes())],
         "seeds": int(num_seeds.max()),
