@@ -174,6 +174,7 @@ def init_stds(preset: Preset, definition: Definition) -> ParamValues:
 
 def draw_of(name: str) -> np.ndarray:
     """Return the hash of a parameter's name that its random key is made from, uint32 []."""
+    # `hash` of a text differs between processes, CRC-32 does not.
     return np.asarray(zlib.crc32(name.encode()), np.uint32)
 
 

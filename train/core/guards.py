@@ -62,6 +62,7 @@ def check_chain(
     params = {}
     for name, leaf in definition.abstract.items():
         params[name] = np.zeros(leaf.shape, leaf.dtype)
+    # A fixed seed, so that a chain passes or fails every time alike.
     rng = np.random.default_rng(0)
     grads = {}
     for name, w in params.items():
@@ -85,6 +86,7 @@ def check_chain(
         eps = drop_keys(factors.eps, matrices)
         _check_eps(update, grads, params, eps)
 
+    # The loop's own chain on the same gradients, so that betas and momentum cancel in the ratios.
     preset_update = reference(definition, preset, optimizer)
     sizes = _rms_sizes(update(grads, params))
     preset_sizes = _rms_sizes(preset_update(grads, params))
@@ -204,6 +206,7 @@ def _check_later(
         updates, _ = tx.update(grads, later_state, params)
         return updates
 
+    # The count is an argument, so all later steps share this program.
     first = _rms_sizes(update(np.int32(1), grads, params))
     for step in LATER:
         later = _rms_sizes(update(np.int32(step), grads, params))
@@ -279,6 +282,7 @@ def _check_eps(
         return _rms_sizes(update(divided, params))
 
     sizes = sizes_at_norm(1)
+    # A power of two divides exactly, so only eps can make the two steps differ.
     small_sizes = sizes_at_norm(16)
     ratios = {name: small_sizes[name] / sizes[name] for name in eps if sizes[name]}
     name = min(ratios, key=ratios.__getitem__, default=None)
@@ -293,6 +297,7 @@ def _check_eps(
 
 def _check_decay(update: Update, definition: Definition, preset: Preset, params: Arrays) -> None:
     """Refuse weight decay on gains and biases, and an lr*wd that differs between parameters."""
+    # Without gradients an update is decay alone, and of ones it is the decay's factor.
     ones = jax.tree.map(np.ones_like, params)
     no_grads = jax.tree.map(np.zeros_like, params)
     # Coupled decay moves by lr * wd, and independent decay by wd. Either way the number is the same

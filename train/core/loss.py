@@ -74,6 +74,7 @@ class ReadoutShape(NamedTuple):
     @property
     def balance(self) -> float:
         """FLOPs that the device computes in the time in which it moves one byte of main memory."""
+        # Imported only here, because most losses never ask for a chip's balance.
         from mupax.train.parallel import chips
 
         chip = chips.of_kind(self.device_kind) or chips.CHIPS["v5e"]
@@ -211,6 +212,7 @@ def options(shape: ReadoutShape) -> list[LossImplementation]:
         time_in_bytes = implementation.traffic + implementation.again / shape.balance
         return above(shape, implementation), time_in_bytes
 
+    # Memory comes first: a slower loss still trains, one that does not fit does not.
     return sorted((way(shape, kind) for kind in get_args(Kind)), key=cost)
 
 
@@ -243,12 +245,14 @@ def cross_entropy(
             added (Chowdhery et al. 2022, PaLM, section 5). `None` adds nothing.
         metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
     """
+    # Chunks compute the gradient of one target per token, and not of a distribution.
     if labels is not None:
         how = "plain"
     axes = ("embed", "vocab" if targets.ndim == 2 else "classes")
     plan = _plan(readout_inputs, targets, axes, layout)
     implementation = options(plan.shape)[0] if how == "auto" else way(plan.shape, how)
 
+    # In chunks a split readout is gathered inside of `shard_map`, which also splits its gradient.
     if implementation.kind == "plain" or not plan.scatter_mesh_axes:
         weight = layout.gather(readout_inputs.weight, axes)
         readout_inputs = readout_inputs._replace(weight=weight)
@@ -500,6 +504,7 @@ def _forward(plan: LossPlan, inputs: LossInputs) -> tuple[LossSums, ReadoutInput
 
 def _backward(plan: LossPlan, grads: ReadoutInputs, cotangent: LossSums) -> tuple[LossInputs]:
     """Return the gradients times the cotangent of the loss."""
+    # Only the loss is differentiated; `LossSums` stops the gradients of its other sums.
     readout_grads = jax.tree.map(lambda grad: (cotangent.loss * grad).astype(grad.dtype), grads)
     input_grads = LossInputs(
         readout_grads,

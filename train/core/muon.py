@@ -195,6 +195,7 @@ def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
 
     A matrix is its fan-in axes against its fan-out axes. Other axes ("layers") count matrices.
     """
+    # Jordan et al. (2024) leave embeddings, readout and vectors to Adam.
     not_hidden = VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
     hidden = {}
     for name, spec in specs.items():
@@ -232,6 +233,7 @@ def with_adam_lr(lr: Mapping[str, Any], specs: Specs, adam_lr: Any, peak_lr: Any
         specs: Specs that tell which parameters are hidden matrices.
         peak_lr: Number above 0. Like `adam_lr`, it may be traced.
     """
+    # `scale_by_schedule` multiplies every update by the matrices' peak, which this takes out again.
     ratio = adam_lr / peak_lr
     matrix_specs = hidden_matrices(specs)
     result = {}
@@ -405,6 +407,7 @@ def matrix_steps(
             parts, parameters, layout, coefficients, part_vectors, num_iterations
         )
 
+    # One device has every matrix, and needs no exchange.
     if layout.mesh.size == 1:
         return local(dict(arrays), vectors, num_iterations)
     placed = {name: parameter.placed for name, parameter in parameters.items()}
@@ -442,6 +445,7 @@ def _parameter(
     names: list[tuple[str, ...]] = []
     for part in layout.sharding(spec.axes, shape).spec:
         names.append((part,) if isinstance(part, str) else tuple(part or ()))
+    # A PartitionSpec may end before the last dimensions of its array.
     names += [()] * (len(shape) - len(names))
 
     # The exchange puts parts of a side's outermost dimension together. A mesh axis that splits an
@@ -725,6 +729,7 @@ def _orthogonalized(x: jax.Array, grid: Grid | None, coefficients: Coefficients)
     size_t = math.prod(size for _, size in grid.t)
     split = x.reshape(shape).transpose(order)
     blocks = split.reshape(-1, size_s, size_t)
+    # A norm of the complete matrix would make the step of one block depend on the others.
     results = jax.vmap(lambda block: newton_schulz(block, coefficients))(blocks)
     back = sorted(range(len(order)), key=order.__getitem__)
     return results.reshape(split.shape).transpose(back).reshape(x.shape)
@@ -768,6 +773,7 @@ def newton_schulz(x: jax.Array, coefficients: Coefficients = NEWTON_SCHULZ) -> j
     """
     rows_are_few = x.shape[0] <= x.shape[1]
     wide = x.astype(jnp.float32)
+    # The Frobenius norm bounds the spectral norm, and the iterations need singular values up to 1.
     norm = jnp.sqrt(jnp.sum(wide * wide)) + _EPS
     x = (wide / norm).astype(x.dtype)
 

@@ -49,6 +49,7 @@ def sgd(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
         config: Its `momentum` is the decay of the sum. 0 gives the bare gradient.
         specs: Not read, because every parameter is treated alike.
     """
+    # A trace with decay 0 would still keep a copy of the gradients in the state.
     return optax.trace(config.momentum) if config.momentum else optax.identity()
 
 
@@ -172,12 +173,14 @@ def narrowed(tree: Any, like: Any, rounding: Rounding) -> Any:
         rounding: Source of the random bits.
     """
     seed_key = _mixed(_uint(rounding.seed) ^ _uint(_STREAM))
+    # Another key at every step: with the same bits, a weight would always round the same way.
     key = _mixed(seed_key + _uint(rounding.step) * _uint(_GOLDEN))
     leaves, structure = jax.tree.flatten(tree)
     like_leaves = jax.tree.leaves(like)
     rounded = []
     for index, (leaf, like_leaf) in enumerate(zip(leaves, like_leaves, strict=True)):
         if _is_narrow(like_leaf) and leaf.dtype == jnp.float32:
+            # By position in the tree, so that moments and weights of one shape round independently.
             leaf_key = _mixed(key + _uint(index) * _uint(_GOLDEN))
             rounded.append(stochastically_rounded(leaf, leaf_key))
         else:
@@ -260,6 +263,7 @@ def build(
     row = OPTIMIZERS[config.name]
     direction_of: Any = function_of(row.direction)
     if matrix_steps == WHOLE_MATRICES:
+        # Only Muon takes the third argument.
         direction = direction_of(config, specs)
     else:
         direction = direction_of(config, specs, matrix_steps)

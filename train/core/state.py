@@ -105,6 +105,7 @@ def check_step(
         loss: Mean over the batch's targets in nats, float32 [].
         grad_norm: Norm of the whole gradient before clipping, float32 [].
     """
+    # Both, because a backward pass can overflow where the loss is still finite.
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     deviation = jnp.maximum(jnp.sqrt(health.variance), _LEAST_DEVIATION * jnp.abs(health.mean))
     bound = health.mean + limits.deviations * deviation
@@ -119,6 +120,7 @@ def check_step(
         skipped=health.skipped + ~keep,
         in_a_row=jnp.where(keep, 0, health.in_a_row + 1),
         spikes=health.spikes + spike,
+        # Only the host rolls back, so a step never changes this counter.
         left_out=health.left_out,
         seen=health.seen + finite,
         mean=jnp.where(finite, health.mean + rate * away, health.mean),
@@ -165,6 +167,7 @@ def squares(grads: Arrays, specs: Mapping[str, ParamSpec]) -> jax.Array:
         if name not in grads:
             continue
         axes = tuple(range(int(spec.stacked), grads[name].ndim))
+        # In bfloat16 a sum of equal terms stops growing after 256 of them.
         layer_sums = jnp.sum(jnp.square(grads[name].astype(jnp.float32)), axis=axes)
         layer_sums = jnp.ravel(layer_sums)
         # 0 times a sum that is not finite is not finite either, so `culprit` still finds it.
@@ -454,6 +457,7 @@ def abstract_state(
     for name, leaf in definition.abstract.items():
         params[name] = placed(leaf, shardings[name])
     trained_params = _only_trained(params, trained)
+    # Written out, because `jax.jit(tx.init)` of sharded parameters silently replicates the moments.
     opt_state = optax.tree.map_params(
         tx,
         lambda leaf, param: placed(leaf, param.sharding),
@@ -506,6 +510,7 @@ class Initializer:
         initial_shardings = shardings.params
         if self._split:
             initial_shardings = NamedSharding(mesh, PartitionSpec())
+        # Always under jit: an eager initialization differs in the last bits.
         self._params = jax.jit(
             functools.partial(definition.initialize, draw=_draw(device)),
             out_shardings=initial_shardings,
@@ -552,6 +557,7 @@ def fresh_params(
         stds: Standard deviations by name, float32 [] or [layers] (`factors.init_stds`).
         names: Names of the parameters to initialize. The others take no memory.
     """
+    # Sorted, because a set has another order in each process, and all must trace one program.
     specs = {name: definition.specs[name] for name in sorted(names)}
     abstract = {name: definition.abstract[name] for name in sorted(names)}
     partial_model = dataclasses.replace(definition, specs=specs, abstract=abstract)

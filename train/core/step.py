@@ -80,11 +80,13 @@ def trace_train_step(
         state_formats = shardings_of(abstract)
         state_shapes = abstract
 
+    # Factors are arguments and no constants of the program, so every preset shares one executable.
     input_shardings = _shardings_of_inputs(step_inputs, abstract, layout)
     jitted = jax.jit(
         make_train_step(definition, tx, accumulation_steps, layout, measure_logits=measure_logits),
         in_shardings=(state_formats, input_shardings, layout.batch(batch)),
         out_shardings=(state_formats, layout.replicated),
+        # The new state takes the memory of the old one, so a step holds one state and not two.
         donate_argnums=0,
     )
     return jitted.trace(state_shapes, step_inputs, batch)
@@ -255,6 +257,7 @@ def batch_sums(
         read_reference = readout_method(reference_model)
         assert read_reference is not None  # both models are of one class
         reference = read_reference(inputs, **reference_context)
+        # Nothing of the reference is trained, so the load of its experts has no penalty.
         reference = reference._replace(routing=None)
 
     if measure_logits:
@@ -352,6 +355,7 @@ def _sharded_gradients(
     param_specs = {}
     for name, spec in definition.specs.items():
         param_specs[name] = layout.spec(spec.axes)
+    # Frozen parameters have no learning rate (`Factors.moving`).
     trained_names = step_inputs.factors.lr
     grad_specs = {}
     for name, spec in param_specs.items():
@@ -411,6 +415,8 @@ def _summed_gradients(
         )
         total = sums.loss
         if sums.routing is not None:
+            # Balance losses of experts are trained on, but are no part of the reported
+            # cross-entropy.
             total = total + sums.routing.penalty
         if sums.z is not None:
             # Train on the z-loss, but report the loss without it.
@@ -435,6 +441,7 @@ def _summed_gradients(
         return (total_grads, total_sums.plus(sums)), None
 
     microbatches = jax.tree.map(split_rows, batch)
+    # Only shapes: the scan needs the structure of its carry before any microbatch has run.
     first_microbatch = jax.tree.map(lambda array: array[0], microbatches)
     result_shapes = jax.eval_shape(grad, trained_params, first_microbatch)
     zero_grads, zero_sums = jax.tree.map(_zeros, result_shapes)
@@ -559,6 +566,7 @@ def make_train_step(
         metrics["squares"] = squares
 
         params = {**state.params, **trained_params}
+        # A rejected step counts too: its batch is used up, and the schedule goes on.
         new_state = TrainState(state.step + 1, params, opt_state, ema, health)
         return new_state, metrics
 
@@ -571,6 +579,7 @@ def _with_drop_path(batch: Batch, drop: Drop, step: jax.Array, layout: Layout) -
     from mupax.zoo.layers import drop_path
 
     batch_size = len(batch["targets"])
+    # A function of seed and step alone, so that a resumed run drops the same branches.
     scales = drop_path.scales(drop, step, batch_size)
     return {**batch, "scales": layout.constrain(scales, ("batch", None, None))}
 

@@ -97,6 +97,7 @@ class StopRequest:
         # Python's handlers write the number of a signal into the second, `_listen` reads the first.
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
         self._ended = threading.Event()
+        # A daemon, so that a process whose main thread fails does not wait for a signal.
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
 
     @property
@@ -123,6 +124,7 @@ class StopRequest:
         with self._changed:
             self._saves = False
             self._bound = None
+        # With several processes, `_talk` ends them all together.
         if self.received is not None and self._processes.count == 1:
             raise SystemExit(self.exit_code)
 
@@ -173,6 +175,8 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         # Python lets only the main thread set handlers.
         if threading.current_thread() is threading.main_thread():
+            # `set_wakeup_fd` requires it: a full buffer must not hold up the main thread in its
+            # handler.
             self._wakeup_writer.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(
                 self._wakeup_writer.fileno(), warn_on_full_buffer=False
@@ -194,6 +198,7 @@ class StopRequest:
             signal.set_wakeup_fd(self._wakeup_before)
         # A number that is no signal, so that `_listen` sees the end.
         self._wakeup_writer.send(b"\0")
+        # `_listen` reads the sockets that are closed next.
         self._thread.join()
         self._wakeup_reader.close()
         self._wakeup_writer.close()
@@ -226,6 +231,8 @@ class StopRequest:
         if number in _INSISTING:
             if heard_time - self._first_insisting > _ONE_S:
                 self._leave_at_once(number)
+            # The first one's time, so that signals that follow closely never add up to a second
+            # one.
             self._first_insisting = min(self._first_insisting, heard_time)
         if not self._saves:
             text = f"stopped by {number.name} with nothing to save: checkpoints are as they were"
@@ -447,6 +454,7 @@ def place(
     if tpu:
         return {}
 
+    # A single task has SLURM's variables too, and nobody to wait for.
     if "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
         # All GPUs of the node if SLURM starts one task on each node. JAX alone would take the first
         # GPU and leave the others idle.
@@ -545,6 +553,7 @@ class _Lasting:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
 
         def write_encodable() -> None:
+            # A terminal in ASCII cannot print "μP", and a run must not end for that.
             self._stream.write(text.encode(encoding, "replace").decode(encoding))
 
         self._call(write_encodable)

@@ -97,6 +97,7 @@ def problems(
     abstract = program.definition.abstract
     stacks = {}
     for name, spec in program.definition.specs.items():
+        # Gains and biases of all layers are small, and the compiler may gather them together.
         if spec.in_block and spec.fan_in and len(spec.axes) > 2:
             stacks[name] = abstract[name].shape
     expected = estimates.expected(program)
@@ -313,6 +314,7 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
         largest first. `None` if there is no such file.
     """
     files = folder.glob("*buffer-assignment.txt")
+    # The folder also has the small programs that JAX compiles on the way.
     assignment = max(files, key=lambda file: file.stat().st_size, default=None)
     if assignment is None:
         return None
@@ -348,6 +350,7 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
         if origin is not None:
             op_name = origin.op_name
             source = module.source(origin)
+        # Layouts and tiles say nothing to a reader of the report.
         shape = re.sub(r"\{[^}]*\}", "", value.shape)
         buffers[place] = Buffer(value.name, value.bytes, shape, op_name, source)
     return size, total, sorted(buffers.values(), key=lambda buffer: -buffer.bytes)
@@ -360,6 +363,7 @@ def _live_ranges(text: str) -> dict[str, range]:
         match = _RANGE.match(line)
         if match:
             name = match[1].removesuffix("{}")
+            # The compiler writes both ends of a range, and the last moment is a part of it.
             ranges[name] = range(int(match[2]), int(match[3]) + 1)
     return ranges
 
@@ -696,6 +700,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
     """
     program = assemble(config, topology.devices(name, slices))
     chip = topology.chip_of(name)
+    # JAX asks the GPU at hand for its kernels while it traces, and here there is none.
     with topology.kernels_of(chip):
         traced = program.trace_train()
     flops = _traced_flops(program, traced)
@@ -715,6 +720,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
             if sizes is None:
                 block = config.model.compute.attention_block
                 raise refused(name, str(error), block) from None
+            # A step that does not fit is a result of the search and no error.
             needed, limit = sizes
             return Compiled(program, chip, time.monotonic() - start_time, flops, needed, limit)
         seconds = time.monotonic() - start_time

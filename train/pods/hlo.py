@@ -185,6 +185,7 @@ def _collective(
         axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
         if islands:
             between_slices = any(len({islands[i] for i in group}) > 1 for group in groups)
+    # A mesh axis of size 1 leaves collectives in the program that send nothing.
     if size < 2:
         return None
 
@@ -231,6 +232,7 @@ def _hidden(module: Module, computation: Mapping[str, Instruction], start: Instr
 
     Instructions run in the order of the text.
     """
+    # A collective that is one instruction runs alone.
     if not start.opcode.endswith("-start"):
         return False
     index = list(computation).index(start.name)
@@ -614,9 +616,12 @@ class Module:
             operand = self.computations[computation][name]
             read.append(sum(array_bytes(operand.shape, hbm_only=True)))
         if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+            # The operand may be a stack of all layers, of which only the result's bytes are read.
             return written + min(written, read[0])
         if instruction.opcode == "dynamic-update-slice":
+            # Only the slice is read and written: the array around it stays in its place.
             return 2 * read[1]
+        # Its type has source and target, so reading is already in the bytes written.
         if instruction.opcode == "copy-start":
             return written
         if instruction.opcode == "fusion-start":

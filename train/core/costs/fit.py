@@ -83,6 +83,7 @@ def stand_ins(config: MeshConfig) -> Sequence[Any] | None:
         size = getattr(config, axis)
         if size > 0:
             needed *= size
+    # The layout of a TPU mesh depends on chip coordinates, which a fake device does not have.
     if needed <= len(present) or present[0].platform == "tpu":
         return None
     fakes = []
@@ -104,6 +105,7 @@ def per_row(config: Config) -> int | None:
     not say.
     """
     sizes = []
+    # The difference cancels what does not grow with the batch, such as gradients.
     for num_rows in (1, 2):
         data = dataclasses.replace(config.data, batch_size=num_rows, eval_batch_size=None)
         single = dataclasses.replace(config, mesh=MeshConfig(), accumulation_steps=1, data=data)
@@ -246,6 +248,7 @@ def limit_of(program: Program) -> int | None:
     """
     if not (program.config.faults.memory_check and host_memory.checks()):
         return None
+    # The first device of a mesh may belong to another process, whose memory is not known here.
     for device in program.mesh.devices.flat:
         if device.process_index == jax.process_index():
             return room(device)
@@ -275,6 +278,7 @@ def check_arrays(arrays: Any, purpose: str, advice: str) -> None:
         if any(device.platform != "cpu" for device in devices):
             continue
         shard_size = math.prod(sharding.shard_shape(leaf.shape))
+        # Several CPU devices of a process share the memory of one host.
         total += shard_size * itemsize * max(1, len(devices))
     host_memory.check(total, purpose, advice)
 
@@ -534,6 +538,7 @@ def _smaller(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[st
     Each flag sets one size to a half, a quarter, and so on.
     """
     config = program.config
+    # Every microbatch needs an example on every device.
     smallest_batch = config.accumulation_steps * program.layout.num_shards("batch")
     sizes = (
         _Size("--data.batch-size", "data", "batch_size", smallest_batch),
@@ -599,6 +604,7 @@ def _savings(program: Program, kinds: tuple[str, ...]) -> Iterator[tuple[Config,
         compute = dataclasses.replace(config.model.compute, remat=remat)
         model = dataclasses.replace(config.model, compute=compute)
         saving = dataclasses.replace(config, model=model)
+        # A policy that saves more than the run's own is no saving.
         if _activations(program, saving) > _activations(program, config):
             continue
         for count in range(num_microbatches, num_rows + 1):
@@ -627,6 +633,7 @@ def _proposals(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[
             temporary += buffers(candidate) - buffers(program)
             state = usage.state - _state(program) + _state(candidate) + _saved(candidate)
             remat = config.model.compute.remat
+            # With more microbatches than needed, the same policy would only be slower.
             if remat in proposed_policies or state + temporary > _SLACK * limit:
                 continue
             proposed_policies.add(remat)
@@ -669,6 +676,7 @@ def _with_most_fsdp(program: Program, num_devices: int) -> Program | None:
         program: Program of the run itself. Its fsdp axis is the smallest that is tried.
         num_devices: Product of the axes data and fsdp, at least 1.
     """
+    # Most FSDP first: only a split of the state takes memory off a device.
     for fsdp in range(num_devices, program.mesh.shape["fsdp"] - 1, -1):
         if num_devices % fsdp:
             continue
@@ -684,6 +692,7 @@ def _with_mesh(program: Program, *, data: int, fsdp: int) -> Program | None:
     shape = program.mesh.shape
     num_shards = data * fsdp * shape["experts"]
     data_config = config.data
+    # Otherwise the evaluation would refuse the mesh that training could have.
     if config.eval_batch_size % num_shards:
         data_config = _evaluating(data_config, num_shards)
     # An open axis stays open if it would get the same size.
@@ -748,6 +757,7 @@ def _saved(program: Program) -> int:
         return 0
     leaves = jax.tree.leaves(program.abstract)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    # A checkpoint copies each array once, however many devices hold it.
     return total // program.mesh.size
 
 
