@@ -80,6 +80,7 @@ def randaugmented(
     for image, layers in zip(levels, uniforms, strict=True):
         for choice, *u in layers:
             operation = operations[int(choice * len(operations))]
+            # In place, so that the next layer works on the result of this one.
             image[...] = operation(image, magnitude / 10, u)
     return levels.astype(np.float32) * np.float32(white / 255)
 
@@ -185,6 +186,7 @@ def _solarize_add(image: np.ndarray, strength: float, u: list[float]) -> np.ndar
 def _color(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
     if image.shape[-1] == 1:
         return image
+    # The weights add up to 0.9999, and without the factor white would round down to 254.
     grey = np.floor(image @ np.array(_LUMA) * (255.5 / 255))
     return blended(grey[..., None].astype(np.float32), image, strength)
 
@@ -192,6 +194,7 @@ def _color(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
 def _sharpness(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
     x = image.astype(np.float32)
     H, W, _ = image.shape
+    # PIL's SMOOTH kernel: ones about a 5, over their sum of 13.
     window = sum(x[i : H - 2 + i, j : W - 2 + j] for i in range(3) for j in range(3))
     smooth = x.copy()  # The kernel does not fit along the edge, which stays as it is.
     smooth[1:-1, 1:-1] = np.floor((window + 4 * x[1:-1, 1:-1]) / 13)
@@ -287,6 +290,7 @@ def drawn(transforms: TransformsConfig, rng: np.random.Generator, height: int, w
         share = rng.beta(transforms.mixup, transforms.mixup) if transforms.mixup else 1.0
         return Mix(float(max(share, 1 - share)))
 
+    # A box of area 1 - l has sides of sqrt(1 - l).
     side = np.sqrt(1 - rng.beta(transforms.cutmix, transforms.cutmix))
     y = rng.integers(height)
     x = rng.integers(width)
@@ -298,6 +302,7 @@ def drawn(transforms: TransformsConfig, rng: np.random.Generator, height: int, w
     bottom = min(height, y + half_height)
     right = min(width, x + half_width)
     area = (bottom - top) * (right - left)
+    # The share is of the box that was cut at the edge, as in the paper's code.
     return Mix(1 - area / (height * width), (slice(top, bottom), slice(left, right)))
 
 
@@ -311,6 +316,7 @@ def soft_labels(targets: np.ndarray, classes: int, smoothing: float) -> np.ndarr
         smoothing: Share in [0, 1).
     """
     labels = np.full((len(targets), classes), smoothing / classes, np.float32)
+    # Added, because the class also has its even share of the smoothing.
     labels[np.arange(len(targets)), targets] += np.float32(1 - smoothing)
     return labels
 
@@ -506,6 +512,7 @@ class ImageData(LabelledData):
         exists = indices < self.eval_size
         # A row past the end shows the first image again, with weight 0.
         positions = self.eval_positions(np.where(exists, indices, 0))
+        # The view of evaluation draws nothing, and reads these only by its interface.
         uniforms = np.zeros((len(positions), NUMBERS))
         raw, targets = self._batch(self.eval, positions, self._eval_view, uniforms)
         inputs = normalized(raw, self.pixels, self.white)
@@ -615,6 +622,7 @@ def jitter(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
 def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Sample images [B, H, W, C] at the points (y, x) [B, h, w]. Outside values are zero."""
     B, H, W, _ = images.shape
+    # A border of zeros, so that points outside blend into black without a test.
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
     # Just below the last pixel, so that the pixel after it exists.
     y = np.clip(y + 1, 0, H + 1 - 1e-6)
@@ -645,6 +653,7 @@ def shift_and_flip(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.nda
     padded = np.pad(x_BHWC, ((0, 0), (pad_H, pad_H), (pad_W, pad_W), (0, 0)), mode="reflect")
 
     down, right, mirror, *_ = uniforms.T
+    # The mirror is in the indices, so one lookup crops and mirrors at once.
     columns = np.where(mirror[:, None] < 0.5, np.arange(W)[::-1], np.arange(W))
     y = (down * (2 * pad_H + 1)).astype(int)[:, None] + np.arange(H)
     x = (right * (2 * pad_W + 1)).astype(int)[:, None] + columns
@@ -693,6 +702,7 @@ def fit_logistic(
     features = _with_ones(x)
     targets = np.eye(int(y.max()) + 1, dtype=features.dtype)[y]
     penalty = np.full((features.shape[1], 1), 1 / inverse_penalty, features.dtype)
+    # The biases are not penalized.
     penalty[-1] = 0
 
     def loss_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:

@@ -93,6 +93,8 @@ class Lines:
                     except DataError as error:
                         first_error = first_error or error
                     is_list = line.lstrip().startswith(b"[") and not line.rstrip().endswith(b"]")
+                    # The lines of a list that goes on are parts of one JSON value, and none is a
+                    # record.
                     if is_list:
                         break
                 if number >= _TRIED_LINES:
@@ -188,6 +190,7 @@ class Lines:
             content = self._content(part)
             texts = []
             with self.broken.part(f"{self.path} {part.start}", "record") as tally:
+                # Not `splitlines`, which also cuts at a lone carriage return, white space in JSON.
                 for number, line in enumerate(content.split(b"\n"), part.line):
                     if not line.strip():
                         continue
@@ -205,6 +208,8 @@ class Lines:
         try:
             if self._position > part.start or self._stream is None:
                 self.close()
+                # A compressed stream cannot go back, so an earlier part is unpacked from the
+                # beginning.
                 self._stream = self._stack.enter_context(_opened(self.path, self.broken.limits))
             with _checked(self.path):
                 self._skip_to(part.start)
@@ -360,6 +365,8 @@ def _checked(path: Path) -> Iterator[None]:
     except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
         if isinstance(error, DataError):
             raise
+        # The decompressors raise OSError for damage too, but only the system's errors have an
+        # errno.
         if isinstance(error, OSError) and error.errno is not None:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
         raise DamagedError(

@@ -123,7 +123,9 @@ class Table:
                     size = metadata.column(column).total_uncompressed_size
                     # Rows are divided as if their texts were equally long.
                     step = max(1, num_rows // max(1, size // _PART_BYTES))
+                    # The metadata count a text of a dictionary once, however many rows have it.
                     copied = copied_bytes(self.path, self.field, group, self.broken.limits)
+                    # Kept for the cursor, which would otherwise decode all copies once more.
                     self._copied[group] = copied
                     if copied > bounds.WINDOW_BYTES:
                         step = max(1, num_rows * _PART_BYTES // (copied + size))
@@ -311,6 +313,7 @@ class _Cursor:
         columns = [row_group.column(number) for number in range(row_group.num_columns)]
         # A nested column has several leaves.
         leaves = [column for column in columns if _is_in(column.path_in_schema, field)]
+        # A damaged file may declare negative sizes, which would lift the limit of the ratio.
         self.packed_bytes = sum(max(0, column.total_compressed_size) for column in leaves)
         is_nested = any(column.path_in_schema != field for column in leaves)
 

@@ -297,6 +297,7 @@ def _place_file(
     suffix = _format(file)
     try:
         if suffix in _LINES:
+            # A compressed file has the coding of its content only after it is unpacked.
             if file.suffix.lower() in _LINES:
                 _check_coding(file, corpus.read_bytes(file, 0, _SNIFF_BYTES))
             lines_type = ChatLines if kind == "chat" else Lines
@@ -351,8 +352,10 @@ def _beginning_of_text(file: Path) -> bytes:
         _check_coding(file, beginning)
     if suffix in (*_PACKED, ".zip"):
         raise _NotTextError("is compressed, and no file of records: unpack it")
+    # An editor that saves nothing may still write the mark.
     if beginning == codecs.BOM_UTF8:
         raise _NotTextError("is empty")
+    # NUL separates documents where tokens are bytes.
     if b"\0" in beginning:
         raise _NotTextError("has NUL bytes, so it is no plain text")
     return beginning
@@ -385,6 +388,7 @@ def _looks_wide(lower: bytes, upper: bytes) -> bool:
     """
     if len(upper) < 8 or 0 in lower:
         return False
+    # 9 is the tab: a binary file also has zeros in half of its bytes, but control characters too.
     return 2 * upper.count(0) > len(upper) and min(lower) >= 9
 
 

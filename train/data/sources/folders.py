@@ -438,6 +438,7 @@ def opened(
     eval_files = Files(folder.eval, vision.channels, pixels.background, config.limits)
     jitter = config.transforms.jitter
     num_images = len(folder.train) + len(folder.eval)
+    # Jitter works on fitted images, so they can be kept. Other views crop the original anew.
     fits_in_memory = num_images * size**2 * vision.channels <= _MOST_BYTES_IN_MEMORY
     if jitter is not None and fits_in_memory:
         train_files = KeptFiles(train_files, fitted, size, vision.channels)
@@ -617,6 +618,8 @@ def _scanned(
         return numbers
 
     numbers = cache.remembered(f"scanned-{digest}", compute)
+    # Only suspects are decoded again, so that a repaired image counts at once and the rest costs
+    # nothing.
     suspects = [path for path in paths if f"{prefix}{path}" in numbers]
     broken: dict[str, DataError] = {}
     if suspects:
@@ -652,6 +655,7 @@ def _copies(train: _Labelled, eval_: _Labelled, sizes: Sequence[int]) -> int:
         with ThreadPool(decoding_threads()) as pool:
             yield from pool.imap(_content_digest, paths, chunksize=64)
 
+    # An unreadable file has the empty digest, and would match every other unreadable file.
     train_digests = set(digests(train, train_sizes)) - {b""}
     return sum(digest in train_digests for digest in digests(eval_, eval_sizes))
 
@@ -754,6 +758,7 @@ def _folder_names(path: Path) -> list[str]:
                 names.append(sub.name)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    # A link to a folder above would be a class of all images. A bucket has no links.
     if not is_remote(path):
         real_path = path.resolve()
         outside = []

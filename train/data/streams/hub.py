@@ -93,7 +93,9 @@ def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
     extras.require("hf", f"data.name {name}", DataError)
     import datasets  # pyright: ignore[reportMissingImports]
 
+    # Its bars would write over the lines of a run.
     datasets.disable_progress_bars()
+    # Without streaming the package first downloads and converts everything.
     options: dict[str, Any] = {"streaming": True}
     file_split = None
     if isinstance(place, Path):
@@ -101,6 +103,7 @@ def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
         visible = dict(listing.files_below(place).files)
         all_files = _all_files(place) | visible
         files = sorted(all_files.items())
+        # No times of change: they differ between the hosts that have copies of the folder.
         sizes = (f"{file_name} {file.stat().st_size}" for file_name, file in files)
         revision = cache.digest(*sizes)
         key = corpus.stat_digest(files)
@@ -317,10 +320,13 @@ class HubDocuments:
                     if text and (self._side is None or corpus.side(text) == self._side):
                         chunk.append((text, True))
                         size += len(text)
+                    # Rows count too: where a filter drops nearly all, a chunk by bytes alone would
+                    # not end.
                     if size >= _CHUNK_BYTES or row_count >= _CHUNK_ROWS:
                         ended = False
                         break
 
+            # Read after the chunk is full, so the position is behind all of its rows.
             position = rows.state_dict()
             yield chunk, position
 
@@ -365,6 +371,7 @@ def _commit(name: str, repository: str, revision: str | None) -> str:
     from huggingface_hub import HfApi
 
     with _asking(name):
+        # A branch may move while a run is stopped, and a resumed run must read the same data.
         commit = HfApi().dataset_info(repository, revision=revision, timeout=_TIMEOUT_S).sha
     assert commit is not None
     return commit

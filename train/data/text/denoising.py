@@ -224,6 +224,7 @@ class Denoising(Data):
             train_size=text.train_size,
             eval_size=text.eval_size,
             tokenizer=text.tokenizer,
+            # A target is a sentinel or a copied token, so bits per byte of text mean nothing here.
             bytes_per_token=None,
         )
         self._seed = seed
@@ -251,6 +252,7 @@ class Denoising(Data):
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = interface.batch_indices(j, self.eval_batch_size, rows)
+        # Seed 0: evaluation examples must not depend on the run's seed.
         return self._noised(self.text.eval_batch(j, rows), indices, 0, interface.EVALUATION)
 
     def references(self) -> list[Reference]:
@@ -269,6 +271,8 @@ class Denoising(Data):
         counts = windows["weights"].sum(axis=1).astype(int)
         uniforms = np.empty((len(tokens), self.noise.draws, self.lengths.tokens))
         for row, index in zip(uniforms, indices, strict=True):
+            # One generator per example, so that its noise depends neither on the batch nor on the
+            # process.
             interface.rng(seed, purpose, index).random(out=row)
 
         batch = self._padding(len(tokens))
@@ -297,6 +301,7 @@ class Denoising(Data):
             batch[name] = np.full((num_rows, *spec.shape), fill, spec.dtype)
         # Attention needs at least one position that it may see.
         batch["input_mask"][:] = np.arange(self.lengths.inputs) < 1
+        # BART starts its decoder with eos, T5 with pad, and published weights expect their own.
         start = self.ids.eos if self.noise.name == "infilling" else self.ids.pad
         batch["decoder_inputs"][:, 0] = start
         return batch

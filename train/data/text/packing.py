@@ -84,6 +84,7 @@ def prepared(
     """
     name = f"{key}-{tokenizer.key}{tokenizer.variant}"
     folder = cache.root() / "packed" / name
+    # Without the lock at first: most runs find a finished corpus, perhaps on a read-only disk.
     corpus, _ = _open(folder, tokenizer)
     if corpus is not None:
         _delete_progress(folder)
@@ -95,6 +96,7 @@ def prepared(
         if corpus is None:
             if problem:
                 note(f"{problem}; preparing it again")
+                # Otherwise helpers would take the corpus for finished and tokenize nothing.
                 (folder / "manifest.json").unlink()
             note(f"tokenizing and packing {key} in {folder}")
             try:
@@ -104,6 +106,7 @@ def prepared(
                     f"cannot write {folder}: {error.strerror}. "
                     "Make room (what is done is kept), or set MUPAX_DATA"
                 )
+                # A full disk is the machine's fault, and a DataError would blame the data.
                 if error.errno in disk.NO_ROOM:
                     raise disk.DiskError(message) from error
                 raise DataError(message) from error
@@ -147,6 +150,7 @@ def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.No
     cache.write_json(folder / "manifest.json", manifest)
     for side in SIDES:
         (folder / f"{side}.jsonl").unlink(missing_ok=True)
+    # A helper may still write a share, which nobody reads any more.
     shutil.rmtree(folder / shares.FOLDER, ignore_errors=True)
 
 
@@ -172,6 +176,7 @@ def _pack_side(
         for step in shares.steps(parts, _STEP_BYTES):
             contents = list(itertools.chain.from_iterable(step))
             ids = shares.encoded(contents, tokenizer)
+            # The empty array is for a step of empty documents, which has nothing to concatenate.
             block = np.concatenate([np.zeros(0, dtype), *ids]).astype(dtype)
             for part in step:
                 shared_parts += any(document.by_others for document in part)
@@ -237,6 +242,7 @@ def _resumed(lines: BinaryIO, tokens: int) -> dict[str, Any]:
             break
         if _field_types(step) != _field_types(_STEP):
             break
+        # The disk may have kept a line and lost its ids, or lost a line in the middle.
         if not (facts["tokens"] + step["step"] == step["tokens"] <= tokens):
             break
         facts["steps"].append(step.pop("step"))

@@ -122,6 +122,7 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
         share = _read(path, stop - start, dtype)
         for i in range(first, stop):
             yield share[i - start] if share else documents_of(documents[i])
+        # Shares of a large corpus would double the room that it takes.
         path.unlink(missing_ok=True)
         first = stop
 
@@ -143,6 +144,7 @@ def pack(
         start = len(documents[side])
         while start and not (folder / "manifest.json").exists():
             start, stop = _bounds(start - 1, len(documents[side]))
+            # The packing process has reached this share, and tokenizes it itself.
             if start <= _position(folder / f"{side}.jsonl"):
                 break
             path = folder / FOLDER / f"{side}-{start}-{stop}.npz"
@@ -191,6 +193,7 @@ def _position(progress: Path) -> int:
     with contextlib.suppress(*unreadable), progress.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - _TAIL_BYTES))
+        # A line that is being written has no end yet.
         complete, _, _ = file.read().rpartition(b"\n")
         last_line = complete.splitlines()[-1]
         return int(disk.json_object(last_line, "a line")["documents"])
@@ -239,6 +242,7 @@ def _read(path: Path, count: int, dtype: str) -> list[Part] | None:
         dtype: NumPy type that the ids must have.
     """
     try:
+        # A pickle would run code of whoever can write to a shared cache.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             ids = arrays["ids"]
             facts = arrays["facts"]

@@ -234,8 +234,10 @@ class Subwords:
         self._library = self._opened(content)
         ids = self._library.get_vocab(with_added_tokens=True).values()
         growth = untrusted.check_library(self._library, ids, str(path))
+        # A normalizer may make a text longer, and the library holds the longer text.
         self._batch_bytes = max(1, int(_BATCH_BYTES / growth))
         self._digest = hashlib.sha256(content).hexdigest()
+        # Ids may have holes, so the count of tokens can be smaller than the largest id.
         self.vocab_size = 1 + max(ids, default=-1)
 
         usual_separator = self.find(*USUAL_SEPARATORS)
@@ -243,6 +245,7 @@ class Subwords:
         if separator_id is None:
             raise self._no_separator(separator)
         self.separator = separator_id
+        # By content and not by path, so that a moved file finds its packed corpora.
         self.key = f"tokenizer-{self._digest[:16]}"
         if separator_id != usual_separator:
             # Data that were packed with another separator are different data.
@@ -270,6 +273,7 @@ class Subwords:
         """Return the `tokenizers.Tokenizer` of a file's content."""
         from tokenizers import Tokenizer as Library
 
+        # Before the library sees it: some files make the library abort or fill the memory.
         untrusted.check_content(content, str(self.path))
         try:
             with self._calling():
@@ -579,6 +583,7 @@ def _at_origin(places: np.ndarray, origin: np.ndarray) -> np.ndarray:
     if not len(origin):
         return places
     starts = origin[np.minimum(places[:, 0], len(origin) - 1)]
+    # An end has no character of its own in the original text, so the last character inside counts.
     last = origin[np.maximum(places[:, 1] - 1, 0)]
     stops = np.where(places[:, 1] > places[:, 0], last + 1, starts)
     return np.stack([starts, stops], axis=1)
