@@ -138,6 +138,8 @@ def balance(
     scale = 1.0
     tried: list[tuple[float, float]] = []
     for _ in range(_ROUNDS):
+        # Always from the reference's own multipliers, because `scale` is not relative to the last
+        # round.
         multipliers = dict(factors.multiplier)
         for name in readouts:
             multipliers[name] = (factors.multiplier[name] * scale).astype(np.float32)
@@ -273,6 +275,7 @@ def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
             for group in layer_slopes
             if group in shared_groups
         )
+        # Positive, because a shared rate takes at most its own part of any layer.
         remainder = 1 / len(layers) - taken_by_shared
         num_alone = len(layer_slopes.keys() - shared_groups)
         layer_rates = dict(group_rates)
@@ -321,6 +324,7 @@ def _shared_rates(
         for name, index in layer.items():
             if index is None:
                 outside.append(groups[name])
+        # A group counts once for a layer, however many of its parameters are there.
         for group in dict.fromkeys(outside):
             counts[group] = counts.get(group, 0) + 1
 

@@ -123,6 +123,7 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
 
     # A few steps of small models: compiling takes the time, and a scan compiles fastest.
     compute = dataclasses.replace(model.compute, layers="scan")
+    # Observables subtract the initial output themselves, whatever the model's own setting.
     return dataclasses.replace(model, compute=compute, centered=False, **changes)
 
 
@@ -385,6 +386,7 @@ class Series:
         self.config = config
         self.steps = steps
 
+        # One size is trained at a time, so the largest alone must fit.
         largest = max(definitions, key=lambda definition: definition.count())
         # Initial and trained parameters, their gradients, and at least one moment.
         fit.check_arrays(

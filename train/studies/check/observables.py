@@ -102,6 +102,7 @@ def program(
         """
         factors = inputs.factors
         now = forward(state.params, factors, batch)
+        # Taken out first, because `start` is replaced by activations alone below.
         rows_read = {name: start[name] for name in _rows_read(definition, state.params)}
         started = {}
         for name, x in now.items():
@@ -133,6 +134,7 @@ def program(
         seed: np.ndarray, inputs: StepInputs, stds: Arrays, batch: Batch, steps: int
     ) -> dict[str, np.ndarray]:
         state = begin(seed, stds)
+        # Once, because every call would copy arrays of the host anew.
         inputs, batch = jax.device_put((inputs, dict(batch)))
         initial = state.params
         schedule = inputs.hyper.schedule
@@ -272,6 +274,7 @@ def _weights(
     initial = multiplied(weights.initial, factors.multiplier)
     stats: Arrays = {}
     for name, label in groups.labels(definition.specs).items():
+        # Adam compares a gradient with its own eps, so only their ratio can vanish or dominate.
         gradient = weights.grads[name] / rows(factors.eps[name], weights.grads[name])
         movement = acting[name] - initial[name]
         measure = by_layer if definition.specs[name].stacked else rms
@@ -356,6 +359,7 @@ def internals(model: Any, inputs: jax.Array, **extra: jax.Array) -> Arrays:
     else:
         embedding = model.embed(inputs)
     graph, stacked = nnx.split(model.block)
+    # Models with two kinds of attention repeat a pattern of layers.
     period = getattr(model.block, "period", 1)
 
     def layer(h_BTD: jax.Array, state: nnx.State, place: int) -> tuple[jax.Array, Arrays]:

@@ -129,6 +129,7 @@ def of(
     Raises:
         PresetError: No size grows, or the preset's source does not want what `accept` names.
     """
+    # Otherwise the flag would hide a wrong rule of a preset that should learn features.
     if LAZY in accept and "features" not in preset.vanishing:
         raise PresetError(
             f"{preset.name} wants no lazy limit: its `vanishing` names no features; "
@@ -261,6 +262,7 @@ class _Theory:
         if step == 0:
             has_number = kind in ("weight", "attention")
         else:
+            # A step of SGD is as large as its gradient, for which theory has no number.
             has_number = kind == "movement" and self.family in ("adam", "lion")
         return self.numbers.get((name, step)) if has_number else None
 
@@ -388,6 +390,7 @@ def _gain_drop(limit: Limit, factor: float) -> float:
         limit: Limit at initialization, where nothing is aligned.
         factor: Growth of the fastest axis, such as 8.
     """
+    # Gradients are of stored weights; without the multiplier they are of what the weights compute.
     value = limit.gradient["value"] - limit.x(limit.rows["value"].multiplier)
     query = limit.gradient["query"] - limit.x(limit.rows["query"].multiplier)
     gap = value - query
@@ -559,6 +562,7 @@ def _allowances(study: str, *, explodes: bool, tied: bool) -> dict[str, tuple[fl
     studies = json.loads(ALLOWANCES.read_text())["allowances"]
     if explodes and study + NO_LIMIT in studies:
         study += NO_LIMIT
+    # A copy, because the function is cached and the next line adds to it.
     allowances = dict(studies.get(study, {}))
     if tied:
         allowances |= studies.get(study + TIED, {})

@@ -290,6 +290,7 @@ def _central_fit(rows: Rows, freedom: int, least_noise: float) -> _CentralFit:
         thetas, _ = fit(rows, theta[None], log_losses, prior_mean, whitening)
         theta = thetas[0]
         shared, remainder = _parts(rows, rows.log_loss - predicted(rows, theta[None])[0])
+        # Few settings may lie on the law by chance, closer than their seeds let them.
         setting_noise = max(_deviation(shared**2, freedom, MISSES), least_noise)
         row_freedom = len(rows.setting) - num_settings
         row_noise = _deviation(remainder**2, row_freedom, ROW_MISSES)
@@ -307,6 +308,7 @@ def _first_fit(rows: Rows) -> np.ndarray:
     prior_means = np.broadcast_to(prior_mean, starts.shape)
     whitening = whitened(rows, MISSES, ROW_MISSES)
     theta, cost = fit(rows, starts, log_losses, prior_means, whitening)
+    # A start may diverge, and argmin would take its NaN for the least.
     return theta[int(np.argmin(np.where(np.isfinite(cost), cost, np.inf)))]
 
 
@@ -371,6 +373,7 @@ def _row_draws(rows: Rows, row_noise: float, rng: np.random.Generator) -> np.nda
     num_columns = rows.seed_residuals.shape[1]
     is_run = ~np.isnan(rows.seed_residuals)
     num_seeds = is_run.sum(axis=1)
+    # NaN times a weight of 0 would still be NaN.
     residuals = np.where(is_run, rows.seed_residuals, 0)
 
     # Gamma(1) weights, divided by their sum, are those of the Bayesian bootstrap.

@@ -328,6 +328,7 @@ def limit(
     limit_config = numbers(wide)
     inputs = patches(images, model.patch_size)
     networks = []
+    # Spawned, so that the first networks are the same for any number of draws.
     for rng in np.random.default_rng(seed).spawn(draws):
         stack = Stack(
             limit_config,
@@ -368,6 +369,7 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
     count = len(targets)
     data_config = dataclasses.replace(config.data, batch_size=count, eval_batch_size=count)
     config = dataclasses.replace(config, data=data_config)
+    # One device, because a few images do not split over more.
     program = assemble(config, jax.devices()[:1])
     step = program.compile_train()
     definition = program.definition
@@ -392,6 +394,7 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
 
     networks = []
     for seed in range(seeds):
+        # The compiled step stays: a seed is no part of the program.
         seed_program = dataclasses.replace(program, config=dataclasses.replace(config, seed=seed))
         step_inputs = seed_program.step_inputs()
         state = seed_program.placed(seed_program.initial_state(), step)

@@ -76,6 +76,7 @@ def norms(graph: Graph) -> Norms:
     for node in graph.nodes:
         signals = [operand for operand in node.inputs if operand.kind == "activation"]
         all_factors = bool(signals) and all(operand in factors for operand in signals)
+        # A gain may multiply the root before the root multiplies the signal.
         if all_factors and node.op in LAYOUT | {"mul", "div"}:
             factors.add(node)
     return Norms(statistics, factors)
@@ -207,6 +208,7 @@ class Flow:
                 self.matrices.setdefault(use.node, []).append(use)
         self._users = users(graph)
 
+        # An integer of bits is far smaller than a set of Python, and a union is one operation.
         self._ancestors = [0] * len(graph.nodes)
         """For each value a set of the values that it is computed from, as bits of an integer."""
         for node in graph.nodes:
@@ -439,6 +441,7 @@ class Flow:
         """Return the branch that a value ends, if it is the sum of a stream and a branch."""
         if node.op not in BRANCHES or len(node.inputs) != 2:
             return None
+        # A bias or a position is added, too, and is no branch.
         if any(operand.kind != "activation" for operand in node.inputs):
             return None
         # Either operand of the sum can be the stream.

@@ -85,6 +85,7 @@ def combined(inputs: Sequence[Node], shape: tuple[int, ...]) -> tuple[Dim, ...]:
     Dimensions of activations come before those of views, and these before those of constants.
     """
     order = ("activation", "view", "derived", "data", "constant")
+    # Scalars have no dimensions that could say anything.
     full_inputs = [node for node in inputs if node.shape == shape]
     full_inputs.sort(key=lambda node: order.index(node.kind))
     dims = []
@@ -192,6 +193,7 @@ def layout(
             info = _selection(slices)
         case "dynamic_slice":
             dims, info = _dynamically_sliced(inputs, shape)
+            # The start of a slice may come from the batch, which does not make data of a parameter.
             kind = kind_of(op, [array])
         case "concatenate":
             dims = joined(inputs, params["dimension"])
@@ -200,6 +202,7 @@ def layout(
             rows = [_with_row(graph, node, axis) for node in inputs]
             dims = joined(rows, axis)
         case "select_n":
+            # The first operand only chooses between the others.
             kind = kind_of(op, inputs[1:])
             dims = combined(inputs[1:], shape)
         case "pad" | "rev":
@@ -343,6 +346,7 @@ def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
         free_dims = []
         for axis, dim in enumerate(node.dims):
             if axis not in (*contracting, *batch):
+                # Copies, because in x x' both sides would otherwise be the same atoms.
                 free_dims.append(tuple(atom.copy() for atom in dim))
         all_free_dims += free_dims
         free_atoms.append(set(itertools.chain(*free_dims)))

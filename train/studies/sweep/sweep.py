@@ -279,11 +279,14 @@ class ExecutionTrial:
 
     def _step_seconds(self, trainer: Trainer, points: Sequence[Program], threads: int = 1) -> float:
         """Return the time of a step, of `threads` that train at once the share of one."""
+        # All threads begin together, or the first would be timed while others still compile or
+        # load.
         barrier = threading.Barrier(threads)
         with ThreadPoolExecutor(threads) as pool:
             futures = []
             for _ in range(threads):
                 futures.append(pool.submit(self._median_seconds, trainer, points, barrier))
+            # The slowest thread, because a round ends when all points are done.
             return max(future.result() for future in futures) / threads
 
     def _median_seconds(
@@ -314,6 +317,7 @@ class ExecutionTrial:
         except threading.BrokenBarrierError:
             return 0.0  # another thread raises the error that broke the barrier
         except BaseException:
+            # Otherwise the other threads would wait at the barrier for ever.
             barrier.abort()
             raise
         # The first step is not counted, unless the run has no other.
@@ -322,6 +326,7 @@ class ExecutionTrial:
 
 def _num_cores() -> int:
     """Return the number of cores that this process may use."""
+    # A container may allow fewer cores than the machine has. macOS lacks the call.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -568,6 +573,7 @@ class Sweep:
         for config in configs:
             check_extras(config)
         self._folder.mkdir(parents=True, exist_ok=True)
+        # Two sweeps in one folder would train the same points and write the same rows.
         with locked(self._folder, Processes()):
             rows = Rows(self._folder, watcher.note)
             groups = grouped(configs, self._programs, self._devices)

@@ -202,6 +202,7 @@ class Form:
         terms = np.exp((factors * numbers) @ member)  # [M, terms], over the lowest loss
         total = terms.sum(axis=1)
         shares = (terms / total[:, None])[:, owner]
+        # d log(sum of terms) = the terms' shares times the derivatives of their logs.
         return np.log(total) + math.log(self.loss), shares * factors
 
 
@@ -315,6 +316,7 @@ def form_of(table: RunTable) -> Form:
             continue
         exponents = select_keys(term.exponents, varying)
         terms.append(dataclasses.replace(term, exponents=exponents))
+    # Around its middle, the size of a term hardly depends on its exponents.
     centre = np.array([(logs[axis].max() + logs[axis].min()) / 2 for axis in varying])
     return Form(tuple(terms), varying, centre, math.exp(float(table.log_loss.min())))
 
@@ -326,6 +328,7 @@ def settings_of(table: RunTable) -> np.ndarray:
         if axis in table.values:
             columns.append(table.values[axis])
     _, index = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    # NumPy 2.0 alone returns the inverse with another shape if an axis is given.
     return np.asarray(index).reshape(-1)
 
 
@@ -333,6 +336,7 @@ def lowest_of(table: RunTable) -> np.ndarray:
     """Return the lowest log loss of each setting [K]."""
     setting = settings_of(table)
     lowest = np.full(setting.max() + 1, math.inf)
+    # `at` counts repeated indices, which plain indexing would not.
     np.minimum.at(lowest, setting, table.log_loss)
     return lowest
 

@@ -128,6 +128,7 @@ class Analysis:
         Without an optimum at the smallest and at the largest size nothing transfers.
         """
         verdict = judge(self.drift.value, self.drift.low, self.drift.high)
+        # The sizes between would span too few doublings to vouch for the whole range.
         if verdict == "transfers" and (self.fits[0].trouble or self.fits[-1].trouble):
             return "undecided"
         return verdict
@@ -262,6 +263,7 @@ def _slope_terms(
             fitted.append(index)
     doublings = np.log2(np.asarray(sizes, float))[fitted]
     centred = doublings - doublings.mean()
+    # Least squares as a weighted sum of optima, for which Welch and Satterthwaite's rule is made.
     weights = centred / (centred @ centred)
     slope = float(weights @ [fits[index].optimum for index in fitted])
     return slope, weights * [scatters[index].optimum for index in fitted]
@@ -323,6 +325,7 @@ def _measured_price(
     # Seeds that were added later exist only near the minimum.
     common = min(seeds, int((~np.isnan(curve.losses[pair])).all(axis=0).sum()))
     losses = curve.losses[pair, :common]
+    # A seed diverged at the rate that would be transferred: no price is too high.
     if not np.isfinite(losses).all():
         return Interval(math.inf, math.inf, math.inf)
     left, right = curve.x[pair]
@@ -337,6 +340,7 @@ def _measured_price(
     by_loss = _half_width(np.array([differences.std(ddof=1)]), common)
     slope = float(losses[1].mean() - losses[0].mean()) / float(right - left)
     by_rate = abs(slope) * _half_width(np.array([base_scatter.optimum]), seeds)
+    # The errors of the loss and of the rate are independent.
     half_width = math.hypot(by_loss, by_rate)
     return Interval(price, max(0.0, price - half_width), price + half_width)
 

@@ -166,6 +166,7 @@ class Measured:
 
     def _curve_of(self, index: int) -> Curve:
         """Return the losses of one size, NaN for seeds that are not trained."""
+        # The most seeds of any size, so that seed n is the same column at all sizes.
         seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
         rates = self.rates_with(index, self.first)
         losses = np.full((len(rates), seeds), math.nan)
@@ -201,6 +202,7 @@ class Measured:
             curves = self.curves
             complete = all(len(curve.x) for curve in curves)
             analysis = analyse(self.study.sizes, curves) if complete else None
+            # A copy, because `chosen` changes in place and would always equal itself.
             cached = _CachedAnalysis(num_rows, dict(self.chosen), analysis)
             self._analysed = cached
         return cached.analysis
@@ -246,6 +248,7 @@ class Measured:
         for index in range(len(self.study.sizes)):
             curve = self.curve(index)
             rates: list[int] = []
+            # A curve that falls towards an end of the grid would ask for rates for ever.
             missing = curve.missing() if 0 < len(curve.x) < MOST_RATES else []
             if not len(curve.x):
                 rates = list(range(centre - SIDES, centre + SIDES + 1))
