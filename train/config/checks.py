@@ -83,6 +83,7 @@ def check_place(name: str, path: str | None) -> None:
             "mount-s3) or copy the files here, and write the path of that folder"
         )
     try:
+        # Without a prefix such as `text:`, which is no part of the address.
         path_of(path[address.start(1) :])
     except PathError as error:
         raise ConfigError(f"{name}: {error}") from error
@@ -152,6 +153,7 @@ def chosen(patterns: Sequence[str], specs: Mapping[str, ParamSpec], flag: str) -
     for pattern in patterns:
         matches = set()
         for name, spec in specs.items():
+            # Not `fnmatch`, which ignores case on some systems.
             if pattern in _words(spec) or fnmatchcase(name, pattern):
                 matches.add(name)
         if not matches:

@@ -67,7 +67,9 @@ def flag_help(argv: Sequence[str], fields: Sequence[FlagField], prog: str) -> Fl
         return None
 
     section_of_field = {field.names[0]: section_of(field.names[0]) for field in fields}
+    # Not a set, whose order would change from process to process.
     sections = list(dict.fromkeys([RUN, *section_of_field.values()]))
+    # Another flag after `--help` is no section.
     if not section or section.startswith("-"):
         shown = []
         for field in fields:
@@ -151,6 +153,7 @@ def parse(
         PresetError: The preset, tuned or not, does not exist, or a constant is out of range.
     """
     prog = f"mupax train {name}"
+    # Models and mixtures before tyro: they change the defaults that `--help` prints.
     default = _with_mix(_with_model(recipe(), argv), argv)
     if infers_sizes:
         default = _with_sizes_of_data(default, name, argv)
@@ -185,6 +188,7 @@ def parse(
 
         config = tuned.with_run_base(config, recipe(), tuned_preset)
     _check_read(config, argv)
+    # After all flags, because durations follow from batch, steps and the rate.
     config = _with_durations(config, command, argv)
     preset_of(config)  # refuses a wrong preset before anything runs
 
@@ -322,6 +326,7 @@ def recipe_of_points(name: str) -> Callable[[], Config]:
         checkpoint = dataclasses.replace(config.checkpoint, keep_best=None, best_metric=METRIC)
         return dataclasses.replace(config, data=data, checkpoint=checkpoint, stop=StopConfig())
 
+    # `--help` prints the docstring of a recipe.
     load.__doc__ = start.__doc__
     return load
 
@@ -359,6 +364,7 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
     The name is read before all other flags, because the sizes of the model are their defaults.
     """
     name = value_of("--model", argv)
+    # tyro refuses the missing name with a message of its own.
     if name is None or name.startswith("-"):
         return config
     # Dtype and kernels are the recipe's: they say how to compute, and not what.
@@ -424,6 +430,7 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
         )
 
     data = config.data
+    # A flag counts as read if any of the sources reads it.
     places = [data.name, *data.evaluation_sets.values()]
     unread = fields_of_kinds().difference(*(source(place).reads for place in places))
     for flag in sorted(flags):

@@ -239,6 +239,7 @@ def source(name: str) -> DataKind:
 
 def fields_of_kinds() -> frozenset[str]:
     """Return the fields of `DataConfig` that some kinds of data read and others do not."""
+    # The empty name stands for a data set of TFDS, which is in no table.
     return source("").reads.union(*(kind.reads for kind in SOURCES.values()))
 
 
@@ -359,6 +360,7 @@ class PixelsConfig:
                     f"data.pixels.{name} has {count} numbers, and the model reads {channels} "
                     "channels; write one, or one per channel"
                 )
+        # The centre that is cut out must lie within the scaled image.
         if self.resize is not None and self.resize < size:
             raise ConfigError(
                 f"data.pixels.resize {self.resize} is less than the {size} pixels that the model "

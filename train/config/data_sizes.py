@@ -59,6 +59,7 @@ def _flags(argv: Sequence[str]) -> _Flags:
         if equals:
             values[name] = value
         elif index + 1 < len(argv):
+            # The word may be the next flag, which as a size or path is refused later.
             values[name] = argv[index + 1]
     return _Flags(frozenset(names), values)
 
@@ -97,6 +98,7 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
 
     data_dir = flags.value("data.data-dir") or config.data.data_dir
     data = dataclasses.replace(config.data, name=data_name, data_dir=data_dir)
+    # The run itself refuses data of text, with a message that names models.
     if data.task not in (None, "images"):
         return config
     sizes = image_sizes(data)
@@ -176,6 +178,7 @@ def _square(
         # A patch that does not divide the side is refused as if both had been typed.
         return {"image_size": sizes.side, "patch_size": patch}
 
+    # At least one patch, for images that are smaller than a patch of the model.
     side = max(patch, min(sizes.side, _MAX_SIDE))
     if patch_is_free and side > _MAX_PATCHES * patch:
         smallest = math.ceil(side / _MAX_PATCHES)
@@ -225,6 +228,7 @@ def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) ->
     else:
         image_size = side
         if not flags.has("model.patch-size") and image_size % patch_size:
+            # 1 divides every size.
             patch_size = next(size for size in (4, 2, 1) if image_size % size == 0)
     if image_size % patch_size:
         return None  # both were typed, and are refused as such
@@ -249,6 +253,7 @@ def _line(data_name: str, model: ImageModel) -> str:
 
 def _recorded(config: Config, flags: _Flags) -> dict[str, Any]:
     """Return the config that the run in the workdir recorded, as JSON, or {} without a record."""
+    # As `Config.resolved` has it, which needs the sizes that are found here.
     workdir = flags.value("workdir") or config.workdir or f"runs/{config.recipe}"
     try:
         recorded = disk.read_json(path_of(workdir) / _RECORD).get("config")
@@ -282,6 +287,7 @@ def _as_recorded(
     if isinstance(model, Mapping):
         sizes = {}
         for field in SIZES_OF_IMAGES:
+            # The record may be a stranger's, and a bool is an int for `isinstance`.
             if type(model.get(field)) is int:
                 sizes[field] = model[field]
         try:

@@ -45,6 +45,7 @@ def base_of(run: Run) -> dict[str, int]:
     """
     _, sizes = base_parts(run.preset.base)
     base = select_keys(sizes, RUN_AXES)
+    # A base of 0 would divide by zero.
     if len(base) < len(RUN_AXES) or not all(base.values()):
         name = "MODEL"
         if run.preset.base and "batch" not in run.preset.base:
@@ -199,6 +200,7 @@ def with_durations(
                 f"--optimizer.warmup-tokens {tokens} is more than the "
                 f"{steps * tokens_per_step:,.0f} of the {owner}; write at most that many"
             )
+        # At least one step: 0 would switch off a warm-up that was asked for.
         opt = dataclasses.replace(opt, warmup_steps=max(1, round(warmup / tokens_per_step)))
     if tau is not None:
         opt = dataclasses.replace(opt, weight_decay=_decay_of_timescale(opt, tau, steps))
@@ -243,6 +245,7 @@ def amount(flag: str, text: str) -> float:
     Raises:
         ConfigError: The text is no number above 0.
     """
+    # No minus sign anywhere, neither for the number nor for its power.
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmbt]?)", text.strip().lower())
     if match is None or not float(match[1]):
         raise ConfigError(f"{flag} is {text}; write a number such as 10b, 300m or 2e9")

@@ -221,6 +221,7 @@ def check_table() -> None:
         MetricError: The text names the line.
     """
     for name, metric in METRICS.items():
+        # A plugin may have written a bare function.
         if not isinstance(metric, Metric):
             raise MetricError(
                 f"METRICS[{name!r}] is no Metric; write mupax.train.config.metrics.Metric(...)"
@@ -270,6 +271,7 @@ def metric_values(
         value = means.get(name)
         if metric.from_loss is not None and (metric.in_training or not training):
             value = metric.from_loss(loss, bytes_per_target)
+        # Bits per byte mean nothing for images: a metric may leave itself out.
         if value is not None:
             result[name] = value
     return result

@@ -92,6 +92,7 @@ class PresetConfig:
         # Records, messages and comparisons have one name for a preset, whichever alias was written.
         # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
+        # Written so that NaN fails, too.
         if self.noise_scale is not None and not self.noise_scale > 0:
             raise ConfigError(
                 f"preset.noise_scale is {self.noise_scale}; "
@@ -180,6 +181,7 @@ def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
         zero_readout=config.zero_readout,
         **read_constants(config.constants, flags),
     )
+    # Most runs have none, and need no declarations of the model.
     if not preset.constants:
         return preset
 
@@ -264,6 +266,7 @@ def _with_experts_of(model: ModelConfig, base: ModelConfig) -> ModelConfig:
         return base
     if model.experts is None or base.experts is not None:
         return base
+    # Experts of the base are as large against its width as those of the model.
     expert_dim = max(1, round(model.expert_size * base.width / model.width))
     return dataclasses.replace(
         base,
@@ -404,6 +407,7 @@ def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> li
         else:
             remaining.append(word)
 
+    # Unchanged words keep tyro's own messages for wrong flags.
     if not group_values:
         return list(argv)
     if constants is None:

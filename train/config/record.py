@@ -95,6 +95,8 @@ def extensions(config: Config) -> list[Extension]:
     result: list[Extension] = []
     for (table, name), module_name in modules.items():
         module = importable_name(module_name)
+        # A plugin may register functions of other packages, whose own module would not register
+        # them.
         plugin = _registered_by.get((table, name))
         if plugin is not None:
             result.append(Extension(table, name, plugin))
@@ -188,6 +190,7 @@ def restore(run_record: Mapping[str, Any]) -> None:
             continue
         provides = [str(item) for item in entry.get("provides", [])]
         missing = [item for item in provides if not _is_known(item)]
+        # Nothing is imported if this process has all of it already.
         if missing:
             missing_text = ", ".join(missing)
             folders = trusted(run_record.get("run"))
@@ -456,6 +459,7 @@ def _filled(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str
     fields: dict[str, Any] = {}
     for name, value in current.items():
         recorded_value = recorded.get(name, value)
+        # Section by section, because a version may have added a field to any of them.
         if isinstance(value, dict) and isinstance(recorded_value, dict):
             fields[name] = _filled(recorded_value, value)
         else:
@@ -509,6 +513,7 @@ def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
     hints = _type_hints(owner)
     for name, value in values.items():
         if name not in names:
+            # A cutoff of 0 always gives a name.
             near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
             raise ConfigError(f"no config has a field {prefix}{name}; did you mean {prefix}{near}?")
         if dataclasses.is_dataclass(hints[name]) and not isinstance(value, hints[name]):
@@ -590,6 +595,7 @@ def words(config: Config) -> list[str] | None:
     if config.recipe not in RECIPES:
         return None
     recipe = RECIPES[config.recipe]()
+    # One name in place of a dozen flags, for a model that the zoo has.
     flags, base = _model_flags(config, recipe)
     # Flags change fields of a model, and cannot make another family of it.
     if base.model.family != config.model.family:

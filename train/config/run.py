@@ -514,6 +514,7 @@ class Config:
         if step <= 0:
             return False
         interval = self.log.eval_every_steps
+        # The last step always counts: the summary of a run needs its final loss.
         return step == self.steps or (interval is not None and step % interval == 0)
 
     def save_need(self, step: int) -> SaveNeed:
@@ -547,6 +548,7 @@ def check_extras(config: Config, *, reads_data: bool = True) -> None:
     # Extra to the setting that needs it.
     users = {name: f"--log.{name}" for name in config.log.trackers}
     texts = []
+    # Sources of mixtures and evaluation sets need the same packages as data.name.
     for word in (*config.data.mix, *config.data.evaluate):
         texts.append(word.partition("=")[2])
     for name in (config.data.name, *texts):

@@ -429,6 +429,7 @@ class LogConfig:
         first, _, last = self.profile.partition(":")
         start = _whole_number(first)
         stop = _whole_number(last)
+        # Steps count from 1, so a START of 0 is no step either.
         return range(start, stop) if start else range(0)
 
 
@@ -561,6 +562,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         at_least("checkpoint.", self, 1, "every_steps", "keep", "keep_best", "keep_every")
+        # Otherwise the flag would be ignored without a word.
         if self.best_metric != METRIC and self.keep_best is None:
             raise ConfigError(
                 "checkpoint.best_metric says which checkpoints are the best; "
@@ -670,6 +672,7 @@ def ranked(measured: Measured, metric: str) -> list[int]:
     costs = {}
     for step, metrics in measured.items():
         costs[step] = cost(metric, metrics.get(metric))
+    # A loss of NaN compares with nothing, and would leave the order to chance.
     finite = [step for step, value in costs.items() if math.isfinite(value)]
     return sorted(finite, key=lambda step: (costs[step], step))
 
@@ -683,6 +686,7 @@ def _recorded_config(record: Mapping[str, Any]) -> CheckpointConfig:
     section = config.get("checkpoint") if isinstance(config, Mapping) else None
     if not isinstance(section, Mapping):
         return CheckpointConfig()
+    # A newer version may have recorded fields that this one does not know.
     names = [field.name for field in dataclasses.fields(CheckpointConfig)]
     try:
         return CheckpointConfig(**{name: section[name] for name in names if name in section})

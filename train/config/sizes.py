@@ -42,6 +42,7 @@ def parse(text: str, axes: Sequence[str] = AXES) -> tuple[str, tuple[int, ...]]:
             twice.
     """
     axis, _, sizes_text = (part.strip() for part in text.partition("="))
+    # Flags are written with hyphens, and an axis is often copied from one.
     axis = axis.replace("-", "_")
     if axis not in axes:
         raise ConfigError(
@@ -49,6 +50,7 @@ def parse(text: str, axes: Sequence[str] = AXES) -> tuple[str, tuple[int, ...]]:
             f"write one of {', '.join(axes)}, as width=64,128,256"
         )
     words = [word.strip() for word in sizes_text.split(",")]
+    # `isdigit` alone accepts digits such as superscripts, which `int` refuses.
     are_numbers = all(word.isascii() and word.isdigit() and int(word) for word in words)
     if not are_numbers or len(set(words)) < len(words):
         raise ConfigError(

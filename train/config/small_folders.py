@@ -139,6 +139,7 @@ def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name
         optimizer=OptimizerConfig(
             peak_lr=3e-3, warmup_steps=recipe.steps // 10, weight_decay=0.05, clip_norm=1.0
         ),
+        # Evaluating would take a good part of a run that lasts a minute.
         log=LogConfig(eval_every_steps=None),
         checkpoint=CheckpointConfig(every_steps=500),
         steps=recipe.steps,

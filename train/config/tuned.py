@@ -242,6 +242,7 @@ def check(study: Tuned, config: Config) -> None:
     distance = study.distance(config.model.base_sizes())
     far = {}
     for axis, doublings in distance.items():
+        # Smaller than studied is as far from the evidence as larger.
         if abs(doublings) > FAR:
             far[axis] = doublings
     if far:

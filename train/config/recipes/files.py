@@ -120,6 +120,7 @@ def _read(path: str) -> dict[str, Any]:
     """
     import yaml
 
+    # A class of its own, because a resolver that is added to SafeLoader is there for every user.
     class Loader(yaml.SafeLoader):
         """Reader of YAML that takes 3e-4 as a number."""
 
@@ -157,6 +158,7 @@ def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
     name = fields.get("recipe")
     model = fields.get("model")
     if name not in RECIPES:
+        # A complete record of another version or plugin may name a recipe that is not here.
         if name is not None and "data" not in fields:
             raise ConfigError(f"no recipe is named {name!r}; the recipes are {', '.join(RECIPES)}")
         if "data" not in fields or "model" not in fields:
@@ -166,6 +168,7 @@ def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
     config = to_json(RECIPES[str(name)]())
     recipe_model = config["model"]
     if isinstance(model, str):
+        # Dtype and kernels are the recipe's: they say how to compute, and not what.
         compute = recipe_model["compute"]
         return config | {"model": model_to_json(configs.get(model)) | {"compute": compute}}
     if (
@@ -190,6 +193,7 @@ def _with_named_sources(fields: Mapping[str, Any]) -> dict[str, Any]:
         return dict(fields)
     data = dict(data)
     for key in ("mix", "evaluate"):
+        # YAML reads a key without a value as null, which stands for the default.
         if data.get(key, ()) is None:
             del data[key]
     if "mix" in data:
@@ -218,6 +222,7 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
             name, _, entry = item.partition("=")
             yield name, entry
         elif isinstance(item, dict) and "name" in item:
+            # A copy, because the function of a recipe may be called more than once.
             content = dict(item)
             yield content.pop("name"), content
         elif isinstance(item, dict):
@@ -247,6 +252,7 @@ def _mix_word(name: Any, entry: Any) -> str:
                 f"{key}.weight is {weight!r:.60}; write a number above 0, such as 0.3"
             )
         entry = f"{_source(f'{key}.source', entry.get('source'))}:{weight!r}"
+    # From the right, because a source such as text:FOLDER has a colon, too.
     source, _, weight_text = _source(key, entry).rpartition(":")
     try:
         float(weight_text)
