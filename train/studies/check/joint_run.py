@@ -108,6 +108,7 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
     grown_runs = []
     for k in range(count):
         run = sizes.grown_run(config, grows, start * 2**k)
+        # `grown_run` scales warm-up with the length, which is the joint rule's own task.
         grown_runs.append(dataclasses.replace(run, optimizer=optimizer, mesh=MeshConfig()))
     return grown_runs
 
@@ -123,6 +124,7 @@ def observe(
             share a program.
     """
     programs = {} if programs is None else programs
+    # Assembled as for a run, so that a fault of the run's own scaling shows, too.
     program = assemble(config)
     factors = program.inputs.factors
     hyper = program.inputs.hyper
@@ -237,8 +239,10 @@ def _program(
         params = jnp.zeros((ends[-1], _KINDS, _ENTRIES)).at[:, STILL].set(1.0)
 
         def gradient(count: jax.Array) -> Arrays:
+            # By step alone, so that runs of equal length see the same noise at any batch.
             key = jax.random.fold_in(jax.random.key(0), count)
             noise = jax.random.normal(key, (ends[-1], _ENTRIES))
+            # A mean over B examples has B^-1/2 of the noise of one.
             noise = noise / batch_ratio**0.5
             still = jnp.zeros_like(noise)
             signal = noise + _SIGNAL_TO_NOISE
@@ -348,6 +352,7 @@ def study(runs: Sequence[Config], grows: str) -> tuple[list[Finding], list[str]]
     expected = expectation(runs, grows)
     rows = []
     for k, run in enumerate(runs):
+        # More tokens are more steps, each with gradients of the same noise.
         batch_ratio = 2.0**k if grows == "batch" else 1.0
         rows.append(observe(run, batch_ratio))
     not_judged = []

@@ -213,6 +213,7 @@ def _outlier(
         return None
 
     fit = _fit(x, layers[:, :, step])
+    # A single layer has fewer entries than the mean over all, so its slope strays farther.
     margin = _LAYER_MARGIN.get(name.partition("/")[0], _DEFAULT_LAYER_MARGIN)
     above_low = fit.mean + fit.half_width >= expected.low - margin
     below_high = fit.mean - fit.half_width <= expected.high + margin
@@ -240,6 +241,7 @@ def _base_ratios(
         if not theory.base or name not in measured or step >= measured[name].shape[2]:
             continue
         smallest = measured[name][0, :, step]
+        # An exact zero has no log, and its row is judged as frozen.
         if np.all(smallest > 0):
             ratios[name, step] = float(np.exp(np.mean(np.log(smallest)))) / theory.base
 

@@ -266,6 +266,7 @@ def measure(
         return forward(model, batch, zeros, hold, masked=masked)
 
     shapes = jax.eval_shape(lambda p: loss(p, {})[1], params)
+    # The gradient with respect to a zero that is added to an output is the backward signal there.
     zeros = {}
     for name, leaf in shapes.items():
         zeros[name] = jnp.zeros(leaf.shape, leaf.dtype)
@@ -276,6 +277,7 @@ def measure(
         spec = definition.specs[name]
         layers = definition.sizes[spec.blocks] if spec.stacked else 1
         squares = jnp.sum(g.reshape(layers, -1) ** 2, axis=1)
+        # Gains and biases stay, because theory speaks of the mappings' matrices alone.
         moves = name in NAMES or name.endswith("block.mlp.gate")
         # rate = 1 / (layers ‖∇‖²) takes equal parts off the loss; a weight without gradient stays.
         rate = jnp.where(squares > 0, 1 / layers / squares, 0.0) * moves
@@ -448,6 +450,7 @@ class Series:
         Args:
             preset: Rules, relative to the smallest size, or absolute.
         """
+        # The desiderata are of SGD's flow. Only a preset without a rule for it shows another one.
         optimizer = "sgd" if "sgd" not in preset.no_rule else preset.optimizers[0]
         records = []
         programs = zip(self._programs, self.definitions, self._batches, strict=True)
@@ -457,6 +460,7 @@ class Series:
             measured = jax.device_get(program(self._seeds, stds, numbers, batch))
             records.append(measured._asdict())
 
+        # Sizes double, so their logs are whole numbers, and centred they need no intercept.
         x = np.arange(len(records)) - (len(records) - 1) / 2
         slopes: dict[str, dict[str, float]] = {}
         for field, mappings in records[0].items():

@@ -131,6 +131,7 @@ def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
     centre_log2_lr = float(np.nanmean(best)) if has_optimum else float(log2_lr.mean())
 
     scale = np.array([setting.scale for setting in settings])
+    # Centred, so that the fitted constants are of the rows and no extrapolation to size 1.
     centre = scale.mean(axis=0)
     # Rounded, because equal sizes may differ in the last bits of their log2.
     varies = [len(set(np.round(column, SIZE_DECIMALS))) > 1 for column in scale.T]
@@ -180,6 +181,7 @@ def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.n
     parameters, tokens, batch = scale.T
     terms = [np.broadcast_to(value["E"], (len(theta), len(scale)))]
     if "A" in value:
+        # exp keeps the exponent positive, so that more parameters never hurt.
         terms.append(value["A"] - np.exp(value["a"]) * math.log(2) * parameters)
     if "C" in value:
         if "B_crit" in value:
@@ -230,6 +232,7 @@ def whitened(rows: Rows, setting_noise: float, row_noise: float) -> np.ndarray:
     same_setting = rows.setting[:, None] == rows.setting[None, :]
     # All rates of a setting miss the law together, so a setting counts nearly as one observation.
     covariance = setting_noise**2 * same_setting + row_noise**2 * np.eye(len(rows.setting))
+    # With covariance L L', the residuals L^-1 r have unit covariance.
     return np.linalg.inv(np.linalg.cholesky(covariance))
 
 

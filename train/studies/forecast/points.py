@@ -193,6 +193,7 @@ def points_of(
         pairs: Run and row of every point. A row that comes twice counts once.
         folders: Folders of the rows, none by default.
     """
+    # A row may serve several axes of a study, or be in two folders.
     pairs = list({row.key: (config, row) for config, row in pairs}.values())
     # One metric for all rows: evaluations, if every row that did not diverge has one.
     evaluated = all(row.diverged or row.eval_loss is not None for _, row in pairs)

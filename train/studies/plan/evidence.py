@@ -309,6 +309,7 @@ def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence
     parameters = families.params(model)
 
     def distance(recipe: str) -> float:
+        # Logs, because twice and half the size are equally far.
         return abs(math.log(families.params(recipes[recipe].model) / parameters))
 
     nearest = min(recipes, key=distance)

@@ -175,6 +175,7 @@ def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
     }
     rates = {}
     for rule in horizon.RULES.values():
+        # The rules that are compared were published for Adam's rate.
         if rule.lr is not None and "adam" in rule.families:
             rates[rule.name] = log2_lr + math.log2(rule.factor("lr", ratios))
     # Rules that nearly agree need no caution.
@@ -234,6 +235,7 @@ class StudyEstimates:
         """
         if self.law is None or self.prediction is None:
             return None
+        # The mesh was chosen after the prediction, and changes no loss.
         prediction = dataclasses.replace(self.prediction, config=config)
         return record.forecast(self.law, prediction, request)
 

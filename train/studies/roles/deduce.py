@@ -132,6 +132,7 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
 
     sources = flow.sources(other, through=True)
     all_logits = {attention.logits for attention in matrices.attentions}
+    # Before the matrices: logits are products of two activations, and no matrix makes them.
     if sources and all(source.node in all_logits for source in sources):
         return _added_to_logits(use, in_block)
 
@@ -353,6 +354,7 @@ def _aligned_dims(use: OperandUse) -> list[tuple[ParamDim, Dim]]:
         param_dims: set[ParamDim] = set()
         for atom in view_dim:
             param_dims.update((path, index) for path, index in atom.param_dims if path == use.param)
+        # Sorted, because the order of a set of texts differs from process to process.
         for param_dim in sorted(param_dims):
             aligned.append((param_dim, other_dim))
     return aligned
@@ -395,6 +397,7 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
     all_attention = attentions(flow)
     matrices = Matrices(flow, all_attention, named)
     for param, reason in matrices.refused.items():
+        # The first reason stays: a dimension without a name is mended before a role.
         refused.setdefault(param, reason)
     uses: dict[str, list[OperandUse]] = {}
     for use in graph.uses:
@@ -527,6 +530,7 @@ def _agreed(facts: list[Constraint]) -> tuple[Constraint, Constraint | None]:
     encoder = all(fact.encoder for fact in facts)
     distinct: dict[Constraint, Constraint] = {}
     for fact in facts:
+        # Evidence is words for a reader: uses agree if all else is equal.
         distinct[dataclasses.replace(fact, evidence="", encoder=encoder)] = fact
     by_role = {}
     for fact in distinct.values():
@@ -534,6 +538,7 @@ def _agreed(facts: list[Constraint]) -> tuple[Constraint, Constraint | None]:
     if len(distinct) == 1:
         return next(iter(by_role.values())), None
     if len(distinct) == 2 and set(by_role) == {Role.TOKEN_EMBEDDING, Role.READOUT}:
+        # A table that an encoder reads, too, is still the decoder's readout.
         readout = dataclasses.replace(by_role[Role.READOUT], encoder=False)
         return by_role[Role.TOKEN_EMBEDDING], readout
     uses = sorted({fact.evidence for fact in facts})
@@ -646,6 +651,7 @@ def _cut_axes(
             products_of_sizes.append(outer * inner)
         product = tuple(products_of_sizes)
         if product == column and (outer_sizes[0], inner_sizes[0]) in cuts:
+            # At equal sizes the cut does not tell which of the two axes is the outer one.
             if outer_sizes[0] == inner_sizes[0]:
                 return ""
             return f"{outer_axis} {inner_axis}"
@@ -690,6 +696,7 @@ def _reason(
             f"dimension {index} is {' and '.join(matching)} at all sizes; "
             "build the model so that each can change alone"
         )
+    # Sizes that never change fit any product, and would explain every dimension.
     growing = {}
     for axis, sizes in columns.items():
         if len(set(sizes)) > 1:

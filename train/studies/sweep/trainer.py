@@ -71,6 +71,7 @@ def compile_trainer(program: Program, count: int, evaluated: bool) -> Trainer:
     """
     if count > 1:
         return _compile_together(program, count, evaluated)
+    # Read before anything is allocated, because the free memory is asked for.
     limit = fit.limit_of(program)
     compiled = program.compile_train()
     fit.check_step(program, compiled, limit, saves=False)
@@ -273,6 +274,7 @@ class Batches:
 
         with self._lock:
             cached = self._cached.setdefault(self._key(program), [])
+            # A longer run of the same data goes on where a shorter one ended.
             if len(cached) < steps:
                 stream = self.data_of(program).train_batches(len(cached), *feed.rows)
                 with contextlib.closing(stream) as batches:

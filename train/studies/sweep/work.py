@@ -188,6 +188,7 @@ class Work:
     def unfinished_folder(self, points: PointBatch) -> Path:
         """Return the folder of points while they train."""
         keys = [self.keys[index] for index, _ in points]
+        # By count, too: a state of several points does not fit a trainer of one.
         return self.folder / "unfinished" / cache.digest(str(self.trainer.count), *keys)
 
     def train(self, points: PointBatch) -> list[tuple[int, Row]]:
@@ -365,6 +366,7 @@ class Work:
         worker = dataclasses.replace(
             self, stop=lambda: stopping.is_set() or self.stop(), concurrent=threads
         )
+        # Raised at the end, so that the other threads can save their points first.
         error: BaseException | None = None
         with ThreadPoolExecutor(threads) as pool:
             futures = {}

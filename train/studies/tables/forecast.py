@@ -352,6 +352,7 @@ class Forecaster:
     def _draw_numbers(self) -> np.ndarray:
         """Return draws of the deviations of the law's numbers from the fitted ones [P, R]."""
         count = len(self.fit.numbers)
+        # The small diagonal keeps a nearly singular covariance positive definite.
         root = np.linalg.cholesky(self.fit.covariance + 1e-12 * np.eye(count))
         return root @ self._generator.standard_normal((count, DRAWS))
 
@@ -421,6 +422,7 @@ def _deviation_per_octave(fit: Fit, axis: str) -> tuple[float, int]:
             errors = _prediction_errors(partial, fit.table.subset(~retained))
             # The effect that a setting's runs share explains a part of the error.
             excess = float(np.mean(errors**2)) - partial.noise.shared**2
+            # An error that noise explains alone is no error of the distance.
             squares.append(max(0.0, excess) / octaves**2)
     freedom = BEYOND_FREEDOM + len(squares)
     return math.sqrt((BEYOND_FREEDOM * BEYOND**2 + sum(squares)) / freedom), freedom

@@ -244,6 +244,7 @@ def _parse_jsonl(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]
 def _parse_csv(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]]:
     """Return the names in the first line, and the rows."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    # `newline=""`, because the reader itself handles line ends inside of quotes.
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         rows = list(reader)
@@ -520,6 +521,7 @@ def _rows_of_seeds(
         first = row_of_seed.setdefault(seed, row)
         if first == row:
             continue
+        # A row that a script wrote twice may have been rounded differently.
         is_same = math.isclose(loss[first], loss[row], rel_tol=SAME_LOSS)
         both_diverged = math.isnan(loss[first]) and math.isnan(loss[row])
         if not (is_same or both_diverged):

@@ -123,6 +123,7 @@ class Curve:
                 measured = mean[np.abs(self.x - rate) <= (UNEVEN - 1) * step + 1e-9]
                 if not len(measured):
                     rates.append(rate)
+                # Rates beyond one that diverged would most likely diverge, too.
                 elif not np.isfinite(measured).all():
                     break
         return rates

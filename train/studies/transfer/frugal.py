@@ -85,6 +85,8 @@ def report(
         judged = []
         for study in measured:
             if study.study.label == label:
+                # A tuned preset holds the smallest size's rate, and this size alone is always
+                # searched in full.
                 smallest = analyse(study.study.sizes[:1], [study.curve(0)])
                 judged.append((study, smallest))
         written, use = tuned.save(save, label, judged[:1], command)
@@ -211,6 +213,7 @@ class Frugal(Measured):
         if index == 0:
             return self._in_full(index, start, None, math.nan)
 
+        # The first size with a minimum: it has the most runs, hence the best curvature.
         base = next((optimum for optimum in optima if math.isfinite(optimum.value)), None)
         expected = optima[-1].value
         if index > 1 and math.isfinite(optima[-2].value):
@@ -299,6 +302,7 @@ class Frugal(Measured):
             centre = vertex
             u = x - centre
             weight = np.clip(1 - np.abs(u / REACH) ** 3, 0, None) ** 3 / noise**2
+            # A level for every seed, because seeds differ more in level than in shape.
             design = np.column_stack([seed[:, None] == seeds, u, u**2]).astype(float)
             normal = design.T @ (design * weight[:, None])
             right = design.T @ (weight * loss)

@@ -99,6 +99,7 @@ class Constant:
             return self.start
         factor = 2.0 ** (step / STEPS_PER_OCTAVE)
         if self.near_one:
+            # A moment averages over 1 / (1 - beta) steps, so octaves are of that length.
             number = 1 - (1 - self.start) * factor
         else:
             number = self._reference * factor
@@ -191,6 +192,7 @@ def vocabulary(config: Config) -> dict[str, str]:
         for suffix, column in _SUFFIXES.items():
             constant = f"{column}.{spec.group}"
             try:
+                # Asked for by trying, so that this list cannot differ from what a run accepts.
                 check_constants({constant: 2.0}, specs.values(), config.preset.name)
             except PresetError:
                 # The group has no such number.
@@ -289,6 +291,7 @@ def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant
         below = " and below 1" if name in _NEAR_ONE else ""
         raise ConfigError(f"--over {text}: write LOW:HIGH with LOW below HIGH, both above 0{below}")
     constant = Constant(word, flag, start, low, high)
+    # Whole numbers may round every step of a narrow range to one value.
     if len({constant.value(step) for step in constant.steps}) < 2:
         raise ConfigError(f"--over {text}: the range has one number; write a wider one")
     return constant
@@ -323,6 +326,7 @@ def _start(flag: str, config: Config) -> float:
         value = getattr(config.optimizer, name)
         if name == "adam_lr" and value is None:
             value = config.optimizer.peak_lr
+        # `None` stands for an option that is off, such as clipping.
         return float(value or 0.0)
 
     preset: PresetConfig = config.preset

@@ -118,6 +118,7 @@ class Search:
     @property
     def fresh_seeds(self) -> range:
         """Seeds on which the winner meets the start."""
+        # The winner was chosen for low losses on its seeds, which therefore flatter it.
         return range(FRESH, FRESH + self.limits.confirm)
 
     def race(self) -> Elimination:
@@ -135,6 +136,7 @@ class Search:
         num_seeds = self._num_seeds()
         # A stopped search may not have given any point all seeds.
         max_seeds = max(num_seeds[standing.stays], default=0)
+        # A mean over fewer seeds may be the lowest by luck.
         complete = standing.stays & (num_seeds == max_seeds)
         means = np.where(complete, standing.means, np.inf)
         if not np.isfinite(means).any():
