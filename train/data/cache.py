@@ -71,6 +71,7 @@ def fetched(folder: Path, note: Note) -> Path:
         if not target.is_dir():
             total_bytes = sum(size for _, size, _ in files)
             note(f"fetching {folder}, {total_bytes / 2**20:.1f} MiB")
+            # Renamed when it is complete, because an existing folder counts as fetched.
             part = target.with_name(f"{target.name}.part")
             remove_tree(part)
             copy(folder, part)
@@ -226,6 +227,7 @@ def digest(*parts: str | bytes) -> str:
     for part in parts:
         # Names of files may have bytes that are no UTF-8.
         data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
+        # The lengths keep parts such as ab, c and a, bc apart.
         total.update(len(data).to_bytes(8, "little"))
         total.update(data)
     return total.hexdigest()[:16]

@@ -68,6 +68,7 @@ class RandomCrop:
         height = max(1, min(H, round(math.sqrt(area / ratio))))
         width = max(1, min(W, round(math.sqrt(area * ratio))))
 
+        # + 1, so that the last place can be drawn, other than in TensorFlow.
         top = int(u * (H - height + 1))
         left = int(v * (W - width + 1))
         box = (left, top, left + width, top + height)
@@ -267,6 +268,7 @@ def _neighbours(length: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndar
     Args:
         length: Pixels of the image along the axis.
     """
+    # Half-pixel centres, as TensorFlow's resize has them since version 2.
     points = np.maximum((np.arange(size) + 0.5) * (length / size) - 0.5, 0)
     low = np.minimum(points.astype(int), length - 1)
     high = np.minimum(low + 1, length - 1)

@@ -286,6 +286,7 @@ class Data(abc.ABC):
                 joined[name] = np.concatenate([part[name] for part in parts])
             return joined
 
+        # A buffer smaller than the number of threads would leave some of them idle.
         buffer_size = max(self.threads, _BATCHES_AHEAD)
         options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=buffer_size)
         dataset = grain.MapDataset.range(start, stop).map(join_parts).to_iter_dataset(options)
@@ -313,6 +314,7 @@ class Prefetch(Generic[S, T]):
         # A batch is in a tuple, so that an exception can be told from a batch.
         self._queue: queue.Queue[tuple[T] | Exception] = queue.Queue(depth)
         self._stop = threading.Event()
+        # A daemon, because a source that is stuck must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 

@@ -174,6 +174,7 @@ class Cluster(Processes):
         values = [value]
         for index, key in enumerate(keys[1:], start=1):
             values.append(self._wait_for(key, index, seconds))
+            # The store would keep every value until the run ends.
             self._client.key_value_delete(key)
         return values
 
@@ -270,6 +271,7 @@ class Cluster(Processes):
         while not self._done.wait(_POLL_S):
             beat += 1
             try:
+                # With the host, because a process that is gone can no longer tell it.
                 text = f"{beat} {socket.gethostname()}"
                 self._client.key_value_set(f"{_ALIVE}/{self.index}", text, True)
                 self._tell_wait()

@@ -108,6 +108,7 @@ def make_mesh(
         grid = arrange(may_split)
     except NotImplementedError:  # no product of complete dimensions has these sizes
         grid = arrange(split=True)
+    # Written out, because `jax.make_mesh` makes Explicit axes by default since jax 0.9.
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
     return Mesh(grid.reshape(tuple(sizes.values())), MESH_AXES, axis_types=axis_types)
 
@@ -163,6 +164,7 @@ def _across(config: MeshConfig, sizes: dict[str, int], num_islands: int) -> dict
 
     remaining = num_islands
     for axis in ("data", "fsdp"):
+        # As many islands as possible along data, whose gradients are sent once per step.
         across[axis] = math.gcd(remaining, sizes[axis])
         remaining //= across[axis]
     if remaining > 1:
@@ -394,6 +396,7 @@ class BatchSharding:
         for start, stop in sorted(bounds):
             self._offsets[start] = count
             count += stop - start
+            # Neighbouring runs of rows are one, so that the data make fewer parts.
             if rows and rows[-1].stop == start:
                 rows[-1] = slice(rows[-1].start, stop)
             else:

@@ -67,6 +67,7 @@ def operation_kib(config: Config, chip: Chip, environment: Mapping[str, str] = o
     text = " ".join(environment.get(name, "") for name in hardware.VARIABLES)
     set_by_user = re.findall(rf"--{hardware.VMEM}=(\d+)", text)
     if set_by_user:
+        # Of a flag that is given twice, the last one counts.
         return int(set_by_user[-1])
     flags = hardware.compiler_options(
         "tpu", config.xla_flags, environment, kind=chip.device_kind, vmem_kib=config.vmem_kib
@@ -290,6 +291,7 @@ def _flops(equation: Any, visited: float) -> float:
     if name in _ATTENTION_KERNELS:
         return _ATTENTION_KERNELS[name] * _kernel_product_flops(equation)
     if name == "cond":
+        # One branch runs, at worst the longest.
         return max(matmul_flops(branch, visited) for branch in params["branches"])
 
     inner = 0

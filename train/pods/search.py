@@ -388,6 +388,7 @@ def search(
         # The smallest are tried all the same, because the estimate may be wrong.
         ranked = sorted(tried, key=lambda plan: plan.bytes)
     configured = candidate(config, chip, devices, slices)
+    # At least two: the run as configured, and one to compare it with.
     chosen = [configured, *different(ranked, limit)][: max(2, limit)]
 
     minutes = max(1, round(_compile_seconds(chosen, chip, devices) / 60))
@@ -403,6 +404,7 @@ def search(
         "estimated": len(tried),
         "rows": rows,
     }
+    # Kept already now, because compiling takes long and may be interrupted.
     keep(contents)
 
     reports = []

@@ -210,6 +210,7 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
         with quiet():
             description = _description(topology, chip, slices)
     except Exception as error:  # jaxlib's own error, with the reason in its text
+        # jaxlib's text begins with the name of a status, such as INVALID_ARGUMENT.
         reason = str(error).partition(": ")[2] or str(error)
         raise TopologyError(
             f"no topology {topology}: {reason.strip()}\nwrite such as {EXAMPLES}"

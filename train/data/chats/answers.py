@@ -208,6 +208,7 @@ class ChatTokens:
         text = self.template.render(messages, prompt=False)
         answers = []
         for i in indices:
+            # With the prompt: the words that begin an answer are given, and are no target.
             before = self.template.render(messages[:i], prompt=True)
             after = self.template.render(messages[: i + 1], prompt=False)
             self._check_beginnings(before, after, text)

@@ -208,6 +208,7 @@ class Conversations(Data):
 
     def _batch(self, side: Windows, numbers: Iterable[int], count: int) -> Batch:
         """Return these windows as a batch of `count` rows. The other rows are empty."""
+        # Filled with separators, which every model reads and which are no targets here.
         tokens = np.full((count, self._size), self._separator, np.int32)
         targets = np.zeros((count, self._size), bool)
         records = np.zeros((count, self._size), np.int32)

@@ -79,6 +79,7 @@ class Template:
         Raises:
             DataError: The template refuses these messages, or fails.
         """
+        # `str.translate` deletes a character that maps to `None`.
         without_marks = dict.fromkeys(map(ord, MARKS))
         return self.marked(messages, prompt=prompt).translate(without_marks)
 
@@ -244,6 +245,7 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
         by_name = {}
         for entry in named:
             by_name[entry.get("name")] = entry.get("template")
+        # The others are for purposes such as tool use; `transformers` takes this one, too.
         source = by_name.get("default")
     if folder and isinstance(source, str):
         return Template(source, str(folder / CONFIG), tokens, dated)
@@ -311,6 +313,7 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
             texts.append(part.get("text") if is_text else None)
         if all(isinstance(text, str) for text in texts):
             content = "".join(texts)
+    # OpenAI's records have null beside calls of tools.
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
@@ -330,6 +333,7 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
             trained.append(_is_trained(fields.pop(name), name, where))
     if PARTS in fields:
         _check_parts(fields[PARTS], len(content), where)
+    # One field that excludes a message is enough.
     if not all(trained):
         fields["weight"] = 0
     return fields

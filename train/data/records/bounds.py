@@ -86,6 +86,7 @@ def _page(fields: dict[int, Any]) -> Page | None:
     packed = fields.get(3)
     if type(page_type) is not int or type(unpacked) is not int or type(packed) is not int:
         return None
+    # A negative size would send the next seek backwards, and the loop would not end.
     if min(unpacked, packed) < 0:
         return None
 

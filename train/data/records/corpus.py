@@ -197,6 +197,7 @@ def text_pieces(
     if len(files) == 1 and files[0][0] not in sides:
         _, path = files[0]
         size = path.stat().st_size
+        # At a line end, or both sides would share a line.
         cut = _after_line(path, size - size // 10, size)
         return {
             "train": _pieces(path, 0, cut, is_utf8, broken),
@@ -262,6 +263,7 @@ def _after_line(path: Path, near: int, stop: int) -> int:
     """
     block = read_bytes(path, near, min(near + _PIECE_BYTES, stop))
     line = block.find(b"\n") + 1
+    # A line end that is the last byte would leave an empty piece after it.
     if line and near + line < stop:
         return near + line
     # Bytes 10xxxxxx continue a UTF-8 character.

@@ -362,6 +362,7 @@ def _described(folder: Path, dataset: str) -> DataSet:
     for held_out in ("validation", "test"):
         if held_out in splits:
             return DataSet(folder, digest, {"train": "train", "eval": held_out})
+    # A data set with one split gives up a part of it for evaluation.
     return DataSet(folder, digest, {"train": "train[:95%]", "eval": "train[95%:]"})
 
 

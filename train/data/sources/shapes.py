@@ -170,6 +170,7 @@ class _Random:
     """
 
     def __init__(self, seed: int, stream: int, indices: np.ndarray) -> None:
+        # Hashed, because small seeds as keys would only permute the same states.
         key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
         # Mixed, because neighbouring states would give correlated streams.
         self._states_B = _mix(indices.astype(np.uint64) ^ key)

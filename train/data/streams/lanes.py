@@ -93,6 +93,8 @@ class StreamShard:
         self._lines_bytes = 0
         self._reader: Iterator[tuple[Chunk, Any]] | None = None
         self._reader_position: Any = None
+        # Threads share the steps and the reader of this object, which the file's lock does not
+        # guard.
         self._mutex = threading.Lock()
 
     @property
@@ -119,6 +121,7 @@ class StreamShard:
         self.until(tokens, note)
         last = bisect.bisect_left(self._steps, tokens, key=lambda step: step.tokens)
         steps = self._steps[: last + 1]
+        # By the steps' checksums and not by ids, so that nothing is read again.
         digest = cache.digest(*(f"{step.tokens} {step.crc}" for step in steps))
         quoted = sum((Counter(step.quoted or {}) for step in steps), Counter())
         ids = self.read(0, steps[-1].tokens)
@@ -237,6 +240,7 @@ class StreamShard:
         done = self._steps[-1] if self._steps else Step(0, 0, 0, False, None)
         position = done.position
         if self._reader is None or self._reader_position != position:
+            # Another process, or an earlier run, has done the steps up to here.
             self._reader = self._documents.after(position)
         reader = self._reader
         # A reader that fails below must not be asked again.

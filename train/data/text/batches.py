@@ -89,6 +89,7 @@ class TextWindows(Data):
         self._seq_len = seq_len
         self._eval_bytes = eval_.text_bytes
         self._windows = windows
+        # Seed 0: the evaluation examples must not depend on the run's seed.
         self._eval_shuffle = interface.Shuffle(windows, 0, interface.EVALUATION)
         if has_bytes and tokenizer.key == "bytes":
             self.bytes_per_token = 1.0
@@ -155,6 +156,7 @@ class TextWindows(Data):
 
         separator = self.tokenizer.separator
         ids = np.asarray(self._eval).astype(np.int32)
+        # Without the last id: no document follows the last separator.
         starts = np.append(0, np.flatnonzero(ids[:-1] == separator) + 1)
         if begin.tolist() == [separator]:
             # The separator that ends a document begins the next one already.
@@ -215,6 +217,7 @@ class TextWindows(Data):
         text_bytes = 0
         targets = 0
         target_bytes = 0
+        # The text begins as if a document had ended before it.
         last_id = self.tokenizer.separator
         for start in range(0, len(self._eval), _COUNTED_TOKENS):
             ids = np.asarray(self._eval[start : start + _COUNTED_TOKENS])

@@ -70,6 +70,7 @@ class MixtureWeights:
             sizes: Number of examples of each text.
         """
         sizes = np.array(list(sizes))
+        # Every text has so many whole blocks, and the first missing example is in the next one.
         block = int(np.min(sizes // self.counts))
         texts, examples = self._block(block)
         # At least one text ends within this block.

@@ -127,6 +127,7 @@ class Infilling(_Spans):
         num_masks = 1 + (ends < num_cut).sum(axis=1, keepdims=True)
         num_slots = length - num_cut + num_masks
         column = np.arange(length)
+        # Columns without a slot get 2, beyond every uniform number, and sort to the end.
         order = np.argsort(np.where(column < num_slots, uniforms[:, 2], 2.0), axis=1)
         row, span = np.nonzero(column[:num_cut] < num_masks)
         slot = order[row, span]
@@ -147,6 +148,7 @@ class Infilling(_Spans):
     def span_lengths(self, uniforms: np.ndarray) -> np.ndarray:
         """Return Poisson lengths, one per uniform number, by inversion of the distribution."""
         lengths = np.arange(_LONGEST_SPAN)
+        # In logs, because factorials overflow float64 from 171 on.
         log_factorials = np.cumsum(np.log(np.maximum(lengths, 1)))
         log_powers = lengths * math.log(self.mean_span)
         probabilities = np.exp(log_powers - self.mean_span - log_factorials)
@@ -206,6 +208,7 @@ class Sentinels(_Spans):
         """Return the number of cut tokens and of spans of a window. Both are 0 for one token."""
         if tokens < 2:
             return 0, 0
+        # At least one token is cut and one stays, as in T5's code.
         num_cut = min(max(round(tokens * self.rate), 1), tokens - 1)
         num_spans = min(max(round(num_cut / self.mean_span), 1), tokens - num_cut)
         return num_cut, num_spans
