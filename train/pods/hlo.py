@@ -768,11 +768,11 @@ def _sources(text: str) -> dict[str, str]:
     for number, file, line in locations:
         places[number] = f"{_place(files[file])}:{line}"
     frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", text, re.MULTILINE)
-    found = {}
+    place_of_frame = {}
     for number, location in frames:
         if location in places:
-            found[number] = places[location]
-    return found
+            place_of_frame[number] = places[location]
+    return place_of_frame
 
 
 def _place(path: str) -> str:
