@@ -311,6 +311,7 @@ class Config:
             )
         if self.resume_exact and not self.resume:
             raise ConfigError("--resume-exact is for a run that goes on; add --resume")
+        # `at_least` compares numbers.
         if self.resume_from != "best":
             at_least("", self, 1, "resume_from")
 
@@ -394,6 +395,7 @@ class Config:
         model = self.model
         transforms = self.data.transforms
         freezes = bool(self.train_only or self.freeze)
+        # Adapters of a trained matrix could learn nothing that the matrix cannot.
         if isinstance(model, TransformerConfig) and model.lora.rank and not freezes:
             raise ConfigError(
                 f"model.lora.rank {model.lora.rank} adds adapters to matrices that stay as they "

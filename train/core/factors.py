@@ -233,6 +233,7 @@ def check_run(
         if config.decay == "coupled":
             pull = decay * factors.lr[name]
         constant = constant_power("decays", definition.specs[name], preset.constants)
+        # A factor of 0 turns decay off, which `decay.any()` sees below.
         pull = pull / (constant(preset.ratios(definition.sizes)) or 1.0)
         worst = float(pull.flat[np.argmax(np.abs(pull - 1))])
         if decay.any() and abs(worst - 1) > TOLERANCE:

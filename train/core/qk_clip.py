@@ -52,6 +52,7 @@ def param_scales(
         # Not min(1, tau / S): that is negative if the largest logit is below 0.
         gamma_LH = tau / jnp.maximum(largest_LH, tau)
         for name in _names(definition.specs, Role.QUERY, attention):
+            # Several heads read a shared key, so only the queries are scaled, by the whole factor.
             query_factor_LH = gamma_LH if shares_keys else jnp.sqrt(gamma_LH)
             scales[name] = _expanded(query_factor_LH, definition.specs[name], "heads")
         if shares_keys:

@@ -438,6 +438,7 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
 
     preset = config.preset
     if args.preset is not None:
+        # A new one, because the constants of the recipe's preset are not this preset's.
         preset = PresetConfig(
             name=args.preset,
             base=preset.base,
@@ -448,6 +449,7 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
     preset = dataclasses.replace(preset, constants=(*preset.constants, *constants))
 
     optimizer = dataclasses.replace(config.optimizer, name=args.optimizer or config.optimizer.name)
+    # For a growing model `_plan` sets the rate, with a check's own one by default.
     if args.grow in RUN_AXES and args.peak_lr is not None:
         optimizer = dataclasses.replace(optimizer, peak_lr=args.peak_lr)
     return dataclasses.replace(config, preset=preset, optimizer=optimizer)

@@ -95,6 +95,7 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
     handles = {str(line.get_label()): line for panel in drawn.axes for line in panel.get_lines()}
     named: list[Any] = []
     for label, line in handles.items():
+        # matplotlib names lines without a label, with an underscore in front.
         if not label.startswith("_"):
             named.append(line)
     drawn.legend(handles=named, loc="lower left", ncols=len(named), fontsize=9, frameon=False)
@@ -109,6 +110,7 @@ def _columns(rows: Sequence[_Row]) -> list[Sequence[_Row]]:
     height = math.ceil(len(rows) / 2)
     left = rows[:height]
     right = rows[height:]
+    # The second column begins within a section, whose heading it repeats.
     if right[0].finding is not None:
         headings = []
         for row in left:
@@ -145,6 +147,7 @@ def _rows(findings: Sequence[Finding]) -> list[_Row]:
     decisive: dict[str, Finding] = {}
     for finding in findings:
         earlier = decisive.get(finding.observable)
+        # The first step that failed decides, or else the last step.
         if earlier is None or earlier.ok:
             decisive[finding.observable] = finding
 
@@ -208,6 +211,7 @@ def _column(panel: Any, rows: Sequence[_Row], limits: tuple[float, float], talle
     for label, finding in zip(panel.get_yticklabels(), findings, strict=True):
         if not finding.ok:
             label.set(color=_WRONG, fontweight="bold")
+    # Downwards, so that row 0 is at the top.
     panel.set_ylim(tallest - 0.4, -0.6)
     panel.set_xlim(*limits)
     panel.tick_params(axis="y", length=0)
@@ -312,6 +316,7 @@ def panels(
         fontweight="bold",
         color=_INK if passes(findings) else _WRONG,
     )
+    # A joint rule is measured over whole runs, whose findings all have step 0.
     steps = {0: "the whole run"}
     if any(f.step for f in findings):
         steps = {step: f"step {step}" for step in _STEP_COLOURS}
@@ -319,6 +324,7 @@ def panels(
     axes = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
     for index, (panel, name) in enumerate(zip(axes, names, strict=False)):
         _panel(panel, [f for f in findings if f.observable == name], sizes, steps)
+        # A panel above another one leaves the labels to it.
         if index + _PANEL_COLUMNS < len(names):
             panel.set_xticklabels([])
     for panel in axes[len(names) :]:
@@ -363,7 +369,9 @@ def _panel(
     style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
     for f in findings:
         panel.plot(sizes, f.values, color=_STEP_COLOURS[f.step], label=steps[f.step], **style)
+    # A geometric mean and a logarithmic axis take only positive values.
     if all(value > 0 for value in shown.values):
+        # Theory gives only the exponent, so its line goes through the middle of the values.
         centre = statistics.geometric_mean(shown.values)
         middle = statistics.geometric_mean(sizes)
         theory = [centre * (size / middle) ** shown.expected.slope for size in sizes]
@@ -545,6 +553,7 @@ def verdict_line(
 
 def _evidence(failed: Sequence[Finding], blamed: str) -> str:
     """Return the failed observables in words: activations, then parameters by role or number."""
+    # A dict keeps the order and drops words that come twice.
     activations: dict[str, None] = {}
     kinds_of_group: dict[str, list[str]] = {}
     words_of_group: dict[str, list[str]] = {}
@@ -609,6 +618,7 @@ def to_json(
     rows = [_row_json(finding) for finding in findings]
     verdicts = {
         "verdict": passes(findings),
+        # Without findings nothing was compared, which is no pass.
         "program": bool(findings) and all(f.agrees for f in findings),
         "table": not any(f.trouble for f in findings),
     }

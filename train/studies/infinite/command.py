@@ -181,6 +181,7 @@ def check_rank(config: Config, images: int) -> int:
         ConfigError: Recording so many directions is not worthwhile. The text says what fits.
     """
     model = _vit(config)
+    # One more than steps, because the state after the last step is looked at, too.
     num_forward_passes = config.steps + 1
     positions = model.seq_len
     largest_rank = model.width // SHARE

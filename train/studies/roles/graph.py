@@ -48,6 +48,7 @@ class Atom:
 
     def copy(self) -> Atom:
         """Return the same axis for the result of a product, which has other values along it."""
+        # Without `broadcast`, because the product may differ along the axis.
         return Atom(self.size, self.param_dims, segments=self.segments)
 
     def is_from(self, atoms: set[Atom]) -> bool:
@@ -183,11 +184,13 @@ class Graph:
         for index, size in enumerate(shape):
             dims.append(() if size == 1 else (Atom(size, frozenset({(path, index)})),))
         node = self.add("parameter", (), dims, True, "view")
+        # `add` takes parameters from the inputs, and this node has none.
         node.params = frozenset({path})
         return node
 
     def use(self, node: Node, view: Node, other: Node | None) -> None:
         """Record a use of all parameters of a view. The arguments are those of `OperandUse`."""
+        # Sorted, because the order of a set of texts differs between processes.
         for param in sorted(view.params):
             self.uses.append(OperandUse(param, node, view, other))
 
@@ -268,6 +271,7 @@ def sliced(dim: Dim, start: int, stop: int, stride: int = 1) -> Slice:
     params = None
     segments = dim[0].segments
     if segments:
+        # Segments are counted along the outermost atom, `start` and `stop` along the dimension.
         inner_size = size // dim[0].size
         params = frozenset()
         segment_start = 0
@@ -277,5 +281,6 @@ def sliced(dim: Dim, start: int, stop: int, stride: int = 1) -> Slice:
             segment_start = segment_stop
     if count == 1:
         return Slice((), params)
+    # An atom can name only one source.
     source = dim[0] if len(dim) == 1 else None
     return Slice((Atom(count, param_dims_of(dim), source),), params)

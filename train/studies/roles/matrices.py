@@ -97,6 +97,7 @@ def attentions(flow: Flow) -> list[Attention]:
         queries = _matrices(flow, logits.inputs[1 - key_side])
         keys = _matrices(flow, logits.inputs[key_side])
         values = _matrices(flow, mix.inputs[1 - side])
+        # In self-attention queries and keys are computed from the same values.
         cross = _streams(flow, queries) != _streams(flow, keys)
         result.append(Attention(logits, mix, queries, keys, values, cross))
     return result
@@ -114,6 +115,7 @@ def _logits(flow: Flow, mix: Node, side: int) -> Node | None:
         for source in flow.sources(exp.inputs[0], through=True):
             if flow.mixes(source.node):
                 logits[source.node] = None
+    # A softmax over another axis, such as a router's over experts, is no attention.
     if len(logits) != 1 or len(exps) != 1 or not _is_over_keys(flow, mix, side, exps[0]):
         return None
     return next(iter(logits))
@@ -368,6 +370,7 @@ class Matrices:
                 read.append(attention)
         if not read:
             return None
+        # Each attention is one source, so that any further source is something else.
         if len(sources) > len(read):
             raise Refusal("it reads attention and something else at once; project them apart")
         cross = any(attention.cross for attention in read)

@@ -97,6 +97,7 @@ def main(argv: Sequence[str]) -> int:
         from mupax.train.studies.transfer import tuned
 
         tuned.check_before_training(args.save_tuned, grid[0].config)
+        # A tuned preset has one value of every constant.
         if len({point.varied for point in grid}) > 1:
             raise ConfigError(
                 f"--save-tuned {args.save_tuned}: the sweep varied more than rate, seed and size; "
@@ -242,6 +243,7 @@ def _next_step(grid: Sequence[Planned], rows: Sequence[Row], table: LiveTable) -
     """Return the step that the report proposes: train the best point alone."""
     from mupax.train.studies.report import Step
 
+    # By the loss that the table shows, so that the step fits the table.
     losses = [table.value(row) for row in rows]
     lowest = min(losses)
     best = losses.index(lowest)

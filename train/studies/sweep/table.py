@@ -133,6 +133,7 @@ class LiveTable(SweepCallback):
     def _advance_to(self, point: int, share: float) -> None:
         """Advance the bar to a share of the point's steps."""
         new_share = share - self._shares.get(point, 0.0)
+        # In FLOPs, because a step of a large size takes longer than one of a small size.
         self._bar.advance(self._task, new_share * _cost(self._configs[point]))
         self._shares[point] = share
 

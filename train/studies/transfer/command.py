@@ -51,6 +51,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     recipe, relative = parsed(args, rest)
     config = recipe.config
     studies, control = planned(args, config, config.preset.base if relative else None)
+    # Checked now, or a mistake would show only after the training.
     if args.predict:
         from mupax.train.studies.forecast import of_study
 

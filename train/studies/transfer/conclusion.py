@@ -69,6 +69,7 @@ def conclusion(measured: Measured, analysis: Analysis) -> str:
     if analysis.verdict == "drifts":
         drift = analysis.drift
         moves = "rises" if drift.value > 0 else "falls"
+        # Without signs the ends of a negative drift change places.
         ends = sorted((abs(drift.low), abs(drift.high)))
         return (
             f"Retune the learning rate as {axis} grows: {used}. The best rate {moves} "

@@ -124,7 +124,9 @@ def parsed(args: Transfer, rest: Sequence[str]) -> tuple[cli.Command, bool]:
     """
     start = cli.recipe_of_points(args.recipe)
     recipe = cli.parse(args.recipe, start, rest, command_line.flags(Transfer))
+    # By the words, because a base that only the recipe has does not count.
     names_base = any(word.partition("=")[0] == "--preset.base" for word in rest)
+    # A config file may have a workdir, and a study has its own folder.
     config = dataclasses.replace(recipe.config, workdir=None)
     return dataclasses.replace(recipe, config=config), names_base
 
@@ -167,6 +169,7 @@ def _first_equal(config: Config, distinct: list[_NumberedRun]) -> Config:
         candidates = [_NumberedRun(plain, _numbers(plain)), *distinct]
 
     for candidate in candidates:
+        # Presets and optimizers are compared by their numbers, all else by the fields.
         same_preset = dataclasses.replace(
             candidate.config, preset=config.preset, optimizer=config.optimizer
         )
@@ -218,12 +221,14 @@ def planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Stud
     for text in args.compare:
         preset = _preset_of_flag(text, main)
         presets[label_of(preset)] = preset
+    # The recipe's own preset comes first, unless `--compare` names it elsewhere.
     if label_of(main) not in presets:
         presets = {label_of(main): main, **presets}
     control_label = None
     if args.control:
         control = _preset_of_flag(args.control, main)
         control_label = label_of(control)
+        # The control may be one of the compared presets, and is then planned once.
         presets.setdefault(control_label, control)
 
     axes = [sizes.parse(text, (*sizes.AXES, *RUN_AXES)) for text in args.grow]

@@ -128,9 +128,11 @@ def save(
     transfer = []
     for other_measured, other_analysis in studies:
         study = other_measured.study
+        # A rate relative to another base is another rate.
         if study.configs[0].preset.base != config.preset.base:
             continue
         for run in study.configs:
+            # Several axes share their smallest size, which is listed once.
             models.add(tuple(run.model.base_sizes().items()))
         if len(other_analysis.sizes) > 1:
             transfer.append({
@@ -219,6 +221,7 @@ def write(
     searched_folders = [find.FOLDER, find.OWN_FOLDER, find.user_folder()]
     if path.parent.resolve() in [folder.resolve() for folder in searched_folders]:
         return path, tuned.use
+    # Elsewhere a bare name is not found, so the word has the path.
     return path, f"{tuned.preset}:{path}"
 
 

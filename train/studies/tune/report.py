@@ -261,6 +261,7 @@ def _fresh_seeds_to_decide(value: float, half_width: float, seeds: int) -> int:
     Args:
         half_width: Half of the 95 % interval from `seeds` seeds.
     """
+    # Half an interval is Student's quantile times deviation / sqrt(seeds).
     deviation = half_width * math.sqrt(seeds) / float(stdtrit(seeds - 1, CONFIDENCE))
     # More seeds narrow the mean, and also lower Student's quantile.
     for count in range(seeds + 1, MAX_CONFIRM + 1):
@@ -331,6 +332,7 @@ def _draw_panel(
         stays: Mask of the points that were not dropped, bool [P].
         best: Index of the winner in `values`.
     """
+    # Of such a constant the distance from 1 is searched in octaves.
     if constant.near_one:
         x = np.log2(1 - values)
         label = "log2(1 - value)"
