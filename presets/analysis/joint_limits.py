@@ -67,7 +67,11 @@ def observables(rule: JointRule) -> dict[str, Power]:
     }
     if rule.adam_lr is None:
         return table
-    return {name: table[name] for name in table if OBSERVABLES[name] in _OF_MATRICES}
+    of_matrices = {}
+    for name, power in table.items():
+        if OBSERVABLES[name] in _OF_MATRICES:
+            of_matrices[name] = power
+    return of_matrices
 
 
 def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
@@ -77,9 +81,11 @@ def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
     """
     table = {}
     for name, power in observables(rule).items():
-        table[name] = {
-            growing: _entry(name, growing, power.growth({growing: 1.0})) for growing in SYMBOLS
-        }
+        by_growing = {}
+        for growing in SYMBOLS:
+            exponent = power.growth({growing: 1.0})
+            by_growing[growing] = _entry(name, growing, exponent)
+        table[name] = by_growing
     return table
 
 

@@ -357,7 +357,11 @@ class Limit:
         changes = self.parts[what]
         fastest = max(changes.values())
         # Exponents that are equal in exact arithmetic differ by rounding.
-        return tuple(name for name in self.specs if changes.get(name, -math.inf) > fastest - 1e-9)
+        movers = []
+        for name in self.specs:
+            if changes.get(name, -math.inf) > fastest - 1e-9:
+                movers.append(name)
+        return tuple(movers)
 
     def first_order(self, name: str) -> float:
         """Return the exponent of the output's change by one step of one kind of weight.

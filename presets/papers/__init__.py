@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mupax.mappings import drop_none
 from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 from mupax.table import LazyRegistry
@@ -120,10 +121,11 @@ def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]
     Raises:
         PresetError: A text is not NAME=VALUE, or a constant is given twice.
     """
-    values: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    values: dict[str, Any] = drop_none(flags)
     for pair in pairs:
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        name = name.replace("-", "_")
+        name, equals, value = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        value = value.strip()
         if not (equals and name and value):
             raise PresetError(
                 f"the constant {pair!r}: write NAME=VALUE, such as s=0.5 or eps_scope=everywhere"

@@ -18,6 +18,7 @@ from typing import Any
 
 from mupax import disk, spellings, terminal
 from mupax.disk import user_folder as settings_folder
+from mupax.mappings import drop_keys
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Form
 from mupax.presets.tuned import published, schema
@@ -200,8 +201,7 @@ def load(path: str | Path) -> Tuned:
     """
     hint = "no tuned preset ({error}); `mupax transfer ... --save-tuned` writes one"
     fields = schema.load(path, schema.checked, hint)
-    arguments = {name: value for name, value in fields.items() if name != "format"}
-    return Tuned(**arguments)
+    return Tuned(**drop_keys(fields, ("format",)))
 
 
 def save(tuned: Tuned, path: Path) -> None:
@@ -233,7 +233,9 @@ def summary(tuned: Tuned) -> str:
         return published.summary(tuned)
     study = tuned.provenance
     optimizer = tuned.optimizer
-    verdicts = [f"{growth['axis']} {verdict(growth)}" for growth in study["transfer"]]
+    verdicts = []
+    for growth in study["transfer"]:
+        verdicts.append(f"{growth['axis']} {verdict(growth)}")
     evidence = "; ".join(verdicts) or "one size"
     rate = f"{optimizer['name']} {optimizer['peak_lr']:.3g}"
     data = f"{study['data']}, {study['seen']:,} {study['unit']}s"

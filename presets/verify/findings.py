@@ -107,7 +107,10 @@ def _follows(d: Difference, wrong: Sequence[Difference]) -> bool:
         return False
     if d.slope is None:
         return False
-    excesses = [cause.excess for cause in causes if cause.slope is not None]
+    excesses = []
+    for cause in causes:
+        if cause.slope is not None:
+            excesses.append(cause.excess)
     return any(abs(excess - d.excess) < TOLERANCE for excess in excesses)
 
 

@@ -128,12 +128,17 @@ def _direction(base: Model, model: Model) -> tuple[float, ...]:
             "dump the model at another width or depth"
         )
     # Rounded, because sizes are: models along one line have nearly the same exponents.
-    return tuple(round(math.log(ratio) / math.log(fastest), 1) for ratio in ratios.values())
+    exponents = []
+    for ratio in ratios.values():
+        exponents.append(round(math.log(ratio) / math.log(fastest), 1))
+    return tuple(exponents)
 
 
 def _ratios(base: Model, model: Model) -> dict[str, float]:
     """Return the size of each growing axis, divided by the base's size."""
-    ratios = {axis: model.sizes.get(axis, 1) / base.sizes.get(axis, 1) for axis in GROWING}
+    ratios = {}
+    for axis in GROWING:
+        ratios[axis] = model.sizes.get(axis, 1) / base.sizes.get(axis, 1)
     has_blocks = any(parameter.spec.in_block for parameter in base.parameters.values())
     if not has_blocks:
         # A model without blocks has no heads: their sizes are only defaults.
