@@ -66,7 +66,9 @@ class FunctionDefinition(Definition):
             arrays: Arrays by name, in any shape with the same number of entries.
             like: Tree whose structure to use. Default: that of the model.
         """
-        structure = self.structure if like is None else jax.tree.structure(like)
+        structure = self.structure
+        if like is not None:
+            structure = jax.tree.structure(like)
         leaves = [jnp.reshape(arrays[name], shape) for name, shape in self.shapes.items()]
         return jax.tree.unflatten(structure, leaves)
 

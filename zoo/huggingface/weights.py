@@ -288,7 +288,9 @@ def _check_unread(
         name for name in sorted(unread) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)
     ]
     # A model of images has no token embedding, and so no copies of one.
-    copies: set[str] = set(COPIES) if "token" in params else set()
+    copies: set[str] = set()
+    if "token" in params:
+        copies.update(COPIES)
     if model.tied_readout:
         copies.add(LM_HEAD)
     unread_copies = sorted(copies.intersection(unread))
