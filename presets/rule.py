@@ -536,6 +536,7 @@ def theta(rule: Rule, spec: ParamSpec, form: Form) -> Power:
         return ONE
 
     if form == "mean-field":
+        # Stored entries then start at std 1, those of q and k at N^(1 - alpha_a) (2405.15712).
         return rule.init_std * rule.mean_field
     if form == "readout-multiplier" and spec.role is Role.READOUT:
         return rule.init_std

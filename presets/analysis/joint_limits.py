@@ -91,6 +91,7 @@ def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
 
 def _entry(name: str, growing: str, exponent: float) -> Entry:
     """Return an observable's rounded exponent with its word."""
+    # Sums of exponents are not exact, and adding 0.0 turns -0.0 into 0.0.
     rounded = round(exponent, 10) + 0.0
     # A larger drift is what more tokens are for.
     is_intended = rounded > 0 and name == "drift" and growing == "tokens"
@@ -111,6 +112,7 @@ def troubles(rule: JointRule, grows: str) -> dict[str, str]:
         grows: Size that grows, a key of `SYMBOLS`.
     """
     table = verdicts(rule)
+    # lr * wd has the rate in it: the decay's own fault is what the rate does not explain.
     lr_exponent = table["displacement by noise"][grows].exponent
     wrong = {}
     for name, by_size in table.items():

@@ -61,6 +61,7 @@ def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "ad
     by_head_dim = Limit(preset, family, LIMITS["head_dim"]).observables()
     by_heads = Limit(preset, family, LIMITS["heads"]).observables()
     for change in _CHANGES:
+        # Both limits are allowed growth, so the rule itself may change by the larger of the two.
         together = max(by_head_dim[change], by_heads[change])
         excess = apart[change] - max(together, 0.0)
         if largest**excess > UNEVEN:

@@ -133,7 +133,9 @@ def files() -> dict[str, Path]:
     for folder in (user_folder(), OWN_FOLDER, PUBLISHED, FOLDER):
         for path in folder.glob("*.json"):
             is_hidden = path.name.startswith(".")
+            # A file of another kind may lie there, and editors leave hidden copies.
             if "." in path.stem and not is_hidden:
+                # A file name cannot have a colon on every system.
                 name = path.stem.replace(".", ":", 1)
                 paths[name] = path
     return dict(sorted(paths.items()))
@@ -168,6 +170,7 @@ def find(word: str) -> Tuned:
         )
     if name.endswith(".json"):
         tuned = load(name)
+        # The constants in the file belong to its own preset and may mean something else in another.
         if tuned.preset != preset:
             raise PresetError(f"{name} is tuned for {tuned.preset}; write {tuned.preset}:{name}")
         return tuned
@@ -213,6 +216,7 @@ def save(tuned: Tuned, path: Path) -> None:
     fields = {"format": schema.FORMAT, **asdict(tuned)}
     # The schema describes what JSON gives back, which has no tuples.
     as_json = json.loads(json.dumps(fields))
+    # Checked before the write, so that no file is left that `load` refuses.
     schema.checked(as_json)
     path.parent.mkdir(parents=True, exist_ok=True)
     disk.write_whole(path, json.dumps(fields, indent=1) + "\n")

@@ -275,6 +275,7 @@ def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Diffe
         spec=measured.spec,
         slope=target + excess,
         target=target,
+        # The less a size grows, the more one error of the logarithm changes the exponent.
         tolerance=TOLERANCE + noise / math.log(line.t[-1]),
         outlier=outlier,
         outlier_factor=outlier_factor,

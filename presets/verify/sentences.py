@@ -64,6 +64,7 @@ class Finding:
         shown = ", ".join(self.names[:SHOWN])
         if len(self.names) > SHOWN:
             shown += f" and {len(self.names) - SHOWN} more"
+        # A role that repeats the name of the parameter is noise in the sentence.
         explains_itself = self.names[0] in (LOGITS, BRANCH, TIED) or self.role in shown
         role = "" if explains_itself else f" ({self.role})"
 

@@ -107,6 +107,7 @@ class Fields:
     def flag(self, name: str) -> bool:
         """Return the value as a bool. The words "true", "1" and "yes" are true in any case."""
         value = self.get(name)
+        # bool('false') is true, and words of a command line are text.
         if isinstance(value, str):
             return value.lower() in ("true", "1", "yes")
         return bool(value)
