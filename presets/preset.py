@@ -443,7 +443,7 @@ class Preset:
 
         family = self.family(optimizer)
         alpha_a = self.choices.get("alpha_a", 1.0)
-        # Gradients of aligned queries and keys grow as N^(1 - alpha_a). No source has a rule for it.
+        # Gradients of aligned queries and keys grow as N^(1 - alpha_a), and no source has a rule.
         below_one = isinstance(alpha_a, float) and alpha_a < 1
         if below_one and ratios["head_dim"] > 1 and family == "sgd":
             cautions.append(

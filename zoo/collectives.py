@@ -77,6 +77,7 @@ def _rings(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[str, list[list[int]
         rows = np.moveaxis(mesh.devices, mesh.axis_names.index(name), -1).reshape(-1, size)
         torus_sizes = torus(rows[0])
         indices = np.arange(size).reshape(torus_sizes)
+        # Groups are not needed on one ring: the mesh axis itself is the ring.
         if len(torus_sizes) == 1:
             rings.append((name, None))
             continue

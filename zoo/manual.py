@@ -96,6 +96,7 @@ class ManualFsdpLayout(Layout):
         shape = tuple(self.sizes[axis or ""] for axis in axes)
         splits = []
         for names in self.outer.sharding(axes, shape).spec:
+            # A `PartitionSpec` holds a name, a tuple of names or `None` for a dimension.
             if isinstance(names, str):
                 names = (names,)
             splits.append(names or ())

@@ -205,8 +205,8 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
     adam = ONE
     eps = ONE
     if spec.in_block and alpha_l is not None:
-        # Blocks move in concert, as L. The factor of the branch is in SGD twice, by the gradient and
-        # by the forward pass, and in Adam once.
+        # Blocks move in concert, as L. SGD has the factor of the branch twice, by the gradient and
+        # by the forward pass, and Adam has it once.
         sgd = L ** (2 * alpha_l - 1)
         adam = L ** (alpha_l - 1)
         eps = L**-alpha_l
