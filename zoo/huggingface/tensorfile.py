@@ -155,7 +155,7 @@ def files_of_index(index: Path) -> dict[str, list[str]]:
         raise TensorFileError(f"{index}: no weight_map from tensor names to files")
     parts: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        # A downloaded index must not read files elsewhere, or write escapes to the terminal.
+        # An index comes from anyone: a name such as ../secret must not be read.
         if not isinstance(file, str) or not file.isprintable() or not _BARE.fullmatch(file):
             raise TensorFileError(
                 f"{index}: {shown(name)} is said to be in {shown(file)}; an index may only name "

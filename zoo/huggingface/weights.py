@@ -93,6 +93,7 @@ def to_huggingface(
                     fill_value = 1 if part.name.endswith("gain") else 0
                     values.append(np.full(part.shape, fill_value, np.float32))
             name = tensor.named(index)
+            # GPT-NeoX calls its readout by another name than all other families.
             if family == "gpt_neox" and name == LM_HEAD:
                 name = NEOX_HEAD
             if name not in HEADS:
@@ -194,12 +195,14 @@ def _zero_params(
     model = published.model
     zeros = set(published.zeros)
     if family_of(model) == "mbart" and "final_logits_bias" not in names_in_file:
+        # MBart's bias of logits is a buffer of zeros, which files may leave out.
         zeros.add("readout_bias")
     if not isinstance(model, ImageModel):
         return zeros
     if not any(name.startswith("classifier.") for name in names_in_file):
         zeros |= {"readout", "readout_bias"}
         num_classes = model.sizes()["classes"]
+        # A config may claim any number of classes, and zeros would fill the memory.
         if num_classes * model.width > _LARGEST_ZEROS:
             raise TensorFileError(
                 f"{files.path}: no classifier, and {num_classes} classes are too many to add"

@@ -283,6 +283,7 @@ class Slots:
     def _place(self, text: Text, slot: int) -> None:
         """Copy the cache of a text into a slot."""
         if self._caches is None:
+            # `reset` drops the cache, whose buffers may be gone with a failed program.
             self._caches = self._make_empty()
         self._caches = self._call("insert", self._insert, self._caches, text.saved, np.int32(slot))
         text.saved = None
@@ -432,6 +433,7 @@ def _inserted(
     for cache, saved_cache in zip(caches, saved, strict=True):
         keys = replaced(cache.keys, saved_cache.keys)
         values = replaced(cache.values, saved_cache.values)
+        # Lengths are in `_Rows`, so that of the saved cache is not needed.
         result.append(Cache(keys, values, cache.length))
     return tuple(result)
 
