@@ -84,6 +84,7 @@ def _import_sp_layerwise():
     return sp_layerwise
 
 
+# Functions and not names of modules, so that a search for references finds every preset.
 PRESETS: LazyRegistry[..., Preset] = LazyRegistry(
     {
         "sp": _import_sp,

@@ -74,6 +74,7 @@ class Difference:
     @property
     def has_outlier(self) -> bool:
         """True if one size is off the law that the others follow."""
+        # By logarithms, so that half of the law counts as much as twice the law.
         return abs(math.log(self.outlier_factor)) > math.log(OUTLIER)
 
 

@@ -188,6 +188,7 @@ def observed(
         "start": _product(factor, entry.std),
         "rate": _product(rate_factor, entry.lr),
         "eps": _product(1 / factor, entry.eps),
+        # The share of w that one step subtracts, whichever way the code writes it.
         "pull": entry.wd if decay == "independent" else _product(entry.lr, entry.wd),
     }
 
@@ -224,6 +225,7 @@ def value(power: Power, model: Model, parameter: Parameter | None = None) -> flo
         model: Model whose sizes are used. An axis that the model does not have has size 1.
         parameter: Parameter whose own sizes replace those of the model.
     """
+    # A law may name an axis that this model lacks. The size 1 leaves it out of the product.
     sizes: dict[str, float] = {**dict.fromkeys(AXES, 1), **model.sizes}
     if parameter is not None:
         sizes.update(parameter.sizes)

@@ -161,6 +161,7 @@ def _parse_entry(entry: Any, name: str, source: str) -> Entry:
         if entry.get(column) is not None:
             values[column] = entry[column]
     for column, value in values.items():
+        # Eps is divided by the multiplier, so a multiplier of 0 cannot be judged.
         _check_number(f"{source}: {name} {column}", value, zero=column != "multiplier")
     return Entry(shape=tuple(shape), role=entry.get("role", ""), **values)
 
