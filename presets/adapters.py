@@ -70,6 +70,7 @@ def row(rule: Callable[[ParamSpec], Rule], spec: ParamSpec) -> Rule:
     # A preset with one learning rate for everything does not look at gradients.
     if matrix_rule.sgd == matrix_rule.adam == matrix_rule.eps == ONE:
         return a_rule
+    # Once B has moved, the gradient of A comes through fan_out of its entries.
     louder = product(matrix.fan_out) * _without_depth(b_rule.multiplier * b_rule.adam)
     init_std = ONE / (louder * matrix_rule.multiplier)
     a_rule = dataclasses.replace(a_rule, init_std=init_std)

@@ -78,6 +78,7 @@ def read(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]
         else:
             flat[name] = value
 
+    # Only constants of groups have a dot in their name.
     preset_constants = {}
     groups = {}
     for name, value in flat.items():
@@ -101,6 +102,7 @@ def _number(name: str, value: Any) -> float:
             # "readout.rates" is most likely meant as "rates.readout".
             candidates = [f"{last}.{owner}"]
         else:
+            # A wrong word is corrected for the same group.
             candidates = [f"{word}.{group}" for word in COLUMNS]
         raise PresetError(f"no constant is named {name!r}; {_nearest(name, candidates)}")
     if group not in GROUPS:

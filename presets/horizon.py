@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from mupax.mappings import drop_keys
 from mupax.presets.optimizers import Family
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import ONE, Power, axis
@@ -152,7 +153,7 @@ class JointRule:
         Args:
             ratios: `batch` and `tokens` at which the entry "factors" is evaluated.
         """
-        entries = {name: value for name, value in vars(self).items() if name not in COLUMNS_OF_MUON}
+        entries = drop_keys(vars(self), COLUMNS_OF_MUON)
         entries["concessions"] = {name: formula(power) for name, power in self.concessions.items()}
 
         formulas = {}

@@ -94,6 +94,7 @@ def scaled(
     """
     joint = of(name, optimizer)
     result = dict(numbers)
+    # At the base settings stay as they are, and so does an `adam_lr` of `None`.
     if joint.adam_lr is not None and set(ratios.values()) != {1.0}:
         adam_peak = numbers.get("adam_lr")
         if adam_peak is None:
@@ -170,6 +171,7 @@ def ends(option: str, text: str) -> tuple[float, float]:
     try:
         start, stop = map(float, text.split(":"))
     except ValueError:
+        # Refused below, with the message of numbers that are not above 0.
         start = stop = 0.0
     if not (0 < start < math.inf and 0 < stop < math.inf):
         raise PresetError(f"{option} is {text}; write FROM:TO with two numbers above 0, as 8:64")

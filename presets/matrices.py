@@ -73,6 +73,7 @@ def of_cross(spec: ParamSpec) -> ParamSpec:
 
     Keys and values read the encoder's residual stream, whose axis is "memory".
     """
+    # Queries and outputs are of the decoder's own stream.
     if spec.role not in (Role.KEY, Role.VALUE):
         return dataclasses.replace(spec, part="cross")
     axes = _renamed(spec.axes, {"embed": "memory"})

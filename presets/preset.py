@@ -120,6 +120,7 @@ class Preset:
             return Rule(decays=False)
 
         rule = self._table(spec)
+        # Rules are written in a decoder's depth, and an encoder's depth is another axis.
         if spec.blocks != OWN.axis:
             rule = rule.renamed(OWN.axis, spec.blocks)
         if spec.shared and self.by_gradients:
@@ -239,6 +240,7 @@ class Preset:
 
         has_own_size = self.muon.scale == "rms" or self.muon.shape == "absolute"
         on_muon = has_own_size and self.family(optimizer) == "muon"
+        # Embeddings, vectors and the readout stay on Adam, whose steps have no such size.
         if on_muon and self._table(spec).muon is not None:
             lr = self.muon.base_lr(spec, lambda axis: self.base_size(axis, sizes))
             # Weight decay subtracts the same share of w as without this factor.
@@ -282,6 +284,7 @@ class Preset:
         # A tied readout has the embedding's std 1, so its fan_in^-1/2 sits in the multiplier.
         on_multiplier = spec.role in EMBEDDINGS or spec.tied
 
+        # A tied readout cannot start at zero: its array is the table of the embedding.
         zero_readout = spec.role is Role.READOUT and self.zero_readout and not spec.tied
         if spec.role in ZERO or zero_readout:
             std = 0.0
@@ -317,6 +320,7 @@ class Preset:
             )
         blocks = {}
         for name, spec in specs.items():
+            # A parameter that Muon leaves to Adam has no blocks.
             if self._table(spec).muon is None:
                 continue
             block = self.muon.block(spec, sizes, lambda axis: self.base_size(axis, sizes))
@@ -439,6 +443,7 @@ class Preset:
 
         family = self.family(optimizer)
         alpha_a = self.choices.get("alpha_a", 1.0)
+        # Gradients of aligned queries and keys grow as N^(1 - alpha_a), and no source has a rule.
         below_one = isinstance(alpha_a, float) and alpha_a < 1
         if below_one and ratios["head_dim"] > 1 and family == "sgd":
             cautions.append(

@@ -219,6 +219,7 @@ class ParamSpec:
                 if near:
                     hint = f"did you mean {near[0]!r}?"
                 raise PresetError(f"{role}: no logical axis is named {axis!r}; {hint}")
+        # Sizes are looked up by axis, so that a square matrix needs two names.
         if len(set(self.axes)) != len(self.axes):
             raise PresetError(f"{role}: an axis is named twice in {self.axes}")
         for axis in self.fan_in:
@@ -245,6 +246,7 @@ class ParamSpec:
             )
         if self.tied and self.role is not Role.READOUT:
             raise PresetError(f"{role}: only a readout can be tied")
+        # Without a fan-in every scale of a matrix would silently be that of a lookup.
         is_matrix = self.role not in VECTORS | EMBEDDINGS
         if is_matrix and not self.fan_in:
             raise PresetError(f"{role}: a matrix needs fan_in, the names of the axes it sums over")

@@ -115,8 +115,10 @@ class Power:
             new_name: Axis to write instead, such as `encoder_layers`.
         """
         exponents = _renamed(self.exponents, axis_name, new_name)
-        clips = tuple((_renamed(inner, axis_name, new_name), power) for inner, power in self.clips)
-        return Power(self.coefficient, exponents, clips)
+        clips = []
+        for inner, power in self.clips:
+            clips.append((_renamed(inner, axis_name, new_name), power))
+        return Power(self.coefficient, exponents, tuple(clips))
 
     def growth(self, axes: Mapping[str, float]) -> float:
         """Return the exponent of t with which the law grows as t goes to infinity.
@@ -534,6 +536,7 @@ def theta(rule: Rule, spec: ParamSpec, form: Form) -> Power:
         return ONE
 
     if form == "mean-field":
+        # Stored entries then start at std 1, those of q and k at N^(1 - alpha_a) (2405.15712).
         return rule.init_std * rule.mean_field
     if form == "readout-multiplier" and spec.role is Role.READOUT:
         return rule.init_std

@@ -77,9 +77,13 @@ def _rings(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[str, list[list[int]
         rows = np.moveaxis(mesh.devices, mesh.axis_names.index(name), -1).reshape(-1, size)
         torus_sizes = torus(rows[0])
         indices = np.arange(size).reshape(torus_sizes)
+        # Groups are not needed on one ring: the mesh axis itself is the ring.
+        if len(torus_sizes) == 1:
+            rings.append((name, None))
+            continue
         for dimension, ring_size in enumerate(torus_sizes):
             groups = np.moveaxis(indices, dimension, -1).reshape(-1, ring_size).tolist()
-            rings.append((name, groups if len(torus_sizes) > 1 else None))
+            rings.append((name, groups))
     return rings
 
 
@@ -108,4 +112,6 @@ def torus(devices: np.ndarray) -> tuple[int, ...]:
     if math.prod(sizes) != len(devices):
         return (len(devices),)
     in_order = np.array_equal(ranks, np.indices(sizes).reshape(len(sizes), -1))
-    return sizes if in_order else (len(devices),)
+    if not in_order:
+        return (len(devices),)
+    return sizes

@@ -543,5 +543,8 @@ def _path(name: str) -> tuple[str | int, ...]:
     """Split a parameter's name into its path in the module. Numbers are indices of a list."""
     path: list[str | int] = []
     for part in name.split("."):
-        path.append(int(part) if part.isdigit() else part)
+        if part.isdigit():
+            path.append(int(part))
+        else:
+            path.append(part)
     return tuple(path)

@@ -384,13 +384,16 @@ def stacks(model: ModelConfig) -> tuple[Blocks, ...]:
         for spec in model.parameters().values():
             if spec.in_block and (spec.part == "encoder") == is_encoder:
                 specs.append(spec)
-        reads_encoder = "cross" in stack.branches
+        length_axis = "source" if is_encoder else "position"
+        memory = 0
+        if "cross" in stack.branches:
+            memory = sizes.get("source", 0)
         blocks.append(
             Blocks(
                 stack=stack,
                 depth=sizes.get(stack.axis, 0),
-                length=sizes.get("source" if is_encoder else "position", 0),
-                memory=sizes.get("source", 0) if reads_encoder else 0,
+                length=sizes.get(length_axis, 0),
+                memory=memory,
                 specs=tuple(specs),
             )
         )
@@ -417,7 +420,9 @@ def forward_terms(model: ModelConfig) -> dict[str, float]:
         if spec is None or not spec.fan_in:
             continue
         # A token goes through its active experts only.
-        share = sizes["active"] / sizes["experts"] if spec.role in EXPERTS else 1
+        share: float = 1
+        if spec.role in EXPERTS:
+            share = sizes["active"] / sizes["experts"]
         weights = math.prod(sizes[axis] for axis in spec.axes) * share
         terms[KINDS[spec.role]] += 2 * weights * model.applications(spec)
     terms["attention"] = model.attention_flops()

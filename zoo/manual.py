@@ -87,14 +87,19 @@ class ManualFsdpLayout(Layout):
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
         # Only the layer of experts sends tokens between devices by itself.
-        return self.outer.mesh_axes(axis) if axis == "experts" else ()
+        if axis != "experts":
+            return ()
+        return self.outer.mesh_axes(axis)
 
     def partition(self, axes: Axes) -> Splits:
         """Return the mesh axes of the batch that split each dimension of a parameter."""
         shape = tuple(self.sizes[axis or ""] for axis in axes)
         splits = []
         for names in self.outer.sharding(axes, shape).spec:
-            splits.append((names,) if isinstance(names, str) else names or ())
+            # A `PartitionSpec` holds a name, a tuple of names or `None` for a dimension.
+            if isinstance(names, str):
+                names = (names,)
+            splits.append(names or ())
         return tuple(splits)
 
     def spec(self, axes: Axes) -> PartitionSpec:

@@ -104,7 +104,10 @@ class Cell:
         if every:
             texts.append(f"every {', '.join(every)}")
         for part in _PARTS:
-            shown = [bare for bare in parts if part + bare in self.of and bare not in every]
+            shown = []
+            for bare in parts:
+                if part + bare in self.of and bare not in every:
+                    shown.append(bare)
             if shown:
                 texts.append(f"{part or 'decoder '}{', '.join(shown)}")
         return "; ".join(texts)
@@ -143,7 +146,10 @@ def cell(exponents: Mapping[str, float], tolerance: float = _TOLERANCE) -> Cell:
     if abs(worst) <= tolerance:
         is_theory = tolerance == _TOLERANCE
         return Cell(0.0 if is_theory else worst, (), exponents)
-    names = [name for name, exponent in exponents.items() if abs(exponent - worst) <= tolerance]
+    names = []
+    for name, exponent in exponents.items():
+        if abs(exponent - worst) <= tolerance:
+            names.append(name)
     return Cell(worst, tuple(names), exponents)
 
 
@@ -169,8 +175,13 @@ def desiderata(preset: Preset, dimension: str, *, encoder: bool = False) -> dict
         unknown = Cell(None, why="no rule for SGD")
         return {"signal": signal, "speed": speed, "balance": unknown, "loss decay": unknown}
     largest = max(powers.parts.values())
-    relative = {name: part - largest for name, part in powers.parts.items()}
-    leading = {name: part for name, part in powers.parts.items() if part > largest - _TOLERANCE}
+    relative = {}
+    leading = {}
+    for name, part in powers.parts.items():
+        relative[name] = part - largest
+        # Parts of a smaller power vanish as the dimension grows, so the decay is not theirs.
+        if part > largest - _TOLERANCE:
+            leading[name] = part
     return {
         "signal": signal,
         "speed": speed,

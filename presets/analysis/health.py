@@ -110,6 +110,7 @@ class Health:
 
     def _judge_init_std(self, spec: ParamSpec) -> Trouble | None:
         """Return the fault in a parameter's initial size, if any."""
+        # A bias starts at zero in every table, so it has no size to judge.
         if spec.role in BIASES:
             return None
         exponent = self._initial_output(spec, self.limit)
@@ -196,6 +197,7 @@ class Health:
         if exponent is None:
             return None
         conceded = self._conceded("eps", spec)
+        # A table may use a part of what its source concedes: all values up to it are right.
         least = min(conceded, 0.0) - _TOLERANCE
         most = max(conceded, 0.0) + _TOLERANCE
         if exponent < least or exponent > most:
@@ -263,6 +265,7 @@ class Health:
             return limit.acts("readout")
         if name is not None and spec.in_block:
             attention = limit.parts["attention logits"].get(name, 0.0)
+            # Logits must not explode, although softmax bounds what the stream sees of them.
             if attention > 0:
                 return attention
             return limit.parts["stream"][name] - limit.stream
@@ -300,6 +303,7 @@ def _vector_movement(spec: ParamSpec, change: float, limit: Limit) -> float | No
     branches = limit.branch + limit.layers - limit.stream
     match spec.of or spec.role:
         case Role.QUERY | Role.KEY:
+            # In q.k the bias of queries meets keys, and the bias of keys meets queries.
             factor = limit.k if spec.of is Role.QUERY else limit.q
             return _through_logits(limit.logits + limit.n + change + factor, limit)
         case Role.RELATIVE_BIAS:

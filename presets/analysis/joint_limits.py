@@ -67,7 +67,11 @@ def observables(rule: JointRule) -> dict[str, Power]:
     }
     if rule.adam_lr is None:
         return table
-    return {name: table[name] for name in table if OBSERVABLES[name] in _OF_MATRICES}
+    of_matrices = {}
+    for name, power in table.items():
+        if OBSERVABLES[name] in _OF_MATRICES:
+            of_matrices[name] = power
+    return of_matrices
 
 
 def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
@@ -77,14 +81,17 @@ def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
     """
     table = {}
     for name, power in observables(rule).items():
-        table[name] = {
-            growing: _entry(name, growing, power.growth({growing: 1.0})) for growing in SYMBOLS
-        }
+        by_growing = {}
+        for growing in SYMBOLS:
+            exponent = power.growth({growing: 1.0})
+            by_growing[growing] = _entry(name, growing, exponent)
+        table[name] = by_growing
     return table
 
 
 def _entry(name: str, growing: str, exponent: float) -> Entry:
     """Return an observable's rounded exponent with its word."""
+    # Sums of exponents are not exact, and adding 0.0 turns -0.0 into 0.0.
     rounded = round(exponent, 10) + 0.0
     # A larger drift is what more tokens are for.
     is_intended = rounded > 0 and name == "drift" and growing == "tokens"
@@ -105,6 +112,7 @@ def troubles(rule: JointRule, grows: str) -> dict[str, str]:
         grows: Size that grows, a key of `SYMBOLS`.
     """
     table = verdicts(rule)
+    # lr * wd has the rate in it: the decay's own fault is what the rate does not explain.
     lr_exponent = table["displacement by noise"][grows].exponent
     wrong = {}
     for name, by_size in table.items():

@@ -144,6 +144,7 @@ class Limit:
             name: Name of W in `SPECS`.
             entries: Exponent of the entries of x; 0 (the default) is order one.
         """
+        # Independent terms add up as the root of their number.
         return self.weight(name) + self.fan_in[name] / 2 + entries
 
     def carried(self, name: str, change: float) -> float:
@@ -157,6 +158,7 @@ class Limit:
         """
         fan_in = self.fan_in[name]
         fan_out = self.fan_out[name]
+        # The norm of a random matrix is std * max(in, out)^1/2. (in/out)^1/2 makes it one of means.
         return self.weight(name) + max(fan_in, fan_out) / 2 + (fan_in - fan_out) / 2 + change
 
     @functools.cached_property
@@ -180,6 +182,7 @@ class Limit:
         self.q = self.random("query")
         self.k = self.random("key")
         self.v = self.random("value")
+        # q.k is a sum of N independent products at first, hence N^1/2.
         self.spread = self.logits + self.q + self.k + self.n / 2
         self.attention = self.spread
         if preset.key_as_query:
@@ -192,6 +195,7 @@ class Limit:
         self.block = max(self.random("attention out", self.v), self.written - self.active / 2)
         if self.shared:
             self.block = max(self.block, self.random("shared out", self.random("shared in")))
+        # Branches are independent at first, so that L of them add up as L^1/2.
         self.contribution = self.branch + self.block
         self.embedded = self.weight("embedding")
         self.stream = max(self.embedded, self.contribution + self.layers / 2)
@@ -208,7 +212,9 @@ class Limit:
         multipliers = {}
         for name, row in self.rows.items():
             multipliers[name] = self.x(row.multiplier)
+        # The norm before the readout divides the backward signal by the size of the stream.
         at_branch = self.branch + self.weight("readout") - self.stream
+        # A transpose sums over outputs, which are independent at first: fan_out^1/2.
         at_heads = at_branch + self.weight("attention out") + self.fan_out["attention out"] / 2
         at_hidden = at_branch + self.weight("MLP out") + self.fan_out["MLP out"] / 2
         # A key or value head sums the gradients of H / H_kv query heads, independent at first.
@@ -218,6 +224,7 @@ class Limit:
             "embedding": multipliers["embedding"] + self.weight("readout") - self.embedded,
             "value": multipliers["value"] + at_heads + grouped,
             "attention out": multipliers["attention out"] + at_branch + self.v,
+            # An expert gets a/E of the tokens, each with a gate of 1/a: 1/E of the gradient.
             "MLP in": multipliers["MLP in"] + at_hidden - self.experts,
             "MLP out": multipliers["MLP out"] + at_branch + self.hidden - self.experts,
             "readout": multipliers["readout"],
@@ -285,6 +292,7 @@ class Limit:
             blocked = self.preset.muon.block_axes(spec)
         fan_in = self._product(tuple(axis for axis in spec.fan_in if axis not in blocked))
         fan_out = self._product(tuple(axis for axis in spec.fan_out if axis not in blocked))
+        # Entries of an orthogonal block have root mean square max(fan_in, fan_out)^-1/2.
         return self.rate(name) - max(fan_in, fan_out) / 2
 
     def acts(self, name: str, entries: float = 0.0) -> float:
@@ -298,6 +306,7 @@ class Limit:
             # At spectral norm 1, rms of outputs = rms of inputs * (fan_in / fan_out)^1/2.
             norm = self.rate(name) + self.coherence(self.specs[name])
             return norm + (self.fan_in[name] - self.fan_out[name]) / 2 + entries
+        # The step has the direction of this input, so that all terms of the sum have one sign.
         return self.step(name) + self.fan_in[name] + entries
 
     def orthogonal(self, name: str) -> bool:
@@ -310,6 +319,7 @@ class Limit:
         self.dq = self.acts("query")
         self.dk = self.acts("key")
         attention = {
+            # A step is aligned with what it meets, so N products add up as N and not as N^1/2.
             "query": self.logits + self.n + (self.dq + self.k),
             "key": self.logits + self.n + (self.q + self.dk),
         }
@@ -357,7 +367,11 @@ class Limit:
         changes = self.parts[what]
         fastest = max(changes.values())
         # Exponents that are equal in exact arithmetic differ by rounding.
-        return tuple(name for name in self.specs if changes.get(name, -math.inf) > fastest - 1e-9)
+        movers = []
+        for name in self.specs:
+            if changes.get(name, -math.inf) > fastest - 1e-9:
+                movers.append(name)
+        return tuple(movers)
 
     def first_order(self, name: str) -> float:
         """Return the exponent of the output's change by one step of one kind of weight.
@@ -418,6 +432,7 @@ class Limit:
             for name, members in groups.items():
                 on_adam = [weight for weight in members if not self.orthogonal(weight)]
                 if on_adam:
+                    # Eps does harm where gradients are small, so the smallest of them counts.
                     over_eps = map(self.gradient_over_eps, on_adam)
                     exponents[f"gradient over eps, {name}"] = min(over_eps)
         decays = [self.x(row.decay) for row in self.rows.values()]

@@ -136,6 +136,7 @@ class Stack:
         self.down = self._random("MLP out", self.hidden) + self.up
         self.token = self._weight("token")
         outputs = [attention.out for attention in self.attentions.values()]
+        # Blocks write independent vectors at first, so L of them add up as L^1/2.
         self.share = self.branch + max(self.down, *outputs) + self.layers / 2
         self.stream = max(self.token, self.share)
 
@@ -207,6 +208,7 @@ class Stack:
         grad_memory = grad_stream
         for name, attention in self.attentions.items():
             grad_memory = self._add_attention(powers, name, attention, grad_branch)
+        # A transpose sums over outputs, which are independent at first: width^1/2.
         grad_up = grad_branch + self._weight("MLP out") + self.width / 2
         powers.signal[f"{label}MLP in"] = self.up
         powers.signal[f"{label}MLP out"] = self.down
@@ -248,6 +250,7 @@ class Stack:
         grad_o = grad_out + self._weight(f"{cross}attention out") + self.width / 2
         # One value is read by T tokens with weights 1/S each, whose signals are independent.
         grad_v = grad_o + t / 2 - s
+        # Every attention weight is 1/S, and so is the slope of softmax.
         grad_logits = grad_o + attention.v + self.values / 2 - s
         grad_q = grad_logits + self.scale + attention.k + s / 2
         grad_k = grad_logits + self.scale + attention.q + t / 2
@@ -269,6 +272,7 @@ class Stack:
         }
         for name, signal_sum in signal_sums.items():
             powers.speed[f"{label}{name}"] = -self.layers - signal_sum
+        # The output of attention is a mean of values: it moves as they do.
         powers.speed[f"{label}o"] = powers.speed[f"{label}v"]
         self._add_part(powers, f"{label}query", grad_q, 0.0, t)
         self._add_part(powers, f"{label}key", grad_k, 0.0, s)
@@ -277,6 +281,7 @@ class Stack:
 
         by_values = grad_v + self._weight(f"{cross}value") + (self.heads + self.values) / 2
         by_keys = grad_k + self._weight(f"{cross}key") + (self.heads + self.n) / 2
+        # Signals of different blocks are independent at first, hence L^1/2.
         return max(by_values, by_keys) + self.layers / 2
 
     def _add_part(
@@ -295,6 +300,7 @@ class Stack:
         if spec.stacked:
             blocks = self.layers
         count = sum(self.x(axis) for axis in (*spec.fan_in, *spec.fan_out))
+        # The gradient of a stored weight has the multiplier, and so has the forward pass.
         rate = _growth(row.multiplier**2 * row.sgd, self.growth)
         powers.parts[name] = rate + 2 * (grad_output + inputs + blocks / 2) + count + tokens
 
@@ -316,6 +322,7 @@ def exponents(preset: Preset, growth: Mapping[str, float], *, encoder: bool = Fa
     powers.parts["readout"] = rate - 2 * decoder.tokens + decoder.width + decoder.tokens
     if encoder:
         stack = Stack(preset, growth, encoder=True)
+        # The norm at the end of the encoder divides the signal by the size of its stream.
         stack.into(powers, grad_memory - stack.stream)
     # Reports list weights in the order of `NAMES`.
     ordered_parts = {}

@@ -79,6 +79,7 @@ def _branches(preset: Preset, sizes: Mapping[str, int], stack: Stack) -> str:
             scales.append(preset.residual_scale(sizes, layer, branch, stack))
     first_skip, first_branch = scales[0]
     last_skip, last_branch = scales[-1]
+    # Only presets with a rule per layer, such as `u-mup`, have scales that differ.
     if set(scales) == {(1.0, first_branch)}:
         return f"every residual branch x {first_branch:.4g}"
     return (

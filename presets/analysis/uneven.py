@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from mupax.mappings import drop_keys
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import LIMITS
 from mupax.presets.preset import Preset
@@ -46,17 +47,21 @@ def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "ad
     if preset.base is None or largest <= 1.0 or min(widths.values()) < 1.0:
         return
     family = preset.family(optimizer)
-    only_keys_grow = all(ratio == 1.0 for axis, ratio in widths.items() if axis != "kv_heads")
+    other_widths = drop_keys(widths, ("kv_heads",))
+    only_keys_grow = all(ratio == 1.0 for ratio in other_widths.values())
     if only_keys_grow and family != "sgd":
         # Key heads can only grow up to the number of heads. The change that moves most was measured
         # flat over 8 times as many (K^0.01) under Adam. Under SGD it was not.
         return
 
-    growth = {axis: math.log(ratio) / math.log(largest) for axis, ratio in widths.items()}
+    growth = {}
+    for axis, ratio in widths.items():
+        growth[axis] = math.log(ratio) / math.log(largest)
     apart = Limit(preset, family, growth).observables()
     by_head_dim = Limit(preset, family, LIMITS["head_dim"]).observables()
     by_heads = Limit(preset, family, LIMITS["heads"]).observables()
     for change in _CHANGES:
+        # Both limits are allowed growth, so the rule itself may change by the larger of the two.
         together = max(by_head_dim[change], by_heads[change])
         excess = apart[change] - max(together, 0.0)
         if largest**excess > UNEVEN:

@@ -227,7 +227,9 @@ def limits_rows(
     limits = next(iter(table.values()))
     rows = [["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in limits)]]
     for observable, by_limit in table.items():
-        cells = [cell(entry, SYMBOLS[limit]) for limit, entry in by_limit.items()]
+        cells = []
+        for limit, entry in by_limit.items():
+            cells.append(cell(entry, SYMBOLS[limit]))
         rows.append([observable, *cells])
     return rows
 

@@ -160,6 +160,7 @@ class Block:
             dmiddle = mlp_skip * dafter + mlp_norm_vjp(dnormed)
             dattended = weights["out"].backward(attention_branch * dmiddle, attended)
             dq, dk, dv = attend_vjp(self._split_heads(dattended, examples))
+            # Queries, keys and values read one input, so that their gradients add up.
             dnormed = (
                 weights["query"].backward(self._join_heads(dq), attention_inputs)
                 + weights["key"].backward(self._join_heads(dk), attention_inputs)

@@ -61,6 +61,7 @@ class Basis:
         x = np.asarray(x, self.rows.dtype)
         inside = x @ transposed(self.rows)
         outside = x - inside @ self.rows
+        # QR first, so that the SVD is of R x R numbers, however large the side is.
         q, t = np.linalg.qr(transposed(outside))
         # Singular values are lengths outside of the known directions.
         p, lengths, _ = np.linalg.svd(t)
@@ -108,6 +109,7 @@ class LazyGaussian:
             coordinates: Result of `inputs.coordinates` for x, [D..., R, r].
         """
         self._images = self._revealed(self.inputs, self._images, self.outputs, self._preimages)
+        # Vectors have no part along directions that were added after their coordinates.
         return coordinates @ self._images[..., : coordinates.shape[-1], :]
 
     def backward(self, coordinates: np.ndarray) -> np.ndarray:

@@ -204,6 +204,7 @@ def train(
     examples, positions = kernel.shape[:2]
     tokens = examples * positions
     n = block.head_dim
+    # The rate eta0 gamma0^2 N H times the factor 1/(gamma0 N H) of the output.
     readout_rate = block.rate * block.gamma0
     rate = readout_rate * block.beta0
     # The gradients of queries and keys have the factor N^-alpha_a already; their rule is

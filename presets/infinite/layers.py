@@ -34,6 +34,7 @@ def norm(x: np.ndarray, eps: float, *, centred: bool) -> tuple[np.ndarray, Vjp]:
     def vjp(dy: np.ndarray) -> np.ndarray:
         dx = dy - y * (dy * y).mean(-1, keepdims=True)
         if centred:
+            # Subtracting the mean is a symmetric projection: the gradient takes the same one.
             dx = dx - dy.mean(-1, keepdims=True)
         return scale * dx
 

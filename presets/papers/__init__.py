@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mupax.mappings import drop_none
 from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 from mupax.table import LazyRegistry
@@ -83,6 +84,7 @@ def _import_sp_layerwise():
     return sp_layerwise
 
 
+# Functions and not names of modules, so that a search for references finds every preset.
 PRESETS: LazyRegistry[..., Preset] = LazyRegistry(
     {
         "sp": _import_sp,
@@ -120,10 +122,11 @@ def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]
     Raises:
         PresetError: A text is not NAME=VALUE, or a constant is given twice.
     """
-    values: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    values: dict[str, Any] = drop_none(flags)
     for pair in pairs:
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        name = name.replace("-", "_")
+        name, equals, value = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        value = value.strip()
         if not (equals and name and value):
             raise PresetError(
                 f"the constant {pair!r}: write NAME=VALUE, such as s=0.5 or eps_scope=everywhere"

@@ -77,6 +77,7 @@ def completep(
         row = family.rule(spec)
         row = dataclasses.replace(row, eps=_eps(spec, row.eps, alpha_l, eps_scope))
         if decay != "rate" and row.muon is not None:
+            # A coupled wd of fan_in subtracts lr * fan_in of w at every step.
             row = dataclasses.replace(row, decay=row.adam * product(spec.fan_in))
         return row
 

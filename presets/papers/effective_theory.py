@@ -81,6 +81,7 @@ def effective_theory(name: str, s: float, *, alpha_a: float = 0.5, init: str = "
         logits=N**-alpha_a,
         no_rule=dict.fromkeys(("muon", "lion"), "the paper has SGD and AdamW"),
         choices=changed(s=(s, None), alpha_a=(alpha_a, 0.5), init=(init, "paper")),
+        # Below s = 1 features move less and less with width, as the paper means them to.
         vanishing={"features": D ** (s / 2 - 0.5), "attention": N ** (0.5 - alpha_a)},
     )
 

@@ -184,6 +184,7 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
     """
     match spec.role:
         case Role.TOKEN_EMBEDDING | Role.POSITION:
+            # Gradients go as 1/D through the readout. SGD has to make up for that, and eps follows.
             return Rule(sgd=D, eps=D**-1)
         case Role.PATCH_EMBEDDING:
             root = product(spec.fan_in) ** -0.5
@@ -204,6 +205,8 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
     adam = ONE
     eps = ONE
     if spec.in_block and alpha_l is not None:
+        # Blocks move in concert, as L. SGD has the factor of the branch twice, by the gradient and
+        # by the forward pass, and Adam has it once.
         sgd = L ** (2 * alpha_l - 1)
         adam = L ** (alpha_l - 1)
         eps = L**-alpha_l
@@ -216,6 +219,7 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
             init_std=m_in**-0.5,
             sgd=D / m_in * sgd,
             adam=m_in**-1 * adam,
+            # A step of spectral norm 1 takes root mean squares times (m_in / m_out)^1/2.
             muon=(m_out / m_in) ** 0.5 * adam,
             eps=D**-1 * eps,
         )
@@ -248,6 +252,7 @@ def _placed(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
     role = spec.of or spec.role
     is_cross_norm = spec.part == "cross" and role is Role.NORM_GAIN
     if role in (Role.QUERY, Role.KEY) or is_cross_norm:
+        # Aligned logits N^-alpha_a q.k sum over N entries: they move by order one at this rate.
         slowed = N ** (alpha_a - 1)
         row = row.times(sgd=slowed**2, adam=slowed, eps=slowed**-1)
         if spec.value_dim:
@@ -263,8 +268,10 @@ def _placed(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
             summed = heads_summed(spec)
             return row.times(sgd=summed**-1, eps=summed)
         case Role.MLP_IN:
+            # Its gradient comes through MLP out, whose entries start at F^-1/2.
             return row.times(eps=(F / D) ** -0.5)
         case Role.QUERY:
+            # Its gradient comes through attention out, whose entries start at (N H)^-1/2.
             return row.times(eps=HEADS_OVER_WIDTH**-0.5)
         case Role.KEY | Role.VALUE:
             over_width = HEADS_OVER_WIDTH
@@ -458,6 +465,7 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
 
     by_table = constants.experts_eps == "table"
     vanishing = {}
+    # q.k of independent vectors is N^1/2. A key that equals its query makes it N.
     if constants.key_start != "query":
         vanishing["attention"] = N ** (0.5 - alpha_a)
     vanishing["movement/token_embedding"] = D**constants.embedding_width

@@ -80,6 +80,7 @@ def u_mup(
         layers: int, layer: int, branch: Branch, branches: tuple[Branch, ...]
     ) -> tuple[float, float]:
         """Return the factors on skip and branch of one addition, by the tau rule."""
+        # The two squares add up to 2 alpha_res^2, whatever their ratio is.
         mlp_square = alpha_res**2 * 2 / (1 + alpha_ratio**2)
         attention_square = alpha_ratio**2 * mlp_square
         squares: dict[Branch, float] = {

@@ -18,6 +18,7 @@ from typing import Any
 
 from mupax import disk, spellings, terminal
 from mupax.disk import user_folder as settings_folder
+from mupax.mappings import drop_keys
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Form
 from mupax.presets.tuned import published, schema
@@ -132,7 +133,9 @@ def files() -> dict[str, Path]:
     for folder in (user_folder(), OWN_FOLDER, PUBLISHED, FOLDER):
         for path in folder.glob("*.json"):
             is_hidden = path.name.startswith(".")
+            # A file of another kind may lie there, and editors leave hidden copies.
             if "." in path.stem and not is_hidden:
+                # A file name cannot have a colon on every system.
                 name = path.stem.replace(".", ":", 1)
                 paths[name] = path
     return dict(sorted(paths.items()))
@@ -167,6 +170,7 @@ def find(word: str) -> Tuned:
         )
     if name.endswith(".json"):
         tuned = load(name)
+        # The constants in the file belong to its own preset and may mean something else in another.
         if tuned.preset != preset:
             raise PresetError(f"{name} is tuned for {tuned.preset}; write {tuned.preset}:{name}")
         return tuned
@@ -200,8 +204,7 @@ def load(path: str | Path) -> Tuned:
     """
     hint = "no tuned preset ({error}); `mupax transfer ... --save-tuned` writes one"
     fields = schema.load(path, schema.checked, hint)
-    arguments = {name: value for name, value in fields.items() if name != "format"}
-    return Tuned(**arguments)
+    return Tuned(**drop_keys(fields, ("format",)))
 
 
 def save(tuned: Tuned, path: Path) -> None:
@@ -213,6 +216,7 @@ def save(tuned: Tuned, path: Path) -> None:
     fields = {"format": schema.FORMAT, **asdict(tuned)}
     # The schema describes what JSON gives back, which has no tuples.
     as_json = json.loads(json.dumps(fields))
+    # Checked before the write, so that no file is left that `load` refuses.
     schema.checked(as_json)
     path.parent.mkdir(parents=True, exist_ok=True)
     disk.write_whole(path, json.dumps(fields, indent=1) + "\n")
@@ -233,7 +237,9 @@ def summary(tuned: Tuned) -> str:
         return published.summary(tuned)
     study = tuned.provenance
     optimizer = tuned.optimizer
-    verdicts = [f"{growth['axis']} {verdict(growth)}" for growth in study["transfer"]]
+    verdicts = []
+    for growth in study["transfer"]:
+        verdicts.append(f"{growth['axis']} {verdict(growth)}")
     evidence = "; ".join(verdicts) or "one size"
     rate = f"{optimizer['name']} {optimizer['peak_lr']:.3g}"
     data = f"{study['data']}, {study['seen']:,} {study['unit']}s"

@@ -98,6 +98,7 @@ class Table:
                 branches = f"{', '.join(stack.branches[:-1])} and mlp"
                 _refuse(f"{name} {layer} must be {count} pairs, (skip, branch) of {branches}")
             for skip, branch in pairs:
+                # A branch of 0 is a block that is switched off, and a skip of 0 a plain network.
                 _check_number(f"{name} {layer}", skip, may_be_zero=True)
                 _check_number(f"{name} {layer}", branch, may_be_zero=True)
 
@@ -116,6 +117,7 @@ class Table:
                     f"{group} {column} has {len(value)} numbers for {layers} layers; "
                     "write one number, or one per layer"
                 )
+            # A learning rate of 0 would make coupled weight decay infinite.
             may_be_zero = column in ("init_std", "weight_decay", "eps")
             for number in numbers:
                 _check_number(f"{group} {column}", number, may_be_zero=may_be_zero)
@@ -144,6 +146,7 @@ class Measured(Preset):
         Raises:
             PresetError: The table is for another size or optimizer, or lacks the group.
         """
+        # Called for the error: it refuses an optimizer of another family.
         self.family(optimizer)
         for axis, size in self.table.sizes.items():
             if sizes.get(axis) != size:

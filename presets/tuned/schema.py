@@ -294,6 +294,7 @@ def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
     except PresetError as error:
         raise PresetError(f"{path}: {error}") from error
     except disk.JsonError as error:
+        # The error's text begins with the path, which the new message has already.
         text = str(error).removeprefix(f"{path}: ")
         raise PresetError(f"{path}: {missing.format(error=text)}") from error
 
@@ -337,6 +338,7 @@ def _check(path: str, value: Any, schema: Any, optional: Collection[str]) -> Non
     elif isinstance(schema, dict):
         entries = {}
         for name, entry_schema in schema.items():
+            # An optional entry that is missing leaves the schema, so that all others stay required.
             if name in value or name not in optional:
                 entries[name] = entry_schema
         same_keys(path or "the file", value, entries)

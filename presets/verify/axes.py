@@ -156,7 +156,10 @@ def check_widths(
     Raises:
         PresetError: The message names the table and both shapes.
     """
-    block_shapes = [file_shapes for name, file_shapes in shapes.items() if labels[name].in_block]
+    block_shapes = []
+    for name, file_shapes in shapes.items():
+        if labels[name].in_block:
+            block_shapes.append(file_shapes)
     tables = []
     for name, label in labels.items():
         if label.role in TABLES and not label.in_block and shapes[name][0]:
@@ -386,12 +389,16 @@ def _model(
     if not parameters:
         raise PresetError(f"{dump.source}: no parameter is left to judge")
     _check_readout(dump, parameters)
+    guessed = {}
+    for name in parameters:
+        if labels[name].guessed:
+            guessed[name] = labels[name].role
     return Model(
         dump=dump,
         parameters=parameters,
         sizes=sizes_of(dump, parameters, labels, layers),
         skipped=tuple(skipped),
-        guessed={name: labels[name].role for name in parameters if labels[name].guessed},
+        guessed=guessed,
     )
 
 
@@ -430,9 +437,10 @@ def _parameter(name: str, entries: Sequence[Entry], label: Label, blocks: int | 
 
 def _check_readout(dump: Dump, parameters: Mapping[str, Parameter]) -> None:
     """Refuse a language model without readout, and a tied readout without a table."""
-    roles = {
-        parameter.spec.role for parameter in parameters.values() if len(parameter.entry.shape) > 1
-    }
+    roles = set()
+    for parameter in parameters.values():
+        if len(parameter.entry.shape) > 1:
+            roles.add(parameter.spec.role)
     if Role.TOKEN_EMBEDDING not in roles:
         if dump.readout is not None:
             raise PresetError(

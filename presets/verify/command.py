@@ -68,7 +68,10 @@ def _one_rate(line: GrowthSeries) -> bool:
     them.
     """
     for model in line.models:
-        rates = [p.entry.lr for p in model.parameters.values() if p.entry.lr is not None]
+        rates = []
+        for parameter in model.parameters.values():
+            if parameter.entry.lr is not None:
+                rates.append(parameter.entry.lr)
         if not rates or max(rates) > min(rates) * (1 + EQUAL_RATES):
             return False
     return True
@@ -497,7 +500,9 @@ class Report:
             if shown_by is None:
                 terminal.say("\n" + _hanging("", f"{mistake.text} ({mistake.source})."))
         if self.limits:
-            clauses = [f"{row} {cell(entry, self.line.word)}" for row, entry in self.limits[:6]]
+            clauses = []
+            for row, entry in self.limits[:6]:
+                clauses.append(f"{row} {cell(entry, self.line.word)}")
             terminal.say(f"\nso, as {self.line.word} grows, by limits: {'; '.join(clauses)}")
 
     def show_table(self) -> None:

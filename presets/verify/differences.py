@@ -74,6 +74,7 @@ class Difference:
     @property
     def has_outlier(self) -> bool:
         """True if one size is off the law that the others follow."""
+        # By logarithms, so that half of the law counts as much as twice the law.
         return abs(math.log(self.outlier_factor)) > math.log(OUTLIER)
 
 
@@ -275,6 +276,7 @@ def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Diffe
         spec=measured.spec,
         slope=target + excess,
         target=target,
+        # The less a size grows, the more one error of the logarithm changes the exponent.
         tolerance=TOLERANCE + noise / math.log(line.t[-1]),
         outlier=outlier,
         outlier_factor=outlier_factor,

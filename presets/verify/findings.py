@@ -107,7 +107,10 @@ def _follows(d: Difference, wrong: Sequence[Difference]) -> bool:
         return False
     if d.slope is None:
         return False
-    excesses = [cause.excess for cause in causes if cause.slope is not None]
+    excesses = []
+    for cause in causes:
+        if cause.slope is not None:
+            excesses.append(cause.excess)
     return any(abs(excess - d.excess) < TOLERANCE for excess in excesses)
 
 
@@ -422,6 +425,7 @@ def _slows_queries_and_keys(reference: Reference, excess: float) -> bool | None:
     for d in reference.differences:
         if d.quantity != "rate" or d.spec is None or not d.spec.in_block:
             continue
+        # A fused matrix has one rate for queries and values, so it shows no difference.
         if d.spec.role in (Role.QUERY, Role.KEY) and not d.fused:
             attention.append(d.slope)
         elif d.spec.role in (Role.VALUE, Role.MLP_IN, Role.HIDDEN):
@@ -443,6 +447,7 @@ def _worst_consequence(
 ) -> tuple[str, Entry] | None:
     """Return the observable that suffers most from one of the members. `None` if none suffers."""
     worst = None
+    # Below every size of an exponent, so that an exponent of 0 counts, too.
     worst_exponent = -1.0
     quantity = members[0].quantity
     if members[0].name == TIED and value_name == "multiplier":

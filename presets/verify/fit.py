@@ -128,12 +128,17 @@ def _direction(base: Model, model: Model) -> tuple[float, ...]:
             "dump the model at another width or depth"
         )
     # Rounded, because sizes are: models along one line have nearly the same exponents.
-    return tuple(round(math.log(ratio) / math.log(fastest), 1) for ratio in ratios.values())
+    exponents = []
+    for ratio in ratios.values():
+        exponents.append(round(math.log(ratio) / math.log(fastest), 1))
+    return tuple(exponents)
 
 
 def _ratios(base: Model, model: Model) -> dict[str, float]:
     """Return the size of each growing axis, divided by the base's size."""
-    ratios = {axis: model.sizes.get(axis, 1) / base.sizes.get(axis, 1) for axis in GROWING}
+    ratios = {}
+    for axis in GROWING:
+        ratios[axis] = model.sizes.get(axis, 1) / base.sizes.get(axis, 1)
     has_blocks = any(parameter.spec.in_block for parameter in base.parameters.values())
     if not has_blocks:
         # A model without blocks has no heads: their sizes are only defaults.
@@ -183,6 +188,7 @@ def observed(
         "start": _product(factor, entry.std),
         "rate": _product(rate_factor, entry.lr),
         "eps": _product(1 / factor, entry.eps),
+        # The share of w that one step subtracts, whichever way the code writes it.
         "pull": entry.wd if decay == "independent" else _product(entry.lr, entry.wd),
     }
 
@@ -219,6 +225,7 @@ def value(power: Power, model: Model, parameter: Parameter | None = None) -> flo
         model: Model whose sizes are used. An axis that the model does not have has size 1.
         parameter: Parameter whose own sizes replace those of the model.
     """
+    # A law may name an axis that this model lacks. The size 1 leaves it out of the product.
     sizes: dict[str, float] = {**dict.fromkeys(AXES, 1), **model.sizes}
     if parameter is not None:
         sizes.update(parameter.sizes)

@@ -177,6 +177,7 @@ def label(name: str, dual: bool = False) -> Label:
         name: Name as `merged` returns it, with words separated by dots, underscores or slashes.
         dual: Whether the model has an encoder's stack, named "encoder.", and a decoder's.
     """
+    # Flax joins names by slashes, and `jax.tree_util.keystr` writes brackets.
     dotted = name.replace("/", ".").replace("['", ".").replace("']", "").strip(".")
     module, leaf = _split_leaf(dotted)
     words = module.replace(".*", "")
@@ -193,6 +194,7 @@ def label(name: str, dual: bool = False) -> Label:
     part = ""
     if in_block and _CROSS.search(words):
         part = "cross"
+    # BERT and vision models call their only stack an encoder, too.
     elif dual and words.startswith("encoder."):
         part = "encoder"
     return Label(role, kind, in_block, part, _LAYOUTS.get(leaf, ""))

@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 from mupax import presets
+from mupax.mappings import drop_keys
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.verdicts import DESCRIPTIVE, entries
 from mupax.presets.preset import Preset
@@ -54,7 +55,10 @@ class Reference:
     @property
     def distance(self) -> float:
         """Weighted number of the kinds of parameters that differ, counted once per quantity."""
-        kinds = {(_kind(d), d.quantity) for d in self.differences if d.wrong}
+        kinds = set()
+        for difference in self.differences:
+            if difference.wrong:
+                kinds.add((_kind(difference), difference.quantity))
         total = 0.0
         for kind, quantity in kinds:
             total += _WEIGHTS.get(kind, _WEIGHTS.get(quantity, 1.0))
@@ -187,9 +191,11 @@ def _is_standard_choice(d: Difference) -> bool:
 def _stable_laws(line: GrowthSeries, optimizer: str) -> tuple[Laws, ...]:
     """Return the presets of `ORDER` that are stable along the line."""
     # Rounded and sorted, so that similar lines have one key in the cache.
-    growth = tuple(sorted((axis, round(power, 3)) for axis, power in line.growth.items()))
+    growth = []
+    for axis, power in sorted(line.growth.items()):
+        growth.append((axis, round(power, 3)))
     tied = line.models[0].dump.readout is not None
-    return _cached_stable_laws(optimizer, growth, line.limit, tied)
+    return _cached_stable_laws(optimizer, tuple(growth), line.limit, tied)
 
 
 @functools.lru_cache(maxsize=64)
@@ -209,10 +215,7 @@ def _cached_stable_laws(
             # The preset has no rule for a tied readout.
             continue
         verdicts = entries(limit, limit_name)
-        explodes = any(
-            entry.verdict == "explodes" and row not in DESCRIPTIVE
-            for row, entry in verdicts.items()
-        )
-        if not explodes:
+        judging = drop_keys(verdicts, DESCRIPTIVE)
+        if not any(entry.verdict == "explodes" for entry in judging.values()):
             stable.append(Laws(preset, family))
     return tuple(stable)

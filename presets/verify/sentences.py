@@ -64,6 +64,7 @@ class Finding:
         shown = ", ".join(self.names[:SHOWN])
         if len(self.names) > SHOWN:
             shown += f" and {len(self.names) - SHOWN} more"
+        # A role that repeats the name of the parameter is noise in the sentence.
         explains_itself = self.names[0] in (LOGITS, BRANCH, TIED) or self.role in shown
         role = "" if explains_itself else f" ({self.role})"
 
@@ -226,5 +227,8 @@ _COLUMNS: dict[ValueName, Column] = {"start": "std", "rate": "lr", "eps": "eps",
 
 def _column_exponent(d: Difference, column: Column, line: GrowthSeries) -> float:
     """Return the power that the column should have if the multiplier stays as it is."""
-    logs = [math.log(getattr(model.parameters[d.name].entry, column)) for model in line.models]
+    logs = []
+    for model in line.models:
+        entry = model.parameters[d.name].entry
+        logs.append(math.log(getattr(entry, column)))
     return line.exponent([log - logs[0] for log in logs]) - d.excess

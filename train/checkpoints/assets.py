@@ -150,6 +150,7 @@ class Assets:
         """
         data = recorded if current is None else current
         changed: dict[str, str] = {}
+        # The name may stand for other content today, and the file of the run is what it read.
         if data.tokenizer == recorded.tokenizer and self.tokenizer is not None:
             changed["tokenizer"] = str(self.tokenizer)
         if data.chat_template == recorded.chat_template:

@@ -185,6 +185,7 @@ def _read(folder: Path) -> Manifest:
 
 
 def _digest_of(body: Mapping[str, Any]) -> str:
+    # Sorted, because the order of keys is no part of what a manifest says.
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 

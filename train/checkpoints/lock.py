@@ -162,6 +162,7 @@ class Owned:
 def end_at_once(text: str) -> None:
     """Print an error and end this process with exit code 1, without another step or file."""
     terminal.note(f"error: {text}")
+    # Not `sys.exit`: another run owns the folder, and no handler may write into it.
     os._exit(1)
 
 
@@ -203,6 +204,7 @@ def _store(folder: str, remote: bool) -> Any:
 
     if remote:
         return ts.KvStore.open(storage_url(folder)).result()
+    # Its own locks are off: this lock is for file systems that have none.
     spec = {"driver": "file", "path": folder, "file_io_locking": {"mode": "none"}}
     return ts.KvStore.open(spec).result()
 
@@ -214,6 +216,7 @@ def _owner(content: bytes) -> dict[str, Any]:
         fields = json.loads(content)
         owner: dict[str, Any] = {}
         for name, default in unknown.items():
+            # Converted, because anyone may have written the object, and a beat must not fail by it.
             owner[name] = type(default)(fields.get(name, default))
         return owner
     except (ValueError, TypeError, AttributeError, OverflowError):
@@ -222,6 +225,7 @@ def _owner(content: bytes) -> dict[str, Any]:
 
 def _has_ended(owner: dict[str, Any]) -> bool:
     """Return whether the owner was a process of this machine and has ended."""
+    # A process id of another machine or container says nothing here.
     if not _machine() or owner["machine"] != _machine() or owner["pid"] < 1:
         return False
     try:

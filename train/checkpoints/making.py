@@ -138,6 +138,7 @@ def making(target: Path, command: Sequence[str], in_bucket: Sequence[str] = ()) 
                 with _made_in_place(target, command, disk.names(folder)):
                     _copy_entries(folder, target)
     except OSError as error:
+        # Other errors of the system are not about room, and their own text says more.
         if error.errno not in disk.NO_ROOM:
             raise
         raise disk.DiskError(

@@ -91,6 +91,7 @@ def locate(path: Path) -> Place:
         fields = read_json(folder / CONFIG)
     except JsonError as error:
         problem = error
+    # Only config.json of `transformers` has this key.
     if "model_type" in fields:
         return Place("published", weights, folder, fields)
     if "config" in fields or newest_record(folder / CHECKPOINTS):
@@ -218,6 +219,7 @@ class TrainedModel:
         """Absolute path that names these weights even after the run saves newer ones."""
         if self.run is None:
             return self.place.path.absolute()
+        # The workdir alone would mean the newest step, which a run that goes on replaces.
         return self.workdir / CHECKPOINTS / str(self.run.step)
 
     def params(self, abstract: Any) -> Arrays:

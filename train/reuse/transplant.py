@@ -203,6 +203,7 @@ def check_unmovable(source: ScaledModel, target: ScaledModel) -> None:
     has_gain = plain.GAIN in source.definition.specs or plain.GAIN in target.definition.specs
     old_scale = source.scales.get(plain.GAIN, np.ones(()))
     new_scale = target.scales.get(plain.GAIN, np.ones(()))
+    # Norm gains before the readout can carry a difference of its scale.
     if not has_gain and old_scale != new_scale:
         raise TransplantError(
             f"the tied readout is taken times {old_scale:g} there and {new_scale:g} here, and "

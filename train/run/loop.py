@@ -173,6 +173,7 @@ def train_with_rollbacks(session: CompiledRun, start: StartState) -> TrainState:
             session.checkpoints.wait()
             state = restore_latest(session.program, session.data, session.checkpoints)
             step = int(state.step)
+            # Counted per checkpoint: a later one shows that the run got past the bad batches.
             rollbacks_to_step[step] += 1
             if rollbacks_to_step[step] > faults.most_in_a_row:
                 raise

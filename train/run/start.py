@@ -141,6 +141,7 @@ def _check_steps(
     largest = 0
     for compiled_step in (step, evaluation):
         analysis = compiled_step.memory_analysis()
+        # Not every backend can say how much memory a program needs.
         if analysis is not None:
             needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
             largest = max(largest, needed)

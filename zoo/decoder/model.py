@@ -92,7 +92,10 @@ class Decoder(nnx.Module):
             fresh: True if the cache is empty. Attention then runs as in a call without a cache.
         """
         depth = self.config.depth
-        h_BTD = self.embed(tokens_BT, None if fresh else cache.length)
+        start = None
+        if not fresh:
+            start = cache.length
+        h_BTD = self.embed(tokens_BT, start)
         # `stacked` has a leading axis of layers; `graph` is the same for every layer.
         graph, stacked = nnx.split(self.block)
 

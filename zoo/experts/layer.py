@@ -511,7 +511,9 @@ def _layout_for_batch(layout: Layout, batch_size: int) -> Layout:
 
     Batches that text generation reads need not be a multiple of the devices.
     """
-    return ONE_DEVICE if batch_size % layout.num_shards("batch") else layout
+    if batch_size % layout.num_shards("batch"):
+        return ONE_DEVICE
+    return layout
 
 
 def _on_every_device(

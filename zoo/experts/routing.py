@@ -152,7 +152,10 @@ def route(
     balance = num_experts / active * jnp.sum(jax.lax.stop_gradient(load_E) * share_E)
     z = jnp.mean(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)))
 
-    penalty = config.z_weight * z if config.z_weight else jnp.zeros(())
+    if config.z_weight:
+        penalty = config.z_weight * z
+    else:
+        penalty = jnp.zeros(())
     if config.balance == "loss" and config.balance_weight:
         penalty += config.balance_weight * balance
     if bias_E is not None:

@@ -66,7 +66,9 @@ class FunctionDefinition(Definition):
             arrays: Arrays by name, in any shape with the same number of entries.
             like: Tree whose structure to use. Default: that of the model.
         """
-        structure = self.structure if like is None else jax.tree.structure(like)
+        structure = self.structure
+        if like is not None:
+            structure = jax.tree.structure(like)
         leaves = [jnp.reshape(arrays[name], shape) for name, shape in self.shapes.items()]
         return jax.tree.unflatten(structure, leaves)
 
@@ -81,6 +83,7 @@ class FunctionDefinition(Definition):
         Raises:
             PresetError: If the preset scales the residual stream itself, which no parameter can do.
         """
+        # A function has no place for a factor on the stream itself, unlike a branch.
         if "skip" in factors:
             raise PresetError(
                 "this preset scales the residual stream itself, which no parameter does; take "
@@ -179,6 +182,7 @@ def define_function(
     for name, leaf in leaves.items():
         shape = tuple(axis_sizes[axis] for axis in declared[name].axes)
         abstract[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(leaf.dtype))
+    # The preset's scale replaces the one of the model, which is divided out in `forward`.
     own_scale = logit_scale
     if own_scale is None:
         own_scale = axis_sizes.get("head_dim", 1) ** -0.5
@@ -258,6 +262,7 @@ def _holders(specs: Mapping[str, ParamSpec], role: Role) -> list[str]:
             f"{gains[0]} scales what {biases[0]} is added to, or is added to by it: the preset's "
             "scale would be on the wrong side of one; leave the bias out of the model"
         )
+    # A norm between a matrix and its gain would undo a factor on the matrix.
     return gains or [*matrices, *biases]
 
 

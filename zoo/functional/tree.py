@@ -55,6 +55,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
                 "eqx.filter(model, eqx.is_inexact_array), nnx.state(model, nnx.Param), or "
                 'variables["params"]'
             )
+        # A key with a dot may spell the path of another leaf.
         if name in leaves:
             raise PresetError(f"two arrays of the tree are named {name!r}; rename one of them")
         leaves[name] = value
@@ -102,6 +103,7 @@ def declarations(names: Iterable[str], specs: Specs) -> dict[str, ParamSpec]:
 
 def _matching_patterns(name: str, specs: Mapping[str, ParamSpec]) -> list[str]:
     """Return the keys of `specs` that declare a name."""
+    # A pattern such as "*" would otherwise contest the declaration of one array.
     if name in specs:
         return [name]
     return [pattern for pattern in specs if fnmatch.fnmatchcase(name, pattern)]

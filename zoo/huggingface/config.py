@@ -175,7 +175,9 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
         )
     quantized = fields.get("quantization_config")
     if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        method = quantized
+        if isinstance(quantized, Mapping):
+            method = quantized.get("quant_method")
         raise ConfigError(
             f"config.json: quantization_config is {shown(method)}, and quantized weights are "
             "not read; take the weights before it"
@@ -378,12 +380,15 @@ def _read_vit(config: Fields, family: Family) -> Published:
     stack = read_stack(config, family)
     mlp_dim = stack.pop("mlp_dim")
     # The field of a DINO has the ratio already.
-    stack["mlp_ratio"] = mlp_dim if family in DINO else mlp_dim / stack["width"]
+    stack["mlp_ratio"] = mlp_dim
+    if family not in DINO:
+        stack["mlp_ratio"] /= stack["width"]
     default_activation = "gelu_pytorch_tanh" if family == "siglip" else "gelu"
     activation = config.choice("hidden_act", default_activation, ACTIVATIONS)
     image_size = config.side("image_size", 224)
     # transformers has other defaults for DINOv2 with and without registers.
-    patch_size = config.side("patch_size", 14 if family == "dinov2" else 16)
+    default_patch_size = 14 if family == "dinov2" else 16
+    patch_size = config.side("patch_size", default_patch_size)
     channels = config.read("num_channels", 3)
     if isinstance(labels, dict) and labels:
         num_classes = len(labels)

@@ -87,6 +87,7 @@ class Tensors:
         """
         try:
             tensor = self._files[name].get_tensor(name)
+            # NumPy has no bfloat16 of its own, and weights are scaled in float32.
             return np.asarray(tensor).astype(np.float32)
         except (SafetensorError, ValueError, OSError) as error:
             raise TensorFileError(f"{self.path}: cannot read the tensor {name}: {error}") from error
@@ -121,6 +122,7 @@ class Tensors:
                     f"{self.path}: {shown(name)} is said to be in {file.name}, "
                     "which does not hold it"
                 )
+            # A slice shows type and shape from the header, without reading the data.
             tensor = opened.get_slice(name)
             dtype = tensor.get_dtype()
             shape = tuple(tensor.get_shape())
@@ -153,6 +155,7 @@ def files_of_index(index: Path) -> dict[str, list[str]]:
         raise TensorFileError(f"{index}: no weight_map from tensor names to files")
     parts: dict[str, list[str]] = {}
     for name, file in weight_map.items():
+        # An index comes from anyone: a name such as ../secret must not be read.
         if not isinstance(file, str) or not file.isprintable() or not _BARE.fullmatch(file):
             raise TensorFileError(
                 f"{index}: {shown(name)} is said to be in {shown(file)}; an index may only name "

@@ -93,6 +93,7 @@ def to_huggingface(
                     fill_value = 1 if part.name.endswith("gain") else 0
                     values.append(np.full(part.shape, fill_value, np.float32))
             name = tensor.named(index)
+            # GPT-NeoX calls its readout by another name than all other families.
             if family == "gpt_neox" and name == LM_HEAD:
                 name = NEOX_HEAD
             if name not in HEADS:
@@ -194,12 +195,14 @@ def _zero_params(
     model = published.model
     zeros = set(published.zeros)
     if family_of(model) == "mbart" and "final_logits_bias" not in names_in_file:
+        # MBart's bias of logits is a buffer of zeros, which files may leave out.
         zeros.add("readout_bias")
     if not isinstance(model, ImageModel):
         return zeros
     if not any(name.startswith("classifier.") for name in names_in_file):
         zeros |= {"readout", "readout_bias"}
         num_classes = model.sizes()["classes"]
+        # A config may claim any number of classes, and zeros would fill the memory.
         if num_classes * model.width > _LARGEST_ZEROS:
             raise TensorFileError(
                 f"{files.path}: no classifier, and {num_classes} classes are too many to add"
@@ -288,7 +291,9 @@ def _check_unread(
         name for name in sorted(unread) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)
     ]
     # A model of images has no token embedding, and so no copies of one.
-    copies: set[str] = set(COPIES) if "token" in params else set()
+    copies: set[str] = set()
+    if "token" in params:
+        copies.update(COPIES)
     if model.tied_readout:
         copies.add(LM_HEAD)
     unread_copies = sorted(copies.intersection(unread))

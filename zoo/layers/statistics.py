@@ -79,6 +79,7 @@ def largest_logits(
         block: Number of queries, and of keys, of one product.
         layout: Layout of the arrays on the devices that this is compiled for.
     """
+    # A measurement must not train the model, nor keep activations for a backward pass.
     q_BTHN = jax.lax.stop_gradient(q_BTHN)
     k_BSKN = jax.lax.stop_gradient(k_BSKN)
     k_BSKN = layout.constrain(k_BSKN, ("batch", None, "kv_heads", None))

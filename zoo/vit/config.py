@@ -32,7 +32,9 @@ class Convolution(NamedTuple):
 
         3 for strides up to 2. Beyond, 2 * stride - 1, so that neighboring kernels overlap.
         """
-        return 3 if self.stride <= 2 else 2 * self.stride - 1
+        if self.stride <= 2:
+            return 3
+        return 2 * self.stride - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +217,9 @@ class ViTConfig(ImageModel, TransformerConfig):
         if self.convolutions:
             return self._stem()
         patch = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
-        return {"patch": patch, "patch_bias": patch.bias} if self.bias else {"patch": patch}
+        if not self.bias:
+            return {"patch": patch}
+        return {"patch": patch, "patch_bias": patch.bias}
 
     def _head(self) -> dict[str, ParamSpec]:
         """Return the parameters between the pooled features and the logits."""

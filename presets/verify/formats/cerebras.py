@@ -134,6 +134,7 @@ class Config(ModelFile):
             )
         nested = optimizer.get(name)
         settings = nested if isinstance(nested, dict) else optimizer
+        # A schedule also names the low rates at which its warm-up begins and its decay ends.
         peak = max(_learning_rates(sections.schedule), default=None)
         self._optimizer = name.lower()
         self._settings = Fields({**settings, "lr": peak}, source, _OPTIMIZER_DEFAULTS)

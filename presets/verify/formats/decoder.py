@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mupax.mappings import drop_none
 from mupax.presets.roles import PresetError
 from mupax.presets.verify.formats.dump import Dump, Entry
 
@@ -56,7 +57,7 @@ def entries(
     parameters = {}
     for role, name in names.items():
         # `Entry` has a default of its own for a value that the file does not give.
-        values = {column: value for column, value in columns[role].items() if value is not None}
+        values = drop_none(columns[role])
         parameters[name] = Entry(shape=shapes[role], role=role, **values)
     return parameters
 
@@ -106,6 +107,7 @@ class Fields:
     def flag(self, name: str) -> bool:
         """Return the value as a bool. The words "true", "1" and "yes" are true in any case."""
         value = self.get(name)
+        # bool('false') is true, and words of a command line are text.
         if isinstance(value, str):
             return value.lower() in ("true", "1", "yes")
         return bool(value)

@@ -155,8 +155,13 @@ def _parse_entry(entry: Any, name: str, source: str) -> Entry:
             "write a list of whole numbers, [] for a scalar"
         )
 
-    values = {column: entry[column] for column in COLUMNS if entry.get(column) is not None}
+    values = {}
+    for column in COLUMNS:
+        # A null is a value that is not known, as one that is left out.
+        if entry.get(column) is not None:
+            values[column] = entry[column]
     for column, value in values.items():
+        # Eps is divided by the multiplier, so a multiplier of 0 cannot be judged.
         _check_number(f"{source}: {name} {column}", value, zero=column != "multiplier")
     return Entry(shape=tuple(shape), role=entry.get("role", ""), **values)
 

@@ -28,7 +28,9 @@ def base(contents: Any, source: str, target: Dump) -> Dump:
         PresetError: The file has other parameters than the dump, or the shapes of the model itself.
     """
     _check_contents(contents, source, target)
-    shapes = {name: _full_shape(name, shape, source, target) for name, shape in contents.items()}
+    shapes = {}
+    for name, shape in contents.items():
+        shapes[name] = _full_shape(name, shape, source, target)
     # Equal shapes happen with `set_base_shapes(model, None)`, and train without muP.
     if all(shape == target.parameters[name].shape for name, shape in shapes.items()):
         raise PresetError(

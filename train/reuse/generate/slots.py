@@ -150,6 +150,7 @@ class Slots:
     @property
     def bytes_per_text(self) -> int:
         """Bytes of the cache of one text."""
+        # Shapes alone, because a cache may take gigabytes.
         shapes = jax.eval_shape(lambda: self._empty(1))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
@@ -169,6 +170,7 @@ class Slots:
         """
         slot = self.texts.index(None)
         tokens = []
+        # A text that was put aside has its cache on the host, so its prompt need not be read again.
         if text.saved is None:
             tokens = self._begin(text, text.last(self._limit))
         assert text.saved is not None
@@ -208,6 +210,7 @@ class Slots:
         """
         began = time.monotonic()
         incomplete = [text for text in self.active if not text.is_complete]
+        # A full cache has no position left, so the text begins again with its last tokens.
         full = [text for text in incomplete if text.context == self._limit]
         written = [self._begin_anew(text) for text in full]
         writing = [text for text in self.active if text not in full and not text.is_complete]
@@ -215,6 +218,7 @@ class Slots:
             return written
         steps = min(most, self._steps)
         for text in writing:
+            # One call writes as many tokens of every text: the text with the fewest left decides.
             steps = min(steps, text.length - len(text.written_ids), self._limit - text.context)
         for text, tokens, is_finite in self._advance(writing, steps):
             error = None if is_finite else DecodingError(_DIVERGED)
@@ -279,6 +283,7 @@ class Slots:
     def _place(self, text: Text, slot: int) -> None:
         """Copy the cache of a text into a slot."""
         if self._caches is None:
+            # `reset` drops the cache, whose buffers may be gone with a failed program.
             self._caches = self._make_empty()
         self._caches = self._call("insert", self._insert, self._caches, text.saved, np.int32(slot))
         text.saved = None
@@ -428,6 +433,7 @@ def _inserted(
     for cache, saved_cache in zip(caches, saved, strict=True):
         keys = replaced(cache.keys, saved_cache.keys)
         values = replaced(cache.values, saved_cache.values)
+        # Lengths are in `_Rows`, so that of the saved cache is not needed.
         result.append(Cache(keys, values, cache.length))
     return tuple(result)
 

@@ -142,6 +142,7 @@ def separator_beside(folder: Path, ids: Ids) -> str | None:
     try:
         template = templates.find(str(folder / TOKENIZER))
     except DataError:
+        # A template that cannot be used says nothing about the end of answers.
         template = None
     ends_answers = template is not None and end in template.ending
     return None if ends_answers else end
@@ -204,6 +205,7 @@ def write_tokenizer(
     tokens = templates.special_tokens(str(text.file))
     for name in ("bos", "eos", "pad"):
         number = ids.get(f"{name}_token_id")
+        # A model may end a text with several tokens. A tokenizer names one of them.
         if isinstance(number, list):
             number = number[0]
         if number is None:

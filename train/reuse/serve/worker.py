@@ -164,6 +164,7 @@ class Worker:
             return False
         if self._is_idle or self.slots.compiling:
             return True
+        # A slow device may take long for every call, and is well all the same.
         allowed_s = STALL_S + 3 * self.slots.longest_call_s
         return time.monotonic() - self._last_progress < allowed_s
 
@@ -273,6 +274,7 @@ class Worker:
                 self._fail(job, WorkerError("no slot came free in time; ask again later", 503))
             elif now > job.deadline:
                 for text in texts:
+                    # The client has the tokens so far, so the text ends early and without an error.
                     job.deliver(Progress(self._owners[text][1], [], is_last=True))
                 self._drop(texts)
             else:
@@ -300,6 +302,7 @@ class Worker:
 
     def _fail_all_in_slots(self, error: Exception) -> None:
         """Answer all requests that have a text in a slot with an error, and empty the slots."""
+        # Read before the reset, which takes all texts out of the slots.
         jobs = {self._owners[text][0] for text in self.slots.active}
         self.slots.reset()
         for job in jobs:

@@ -153,6 +153,7 @@ def own_settings(config: Config) -> DataConfig:
         WeightsError, JsonError, ConfigError, AssetsError: no model at the path, or damaged files.
     """
     origin = trained.describe(path_of(config.init.init_from or ""))
+    # Published weights have no run, and so no files of one.
     if origin.run is None:
         return config.data
     settings = own_files.settings(origin.config.data, origin.facts, origin.assets, config.data)
@@ -304,6 +305,7 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
         if source_name in source_definition.specs:
             old_shape = source_definition.abstract[source_name].shape
             if is_untied:
+                # The table is [vocab, embed] and a readout is [embed, vocab].
                 old_shape = old_shape[::-1]
 
         if name in new:
@@ -318,6 +320,7 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
             action, reason = _action(moves[name], old_shape, shape, source, target)
             rows.append(Row(name, role, old_shape, shape, action, reason))
             continue
+        # Only these axes have rows that mean something alone. Others need new parameters.
         can_resize = differing <= {"position", "vocab"}
         flag = "--init-resize" if can_resize else "--init-new"
         refused.append(_Refusal(f"{name} is {old_shape} there and {shape} here", flag, name))

@@ -128,6 +128,7 @@ class MetricWriters:
             except OSError as error:
                 self._leave_out(TensorBoard.name, error.strerror)
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        # A daemon, so that a tracker that hangs cannot keep the process alive.
         threading.Thread(target=self._run, name="mirrors", daemon=True).start()
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
@@ -171,6 +172,7 @@ class MetricWriters:
         self._calls.put(partial(self._call_all, "close"))
         if not (self._hangs or self._wait(_CLOSE_S)):
             self._report_hang(f"no answer for {_CLOSE_S:.0f} s")
+        # Ends the thread, if it ever comes to this call.
         self._calls.put(None)
 
     def _run(self) -> None:

@@ -138,12 +138,14 @@ class RestartAttempt:
         for name, value in self.reached._asdict().items():
             if value >= 0 and name != "processes":
                 row[name] = value
+        # Workdirs are shared, and the next attempt may be on another machine.
         row["host"] = socket.gethostname()
         row["last"] = self.last
         line = json.dumps(row) + "\n"
         with _cautions():
             folder = _folder(config)
             process = self.reached.process
+            # A file for each process, because hosts that append to one file overwrite each other.
             name = FILE if process < 1 else f"attempts-{process}.jsonl"
             path = folder / name
             if not folder.is_dir():

@@ -155,7 +155,10 @@ def zigzag(*arrays: jax.Array, layout: Layout, back: bool = False) -> list[jax.A
     # one of odd parts, therefore move everything.
     owners = []
     for index in range(2 * num_devices):
-        owners.append(index if index < num_devices else 2 * num_devices - 1 - index)
+        owner = index
+        if index >= num_devices:
+            owner = 2 * num_devices - 1 - index
+        owners.append(owner)
     even_route = [(device, owners[2 * device]) for device in range(num_devices)]
     odd_route = [(device, owners[2 * device + 1]) for device in range(num_devices)]
     if back:
