@@ -331,7 +331,7 @@ class Interrupts:
             self.received = number
             self._received_at = time.monotonic()
 
-    # Runs in the watching thread.
+    # The watching thread runs `_watch`, which calls `_on_signal` and `_check_end`.
 
     def _watch(self) -> None:
         """Wait for signals. After the first one, also check regularly that the process ends."""

@@ -154,9 +154,10 @@ def _formulas(rule: JointRule) -> list[str]:
 
 
 def joint_text(ratios: Mapping[str, float], *, b1: float, b2: float) -> str:
-    """Return all joint rules as text: formulas, observables, factors, sources and cautions.
+    """Return the joint rules, by which settings scale with batch and tokens, as text.
 
-    Observables are those of rules that can be applied. Factors are left out at the base itself.
+    The text has formulas, observables, factors, sources and cautions. Observables are those of
+    rules that can be applied. Factors are left out at the base itself.
 
     Args:
         ratios: "batch" and "tokens" of the run over the base's.

@@ -129,7 +129,7 @@ def files() -> dict[str, Path]:
     Of equal names, mupax's file comes first, then the project's, then the user's.
     """
     paths: dict[str, Path] = {}
-    # A later folder replaces names of an earlier one.
+    # In rising order of precedence.
     for folder in (user_folder(), OWN_FOLDER, PUBLISHED, FOLDER):
         for path in folder.glob("*.json"):
             is_hidden = path.name.startswith(".")

@@ -43,30 +43,30 @@ column is `mup` less the row. Constants of the base are multiples of the recipe'
 """
 LESS = "first less this"
 READING = {
-    "head_dim-100": "**Not reached**: constants of width 64 do not serve larger models at this "
+    "head_dim-100": "**Not shown**: constants of width 64 do not serve larger models at this "
     "horizon. `mup`'s best readout rate falls from 2^3 at width 64 to 2^1 at 256 and stays there. "
     "Searched again as `sp` is, `mup` with a readout std of m^-1/2 ends at or below `sp` at every "
     "size (-0.005, -0.000, -0.009 nats). Tuned at width 128 it ends 0.002 nats above `sp` at 512.",
-    "heads-100": "**Reached** by `mup` whose readout std and embedding rate fall as m^-1/2. Tuning "
+    "heads-100": "**Not worse** with readout std and embedding rate as m^-1/2. Tuning "
     "at the base alone loses nothing: searched again, `mup`'s rates stay where they are, and "
     "`sp`'s rate falls by an octave per doubling. Plain `mup`, whose readout starts as m^-1, is "
     "0.021 behind at eight times.",
-    "depth-100": "**Reached** by both, by more the deeper the model: 0.036 nats at depth 16 with "
-    "branches of L^-1/2, 0.092 with branches of L^-1.",
-    "depth-800": "**Reached** by branches of L^-1. Branches of L^-1/2 are ahead at every depth "
-    "after 100 steps and fall behind after 800, by 0.028 at 16 layers.",
-    "heads-800": "**Reached** by `mup` whose readout std and embedding rate fall as m^-1/2, "
+    "depth-100": "**Not worse** with both, and further ahead the deeper the model: 0.036 nats at "
+    "depth 16 with branches of L^-1/2, 0.092 with branches of L^-1.",
+    "depth-800": "**Not worse** with branches of L^-1 (alpha_L 1). Branches of L^-1/2 are 0.036 "
+    "nats ahead at 16 layers after 100 steps and 0.028 behind after 800.",
+    "heads-800": "**Not worse** with readout std and embedding rate as m^-1/2, "
     "against an `sp` whose embedding rate is not searched yet. Plain `mup` is ahead at two and "
     "four times and 0.009 behind at eight. `sp`'s best rate falls by an octave per doubling. "
     "At 32 heads the comparison was stopped at six seeds.",
-    "head_dim-800": "**Reached** against two constants of `sp` tuned anew. **Level** with seven, at "
+    "head_dim-800": "**Not worse** against two constants of `sp` tuned anew. **Level** with seven, at "
     "four times the width: the first row is 0.003 ± 0.009 nats lower than `sp`, and plain `mup` "
     "0.003 ± 0.009 higher (eight seeds). Tuning once costs nothing there that can be measured, and "
     "wins nothing. Eight times is begun.",
-    "vit-800": "**Reached** against an `sp` whose patch embedding's rate is not searched. Searched "
+    "vit-800": "**Not worse** against an `sp` whose patch embedding's rate is not searched. Searched "
     "at twice the width, `sp` is 0.012 ± 0.025 nats behind the first row (five seeds), which cannot "
     "be told from zero. Four and eight times are to be searched.",
-    "vit-100": "**Not shown** at two and four times, reached at eight. 100 steps of these images "
+    "vit-100": "**Not shown** at two and four times, not worse at eight. 100 steps of these images "
     "end on a plateau (1.62 nats at every size, under every rule) on which width hardly counts.",
 }
 """Name of a cell to the conclusion that a person drew from its numbers."""
@@ -255,9 +255,12 @@ def _setting(octaves: Mapping[str, float]) -> str:
     """Return the constants of a setting in words, as powers of two."""
     terms = []
     for constant, value in octaves.items():
-        if constant == "lr":
+        column, _, group = constant.replace("_", " ").partition(".")
+        if column == "lr":
             name = "rate"
+        elif column == "rates":
+            name = f"{group}'s rate"
         else:
-            name = constant.replace("rates.", "").replace("_", " ")
+            name = f"{group}'s std"
         terms.append(f"{name} 2^{value:g}")
-    return ", ".join(terms).replace("stds.readout", "readout std") or "as the recipe"
+    return ", ".join(terms) or "as the recipe"

@@ -115,8 +115,8 @@ def make_mesh(
 
 def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
     """Return the attribute that tells islands of devices apart, and each island's device count."""
-    # TPU and GPU devices know their slice: of many processes on TPU, one host on GPU. GPUs that are
-    # compiled for without having them do not: they say slice 0 on every host.
+    # A slice has many processes on TPU and is one host on GPU. GPUs that are compiled for without
+    # having them say slice 0 on every host.
     client = type(getattr(devices[0], "client", None)).__name__
     knows_slice = devices[0].platform != "gpu" or client != "CompileOnlyPyClient"
     if knows_slice and getattr(devices[0], "slice_index", None) is not None:

@@ -341,7 +341,7 @@ def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> list[list[int]
     ids = device_ids or f"[{math.prod(sizes.values())}]"
     devices = _iota(ids).ravel().tolist() if ids.startswith("[") else _numbers(ids)
     coordinates = np.unravel_index(range(len(devices)), tuple(sizes.values()))
-    # Coordinates that are equal within a group, by axis.
+    # After the loop: the coordinates that all devices of a group share, by axis.
     fixed = dict(zip(sizes, coordinates, strict=True))
     for name, preceding, size in re.findall(r"'?([A-Za-z_][\w.]*)'?(?::\((\d+)\)(\d+))?", axes):
         num_before = int(preceding or 1)

@@ -302,7 +302,7 @@ def load_data(program: Program, context: RunContext) -> Data:
     check_data(data, context.processes)
     if context.resumed:
         check_tokenizer(data, context, problem)
-    # No process goes on while another still loads its data.
+    # This barrier waits for a slow loader without a limit. A collective would wait half a minute.
     context.processes.barrier("data")
     return data
 

@@ -336,15 +336,16 @@ def tokens(vocab_size: int, length: int, count: int = 8) -> dict[str, np.ndarray
     Token i has a frequency proportional to 1 / (i + 1), which is Zipf's law of words. Targets are
     random.
 
-    An update of a matrix is a sum over tokens. It acts on each of K equally frequent tokens by
-    K^-1/2 of its effect on a single one, which shows while the width is small against K. Evenly
-    drawn tokens have K = min(vocabulary, tokens of the batch), soon more than the smallest width.
-    Under Zipf's law K (the inverse of the sum of squared frequencies) is 14 at a vocabulary of 64
-    and 73 at 32,000, at any context.
+    Tokens are not drawn evenly, because small widths would then be off the theory. An update of a
+    matrix is a sum over tokens. It acts on each of K equally frequent tokens by K^-1/2 of its
+    effect on a single one, which shows while the width is small against K. Even draws have K =
+    min(vocabulary, tokens of the batch). Under Zipf's law K (the inverse of the sum of squared
+    frequencies) is only 14 at a vocabulary of 64 and 73 at 32,000, at any context.
 
     Args:
         vocab_size: Number of different tokens.
         length: Number of tokens in a sequence.
+        count: Number of sequences.
     """
     rng = np.random.default_rng(0)
     inputs = _zipf_tokens(rng, vocab_size, (count, length))

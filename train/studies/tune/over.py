@@ -164,7 +164,7 @@ def parse(words: Sequence[str], config: Config) -> tuple[Constant, ...]:
 
 
 def vocabulary(config: Config) -> dict[str, str]:
-    """Return the flag of every word that a search over this run can have."""
+    """Return the flag of every name that `--over` takes, such as "optimizer.peak_lr" of "lr"."""
     flags: dict[str, str] = {}
     own_fields = []
     for name in sorted(OPTIMIZERS[config.optimizer.name].reads):

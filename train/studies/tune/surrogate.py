@@ -107,7 +107,7 @@ def _candidates(unit: np.ndarray, values: np.ndarray, rng: np.random.Generator) 
     """
     best = unit[np.argsort(values, kind="stable")[:NEAREST]]
     near = best[rng.integers(0, len(best), CANDIDATES)]
-    # On average 1.5 constants of a candidate move, or 30 % of them if that is more.
+    # Few constants move, so that a candidate of many constants stays near its point.
     moved = rng.random(near.shape) < np.maximum(0.3, 1.5 / near.shape[1])
     # Near and far moves alike, because the valley's width is not known.
     distance = 10.0 ** rng.uniform(-2, -0.5, (CANDIDATES, 1))
