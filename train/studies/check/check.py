@@ -345,7 +345,6 @@ def tokens(vocab_size: int, length: int, count: int = 8) -> dict[str, np.ndarray
     Args:
         vocab_size: Number of different tokens.
         length: Number of tokens in a sequence.
-        count: Number of sequences.
     """
     rng = np.random.default_rng(0)
     inputs = _zipf_tokens(rng, vocab_size, (count, length))
