@@ -233,7 +233,10 @@ def _roofline_facts(report: dict[str, Any]) -> dict[str, str]:
         flags = ", ".join(
             f"{name}={value}" for name, value in report["flags_without_a_gpu"].items()
         )
-        facts["not as in a run"] = f"products by cuBLASLt and not chosen by timing: {flags}"
+        facts["not as in a run"] = (
+            "products by cuBLASLt and not chosen by timing, no Triton kernels of norms and softmax "
+            f"(memory up to 3 % less, traffic 4 %): {flags}"
+        )
     return facts
 
 
