@@ -92,8 +92,8 @@ def part_config(config: DataConfig, name: str) -> DataConfig:
     """
     part = dataclasses.replace(config, name=name, mix=(), eval_examples=None)
     kinds = set()
-    for other in mix.parts(config.mix).values():
-        kinds.add(other.source.partition(":")[0])
+    for source_part in mix.parts(config.mix).values():
+        kinds.add(source_part.source.partition(":")[0])
     kind, _, path = name.partition(":")
     usual_field = type(config).field
     if kind == "chat" and kinds != {"chat"}:
