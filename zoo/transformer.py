@@ -11,8 +11,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, get_args
 
 from mupax.config_fields import Affects, Listed
-from mupax.presets.matrices import EXPERT_MATRICES, MATRICES, with_value_dim
-from mupax.presets.roles import FactorSpec, ParamSpec, Role
+from mupax.presets.roles import (
+    EXPERT_MATRICES,
+    MATRICES,
+    FactorSpec,
+    ParamSpec,
+    Role,
+    with_value_dim,
+)
 from mupax.zoo.families import ComputeConfig, ConfigError, ModelConfig, nearest_divisor
 
 Gate = Literal["sigmoid", "softmax", "softmax-all"]

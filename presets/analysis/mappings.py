@@ -16,9 +16,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from mupax.presets.matrices import MATRICES, of_cross, of_encoder, with_value_dim
 from mupax.presets.preset import Preset
-from mupax.presets.roles import OWN, ParamSpec
+from mupax.presets.roles import MATRICES, OWN, ParamSpec, of_cross, of_encoder, with_value_dim
 from mupax.presets.rule import Power
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.presets.matrices import EXPERT_MATRICES, MATRICES, of_cross, of_encoder
-from mupax.presets.roles import Role
+from mupax.presets.roles import EXPERT_MATRICES, MATRICES, Role, of_cross, of_encoder
 
 LIMITS: dict[str, dict[str, float]] = {
     "head_dim": {"head_dim": 1.0, "embed": 1.0, "memory": 1.0, "representation": 1.0, "mlp": 1.0},

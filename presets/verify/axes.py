@@ -11,8 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from mupax.presets.matrices import MATRICES, of_cross, of_encoder
-from mupax.presets.roles import ParamSpec, PresetError, Role
+from mupax.presets.roles import MATRICES, ParamSpec, PresetError, Role, of_cross, of_encoder
 from mupax.presets.verify import names
 from mupax.presets.verify.formats.dump import COLUMNS, Dump, Entry
 from mupax.presets.verify.names import FUSED, SKIPPED, Label

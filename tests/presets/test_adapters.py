@@ -8,9 +8,8 @@ import pytest
 
 from mupax import presets
 from mupax.presets.adapters import pair
-from mupax.presets.matrices import MATRICES
 from mupax.presets.papers import PRESETS
-from mupax.presets.roles import ParamSpec, PresetError, Role
+from mupax.presets.roles import MATRICES, ParamSpec, PresetError, Role
 from mupax.presets.rule import Power
 
 pytestmark = pytest.mark.core

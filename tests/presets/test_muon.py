@@ -14,8 +14,8 @@ from mupax.__main__ import main
 from mupax.presets import Preset, PresetError
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.verdicts import verdicts
-from mupax.presets.matrices import EXPERT_MATRICES, MATRICES
 from mupax.presets.muon import WHOLE_MATRICES
+from mupax.presets.roles import EXPERT_MATRICES, MATRICES
 
 pytestmark = pytest.mark.core
 

@@ -34,6 +34,8 @@ from mupax.zoo.configs import ConfigError
 
 RUN = "run"
 """Section of the flags that have no dot in their name."""
+_SIZE_FLAGS = ("--data.name", "--model", "--resume")
+"""Flags after which the sizes of a recipe's model may not be those of its data."""
 
 
 def section_of(flag: str) -> str:
@@ -393,12 +395,15 @@ def _with_sizes_of_data(config: Config, name: str, argv: Sequence[str]) -> Confi
 
     A size that a flag or a config file sets stays.
     """
-    if config.model.task != "images":
+    from_file = is_file(name)
+    may_differ = from_file or any(word.partition("=")[0] in _SIZE_FLAGS for word in argv)
+    # A recipe fits its own data.
+    if config.model.task != "images" or not may_differ:
         return config
     from mupax.train.config import data_sizes
 
     in_file: frozenset[str] = frozenset()
-    if is_file(name):
+    if from_file:
         from mupax.train.config.recipes import files
 
         in_file = files.model_fields(name)

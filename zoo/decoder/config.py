@@ -7,8 +7,7 @@ import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from mupax.config_fields import Affects
-from mupax.presets.matrices import MATRICES
-from mupax.presets.roles import FactorSpec, ParamSpec, Role
+from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role
 from mupax.zoo.families import ConfigError, TokenModel
 from mupax.zoo.transformer import AttentionSpec, RopeScaling, TransformerConfig
 

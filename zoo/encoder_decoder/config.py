@@ -13,8 +13,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from mupax.config_fields import Affects
-from mupax.presets.matrices import MATRICES, of_cross, of_encoder
-from mupax.presets.roles import CROSSED, ENCODER, FactorSpec, ParamSpec, Role
+from mupax.presets.roles import (
+    CROSSED,
+    ENCODER,
+    MATRICES,
+    FactorSpec,
+    ParamSpec,
+    Role,
+    of_cross,
+    of_encoder,
+)
 from mupax.zoo.families import ArraySpec, ConfigError, TokenModel
 from mupax.zoo.transformer import TransformerConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MODULES = 78
+MODULES = 77
 """Largest number of modules with code. Raise it for a new idea that every run needs, not for a split file."""
 UNREAD = (
     "buckets",

@@ -12,8 +12,7 @@ import pytest
 
 from mupax import presets, zoo
 from mupax.__main__ import main
-from mupax.presets.matrices import MATRICES
-from mupax.presets.roles import ParamSpec, Role
+from mupax.presets.roles import MATRICES, ParamSpec, Role
 from mupax.train.studies.roles import models
 from mupax.zoo import configs
 from tests.train.studies.roles import traced_roles
