@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mupax.mappings import drop_none
 from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 from mupax.table import LazyRegistry
@@ -122,7 +121,7 @@ def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]
     Raises:
         PresetError: A text is not NAME=VALUE, or a constant is given twice.
     """
-    values: dict[str, Any] = drop_none(flags)
+    values: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         name = name.strip().replace("-", "_")

@@ -15,7 +15,6 @@ from tyro import conf
 from mupax import presets
 from mupax.command_line import UsageError
 from mupax.config_fields import Affects, Listed
-from mupax.mappings import drop_keys, select_keys
 from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.presets.roles import RUN_AXES
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
@@ -159,7 +158,7 @@ def same_preset(first: Parameterized, second: Parameterized) -> bool:
 def _run_base(config: Parameterized) -> dict[str, int]:
     """Return the batch and the tokens that a base names. Joint rules are relative to them."""
     _, sizes = base_parts(config.preset.base)
-    return select_keys(sizes, RUN_AXES)
+    return {axis: size for axis, size in sizes.items() if axis in RUN_AXES}
 
 
 def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
@@ -206,7 +205,7 @@ def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | No
     """
     name, sizes = base_parts(config.base)
     # Batch and tokens are read by joint rules alone.
-    base = drop_keys(sizes, RUN_AXES)
+    base = {axis: size for axis, size in sizes.items() if axis not in RUN_AXES}
     # None with a batch and tokens is the absolute form with a joint rule.
     if name == "None" and not base:
         return None

@@ -19,7 +19,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 from tyro import conf
 
 from mupax.config_fields import Affects, Listed
-from mupax.mappings import drop_none
 from mupax.presets.optimizers import OPTIMIZERS, refused
 from mupax.train.config.checks import at_least, check_place
 from mupax.train.config.metrics import metric_of, row_name, shown_everywhere
@@ -419,7 +418,7 @@ class LogConfig:
     def trackers(self) -> dict[str, str]:
         """Name of every tracker that is asked for, to its project."""
         projects = {"wandb": self.wandb, "trackio": self.trackio}
-        return drop_none(projects)
+        return {name: project for name, project in projects.items() if project is not None}
 
     @property
     def profile_steps(self) -> range | None:

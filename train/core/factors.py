@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mupax.mappings import select_keys
 from mupax.presets import Decay, ParamSpec, Preset, PresetError, Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import EMBEDDINGS, OWN
@@ -60,7 +59,7 @@ class Factors(NamedTuple):
         """
 
         def only_trained(values: ParamValues) -> ParamValues:
-            return select_keys(values, trained)
+            return {name: value for name, value in values.items() if name in trained}
 
         return self._replace(
             lr=only_trained(self.lr),

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mupax.mappings import drop_keys
 from mupax.presets import ParamSpec
 from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps
 from mupax.presets.optimizers import OPTIMIZERS
@@ -374,7 +373,7 @@ def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransfor
         return clip
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        grads = drop_keys(updates, load_names)
+        grads = {name: grad for name, grad in updates.items() if name not in load_names}
         clipped, state = clip.update(grads, state, params)
         clipped: Any = clipped
         merged = {}

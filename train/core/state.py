@@ -22,7 +22,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mupax.mappings import drop_none, select_keys
 from mupax.presets.roles import ParamSpec
 from mupax.train.config.metrics import Metric, MetricError, TokenStatistics
 from mupax.train.config.run import FaultsConfig
@@ -425,7 +424,7 @@ class TrainState(NamedTuple):
 
     def arrays(self) -> dict[str, Any]:
         """Return the fields that are not `None`, by name."""
-        return drop_none(self._asdict())
+        return {name: array for name, array in self._asdict().items() if array is not None}
 
 
 def abstract_state(
@@ -581,7 +580,7 @@ def _only_trained(params: Arrays, trained: Collection[str] | None) -> Arrays:
     """Return the parameters that the optimizer moves."""
     if trained is None:
         return params
-    return select_keys(params, trained)
+    return {name: param for name, param in params.items() if name in trained}
 
 
 def average_of(params: Arrays) -> Arrays:

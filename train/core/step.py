@@ -21,7 +21,6 @@ from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import PartitionSpec
 
-from mupax.mappings import drop_keys, select_keys
 from mupax.train.config.metrics import NO_METRICS, Metric, on_devices
 from mupax.train.core import state as core_state
 from mupax.train.core.factors import Factors
@@ -233,7 +232,7 @@ def batch_sums(
     targets = batch["targets"]
     weights = batch["weights"]
     labels = batch.get("labels")
-    context = drop_keys(batch, _NOT_CONTEXT)
+    context = {key: array for key, array in batch.items() if key not in _NOT_CONTEXT}
     chex.assert_equal_shape([targets, weights])
 
     multiplier = step_inputs.factors.multiplier
@@ -397,7 +396,8 @@ def _summed_gradients(
     Under a `ManualFsdpLayout` the gradients are already summed over devices, and the sums cover
     this device's examples only.
     """
-    trained_params = select_keys(params, step_inputs.factors.lr)
+    trained = step_inputs.factors.lr
+    trained_params = {name: param for name, param in params.items() if name in trained}
     metrics = on_devices(training=True)
 
     def objective(trained_params: Arrays, microbatch: Batch) -> tuple[jax.Array, LossSums]:

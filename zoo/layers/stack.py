@@ -687,6 +687,17 @@ def run_stack(
     return h_BTD, statistics._replace(routing=routing)
 
 
+def named_logits(scope: str, statistics: BlockStatistics) -> dict[str, jax.Array] | None:
+    """Return the attention logits of a stack by the full names of the attentions.
+
+    Args:
+        scope: Name of the stack's block in the model, such as "encoder.block".
+    """
+    if statistics.attention_logits is None:
+        return None
+    return {f"{scope}.{name}": largest for name, largest in statistics.attention_logits.items()}
+
+
 def _stack(
     block: nnx.Module,
     call: Callable[..., tuple[jax.Array, BlockStatistics]],

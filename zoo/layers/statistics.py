@@ -41,17 +41,6 @@ NO_STATISTICS = BlockStatistics()
 """Statistics of blocks that measure nothing and have no experts."""
 
 
-def named_logits(scope: str, statistics: BlockStatistics) -> dict[str, jax.Array] | None:
-    """Return the attention logits of a stack by the full names of the attentions.
-
-    Args:
-        scope: Name of the stack's block in the model, such as "encoder.block".
-    """
-    if statistics.attention_logits is None:
-        return None
-    return {f"{scope}.{name}": largest for name, largest in statistics.attention_logits.items()}
-
-
 def largest_logits(
     q_BTHN: jax.Array,
     k_BSKN: jax.Array,
