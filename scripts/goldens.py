@@ -25,7 +25,7 @@ from mupax.presets.papers import choices
 from mupax.presets.roles import ENCODER, OWN, Stack
 from mupax.zoo.configs import DecoderConfig, EncoderDecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.transformer import RoutingConfig
-from scripts import ROOT
+from scripts import ROOT, harness
 
 FOLDER = ROOT / "tests" / "goldens"
 OPTIMIZERS: tuple[Family, ...] = get_args(Family)
@@ -239,4 +239,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     sys.exit(main())

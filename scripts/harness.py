@@ -49,6 +49,23 @@ def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
     return parsed
 
 
+def refuse_words() -> None:
+    """Refuse the words of a command that has no flags, before it writes anything.
+
+    `--help` prints the docstring of the module that runs as `__main__`, and ends the process with
+    code 0. Every other word ends it with code 2.
+    """
+    words = sys.argv[1:]
+    if not words:
+        return
+    module = sys.modules["__main__"]
+    if "-h" in words or "--help" in words:
+        print(module.__doc__)
+        raise SystemExit(0)
+    name = module.__spec__.name if module.__spec__ else module.__name__
+    refuse(f"{words[0]!r} is not known; write `python -m {name}` alone, which has no flags")
+
+
 def refuse(message: str) -> NoReturn:
     """Print an error of the command line, and end the process with code 2."""
     print(f"error: {message}", file=sys.stderr)

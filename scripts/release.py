@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from scripts import ROOT
+from scripts import ROOT, harness
 
 DISTRIBUTIONS = ("pyproject.toml", "packaging/presets/pyproject.toml")
 """Project files, of which each names a file with its version."""
@@ -145,4 +145,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     raise SystemExit(main())

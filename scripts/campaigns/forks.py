@@ -51,7 +51,7 @@ def start(
         prepare()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
+        code = exit_code(stop)
     except BaseException:
         traceback.print_exc()
 
@@ -61,6 +61,14 @@ def start(
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
+
+
+def exit_code(stop: SystemExit) -> int:
+    """Return the exit code with which the interpreter ends after `stop`."""
+    if stop.code is None:
+        return 0
+    # Anything else, such as a message, is printed by the interpreter.
+    return stop.code if isinstance(stop.code, int) else 1
 
 
 def wait(pid: int, seconds: float) -> int | None:

@@ -28,6 +28,7 @@ from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.check import joint_run
 from mupax.train.studies.check.judge import Finding, passes
+from scripts import harness
 from scripts.check import PAGE
 from scripts.pages.markdown import write_section
 
@@ -232,4 +233,5 @@ def _why(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     main()

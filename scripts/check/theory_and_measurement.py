@@ -22,7 +22,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, report, theory
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.check import PAGE
 from scripts.pages.markdown import write_section
 
@@ -154,4 +154,5 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     main()

@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from scripts import ROOT
+from scripts import ROOT, harness
 
 FOLDER = ROOT / "docs" / "images" / "badges"
 FONT = 11
@@ -118,4 +118,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     main()

@@ -10,7 +10,7 @@ from typing import Any
 
 from mupax.presets.tuned import find
 from mupax.presets.tuned.judgement import BOUND, TOLERANCE
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.pages import published
 
 PAGE = ROOT / "docs" / "reference" / "tuned.md"
@@ -122,4 +122,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     raise SystemExit(main())

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from mupax import spellings
 from mupax.commands import completion, table
 from mupax.commands.table import Command
-from scripts import ROOT
+from scripts import ROOT, harness
 
 PAGE = ROOT / "docs" / "reference" / "commands.md"
 HEAD = """# Commands
@@ -96,4 +96,5 @@ def _row(typed: str, command: Command) -> str:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     PAGE.write_text(document())

@@ -26,7 +26,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts import ROOT
+from scripts import ROOT, harness
 
 OUT = ROOT / "docs" / "images" / "tour" / "film.svg"
 COLUMNS = 80
@@ -250,4 +250,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     raise SystemExit(main())

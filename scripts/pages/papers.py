@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.pages import markdown
 
 PAGE = ROOT / "docs" / "reference" / "papers.md"
@@ -238,4 +238,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     raise SystemExit(main())

@@ -10,7 +10,7 @@ from mupax.train.studies.plan import evidence
 from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS
 from mupax.zoo.families import ModelConfig
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.pages.markdown import table
 
 PAGE = ROOT / "docs" / "start" / "which-settings.md"
@@ -99,4 +99,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     main()

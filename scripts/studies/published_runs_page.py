@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mupax import disk
+from scripts import harness
 from scripts.pages import markdown
 from scripts.pages.markdown import table
 from scripts.studies.published_runs import CLAIMS, FORECAST, JOINT, PAGE, PICTURE, RESULT
@@ -302,4 +303,5 @@ def _draw_best_rates(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    harness.refuse_words()
     render()

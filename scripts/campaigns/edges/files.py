@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.campaigns import forks
 from scripts.campaigns.edges.bombs import conversations, images, records, tokenizers, weights
 from scripts.campaigns.edges.bombs.sample import Sample
 from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge
@@ -140,7 +141,7 @@ def _read_and_exit(read: Callable[[], int], log: Path, peak: Path) -> None:
     try:
         code = read()
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
+        code = forks.exit_code(stop)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

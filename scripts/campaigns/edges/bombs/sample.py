@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.campaigns import forks
+
 LOADS = (0,)
 REFUSED = (2,)
 EITHER = (0, 2)
@@ -48,7 +50,7 @@ def mupax(folder: Path, *words: str) -> int:
     try:
         runpy.run_module("mupax", run_name="__main__", alter_sys=True)
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 1
+        return forks.exit_code(stop)
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, command, mupax
 
 _CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
+_CHOOSE = random.Random(1)
 
 _READ = command("data prepare text:text.txt --tokenizer tokenizer.json --separator a")
 
@@ -144,8 +145,8 @@ def _read_stream(folder: Path) -> int:
 
 
 def _letters(count: int) -> str:
-    """Return random letters and digits."""
-    return "".join(random.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=count))
+    """Return random letters and digits, in a process the same ones at every start."""
+    return "".join(_CHOOSE.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=count))
 
 
 def _described(model: dict[str, Any], **parts: Any) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def _headers() -> Iterator[Sample]:
             header=json.dumps({"__metadata__": {str(i): "x" for i in range(500_000)}}).encode(),
             data=0,
         ),
-        "an index of a million tensors": _many_in_index,
+        "an index of 300,000 tensors": _many_in_index,
         "an index that leads out of the folder": partial(
             _index, file="../../../etc/passwd.safetensors"
         ),

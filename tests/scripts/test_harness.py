@@ -1,0 +1,70 @@
+"""Words of the commands in scripts/: none is ignored."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import ROOT
+
+OWN_WORDS = {
+    "campaigns/edges/folders.py": "starts a session by a name that the campaign gives",
+    "campaigns/injection/emulator.py": "runs the command that follows",
+    "campaigns/injection/object_faults.py": "is started by the campaign with a port and numbers",
+    "launch/ray_train.py": "hands its words on to `mupax train`",
+    "pages/leaderboard.py": "hands the words of a study on to `mupax transfer`",
+    "studies/published_runs.py": "calls tyro itself",
+}
+"""Commands that read their words themselves."""
+
+BADGES = ROOT / "docs" / "images" / "badges"
+"""Files that `python -m scripts.pages.badges`, a command without flags, writes."""
+
+pytestmark = pytest.mark.core
+
+
+def _run(module: str, word: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
+    """Run a module of scripts/ with a word in this process, and return its exit code."""
+    monkeypatch.setattr(sys, "argv", [module, word])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return ended.value.code
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_of_a_command_without_flags_writes_nothing(
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written = {path: path.stat().st_mtime_ns for path in BADGES.iterdir()}
+    source = (ROOT / "scripts/pages/badges.py").read_text()
+    docstring = str(ast.get_docstring(ast.parse(source), clean=False))
+    assert _run("scripts.pages.badges", word, monkeypatch) == 0
+    assert capsys.readouterr().out.strip() == docstring.strip()
+    assert {path: path.stat().st_mtime_ns for path in BADGES.iterdir()} == written
+
+
+def test_words_of_a_command_without_flags_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("scripts.pages.badges", "--out", monkeypatch) == 2
+    message = "error: '--out' is not known; write `python -m scripts.pages.badges` alone"
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_every_command_reads_its_words() -> None:
+    ignoring = []
+    for path in sorted((ROOT / "scripts").rglob("*.py")):
+        text = path.read_text()
+        reads = "parse(" in text or "refuse_words()" in text
+        name = path.relative_to(ROOT / "scripts").as_posix()
+        if '__name__ == "__main__"' in text and not reads:
+            ignoring.append(name)
+    assert ignoring == sorted(OWN_WORDS)
