@@ -106,16 +106,11 @@ def of(model: ModelConfig, axis: str) -> int:
     """Return the model's size along an axis of `AXES`.
 
     Raises:
-        ConfigError: The model has no encoder or no experts, and the axis is one of theirs.
+        ConfigError: The model has no encoder, no experts or no MLP, and the axis is one of theirs.
     """
-    _refuse_encoder(model, axis)
-    sizes = model.sizes()
-    if axis in ("experts", "expert_dim") and axis not in sizes:
-        raise ConfigError(
-            f"the model has no experts, so no {axis}; write model.experts too, or another size"
-        )
+    _refuse_missing(model, axis)
     logical_axes = {"width": "embed", "depth": "layers", "encoder_depth": "encoder_layers"}
-    return sizes[logical_axes.get(axis, axis)]
+    return model.sizes()[logical_axes.get(axis, axis)]
 
 
 def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
@@ -130,7 +125,7 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
         ConfigError: The model cannot have that size.
     """
     model = transformer(model, f"growing {axis}")
-    _refuse_encoder(model, axis)
+    _refuse_missing(model, axis)
     if axis in ("depth", "encoder_depth"):
         return dataclasses.replace(model, **{axis: size})
     if axis in ("experts", "expert_dim"):
@@ -175,10 +170,7 @@ def _with_experts(model: TransformerConfig, axis: str, size: int) -> Transformer
 
     Each token still goes to the same share of the experts.
     """
-    if model.experts is None:
-        raise ConfigError(
-            f"the model has no experts, so no {axis}; write model.experts too, or another size"
-        )
+    assert model.experts is not None
     if axis == "expert_dim":
         return dataclasses.replace(model, expert_dim=size)
     # The share of experts that a token goes to stays, so its cost grows with their number.
@@ -194,10 +186,21 @@ def _with_experts(model: TransformerConfig, axis: str, size: int) -> Transformer
     )
 
 
-def _refuse_encoder(model: ModelConfig, axis: str) -> None:
-    """Raise ConfigError for the depth of an encoder that the model does not have."""
-    if axis == "encoder_depth" and "encoder_layers" not in model.sizes():
+def _refuse_missing(model: ModelConfig, axis: str) -> None:
+    """Raise ConfigError for a size that the model does not have."""
+    sizes = model.sizes()
+    if axis == "encoder_depth" and "encoder_layers" not in sizes:
         raise ConfigError(
             f"a {model.family} has no encoder, so no encoder_depth; "
             "write depth, or an encoder-decoder"
+        )
+    if axis in ("experts", "expert_dim") and "experts" not in sizes:
+        raise ConfigError(
+            f"the model has no experts, so no {axis}; write model.experts too, or another size"
+        )
+    # Shared experts are a dense MLP in `sizes`, but their hidden size is that of every expert.
+    if axis == "mlp" and "experts" in sizes:
+        raise ConfigError(
+            "the model has experts in place of an MLP, so no mlp; write expert_dim, the hidden "
+            "size of an expert"
         )

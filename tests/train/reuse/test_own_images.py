@@ -301,6 +301,21 @@ def test_weights_without_a_rate_have_one_by_width(
         succeed("finetune letters --from imported --dry-run")
 
 
+def test_weights_of_experts_alone_have_a_rate_by_width() -> None:
+    """Their blocks have no MLP, whose matrix gives the rate otherwise."""
+    succeed(
+        "train lm-tiny --steps 1 --optimizer.warmup-steps 0 --data.batch-size 8 --model.depth 1 "
+        "--model.experts 2 --model.routing.gate softmax --model.routing.capacity-factor None "
+        "--preset.name sp --preset.base None --log.no-samples --log.no-tensorboard "
+        "--workdir experts"
+    )
+    succeed("export experts --out experts-hf")
+    Path("verse").mkdir()
+    Path("verse/a.txt").write_text("once upon a time\n" * 99)
+    err = succeed("finetune verse --from experts-hf --print-config").err
+    assert "rate 0.0003, so that matrices move at 5e-5 x 768 / width = 0.0003 under sp" in err
+
+
 def test_a_language_model_goes_on_with_its_own_tokens() -> None:
     Path("prose").mkdir()
     Path("prose", "a.txt").write_text("once upon a time\n" * 99)

@@ -254,8 +254,10 @@ def rate_rule(origin: TrainedModel) -> _RateRule:
     # Choose the peak rate so that a hidden matrix moves at the target rate under the preset.
     resolved = preset_for(preset, model)
     sizes = model.sizes()
-    hidden = (Role.MLP_IN, Role.HIDDEN)
-    spec = next(spec for spec in model.parameters().values() if spec.role in hidden)
+    # A model of experts has no MLP, but attention.
+    roles = (Role.MLP_IN, Role.HIDDEN, Role.QUERY)
+    candidates = [spec for spec in model.parameters().values() if spec.role in roles]
+    spec = min(candidates, key=lambda spec: roles.index(spec.role))
     target = MATRIX_RATE / sizes["embed"]
     rate = resolved.scales(spec, sizes, "adam").lr
     assert isinstance(rate, float)

@@ -633,12 +633,11 @@ class Sweep:
 
 
 def _unique(points: Sequence[Point], keys: dict[int, str]) -> list[Point]:
-    """Return the first of equal points, in the order of the last ones."""
-    by_key = {}
-    for index, program in reversed(points):
-        # An earlier point replaces a later one, and takes its place in the order.
-        by_key[keys[index]] = (index, program)
-    return list(reversed(by_key.values()))
+    """Return the points without those that equal an earlier one."""
+    by_key: dict[str, Point] = {}
+    for index, program in points:
+        by_key.setdefault(keys[index], (index, program))
+    return list(by_key.values())
 
 
 @contextlib.contextmanager

@@ -29,6 +29,8 @@ from tests.train.studies.check.optimized import optimized
         (["check", "--sizes", "1"], "--sizes"),
         (["check", "--sizes", "2"], "--sizes 3"),
         (["check", "--grow", "mlp"], "mlp x8"),
+        (["check", "lm-proxy", "--model.experts", "4", "--grow", "mlp"], "write expert_dim"),
+        (["check", "lm-proxy", "--grow", "expert_dim"], "no experts, so no expert_dim"),
         (["check", "--grow", "kv_heads", "--optimizer", "sgd"], "kv_heads x8"),
     ],
 )

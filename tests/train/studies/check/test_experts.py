@@ -17,7 +17,7 @@ from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config import sizes
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, theory
-from mupax.zoo.configs import ComputeConfig, DecoderConfig
+from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
 from mupax.zoo.definition import definition
 from scripts.check.mutants import Mutant
 
@@ -33,6 +33,17 @@ MODEL = DecoderConfig(
 )
 GROWN = 4
 SEEDS = 4
+
+
+@pytest.mark.parametrize("shared", [None, 1])
+def test_experts_do_not_grow_as_an_mlp(shared: int | None) -> None:
+    """Shared experts have a dense size, but `mlp_ratio` would not have moved it."""
+    model = dataclasses.replace(MODEL, shared_experts=shared)
+    for grow in (lambda: sizes.grown(model, "mlp", 128), lambda: sizes.of(model, "mlp")):
+        with pytest.raises(ConfigError, match="write expert_dim"):
+            grow()
+    grown = sizes.grown(model, "expert_dim", 4 * model.expert_size)
+    assert sizes.of(grown, "expert_dim") == 4 * sizes.of(model, "expert_dim")
 
 
 @functools.cache

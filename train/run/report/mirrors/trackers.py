@@ -74,7 +74,10 @@ class TensorBoard(Writer):
 
         logdir.mkdir(parents=True, exist_ok=True)
         proto: Any = event_pb2  # Any, because its messages are made when it is imported
-        self._writer = EventsWriter(str(logdir / file))
+        # Names have seconds. A session that begins within the second in which another one began
+        # would open that session's file, which empties it.
+        session = f".{secrets.token_hex(4)}"
+        self._writer = EventsWriter(str(logdir / file), session)
         self._event = proto.Event
         self._summary = summary
         if resume_step is not None:

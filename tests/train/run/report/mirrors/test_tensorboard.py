@@ -2,7 +2,12 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
+
+from mupax.train.run.report.mirrors.trackers import TensorBoard
 
 
 def test_tensorboard_is_imported_without_what_it_takes_for_tensors_and_buckets(tmp_path):
@@ -22,3 +27,16 @@ def test_tensorboard_is_imported_without_what_it_takes_for_tensors_and_buckets(t
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_sessions_of_one_second_have_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.0)
+    for step in (1, 2, 3):
+        board = TensorBoard(tmp_path, resume_step=None)
+        board.write({"step": step, "loss": 1 / step}, 0.0)
+        board.close()
+    contents = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+    assert len(contents) == 3
+    assert all(b"loss" in content for content in contents)
