@@ -156,6 +156,7 @@ def _check_name(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise PushError(f"--to {repository}: {error}") from error
+    # The hub's own check also takes a name without a user, as its oldest models have.
     if not (slash and user and name):
         raise PushError(
             f"--to {repository} is no USER/NAME; write your name at Hugging Face before it, as in "
