@@ -57,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     model = trained.describe(args.workdir, needs_run=True)
     run = model.run
     assert run is not None
+    # Read first, because a damaged asset ends the command and arrays may be large.
     files = model.asset_files()
 
     config = model.config

@@ -256,6 +256,7 @@ def _is_scale(number: Any) -> bool:
 def _check_memory(files: Tensors, path: Path) -> None:
     """Refuse weights that do not fit into memory as float32."""
     count = sum(math.prod(shape) for shape in files.shapes.values())
+    # Arrays become float32 when multipliers are absorbed, whatever dtype the file has.
     bytes_needed = count * np.dtype(np.float32).itemsize
     memory.check(
         bytes_needed,

@@ -204,6 +204,7 @@ def _sent(api: HfApi, args: Push, folder: Path, names: Sequence[str]) -> str:
     ]
     model_name = args.to.partition("/")[2]
     with _answered(args.to):
+        # One commit, so that nobody downloads a model with half of its files.
         api.create_commit(args.to, added, commit_message=f"{model_name}, written by mupax")
     return f"{api.endpoint}/{args.to}"
 

@@ -603,6 +603,7 @@ class Service:
 
     def _check_size(self, prompt: str | list[int], param: str) -> None:
         """Refuse a prompt that cannot fit, before it is encoded."""
+        # A prompt in token ids needs no encoding, so its length is checked later.
         size = len(prompt) if isinstance(prompt, str) else 0
         if size > max(_SHORT_PROMPT, _BYTES_PER_TOKEN * self.limit):
             raise ApiError(
