@@ -206,17 +206,20 @@ def _vit_i1k(name: str, model: str) -> Config:
     base = _imagenet(name, model)
     fields = {"sincos": True, "norm_eps": 1e-6, "distribution": "flax"}
     transforms = TransformsConfig(
+        # big_vision mixes the images of each of 8 devices of a TPU v3-8: 1,024 / 8 are 128.
         crop="inception", randaug_layers=2, randaug_magnitude=10, mixup=0.2, mix_group=128
     )
     pixels = PixelsConfig(fit="edge", resize=256, interpolation="area")
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, **fields),
+        # big_vision's split is train[:99%]. It validates on the last percent.
         data=dataclasses.replace(base.data, transforms=transforms, pixels=pixels, train_percent=99),
         preset=PresetConfig(
             name="mup", base="vit-s16", zero_readout=True, constants=_I1K_CONSTANTS
         ),
         optimizer=dataclasses.replace(
+            # big_vision sets mu_dtype, and its warm-up begins at 0.
             base.optimizer, moment_dtype="bfloat16", warmup_from_zero=True
         ),
         # 90 epochs of 99 % of the 1,281,167 training images.
@@ -235,6 +238,7 @@ def _imagenet(name: str, model: str) -> Config:
             peak_lr=1e-3,
             b2=0.999,
             weight_decay=1e-4,
+            # big_vision adds wd * w after the learning rate and before the schedule.
             decay="independent",
             warmup_steps=10_000,
             clip_norm=1.0,
