@@ -205,8 +205,8 @@ def _vit_i1k(name: str, model: str) -> Config:
     """Return a ViT on ImageNet-1k with big_vision's augmentation and initialization."""
     base = _imagenet(name, model)
     fields = {"sincos": True, "norm_eps": 1e-6, "distribution": "flax"}
+    # mix_group: big_vision mixes the images of each of a TPU v3-8's 8 devices, 1,024 / 8.
     transforms = TransformsConfig(
-        # big_vision mixes the images of each of 8 devices of a TPU v3-8: 1,024 / 8 are 128.
         crop="inception", randaug_layers=2, randaug_magnitude=10, mixup=0.2, mix_group=128
     )
     pixels = PixelsConfig(fit="edge", resize=256, interpolation="area")
@@ -218,8 +218,8 @@ def _vit_i1k(name: str, model: str) -> Config:
         preset=PresetConfig(
             name="mup", base="vit-s16", zero_readout=True, constants=_I1K_CONSTANTS
         ),
+        # big_vision sets mu_dtype="bfloat16", and its warm-up begins at 0.
         optimizer=dataclasses.replace(
-            # big_vision sets mu_dtype, and its warm-up begins at 0.
             base.optimizer, moment_dtype="bfloat16", warmup_from_zero=True
         ),
         # 90 epochs of 99 % of the 1,281,167 training images.
