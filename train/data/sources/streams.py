@@ -62,7 +62,7 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     sizes = (f"{name} {file.stat().st_size}" for name, file in read.every())
     identity = cache.digest(*sizes, config.field, *read.reading())
     shares = files.lanes(train, config.batch_size)
-    # One lane has all files, in the same order by hash as several lanes.
+    # A single lane has all files, and they stand in the order of a hash, not of their names.
     (all_train,) = files.lanes(train, 1)
     (all_held_out,) = files.lanes(held_out, 1)
     corpus = Corpus(

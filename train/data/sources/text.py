@@ -130,7 +130,7 @@ def user_text(
         )
 
     key = _content_key(config, kind, files, note)
-    # Bytes that are no UTF-8 are broken for a tokenizer of words alone, so each has a log.
+    # The tokenizer decides whether text that is no UTF-8 is broken, so each answer has a log.
     files.broken.keep_in(f"{key}-utf8" if files.is_utf8 else key)
     return files, key
 
