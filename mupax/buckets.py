@@ -66,6 +66,7 @@ def _as_os_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError):
+        # A mistake in a call, and no failure of the bucket that a retry could mend.
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.strerror:

@@ -415,6 +415,7 @@ def read_json(path: Path) -> dict[str, Any]:
         DiskError: The disk cannot be read.
     """
     entry = status(path)
+    # Reading a pipe or a device might never end.
     if entry is None or not stat.S_ISREG(entry.st_mode):
         raise JsonError(f"{path}: no such file")
     if entry.st_size > _LARGEST_FILE:
@@ -444,6 +445,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
+            # Before the rename, or a power failure could leave the new name without content.
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_folder(path.parent)

@@ -108,6 +108,7 @@ def import_plugin(name: str, folder: str | None = None) -> ModuleType:
         sys.path.append(source)  # last, so that a random.py in the working folder hides no library
     _importing.append(name)
     try:
+        # Python remembers the files of a folder, and a module may have been written since.
         importlib.invalidate_caches()
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -123,6 +124,7 @@ def import_plugin(name: str, folder: str | None = None) -> ModuleType:
     except MupaxError:
         raise
     except (Exception, SystemExit) as error:
+        # SystemExit: a script that is imported as a module may call `sys.exit`.
         raise PluginError(_failure(name, error)) from error
     finally:
         _importing.pop()
@@ -157,6 +159,7 @@ def digest(module: ModuleType) -> str:
     files = sorted(path.parent.rglob("*.py")) if is_package else [path]
     for source in files:
         with contextlib.suppress(OSError):
+            # The name counts, too: modules of a package import each other by it.
             content.update(os.fsencode(source.relative_to(path.parent).as_posix()))
             content.update(source.read_bytes())
     return content.hexdigest()[:16]

@@ -291,6 +291,7 @@ class Interrupts:
         """`True` while a signal that this object sent is on its way to the main thread."""
         # Python writes the number of every signal into the pipe. The watching thread reads it.
         self._pipe_reader, self._pipe_writer = os.pipe()
+        # `signal.set_wakeup_fd` refuses a file that blocks.
         os.set_blocking(self._pipe_writer, False)
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from mupax import command_line
 from mupax.commands import table
 
+# `-o default` completes names of files where the function finds no word.
 _BASH = """\
 _mupax() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" words=""
@@ -25,6 +26,7 @@ _mupax() {{
 complete -o default -F _mupax mupax
 """
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+# Without `-f`, fish offers names of files besides these words.
 _FISH_LINE = "complete -c mupax -n {condition} -a {words}"
 SHELLS = {
     "bash": 'eval "$(mupax --completion bash)" in ~/.bashrc',
@@ -82,6 +84,7 @@ def script(shell: str) -> str:
     # Branches of bash's `case`: the number of the word to complete, then the words before it.
     second = []
     third = []
+    # The template has the commands, which stand under the empty key, on a line of its own.
     for typed, names in following.items():
         words = " ".join(names)
         if len(typed) == 1:
@@ -102,6 +105,7 @@ def _fish_lines(following: dict[tuple[str, ...], list[str]]) -> list[str]:
     lines = []
     for typed, names in following.items():
         tokens = " ".join(["mupax", *typed])
+        # `commandline -opc` has the words before the cursor, without the one that is being typed.
         condition = f'\'test (commandline -opc | string join " ") = "{tokens}"\''
         words = f"'{' '.join(names)}'"
         lines.append(_FISH_LINE.format(condition=condition, words=words))

@@ -70,6 +70,7 @@ class Prepare:
 
         config = DataConfig(
             name=self.name,
+            # Any number will do, because only the tokens are written.
             batch_size=1,
             tokenizer=self.tokenizer,
             separator=self.separator,
@@ -113,11 +114,13 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
         import tensorflow_datasets.text.c4  # registers c4, which TFDS does not do by itself
     try:
         full: Any = published.CONFIGS.get(name, name)
+        # TFDS reads array_record without TensorFlow.
         builder = tfds.builder(
             full, data_dir=lasting_name(base), file_format="array_record", try_gcs=False
         )
         _check_hosts(builder, base)
         with cache.lock(base, dataset, terminal.note):
+            # Under the lock: without it, the folder could be the work of another process.
             cache.delete_incomplete(Path(builder.data_path))
             builder.download_and_prepare(file_format="array_record")
     except (Exception, SystemExit) as error:  # a data set's own code may raise anything
@@ -141,6 +144,7 @@ def _check_hosts(builder: Any, base: Path) -> None:
     """
     # TFDS itself would try for minutes. Through a proxy, hosts cannot be tested this way.
     has_downloads = any(path.is_file() for path in (base / "downloads").rglob("*"))
+    # Files that an earlier try has downloaded need no host.
     if has_downloads or builder.is_prepared() or urllib.request.getproxies():
         return
     for host in sorted({urlsplit(url).hostname for url in builder.url_infos} - {None}):

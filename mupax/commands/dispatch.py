@@ -49,8 +49,10 @@ def run(argv: Sequence[str]) -> int:
     prog = f"mupax {words[0]}"
     words = words[1:]
 
+    # Imported late: the overview and a misspelt command need no config.
     from mupax.train.config import record
 
+    # Before words are parsed, because a plug-in may bring the preset or model that they name.
     record.load(modules)
     try:
         if command.subcommands:
@@ -61,6 +63,7 @@ def run(argv: Sequence[str]) -> int:
         return _run(command, prog, words, modules)
     except SystemExit as stop:
         if stop.code == 0:  # the command's help was printed
+            # Help ends by SystemExit, so the example is printed on the way out.
             print(f"\n{_appendix(command)}")
         raise
 
@@ -119,6 +122,7 @@ def _refuse_misspelt(prog: str, words: list[str], names: list[str]) -> None:
     if not words or words[0].startswith("-") or Path(words[0]).exists():
         return
     word = words[0]
+    # Strict, because the word may be a recipe or a folder that the command itself takes.
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
     if near:
         raise command_line.UsageError(f"{prog} has no {word!r}; did you mean `{prog} {near[0]}`?")
@@ -137,6 +141,7 @@ def _run(command: Command, prog: str, words: list[str], modules: Sequence[str]) 
         if command.prepared == "run":
             # A child process that continues a crashed run needs the plugins again.
             return _call(command, prog, [*_plugin_words(modules), *words])
+        # A training run is not wrapped here, because its own advice knows the model.
         with memory.explained(command.less_memory):
             return _call(command, prog, words)
     except ImportError as error:
@@ -171,8 +176,10 @@ def _prepare(command: Command, words: list[str]) -> None:
     from mupax.train.data import cache
     from mupax.train.parallel import hardware
 
+    # Without enough address space, JAX's compiler ends the process and no message says why.
     memory.check_compiler()
     if command.prepared != "weights":
+        # The C library has to be told before JAX is imported.
         hardware.keep_freed_memory()
     check_words(words, is_local=command.is_local)
     # A run checks JAX's settings itself, because its --print-config does not need JAX.

@@ -91,6 +91,7 @@ class Describe:
         rows.append(["total", "", "", "* fan-in", f"{summary['parameters']:,}"])
         terminal.say(f"\n{terminal.table(rows, left=LEFT)}\n")
         flops = terminal.si(summary["forward_flops"])
+        # No space: the count ends with the prefix of the unit, as in 1.2 GFLOPs.
         terminal.say(f"{flops}FLOPs per {model.unit}, one forward pass")
         return 0
 

@@ -58,11 +58,13 @@ class Constants:
 
     def run(self) -> int:
         name = presets.get(self.preset).name
+        # A preset of a file, `measured:PATH`, is in no table.
         if name not in presets.PRESETS:
             raise presets.PresetError(
                 f"{self.preset} takes no constants; all its numbers are in its file"
             )
         parameters = inspect.signature(presets.PRESETS[name]).parameters
+        # The constants of a preset are the keyword arguments of its function.
         defaults = {constant: parameter.default for constant, parameter in parameters.items()}
         if self.json:
             entries = {}
@@ -173,6 +175,7 @@ class Limits(ConstantFlags):
             if has_limits:
                 rows.update(joint_limits.verdicts(rule))
             if rule.adam_lr is not None:
+                # Muon leaves some parameters to Adam, whose rule differs.
                 adam_part = joint_limits.verdicts(rule.of_adam_part)
                 rows.update({f"{row}, Adam part": cells for row, cells in adam_part.items()})
             return print_json({row: _as_dicts(limits) for row, limits in rows.items()})
@@ -306,6 +309,7 @@ class Tuned:
             _print_tuned("published, and not measured here", published)
         else:
             terminal.say("no preset is tuned yet; `mupax transfer ... --save-tuned NAME` makes one")
+        # The list is complete but for bad files, and a script learns of these by the code.
         return 2 if unread else 0
 
 

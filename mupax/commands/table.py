@@ -68,6 +68,7 @@ def _finetune():
     from mupax.train.run import command
 
     def main(words: list[str]) -> int:
+        # A run gets the words of --plugin for a child process of --restart. They are no flags.
         _, own_words = plugins.split(words)
         return command.start(finetune.command(own_words), ["finetune", *words])
 
@@ -101,6 +102,7 @@ def _checkpoints_list():
 def _checkpoints_verify():
     from mupax.train.checkpoints import command
 
+    # One command does both, so that `mupax checkpoints RUN --verify` means the same.
     return lambda words: command.main([*words, "--verify"])
 
 
@@ -386,6 +388,7 @@ TUNE = (
         run=_sweep,
         takes_recipe=True,
         prepared="arrays",
+        # Many small files belong on a disk: in a bucket, each of them is a request.
         is_local=True,
         less_memory=_ONE_BATCH,
     ),
@@ -486,6 +489,7 @@ USE = (
         summary="read weights of Hugging Face into a preset's form",
         example="import openai-community/gpt2 --out runs/gpt2",
         run=_import,
+        # No training step could use freed memory again, so it goes back to the system.
         prepared="weights",
     ),
     Command(
@@ -595,6 +599,7 @@ MODELS = (
         summary="print every parameter of a model: path, role, shape and axes",
         example="models describe lm-tiny",
         run=_models_describe,
+        # Set for a model's name, too, so that --config FILE may stand in its place.
         takes_recipe=True,
     ),
     Command(
@@ -625,6 +630,7 @@ THEORY = (
         name="verify",
         summary="check the parameterization of other code, from what it prints at two sizes",
         example="verify small.json large.json",
+        # Nothing is prepared, because the training was done by other code, elsewhere.
         run=_verify,
     ),
 )

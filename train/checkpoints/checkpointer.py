@@ -285,6 +285,7 @@ def branch_off(checkpoints: CheckpointFolder, step: int, files: Sequence[Path]) 
 
 
 def _digest(content: dict[str, Any]) -> str:
+    # Sorted, because a file that is read may have its keys in another order.
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
@@ -707,6 +708,7 @@ class Checkpoints(RankedFolder):
         if isinstance(started.response, Exception):
             raise started.response
         arrays = layout.describe_arrays(started.arrays, started.shards)
+        # The shards are a copy of this process' state, whose memory the host may need.
         started.shards.clear()
         wait(started.response, self._processes, started.key)
         files = folder.file_digests(

@@ -172,6 +172,7 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
         being_saved = bool(problems) and is_being_saved(checkpoint)
     files: list[os.stat_result] = []
     for path in checkpoint.rglob("*"):
+        # A running process may delete the file meanwhile.
         with contextlib.suppress(*disk.ABSENT):
             status = path.stat()
             if stat.S_ISREG(status.st_mode):
@@ -312,6 +313,7 @@ def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
             is_metric = name == "loss" or name.startswith(("eval_", "eval/"))
             if is_metric and (value is None or type(value) in (int, float)):
                 values[name] = value
+        # A step may have two rows, one of its training and one of its evaluation.
         by_step.setdefault(row["step"], {}).update(values)
     return by_step
 

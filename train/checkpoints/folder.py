@@ -500,6 +500,7 @@ def file_problems(
         path = checkpoint / name
         size, digest = manifest.files[name]
         try:
+            # Not `stat`, because a link could lead to a file outside of the checkpoint.
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
                 return f"{name} is missing"

@@ -287,6 +287,7 @@ def describe_arrays(
 
 def array_digest(data: np.ndarray) -> str:
     """Return xxh3_128 of an array's bytes in C order, in hexadecimal."""
+    # As bytes, because Python's buffers know no bfloat16.
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
 

@@ -142,6 +142,7 @@ class Owned:
                         "of this run; it ends here"
                     )
                     return
+                # Empty if another process wrote at the same time. The next beat sees who it was.
                 self._generation = self._write(entry.stamp.generation) or self._generation
 
     def __enter__(self) -> Owned:

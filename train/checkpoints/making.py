@@ -135,6 +135,7 @@ def making(target: Path, command: Sequence[str], in_bucket: Sequence[str] = ()) 
         else:
             with scratch() as folder:
                 yield folder
+                # Copied at the end, so the bucket's folder is incomplete only for a short time.
                 with _made_in_place(target, command, disk.names(folder)):
                     _copy_entries(folder, target)
     except OSError as error:
@@ -402,6 +403,7 @@ def _delete_abandoned(holder: Path) -> None:
     """
     with contextlib.suppress(OSError):
         status = holder.stat()
+        # Users share the folder of temporary files, and only its owner may delete a part of it.
         if status.st_uid != os.getuid() or time.time() - status.st_mtime < _RUNNING_S:
             return
         with (holder / LOCK).open("r+") as file:

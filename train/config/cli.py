@@ -371,6 +371,7 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
         return config
     # Dtype and kernels are the recipe's: they say how to compute, and not what.
     model = dataclasses.replace(configs.get(name), compute=config.model.compute)
+    # Set together, because a config refuses a model that cannot read its data.
     data = dataclasses.replace(config.data, name=value_of("--data.name", argv) or config.data.name)
     return dataclasses.replace(config, model=model, data=data)
 

@@ -93,6 +93,7 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
     if not in_file and not is_named and not flags.has("data.name"):
         return config  # a recipe fits its own data
     free_fields = _free_fields(flags, in_file)
+    # The patch size follows from the image size, so alone it is no reason to read the data.
     if not {"num_classes", "channels", "image_size"} & {*free_fields}:
         return config
 

@@ -158,6 +158,7 @@ METRICS: dict[str, Metric] = {
         label="perplexity",
         unit="",
         better="lower",
+        # From the mean loss: the mean of exp(loss) over batches would be another number.
         from_loss=_perplexity,
         shown="eval",
         pictures=(),

@@ -399,6 +399,7 @@ def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> li
         elif flag.startswith("--preset.") and "." in name:
             if equals:
                 group_values[name] = value
+            # One dash begins no flag here: the value may be a negative number.
             elif words and not words[0].startswith("--"):
                 group_values[name] = words.pop(0)
             else:

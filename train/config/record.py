@@ -551,6 +551,7 @@ def _fits(value: Any, hint: Any) -> bool:
         )
     # `type`, not `isinstance`: a bool is an int for Python and is no number of a config.
     if hint is float:
+        # Other writers of JSON shorten a float such as 1.0 to 1.
         return type(value) in (int, float) and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
     if hint is int:
         return type(value) is int and -_LARGEST_NUMBER < value < _LARGEST_NUMBER

@@ -49,6 +49,7 @@ table is replicated."""
 DEFAULT: Rules = {
     "batch": ("data", "fsdp", "experts"),
     "sequence": ("sequence",),
+    # Devices that split the experts split all other parameters, too, as fsdp does.
     "embed": ("fsdp", "experts"),
     "memory": ("fsdp", "experts"),
     "representation": ("fsdp", "experts"),
@@ -66,6 +67,7 @@ MAY_STAY_WHOLE = frozenset({"vocab", "classes", "kv_heads"})
 """Logical axes that are replicated if the mesh axis does not divide them. Their sizes are rarely
 round, and a run should not be refused for it."""
 
+# Points of a sweep train side by side, and no array of one point is split over this axis.
 _TARGETS = tuple(axis for axis in MESH_AXES if axis != "sweep")
 _LOGICAL = (
     "batch",

@@ -108,6 +108,7 @@ class OptimizerConfig:
                 f"optimizer.moment_dtype is {self.moment_dtype}, and {self.name} keeps all of its "
                 "moments in float32; leave it out"
             )
+        # The rate of the Adam part becomes a factor on peak_lr, and no factor on 0 gives it.
         if self.adam_peak is not None and self.peak_lr == 0:
             raise ConfigError(
                 f"optimizer.adam_lr is {self.adam_lr} and optimizer.peak_lr is 0; "
@@ -134,6 +135,7 @@ class OptimizerConfig:
                 f"optimizer.layer_decay is {self.layer_decay}; "
                 "write a number in (0, 1], such as 0.75"
             )
+        # Written so that NaN fails, too.
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(
                 f"optimizer.clip_norm is {self.clip_norm}; "

@@ -181,6 +181,7 @@ def _with_experts(model: TransformerConfig, axis: str, size: int) -> Transformer
             f"and no whole number of {size} is that share; "
             f"write a multiple of {model.experts // math.gcd(model.active, model.experts)}"
         )
+    # Written out, because the default hidden size is the MLP's over the active experts.
     return dataclasses.replace(
         model, experts=size, active_experts=active, expert_dim=model.expert_size
     )

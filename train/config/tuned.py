@@ -77,6 +77,7 @@ def applied(
             continue
         value_index = index if equals else index + 1
         if not equals:
+            # A flag without a value is refused when tyro reads the flags.
             value = words[value_index] if value_index < len(words) else ""
         study = None
         if ":" in value and value.partition(":")[0] in PRESETS:

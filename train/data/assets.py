@@ -145,6 +145,7 @@ def _chat_files(data: Data, record: dict[str, Any], note: cache.Note) -> dict[st
         tokens = templates.special_tokens(config.tokenizer)
         template = templates.find(config.tokenizer, config.chat_template)
     except DataError as error:
+        # Only a run on conversations needs the template for its training.
         if config.name.startswith("chat:"):
             raise
         note(f"caution: this run keeps no chat template: {error}")

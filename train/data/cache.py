@@ -99,6 +99,7 @@ def whole(folder: Path, name: str) -> Iterator[None]:
     except MupaxError:
         raise
     except Exception as error:
+        # A disk that fails is no damage of the files.
         if isinstance(error, OSError) and not isinstance(error, disk.ABSENT):
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
@@ -170,6 +171,7 @@ def _locked_within(file: IO[str], seconds: float) -> bool:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
+        # `flock` has no time limit, so the lock is tried again and again.
         time.sleep(0.05)
     return False
 

@@ -44,6 +44,7 @@ def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
     weights: dict[str, float] = {}
     for word in words:
         name, equals, rest = word.partition("=")
+        # From the right, because a source such as text:PATH has a colon of its own.
         source, colon, number = rest.rpartition(":")
         weight = _number(number)
         is_complete = equals and colon and source and re.fullmatch(r"[\w.-]+", name)
@@ -78,6 +79,7 @@ def _counts(weights: dict[str, float]) -> dict[str, int]:
     for name, weight in weights.items():
         exact[name] = BLOCK * weight / sum(weights.values())
     counts = {name: int(share) for name, share in exact.items()}
+    # The largest remainder first, because it lost the most by rounding down.
     by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
     for name in by_remainder[: BLOCK - sum(counts.values())]:
         counts[name] += 1

@@ -59,6 +59,7 @@ class TrainTokenizer:
         texts = self._texts()
 
         documents = texts.read()
+        # Trained on nothing, the library would return a tokenizer of bytes without an error.
         first = next(documents, None)
         if first is None:
             raise DataError(f"{' '.join(self.sources)} has no text to train on; give more of it")

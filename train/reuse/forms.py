@@ -57,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     model = trained.describe(args.workdir, needs_run=True)
     run = model.run
     assert run is not None
+    # Read first, because a damaged asset ends the command and arrays may be large.
     files = model.asset_files()
 
     config = model.config
@@ -76,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
         f"step {step} of {args.workdir} ({program.preset.describe()}) is in {args.out} "
         f"as {args.form}"
     )
+    # Gradients change with their multipliers, so their norm exceeds clip_norm at other steps.
     if config.optimizer.clip_norm is not None:
         terminal.say(
             "note: the run clips gradients by their norm, and that is another in this form; "
@@ -124,6 +126,7 @@ def convert(
             scale=1 / np.asarray(thetas[name], float),
         )
     converted = transplant.state(transfers, state, {}, state.opt_state, optimizer)
+    # Transfers return float32, and optimizer.moment_dtype may keep a moment in bfloat16.
     return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), converted, state)
 
 
@@ -155,6 +158,7 @@ def theta(
         for column, power in powers.items():
             expected = getattr(old, column)[name] * factor**power
             actual = getattr(new, column)[name]
+            # Factors are float32, so equal parameterizations differ by rounding, about 1e-7.
             if abs(actual / expected - 1).max() > 1e-5:
                 raise PresetError(
                     f"{name}: {column} is not what the multiplier's change asks for, so "

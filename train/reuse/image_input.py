@@ -46,6 +46,7 @@ class ImageInput(NamedTuple):
             return ""
         if names is None:
             return "since nothing names the source's classes"
+        # Columns of the readout belong to labels, so another order needs a new readout.
         if sorted(names) == sorted(classes):
             return "since the source has the same classes in another order"
 
@@ -95,11 +96,12 @@ def recorded(fields: Mapping[str, Any], model: ImageModel, record_name: str) -> 
         ConfigError: the record does not fit the model.
     """
     names = fields.get("class_names")
-    # Records of older versions lack both.
+    # Records of older versions have neither class names nor preprocessing.
     pixels = fields.get("pixels")
     try:
         if pixels is not None:
             settings = pixels_from_json(pixels, model.image_size)
+        # Images of these data sets have any size, and older versions cropped them to the centre.
         elif str(fields.get("name")).startswith(("images:", "imagenet")):
             settings = OLDER_PIXELS
         else:

@@ -147,6 +147,7 @@ class Model:
         from mupax.train.data import DataError
         from mupax.train.reuse.predict.command import ranked
 
+        # A string is an iterable, too: its characters would be taken for paths.
         if isinstance(images, str | os.PathLike):
             images = [images]
         paths = [path_of(os.fspath(image)) for image in images]
@@ -179,7 +180,7 @@ class Model:
             if self._program is None:
                 self._program = runs.on_one_device(self.config)
                 self._params = self._opened.params(self._program.abstract)
-                # Reading refuses weights with NaN, but a diverged run may be inspected.
+                # Weights without a run are refused if they have NaN, a diverged run is not.
                 wrong = source.not_finite(self._params)
                 if wrong:
                     terminal.note(
@@ -193,6 +194,7 @@ class Model:
     def _rewrite(self, prompt: str, tokens: int, seed: int, sampling: Sampling) -> str:
         from mupax.train.reuse.generate import denoised
 
+        # `denoised.texts` takes parsed flags of `mupax generate`, and reads these five of them.
         request = types.SimpleNamespace(prompt=prompt, tokens=tokens, seed=seed, samples=1, beams=1)
         return denoised.texts(request, self._opened, self._tokenizer, sampling)[0]
 

@@ -69,6 +69,7 @@ def scales(definition: Definition, factors: Factors) -> Scales:
         match role:
             case Role.QUERY if is_last:
                 logit_scale = _factor(definition, factors, f"{stack}block.{module}.logit_scale")
+                # The plain network scales logits by N^-1/2 itself, so the query carries the rest.
                 scale = scale * logit_scale * definition.sizes.get("head_dim", 1) ** 0.5
             case Role.ATTENTION_OUT | Role.MLP_OUT if is_last:
                 scale = scale * _branch(definition, factors, f"{stack}block.", module)
@@ -182,6 +183,7 @@ def preset_record(
         if model.factors[name]["kind"] == "skip":
             skips.append(factors.forward[name])
     if skips:
+        # The norm of a stream that is divided by c, the product of its skips, sees eps / c^2.
         eps_times = [float(np.prod(skip, dtype=np.float64) ** -2) for skip in skips]
         record["norm_eps_times"] = max(eps_times)
 

@@ -32,6 +32,7 @@ def on_one_device(config: Config) -> Program:
 
     It can restore the checkpoint of any mesh, because restoring places the arrays anew.
     """
+    # In a run of several processes, `jax.devices()` begins with a device of process 0.
     return assemble(dataclasses.replace(config, mesh=MeshConfig(data=1)), jax.local_devices()[:1])
 
 
@@ -92,10 +93,12 @@ def write(
         workdir.record(folder, config, facts, preset, {})
         entries = assets.write(folder, files) if files else {}
         with Checkpoints(folder, config.checkpoint) as checkpoints:
+            # Set before the save, because the manifest of the checkpoint lists the assets.
             checkpoints.assets = entries
             checkpoints.save(step, state, facts, last=True)
             failure = checkpoints.wait()
             if failure:
+                # Raised inside of `making`, which deletes the half-written folder on any error.
                 raise disk.DiskError(
                     f"{failure}; nothing is left of {out}: see to the disk, then write the "
                     "command again"

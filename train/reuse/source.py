@@ -208,6 +208,7 @@ def trained(run: LoadedRun) -> WeightsSource:
     record["scales"] = {name: plain.number(scale) for name, scale in scales.items()}
     notes = [f"adapters of rank {adapters.rank} are merged into their matrices"]
     merged = dataclasses.replace(config.model, lora=LoraConfig())
+    # Readers multiply stored weights by their scales, so the merged ones are divided by them.
     return WeightsSource(merged, plain.restore_multipliers(absorbed, scales), scales, record, notes)
 
 
@@ -225,6 +226,8 @@ def _scales(preset: Any, files: Tensors) -> plain.Scales:
         raise WeightsError(f"{files.path}: {MODEL} has no preset.scales")
 
     scales: plain.Scales = {}
+    # The last norm's gain may have a scale and no tensor: it then stands for a tied
+    # readout's multiplier alone.
     for name in [*files.shapes, plain.GAIN]:
         default = 1.0 if name == plain.GAIN else None
         value = recorded.get(name, default)
@@ -239,6 +242,7 @@ def _scales(preset: Any, files: Tensors) -> plain.Scales:
             raise WeightsError(f"{files.path}: {MODEL} has no usable scale for {name[:60]!a}")
         scales[name] = np.asarray(value, np.float64)
 
+    # A scale of this name would add a gain to a model that has none.
     if plain.GAIN not in files.shapes and scales[plain.GAIN] == 1:
         del scales[plain.GAIN]
     return scales
@@ -252,6 +256,7 @@ def _is_scale(number: Any) -> bool:
 def _check_memory(files: Tensors, path: Path) -> None:
     """Refuse weights that do not fit into memory as float32."""
     count = sum(math.prod(shape) for shape in files.shapes.values())
+    # Arrays become float32 when multipliers are absorbed, whatever dtype the file has.
     bytes_needed = count * np.dtype(np.float32).itemsize
     memory.check(
         bytes_needed,

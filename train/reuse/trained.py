@@ -321,6 +321,7 @@ class TrainedModel:
         name = config.data.tokenizer
         tokenizer: Any = named_tokenizers.opened(name, config.data.separator)
         if tokenizer is None:
+            # Standard output belongs to the answer of the command, such as generated text.
             note = functools.partial(print, file=sys.stderr)
             data = data_sources.load(config.data, config.model, seed=config.data_seed, note=note)
             tokenizer = data.tokenizer
@@ -354,6 +355,7 @@ class TrainedModel:
         file = path_of(own_files.settings(data, self.facts, self.assets).tokenizer)
         if not file.is_file():
             return None
+        # The file of the recorded name may hold another tokenizer by now.
         key = tokenizer.Subwords(file, data.separator).key
         return file if key == self.facts.get("tokenizer") else None
 
@@ -495,7 +497,6 @@ def read(
 def _of_run(path: Path, place: Place, step: Step | None, average: bool | None) -> TrainedModel:
     run = saved_run.find(place.path, step, average)
     assets = run.assets()
-    # Facts of the assets replace those of the record.
     facts = dict(run.facts)
     if assets:
         facts.update(assets.facts)

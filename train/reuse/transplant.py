@@ -80,6 +80,7 @@ class ParamTransfer:
         if fresh is None:
             return moved
         if self.copies_axis is not None:
+            # Initial values of adjacent copies sum to zero, so the sum of the copies stays.
             return np.where(self.transplanted(), moved, np.float32(0)) + _float32(fresh)
         return np.where(self.transplanted(), moved, _float32(fresh))
 
@@ -272,6 +273,7 @@ def resized(position_TD: np.ndarray, source: ModelConfig, target: ModelConfig) -
 
     num_new_leading = target.sizes()["position"] - new_side**2
     leading_RD = np.zeros_like(position_TD, shape=(num_new_leading, width))
+    # The model with fewer class tokens and registers decides how many of these rows are kept.
     leading_RD[:num_leading] = position_TD[:num_leading][:num_new_leading]
     return np.concatenate([leading_RD, grid_GGD.reshape(-1, width)]).astype(np.float32)
 
@@ -532,6 +534,7 @@ def show(console: Console, title: str, rows: list[Row], notes: list[str]) -> Non
     ]
     lines += [terminal.wrapped(f"note: {note}") for note in notes]
     for line in lines:
+        # Rich would wrap the table's rows, colour its numbers and read brackets as markup.
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

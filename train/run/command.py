@@ -63,6 +63,7 @@ def start(command: cli.Command, words: Sequence[str]) -> int:
 
         print(json.dumps(to_json(command.config), indent=2))
         return 0
+    # Checked before JAX is imported: XLA ends the process if a flag in XLA_FLAGS is wrong.
     process.check(cache.remembered)
     if command.dry_run:
         from mupax.train.run import dry_run
@@ -88,6 +89,7 @@ def _recipe_or_record(
     mupax starts from its own record instead, which has the values of that preset.
     """
     recipe = cli.recipe(name)
+    # A tuned preset is written PRESET:NAME, so words without a colon name none.
     if "--resume" not in words or not any(":" in word for word in words):
         return recipe, words
 
@@ -123,6 +125,7 @@ def _run_to_resume(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:
     folder = cli.value_of("--workdir", argv)
     wrong = f"the first word is a recipe, not a flag such as {argv[0].partition('=')[0]}"
     advice = "`mupax train --help` lists the recipes"
+    # The next flag stands where the value of `--workdir` is missing.
     if folder is None or folder.startswith("--"):
         raise command_line.UsageError(
             f"{wrong}; to go on with a run write --resume --workdir FOLDER; {advice}"

@@ -155,6 +155,7 @@ def run(config: Config, published_use: str | None = None) -> int:
         ConfigError, PresetError, MeshError, MupaxError: The run itself would refuse the config, or
             lacks an extra.
     """
+    # A package that only reads the data may be missing, because a dry run opens no data.
     check_extras(config, reads_data=False)
     program = fit.program_of(config)
     if config.recipe:
@@ -200,6 +201,7 @@ def _parameters(program: Program) -> str:
 def _shape(program: Program, leaf: Any) -> str:
     """Return a parameter's shape such as `512x64/2`, where `/2` is a dimension split over 2."""
     sizes = []
+    # A PartitionSpec may be shorter than the shape. Further dimensions are then not split.
     for size, axis in itertools.zip_longest(leaf.shape, leaf.sharding.spec):
         sizes.append(f"{size}/{program.mesh.shape[axis]}" if axis else str(size))
     return "x".join(sizes)

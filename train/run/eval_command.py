@@ -132,6 +132,7 @@ def _run_tasks(args: Evaluate, run_flags: Sequence[str]) -> int:
         flag = word.partition("=")[0]
         if word.startswith("--") and flag != "--data.tokenizer":
             raise command_line.UsageError(f"eval --tasks does not read {flag}; leave it out")
+    # `--data.tokenizer FILE` and `--data.tokenizer=FILE` both leave FILE as the second word.
     words = " ".join(run_flags).replace("=", " ").split()
     numbers = tasks.measured(
         hub.local(args.workdir, args.revision),
@@ -354,6 +355,7 @@ def _images(saved: Any, console: Any) -> Any:
     folder = folders.to_evaluate(config.data.name, saved.facts)
     missing_notes: list[str] = []
     if model_classes:
+        # macOS writes an accent as a character of its own, so equal names can differ in bytes.
         known_classes = set(map(folders.nfc, model_classes))
         if not known_classes.issuperset(folder.classes):
             check_classes(model_classes, folder.classes, saved, config.data.name)

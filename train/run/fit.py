@@ -76,6 +76,7 @@ def fit(config: Config, hooks: Sequence[Hook] = ()) -> Run:
     code = loop.run(config, Hooks(hooks) if hooks else None)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
+    # As in a shell, an exit code above 128 is 128 + the number of the signal.
     if code > 128:
         raise SystemExit(code)
     if code:

@@ -36,6 +36,7 @@ class Hook:
     @property
     def name(self) -> str:
         """Name of the function, for messages."""
+        # A `functools.partial`, for instance, has no name of its own.
         return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 
 
@@ -106,6 +107,7 @@ class HookRun:
                     f"eval... and perf_...); write another, such as my/{name}"
                 )
             try:
+                # Converted at once, because arrays of the state are gone after the next step.
                 self._values[name] = float(value)
             except (TypeError, ValueError) as error:
                 raise MupaxError(f"run.log: {name} is {value!r}; write one number") from error

@@ -427,6 +427,7 @@ def interrupted(
         "; mend the data and write the command with --resume to go on, "
         "and with --resume-change data where a file was replaced or removed"
     )
+    # The class decides about the exit code, so the new error has the class of the old one.
     raise type(reason)(text) from reason
 
 

@@ -89,8 +89,10 @@ def noise_scale(products: np.ndarray, batch: int) -> Scale:
     error = deviation * float(stdtrit(count - 1, 0.975))
 
     def scale(signal_share: float) -> float:
+        # E|g|^2 / |G|^2 is 1 + tr(Sigma) / (B |G|^2), by the equations at the top of this file.
         return batch * (1 / signal_share - 1) if signal_share > 0 else math.inf
 
+    # The noise scale falls with the share of the signal, so the ends change places.
     return Scale(scale(share), max(0.0, scale(share + error)), scale(share - error))
 
 
@@ -98,6 +100,7 @@ def _signal_share(products: np.ndarray) -> float:
     """Return |G|^2 / E|g|^2, both estimated without bias, from products [J, J]."""
     count = len(products)
     squares = np.trace(products)
+    # |G|^2 is the mean of J (J - 1) products off the diagonal, E|g|^2 that of J squares.
     return float((products.sum() - squares) / (count - 1) / squares)
 
 

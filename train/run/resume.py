@@ -157,6 +157,7 @@ def _batch_digest(data: Data, index: int) -> str:
     rows = data.train_batch(index, slice(0, min(_ROWS, data.batch_size)))
     digest = hashlib.sha256()
     for name, values in sorted(rows.items()):
+        # Arrays of other shapes and dtypes can have the same bytes.
         digest.update(f"{name} {values.dtype} {values.shape}".encode())
         digest.update(values.tobytes())
     return digest.hexdigest()[:16]
@@ -211,6 +212,7 @@ def check(recorded_config: Mapping[str, Any], config: Config, step: int) -> None
     recorded = from_json({**completed(recorded_config, to_json(config)), "resume": True})
     old = _next_learning_rate(recorded, step)
     new = _next_learning_rate(config, step)
+    # A product and no quotient, because a schedule may end at a learning rate of 0.
     if max(old, new) > JUMP * min(old, new):
         schedule_changes = [
             line

@@ -67,6 +67,7 @@ class Watchdog:
     def __init__(self, seconds: float | None, file: TextIO | None = None) -> None:
         self._seconds = seconds
         self._file = file
+        # Infinite until the first call of `waiting`, so that compiling does not count as silence.
         self._since = math.inf
         self._awaited = ""
         self._ended = threading.Event()
@@ -220,6 +221,7 @@ class RunContext:
 
     def fail(self, text: str) -> int:
         """Print an error on the screen of every process, and return the exit code 1."""
+        # `self.console` is quiet except on process 0, and an error belongs on its own process.
         rich_console(stderr=True).print(
             f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True
         )
@@ -236,6 +238,7 @@ def runtime(config: Config) -> Iterator[RunContext]:
         SystemExit: A signal came with nothing to save.
     """
     address = place(config.distributed)
+    # Signals are received before the processes join, which may wait long for a host.
     with lasting(), StopRequest() as stop, _joined(address, config) as processes:
         stop.join(processes)
         if processes.count > 1:
@@ -403,6 +406,7 @@ class Report(contextlib.ExitStack):
         if self._writer is not None:
             self.enter_context(self._writer)
         self.enter_context(self.progress)
+        # Closed before the live bar ends, because closing prints a line above the bar.
         self.callback(self.profile.close)
         return self
 
@@ -484,6 +488,7 @@ class Report(contextlib.ExitStack):
         if skipped:
             row["skipped"] = True
         if self._skipped_batches:
+            # After a rollback, the batch of a step no longer follows from its number.
             row["batch"] = step - 1 + self._skipped_batches
         row["seconds"] = round(seconds, 6)
         self._write(row)
@@ -519,6 +524,7 @@ class Report(contextlib.ExitStack):
         self._write(row)
         if self._spool is not None:
             self.flush()
+            # In a thread, so that training does not wait for a slow bucket.
             self._spool.send_later()
         self.progress.evaluated(row)
 

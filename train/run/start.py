@@ -143,6 +143,7 @@ def _check_steps(
         analysis = compiled_step.memory_analysis()
         # Not every backend can say how much memory a program needs.
         if analysis is not None:
+            # Outputs need little: the state is donated, so the new one takes the old one's memory.
             needed = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
             largest = max(largest, needed)
     # Anything else on the device takes less than the state and a checkpoint's copy of the state.
@@ -249,6 +250,7 @@ def _earlier_evaluations(
             return []
         return rows_until(context.files, start.step)
 
+    # All processes take the rows of process 0, or they would stop early at different steps.
     rows = context.processes.broadcast("evaluations", earlier_rows)
     evaluations = Evaluations(context.config, rows)
     if context.processes.leader:

@@ -108,6 +108,7 @@ def model_fields(path: str) -> frozenset[str]:
     if isinstance(model, str):
         return data_sizes.NAMED
     if isinstance(model, dict):
+        # With `family` the set is never empty: an empty one would stand for a recipe.
         return frozenset({"family"} | model.keys())
     return frozenset({"family"})
 
@@ -128,6 +129,7 @@ def _read(path: str) -> dict[str, Any]:
     try:
         # "-sig": Windows' editors begin a file with a byte order mark.
         text = path_of(path).read_bytes().decode("utf-8-sig")
+        # JSON may have tabs between its words, which YAML refuses.
         content = json.loads(text) if path.lower().endswith(".json") else yaml.load(text, Loader)
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: nested too deep") from None
@@ -302,6 +304,7 @@ def _over(start: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]
     for name, value in fields.items():
         if isinstance(value, dict) and isinstance(merged.get(name), dict):
             merged[name] = _over(merged[name], value)
+        # `start` already holds the fields of the model that the file names.
         elif not (name == "model" and isinstance(value, str)):
             merged[name] = value
     return merged

@@ -26,6 +26,7 @@ def lm_laptop() -> Config:
         preset=PresetConfig(name="mup", base="lm-proxy"),
         optimizer=OptimizerConfig(
             name="muon",
+            # 2^-4.43, the optimum at half the depth. Its interval is 2^-4.66 to 2^-4.19.
             peak_lr=0.04645,
             warmup_steps=250,
             weight_decay=3e-4,

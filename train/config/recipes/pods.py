@@ -205,6 +205,7 @@ def _vit_i1k(name: str, model: str) -> Config:
     """Return a ViT on ImageNet-1k with big_vision's augmentation and initialization."""
     base = _imagenet(name, model)
     fields = {"sincos": True, "norm_eps": 1e-6, "distribution": "flax"}
+    # mix_group: big_vision mixes the images of each of a TPU v3-8's 8 devices, 1,024 / 8.
     transforms = TransformsConfig(
         crop="inception", randaug_layers=2, randaug_magnitude=10, mixup=0.2, mix_group=128
     )
@@ -212,10 +213,12 @@ def _vit_i1k(name: str, model: str) -> Config:
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, **fields),
+        # big_vision's split is train[:99%]. It validates on the last percent.
         data=dataclasses.replace(base.data, transforms=transforms, pixels=pixels, train_percent=99),
         preset=PresetConfig(
             name="mup", base="vit-s16", zero_readout=True, constants=_I1K_CONSTANTS
         ),
+        # big_vision sets mu_dtype="bfloat16", and its warm-up begins at 0.
         optimizer=dataclasses.replace(
             base.optimizer, moment_dtype="bfloat16", warmup_from_zero=True
         ),
@@ -235,6 +238,7 @@ def _imagenet(name: str, model: str) -> Config:
             peak_lr=1e-3,
             b2=0.999,
             weight_decay=1e-4,
+            # big_vision adds wd * w after the learning rate and before the schedule.
             decay="independent",
             warmup_steps=10_000,
             clip_norm=1.0,

@@ -61,6 +61,7 @@ def in_folder(path: Path) -> bool:
     else:
         files = sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
+        # All suffixes, because records may be compressed, as in chats.jsonl.gz.
         suffixes = {suffix.lower() for suffix in file.suffixes}
         try:
             if ".parquet" in suffixes:

@@ -142,6 +142,7 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
         name = getattr(method, "__name__", "")
         if isinstance(text, str):
             _check_method(text, name, args)
+        # jinja2 gives templates this function as `lipsum`, with a number of paragraphs.
         elif name == "generate_lorem_ipsum":
             _written(1000 * max(_widest(args), _widest(kwargs.values())))
         result = super().call(context, function, *args, **kwargs)
@@ -289,6 +290,7 @@ def environment(dated: bool, marks: str) -> Environment:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, **options: Any) -> str:
+        # As in `transformers`: jinja2's own filter would escape < and > for HTML.
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
     sandboxed = Environment(

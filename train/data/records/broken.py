@@ -131,6 +131,7 @@ class BrokenLog:
         self._parts[name] = part
         if self._path is not None:
             cache.folder(self._path.parent)
+            # Appended, because several processes may log into one file.
             with self._path.open("ab") as file:
                 file.write(json.dumps({"part": name, **part._asdict()}).encode() + b"\n")
 

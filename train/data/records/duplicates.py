@@ -103,9 +103,11 @@ def _keys(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarr
 
     The number is a hash of the document's length and of the tokens at its ends.
     """
+    # 2^64 over the golden ratio, an odd number that spreads keys over all bits.
     factor = np.uint64(0x9E3779B97F4A7C15)
     keys = (stops - starts).astype(np.uint64)
     for i in range(_KEY_TOKENS):
+        # A short document repeats its last token, as every copy of the document does.
         first_tokens = tokens[np.minimum(starts + i, stops - 1)]
         keys = keys * factor + first_tokens.astype(np.uint64)
         last_tokens = tokens[np.maximum(stops - 1 - i, starts)]

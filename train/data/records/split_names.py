@@ -167,6 +167,7 @@ def _is_about(file: str) -> bool:
     """Return whether a file describes the data, by its name, such as README.md or LICENSE.txt."""
     name = file.rpartition("/")[2].lower()
     first_word = re.split(r"[._\- ]", name)[0]
+    # A name such as notice_train.txt tells a part, so the file is data.
     return first_word in _ABOUT and split_word(name) is None
 
 

@@ -51,6 +51,7 @@ def cifar5m(
     sources = [builders.Source(builder, "train") for builder in parts]
     marks: list[bytes] = []
     for source in sources:
+        # First and last image stand for a part, because a digest of all would read gigabytes.
         marks += _marks(source)
     return images.ImageData(
         config,

@@ -32,6 +32,7 @@ class DigitData(images.ImageData):
 
     def references(self) -> list[Reference]:
         chosen = self.eval_positions(range(self.eval_size))
+        # Sorted, because the accuracy does not depend on the order of the test images.
         key = cache.digest(str(self.facts["digest"]), np.sort(chosen).tobytes())
         train = [self.train[i] for i in range(len(self.train))]
         test = [self.eval[i] for i in chosen]
@@ -105,6 +106,7 @@ def by_writer(labels: np.ndarray) -> np.ndarray:
     Raises:
         DataError: No form begins at `FIRST_TEST_FORM`, so the digits are in another order.
     """
+    # Every form begins with 0123456789 three times, so other labels show another order.
     if not np.array_equal(labels[FIRST_TEST_FORM : FIRST_TEST_FORM + 30], np.arange(30) % 10):
         raise DataError("these digits are in another order; use data.split random")
     return np.arange(len(labels)) >= FIRST_TEST_FORM

@@ -62,6 +62,7 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     sizes = (f"{name} {file.stat().st_size}" for name, file in read.every())
     identity = cache.digest(*sizes, config.field, *read.reading())
     shares = files.lanes(train, config.batch_size)
+    # A single lane has all files, and they stand in the order of a hash, not of their names.
     (all_train,) = files.lanes(train, 1)
     (all_held_out,) = files.lanes(held_out, 1)
     corpus = Corpus(
@@ -92,6 +93,7 @@ def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
     key = cache.digest(source.key, field)
     broken = BrokenLog()
     broken.keep_in(key)
+    # Lanes have equal parts of a batch and whole shards, so their number divides both.
     count = math.gcd(config.batch_size, source.splits["train"].num_shards, files.MOST_LANES)
     shards = []
     for i in range(count):

@@ -130,6 +130,7 @@ def user_text(
         )
 
     key = _content_key(config, kind, files, note)
+    # The tokenizer decides whether text that is no UTF-8 is broken, so each answer has a log.
     files.broken.keep_in(f"{key}-utf8" if files.is_utf8 else key)
     return files, key
 

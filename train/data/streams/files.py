@@ -62,6 +62,7 @@ def _chunks(
     for count, (content, ends) in enumerate(documents[first:], first + 1):
         chunk.append((content, ends))
         size += len(content)
+        # The last chunk of a part comes below, with the position of the next part.
         if size >= _CHUNK_BYTES and count < len(documents):
             yield chunk, [file, part, count]
             chunk = []

@@ -54,6 +54,7 @@ def _ids(name: str, size: int, separator: str | None) -> Ids:
     separator_id = size - 1
     if separator is not None:
         is_number = separator.isascii() and separator.isdigit()
+        # `size` is no id, so that a word is refused below.
         separator_id = int(separator) if is_number else size
     if separator_id >= size:
         raise DataError(
@@ -127,11 +128,13 @@ def train_bpe(texts: Iterable[bytes], size: int, special: Sequence[str] = ()) ->
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     library = Library(models.BPE())
+    # A space before every text would be a byte that the text does not have.
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=special_tokens,
+        # All 256 bytes, or a byte that the training text lacks could not be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

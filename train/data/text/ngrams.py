@@ -39,6 +39,7 @@ def references(
 
     def compute() -> dict[str, float]:
         positions = np.flatnonzero(targets)
+        # Rounded up, so that at most `_MOST_TARGETS` positions are left.
         stride = -(-len(positions) // _MOST_TARGETS)
         positions = positions[::stride]
         losses = nats_per_byte(train[:_MOST_BYTES], eval_, positions, max(_NAMES))
@@ -85,6 +86,7 @@ def nats_per_byte(
             contexts, first, num_followers = np.unique(
                 _context(grams, n), return_index=True, return_counts=True
             )
+            # The n-grams are sorted, so those of one context are adjacent.
             context_counts = np.add.reduceat(gram_counts, first)
 
             keys = _keys(text, positions[has_context], n, key_type)
@@ -105,6 +107,7 @@ def _keys(text: np.ndarray, positions: np.ndarray, n: int, key_type: Any) -> np.
     Each byte or token has a quarter of the bits of `key_type`.
     """
     keys = np.zeros(len(positions), key_type)
+    # A byte has 8 bits, of which a quarter is 2.
     shift = key_type(2 * keys.itemsize)
     for i in range(n):
         tokens = text[positions - (n - 1 - i)]

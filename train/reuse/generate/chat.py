@@ -53,6 +53,7 @@ def main(args: Any, run: TrainedModel, sampling: Sampling) -> int:
             if conversation.cut_by:
                 terminal.note(f"note: the answer was cut by {conversation.cut_by}")
     except KeyboardInterrupt:
+        # The shell's prompt would follow the cut answer on the same line.
         terminal.show("\n")
         raise
     return 0
@@ -106,11 +107,13 @@ class Conversation:
         try:
             prompt = self._fitted()
         except (DataError, DecodingError):
+            # The refused message goes, and messages that `_fitted` left out for it come back.
             self._messages = before
             raise
         max_length = self._context - prompt.size + 1  # the last token is never read
         length = min(self._tokens, max_length)
         text = StreamingText(self._tokenizer, prompt.tolist(), length, self._stops, self._ends)
+        # Random keys depend on the seed and a token's number, so every answer gets its own seed.
         for part in self._generator.stream(prompt, length, self._seed + len(self._messages)):
             yield text.add(part[0].tolist())
             if text.finish:
@@ -189,4 +192,5 @@ def _line(in_terminal: bool) -> str:
     line = sys.stdin.readline()
     if not line:
         raise EOFError
+    # On Linux and macOS, Python leaves the carriage return of a file from Windows in the line.
     return line.removesuffix("\n").removesuffix("\r")

@@ -119,11 +119,14 @@ def main(argv: Sequence[str]) -> int:
     assert args.prompt is not None  # see _check
     text = args.prompt
     if text == "-":
+        # `echo` ends its text with a newline, which would become a token of the prompt.
         text = sys.stdin.read().removesuffix("\n")
+    # Python holds bytes of a command line that are not UTF-8 as surrogates.
     prompt = prompt_of(run, tokenizer, text.encode("utf-8", "surrogateescape"))
     program = runs.on_one_device(run.config)
     params = run.params(program.abstract)
     model = transformer(run.config.model, "writing text")
+    # Shapes alone: a cache that does not fit is refused with advice before memory is taken.
     empty = jax.eval_shape(lambda: caches.empty(model, args.samples))
     fit.check_arrays(empty, f"keys and values of {args.samples} samples", "Write fewer --samples")
     generator = Generator(
@@ -193,6 +196,7 @@ def write(
 
     for piece in pieces(first_rows(), tokenizer, prompt.tolist()):
         terminal.show(piece if is_single else "")
+    # With --tokens 0 there are no parts, and `np.concatenate` refuses an empty list.
     samples = np.concatenate(parts, axis=1) if parts else [[]] * generator.samples
     if is_single:
         terminal.show("\n")

@@ -103,6 +103,7 @@ class Generator:
 
         # Tokens go to the host, which needs a whole copy of them.
         replicated = program.layout.replicated
+        # None leaves the caches in the sharding that the compiler chooses.
         state = _DecoderState(None, replicated, replicated)
         self._fill = jax.jit(self._read_prompt, out_shardings=state)
         # The state is donated, or every call would copy the caches.
@@ -162,11 +163,13 @@ class Generator:
         key = jax.random.key(seed)
         traced_sampling = None if sampling is None else TracedSampling.of(sampling)
         num_rows = samples or self.samples
+        # Tokens before the last S are never read again, because no context is longer.
         text_BT = np.broadcast_to(prompt.astype(np.int32), (num_rows, prompt.size))[:, -limit:]
 
         state = None
         number = 0  # tokens written so far
         context = limit  # tokens in the caches
+        # A single token first, because the speed of the device is not known yet.
         max_steps = 1
         while number < length:
             began = time.monotonic()
@@ -225,6 +228,7 @@ class Generator:
         """
         limit = self.model.sizes()["position"]
         count = tokens_BT.shape[1] - 1
+        # The last token is only predicted, so a text may have one token more than the context.
         if count > limit:
             raise DecodingError(
                 f"{count + 1} tokens are more than the {limit + 1} whose probabilities one reading "
@@ -300,6 +304,7 @@ class Generator:
 
         out_BT = jnp.zeros((len(state.token_B), MOST), jnp.int32)
         start = (jnp.int32(0), state, out_BT)
+        # The number of steps is a traced input, so one compiled program serves every number.
         _, state, out_BT = jax.lax.while_loop(lambda loop: loop[0] < steps, body, start)
         return state, out_BT
 
@@ -328,6 +333,7 @@ class Generator:
         for params, cache in zip(weights, caches, strict=True):
             net: Any = self._definition.bind(params, forward, layout=self.layout)
             h_BTD, filled = net.cached(text_BT, cache, fresh=fresh)
+            # The readout is applied to one position: logits of a whole prompt would be [B, P, V].
             h_B1D = jax.lax.dynamic_slice_in_dim(h_BTD, position, 1, axis=1)
             logits.append(net.read(h_B1D)[:, 0])
             filled_caches.append(filled)

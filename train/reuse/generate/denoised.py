@@ -229,6 +229,7 @@ class Seq2SeqGenerator:
 
         logp_RV = jax.nn.log_softmax(logits_RV, axis=-1)
         last_position = state.out_RT.shape[1] - 1
+        # In `transformers`, mBART forces a language first, and BART its end token at full length.
         for token, position in ((self._first, 0), (self._last, last_position)):
             if token is not None:
                 forced_V = jnp.where(jnp.arange(logp_RV.shape[1]) == token, 0.0, -jnp.inf)
@@ -272,6 +273,7 @@ class Seq2SeqGenerator:
         ended_V = jnp.where(jnp.arange(vocab_size) == self._end, 0.0, -jnp.inf)
         scores_RV = state.score_R[:, None] + jnp.where(state.done_R[:, None], ended_V, logp_RV)
         scores_BN = scores_RV.reshape(-1, self._beams * vocab_size)
+        # The beams of one input compete: one beam may have several of the best continuations.
         score_BK, index_BK = jax.lax.top_k(scores_BN, self._beams)
         beam_BK = index_BK // vocab_size
         first_row_B1 = self._beams * jnp.arange(len(index_BK))[:, None]
@@ -399,6 +401,7 @@ def _request_of_weights(text: str, model: TrainedModel, tokenizer: Any) -> Reque
 
 def _ends(config: Config, ids: SpecialIds) -> dict[str, Any]:
     """Return the tokens at both ends of a run's targets, as parameters of `Seq2SeqGenerator`."""
+    # BART's decoder first reads the end token, T5's the padding token.
     start = ids.eos if config.data.noise == "infilling" else ids.pad
     return {"start": start, "end": ids.eos}
 
@@ -417,6 +420,7 @@ def _prompt(text: str, tokenizer: Any, ids: SpecialIds, *, bos: bool) -> np.ndar
             tokens.append(np.array([words[part]]))
         elif part:
             tokens.append(tokenizer.encode([part.encode("utf-8", "surrogateescape")])[0])
+    # BART's inputs have a token at both ends, those of T5 only at the end.
     start = np.array([ids.bos] * bos, np.int32)
     end = np.array([ids.eos])
     return np.concatenate([start, *tokens, end]).astype(np.int32)

@@ -93,6 +93,7 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling | TracedSam
         k = min(sampling.top_k or vocab_size, vocab_size)
         best_BK, ids_BK = jax.lax.top_k(logits_BV / sampling.temperature, k)
         if sampling.top_p is not None:
+            # Shares are among the top_k tokens, as in `transformers`, which applies top_k first.
             is_in_nucleus_BK = _likelier_mass(best_BK) < sampling.top_p
             best_BK = jnp.where(is_in_nucleus_BK, best_BK, -jnp.inf)
         index_B = categorical(keys_B, best_BK)

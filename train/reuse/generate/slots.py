@@ -37,6 +37,7 @@ A call for a single token may take longer.
 """
 
 
+# Compared by identity: `==` of arrays has no single truth value, and dicts have texts as keys.
 @dataclasses.dataclass(eq=False)
 class Text:
     """Text that is being written.
@@ -221,6 +222,7 @@ class Slots:
             # One call writes as many tokens of every text: the text with the fewest left decides.
             steps = min(steps, text.length - len(text.written_ids), self._limit - text.context)
         for text, tokens, is_finite in self._advance(writing, steps):
+            # An error belongs to one text. The texts in the other slots go on.
             error = None if is_finite else DecodingError(_DIVERGED)
             written.append(Written(text, tokens, error))
         # Fast devices make more tokens per call. The drawn tokens do not depend on it.
@@ -310,6 +312,7 @@ class Slots:
         self.compiling = name not in self._compiled
         try:
             yield
+            # A first call is mostly compilation, which says nothing about how long a call may take.
             if not self.compiling:
                 self.longest_call_s = max(self.longest_call_s, time.monotonic() - began)
             self._compiled.add(name)

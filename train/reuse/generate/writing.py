@@ -84,6 +84,7 @@ class StreamingText:
         """Text that was returned so far."""
         self.count = 0
         """Number of tokens so far, including the one that ended the text."""
+        # A text of no tokens has ended before it begins, as when only a prompt is to be scored.
         self.finish: Finish | None = None if length else "length"
 
     def add(self, ids: Sequence[int]) -> str:
@@ -185,4 +186,5 @@ def answer_end(template: Template, tokenizer: Any) -> AnswerEnd:
     # Not the id of <unk>, which stands for any text that the vocabulary lacks.
     if name and tokenizer.is_skipped(first) and ending.startswith(name):
         return AnswerEnd(frozenset([first]), ())
+    # The first token of an ending in ordinary words could also stand inside an answer.
     return AnswerEnd(frozenset(), (ending,))

@@ -147,6 +147,7 @@ def axes(small: TransformerConfig, large: TransformerConfig) -> Axes:
         along[ENCODER.axis] = first_entries(old_depth, large.sizes()[ENCODER.axis])
     expert_copies = copied(small, large)
     if expert_copies > 1:
+        # Copies of an expert are adjacent, because their initial values are centred group by group.
         along["experts"] = np.repeat(np.arange(small.experts or 1), expert_copies)
     along["heads"] = heads
     along["kv_heads"] = kv_heads
@@ -292,6 +293,7 @@ def _heads(small: TransformerConfig, large: TransformerConfig) -> tuple[Index, I
     """
     old_group = small.num_heads // small.kv_heads
     new_group = large.num_heads // large.kv_heads
+    # A key head that would serve fewer queries is copied, so that every query keeps its keys.
     copies = max(1, old_group // new_group)
     is_split_unevenly = new_group < old_group and old_group % new_group
     if is_split_unevenly or large.kv_heads < small.kv_heads * copies:
@@ -347,6 +349,7 @@ def _rotated(small: TransformerConfig, large: TransformerConfig) -> tuple[Index,
     index[pairs + new_dim // 2] = np.arange(num_pairs) + num_pairs
     if np.allclose(old_log_frequencies, new_log_frequencies[pairs], atol=1e-6):
         return index, []
+    # Pair i turns by theta^(-2i/N). Base theta^(N'/N) with N' in place of N is the same angle.
     exact_theta = old_theta ** (new_dim / old_dim)
     return index, [
         f"rotary pairs of head_dim {new_dim} turn at other frequencies than those of {old_dim}: "

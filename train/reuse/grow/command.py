@@ -254,4 +254,5 @@ def _read(value: str) -> Any:
     try:
         return json.loads(constants.get(value, value))
     except (ValueError, RecursionError):
+        # json.loads recurses for every bracket, so thousands of them exceed Python's limit.
         return value

@@ -157,6 +157,7 @@ def plan(source: ScaledModel, target: ScaledModel) -> Growth:
             # The bias of the router's choice has no gradient that its copies could share.
             if "experts" in spec.axes and not spec.moved_by_loads:
                 copies = axes.expert_copies
+            # Copies that differ in their last matrix get different gradients in all others, too.
             if spec.role is Role.EXPERT_OUT:
                 copies_axis = spec.axes.index("experts")
 
@@ -198,6 +199,7 @@ def _scale(spec: ParamSpec, small: TransformerConfig, large: TransformerConfig) 
     if spec.role in READS:
         return scale * width_factor
     if spec.role is Role.BIAS and spec.of is Role.NORM_GAIN:
+        # The matrix that reads the norm takes `width_factor`, which the norm's bias must cancel.
         return scale / width_factor
     return scale
 

@@ -74,6 +74,7 @@ def measured(
         task_manager=manager,
         limit=limit,
         num_fewshot=shots,
+        # By default the harness resamples 100,000 times, for metrics whose error has no formula.
         bootstrap_iters=1000,
         log_samples=False,
     )

@@ -76,6 +76,7 @@ class Texts:
         self._begin = self._begin_tokens()
         program = runs.on_one_device(self._run.config)
         params = self._run.params(program.abstract)
+        # Tasks differ in temperature. Without a fixed sampling, one compiled program serves all.
         self._generator = Generator(program, params, program.step_inputs(), sampling=None)
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
@@ -215,6 +216,7 @@ class Texts:
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
             longest = len(windows[batch[0]].tokens)
+            # The last batch has as many rows, or the program would be compiled once more for it.
             tokens_BT = np.zeros((BATCH, longest), np.int32)
             for row, index in enumerate(batch):
                 tokens = windows[index].tokens

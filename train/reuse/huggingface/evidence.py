@@ -35,6 +35,7 @@ def evaluation(workdir: Path, step: int) -> dict[str, Any]:
         lines = []
     row = {}
     for line in lines:
+        # Most lines are about training steps, and parsing all of a long run takes time.
         if b'"eval_loss"' not in line:
             continue
         try:

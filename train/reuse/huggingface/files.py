@@ -284,6 +284,7 @@ def write_huggingface(
 
     out.mkdir(parents=True, exist_ok=True)
     tensors = weights.to_huggingface(model, {**source.params, **added})
+    # `transformers` reads this entry before the tensors, and refuses values that it does not know.
     write_tensors(out, tensors, dtype=dtype, metadata={"format": "pt"})
     (out / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     if processor:

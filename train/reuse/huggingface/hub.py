@@ -112,6 +112,7 @@ def _downloaded(name: str, revision: str | None, files: Any) -> Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _answered(name, revision):
+        # The client itself reads HF_ENDPOINT once, on import, and would take "" for an address.
         endpoint = os.environ.get("HF_ENDPOINT") or None
         folder = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=[*files], endpoint=endpoint

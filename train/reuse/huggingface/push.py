@@ -156,6 +156,7 @@ def _check_name(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise PushError(f"--to {repository}: {error}") from error
+    # The hub's own check also takes a name without a user, as its oldest models have.
     if not (slash and user and name):
         raise PushError(
             f"--to {repository} is no USER/NAME; write your name at Hugging Face before it, as in "
@@ -203,6 +204,7 @@ def _sent(api: HfApi, args: Push, folder: Path, names: Sequence[str]) -> str:
     ]
     model_name = args.to.partition("/")[2]
     with _answered(args.to):
+        # One commit, so that nobody downloads a model with half of its files.
         api.create_commit(args.to, added, commit_message=f"{model_name}, written by mupax")
     return f"{api.endpoint}/{args.to}"
 

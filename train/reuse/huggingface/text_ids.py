@@ -139,6 +139,7 @@ def of(ids: Mapping[str, Any], path: Path, vocab: int) -> TextIds:
     return TextIds(
         start=start,
         end=end,
+        # Padding is masked out, so any token of the vocabulary can fill an input.
         pad=ids.get("pad_token_id", end),
         first=ids.get("forced_bos_token_id"),
         last=ids.get("forced_eos_token_id"),

@@ -219,8 +219,10 @@ def write_tokenizer(
             tokens.pop(f"{name}_token", None)
 
     config: dict[str, Any] = {
+        # This class reads any tokenizer.json as it is. Classes of one model change parts of it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         **tokens,
+        # True would remove spaces before punctuation from decoded text.
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
     }

@@ -62,6 +62,7 @@ class Classifier:
         Threads decode the next files while a batch is classified.
         """
         with ThreadPool(folders.decoding_threads()) as pool:
+            # Threads are enough, because Pillow decodes without holding Python's global lock.
             decoded = pool.imap(self._read, paths)
             for first in range(0, len(paths), self._batch_size):
                 batch_paths = paths[first : first + self._batch_size]
@@ -91,6 +92,7 @@ class Classifier:
         try:
             image = folders.decoded(path, self.model.channels, str(path), pixels.background)
         except DataError as error:
+            # Returned, because an exception would also end the predictions of all other files.
             return error
         fit = crops.fitted(pixels, self.model.image_size)
         # Evaluation uses none of the random numbers of an augmentation.

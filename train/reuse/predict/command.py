@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     paths = files(args.images)
     source = hub.local(args.workdir, args.revision)
     trained_model = trained.open_model(source, args.step, args.average)
+    # Rows of padding cost as much as images, so a few files get a small batch.
     model = classifier(trained_model, min(_BATCH_SIZE, len(paths)))
     num_failed = 0
     for path, probabilities, error in model.predictions(paths):

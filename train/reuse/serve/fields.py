@@ -140,6 +140,7 @@ def request(body: bytes | bytearray, *, is_chat: bool) -> Request:
     if not isinstance(fields, dict):
         raise ApiError(400, "the body is no JSON object; write {...}")
     _check_values(fields)
+    # In OpenAI's API, null means the same as a field that is left out.
     fields = {name: value for name, value in fields.items() if value is not None}
     _refuse_others(fields, is_chat)
     reader = _Reader(fields)
@@ -208,6 +209,7 @@ def _max_tokens(reader: _Reader, is_chat: bool, echo: bool) -> int | None:
     name = "max_tokens"
     if is_chat and reader.has("max_completion_tokens"):
         name = "max_completion_tokens"
+    # 16 is the default of OpenAI's completions. An answer in a chat ends by itself.
     default = None if is_chat else 16
     # With echo, a client can ask for the probabilities of its prompt alone.
     least = 0 if echo else 1
@@ -248,6 +250,7 @@ def _check_values(fields: dict[str, Any]) -> None:
 
 def _shown(value: Any) -> str:
     """Return the repr of a value for a message, at most 40 characters."""
+    # `repr` would write out a value of megabytes before the message cuts it.
     short = reprlib.Repr()
     short.maxstring = 40
     short.maxother = 40

@@ -102,6 +102,7 @@ class LimitedProtocol(H11Protocol):
         self, transport: asyncio.Transport
     ) -> None:
         super().connection_made(transport)
+        # Clients that connect and send nothing would otherwise use up all connections.
         self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -335,6 +336,7 @@ class App:
         self._routes = Starlette(
             routes=routes, exception_handlers={ApiError: _refused, HTTPException: _not_routed}
         )
+        # Starlette would redirect a path that has a slash too many, where the API has an error.
         self._routes.router.redirect_slashes = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -432,8 +434,10 @@ class App:
         began = time.monotonic()
         path = request.url.path
         async with self._bodies.read(request.scope, request.receive) as body:
+            # In a thread, because encoding a long prompt would hold up all other connections.
             prompts, parsed = await asyncio.to_thread(self._parsed, body, path == _CHAT)
         client = request.client.host if request.client else ""
+        # The memory of the body is free from here on, while the answer may take minutes.
         answer = self._service.queue(parsed, prompts, client)
         if parsed.stream:
             return _Stream(self._events(answer, path, began), answer)
@@ -505,6 +509,7 @@ def _log(path: str, token_counts: dict[str, int], began: float) -> None:
 def _json(
     answer: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
+    # The model's name is that of a folder, which may have bytes that are no UTF-8.
     body = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
     return Response(body, status, {**_SAFE, **(headers or {})}, "application/json")
 
@@ -604,6 +609,7 @@ class Server:
             log_config=None,
             log_level="critical",  # mistakes of clients do not belong in the log
             access_log=False,
+            # A client could name any address in X-Forwarded-For, and the queue is fair by address.
             proxy_headers=False,
             server_header=False,
             limit_concurrency=_CONNECTIONS,
@@ -613,6 +619,7 @@ class Server:
             h11_max_incomplete_event_size=LARGEST_HEAD,
         )
         self._uvicorn = uvicorn.Server(config)
+        # `shutdown` may have been called before there was a uvicorn to tell.
         self._uvicorn.should_exit = self._is_stopping
         self._uvicorn.run(sockets=[self._listener])
 

@@ -164,6 +164,7 @@ def _legacy_token(entry: _Entry) -> str:
 
 def _offsets(entries: list[_Entry]) -> list[int]:
     """Return the number of complete characters before each token."""
+    # Incremental, because the bytes of one character may be spread over several tokens.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     count = 0
     offsets = []
@@ -260,8 +261,10 @@ class Answer:
             index = self._indices[event.index]
             writing = self.writings[index]
             if writing.finish:
+                # Tokens that the worker made before it saw that the text is done.
                 continue
             piece = writing.add(event.tokens)
+            # The worker stopped at the time limit, and not because the text has all its tokens.
             if event.is_last and not writing.finish:
                 piece += writing.cut()
             if writing.finish:
@@ -442,6 +445,7 @@ class Service:
             ids: Prompt, int32 [P].
         """
         if request.max_tokens is None:
+            # A prompt that fills the context leaves one token, which is drawn and never read.
             length = min(max(1, self.limit - ids.size), self.limits.max_tokens)
         else:
             length = request.max_tokens
@@ -599,6 +603,7 @@ class Service:
 
     def _check_size(self, prompt: str | list[int], param: str) -> None:
         """Refuse a prompt that cannot fit, before it is encoded."""
+        # A prompt in token ids needs no encoding, so its length is checked later.
         size = len(prompt) if isinstance(prompt, str) else 0
         if size > max(_SHORT_PROMPT, _BYTES_PER_TOKEN * self.limit):
             raise ApiError(

@@ -225,6 +225,7 @@ class Worker:
         finally:
             with self._changed:
                 self._stopped = True
+                # Under the lock of `submit`, which then adds no job that nobody would answer.
                 outstanding: list[Job | ScoreJob] = [*self._jobs, *self._score_jobs]
             reason = "the server is stopping"
             if error:
@@ -413,6 +414,7 @@ class Worker:
             return
         self._slot_began[text] = time.monotonic()
         self._made_progress()
+        # A text that comes back to a slot has its tokens already, and joining adds none.
         if tokens:
             self._hand_over(Written(text, tokens))
 

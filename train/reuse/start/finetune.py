@@ -245,6 +245,7 @@ def rate_rule(origin: TrainedModel) -> _RateRule:
         optimizer = dataclasses.replace(
             source_optimizer,
             peak_lr=share * source_optimizer.peak_lr,
+            # The source's own schedule was made for the source's number of steps.
             schedule="cosine",
             decay_steps=None,
             final_lr_fraction=0.0,
@@ -356,6 +357,7 @@ def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer:
         fields = {name: getattr(source_data, name) for name in _TEXT_FIELDS}
     elif not has_tokenizer:
         fields["separator"] = origin.config.data.separator
+    # A placeholder if the command line has a tokenizer, which is read after the defaults.
     tokenizer = "bytes" if has_tokenizer else _tokenizer(origin)
 
     # A source trained on span corruption reads conversations as documents.
@@ -416,6 +418,7 @@ def _config(
     init = InitConfig(
         init_from=str(origin.exact_path),
         init_new=new_params,
+        # Other commands, too, take the moving average for a run that keeps one.
         init_ema=origin.config.ema.decay is not None,
     )
     return Config(

@@ -109,6 +109,7 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
             init = from_json({**to_json(config), "init": recorded_init}).init
         current = to_json(config)
         resumed = with_tokenizer_of_source(current, record)
+        # `with_tokenizer_of_source` returns its argument where nothing changes.
         if resumed is not current:
             config = from_json(resumed)
         return dataclasses.replace(config, init=init)

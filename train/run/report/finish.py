@@ -300,6 +300,7 @@ def summary(
     _add_attention_logit(table, rows)
 
     rates = [row[unit] / row["seconds"] for row in rows if row.get("seconds") and unit in row]
+    # The median, because the first step and single slow ones would pull a mean down.
     rate = f", {quantity(float(np.median(rates)))} {unit}/s while training" if rates else ""
     below = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 3, 0, 0))
     for label, line in {"time": f"{duration(seconds)}{rate}", **facts}.items():
@@ -422,6 +423,7 @@ def _series(
     A value that was not finite is NaN.
     """
     points = [(row["step"], row[key] / scale) for row in rows if row.get(key) is not None]
+    # The key itself is null in such a row, because JSON has no NaN.
     points += [(row["step"], math.nan) for row in rows if key in row.get("nonfinite", ())]
     # Values that were not finite were added behind all others.
     points.sort(key=lambda point: point[0])

@@ -388,6 +388,7 @@ class MetricsWriter:
         end = os.fstat(self._file.fileno()).st_size
         try:
             while text:
+                # An unbuffered file may take only a part, for instance when the disk fills up.
                 written = self._file.write(text)
                 text = text[written:]
         except OSError:
@@ -465,6 +466,7 @@ def to_json(row: Mapping[str, Any]) -> str:
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             nonfinite[name] = str(value)
+    # `allow_nan=False`, because Python would write NaN as a word that is no JSON.
     if not nonfinite:
         return json.dumps(row, allow_nan=False)
     return json.dumps({**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}, allow_nan=False)
@@ -479,6 +481,7 @@ def _keep_until(path: Path, step: int | None) -> str:
     rows = []
     if step is not None and disk.status(path) is not None:
         rows = [row for row in read(path) if row["step"] <= step]
+    # Replaced at once: a kill leaves the old rows or the ones that are kept.
     disk.write_whole(path, "".join(to_json(row) + "\n" for row in rows))
     missing = set(range(1, (step or 0) + 1)) - {row["step"] for row in rows if "loss" in row}
     if not missing:

@@ -151,6 +151,7 @@ def _draw_cell(
         cmap="gray",
         vmin=0,
         vmax=1,
+        # Other filters would blur images of few pixels, of which the model sees each.
         interpolation="nearest",
         aspect="equal",
     )
@@ -239,6 +240,7 @@ def limits(axes: Axes, values: np.ndarray, *, log: bool) -> None:
         low = values.min()
         high = values.max()
     if not log:
+        # Equal values have no range, and an axis needs limits that differ.
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
         axes.set_ylim(low - margin, high + margin)
         return

@@ -272,6 +272,7 @@ class Profile:
 def quantity(value: float) -> str:
     """Return a positive number in three digits and a letter: 0.123, 45.2, 45.2k, 1.23M, 12.3G."""
     for suffix in ("", "k", "M", "G", "T"):
+        # Rounded to three digits, 999.5 would be 1000, which the next letter writes as 1.00.
         if value < 999.5:
             if value >= 99.95:
                 digits = 0
@@ -301,6 +302,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
     ordered = sorted(seconds)
     percentiles = {}
     for percent in PERCENTILES:
+        # The nearest rank, so that a percentile is a time that a step really took.
         rank = math.ceil(percent / 100 * len(ordered))
         percentiles[percent] = ordered[rank - 1]
     return percentiles

@@ -36,6 +36,7 @@ class UploadBuffer:
     def __init__(self, target: Path) -> None:
         self.target = target
         self._temporary = tempfile.TemporaryDirectory(prefix="mupax-", ignore_cleanup_errors=True)
+        # The name of the workdir, because trackers name a run by its folder.
         self.folder = Path(self._temporary.name) / target.name
         self.folder.mkdir()
         self._sent: dict[Path, tuple[int, int]] = {}
@@ -57,6 +58,7 @@ class UploadBuffer:
         """
         with self._sending:
             for file in sorted(path for path in self.folder.rglob("*") if path.is_file()):
+                # Read before the upload: what is written meanwhile is sent the next time.
                 status = file.stat()
                 version = (status.st_size, status.st_mtime_ns)
                 if self._sent.get(file) == version:

@@ -171,6 +171,7 @@ def ended_since(config: Config, began: float) -> int:
             # A row that another process is writing may be torn.
             with contextlib.suppress(ValueError, RecursionError, KeyError, IndexError, TypeError):
                 last_row = json.loads(path.read_text().splitlines()[-1])
+                # Times of one ISO format and time zone have the order of their text.
                 count += last_row["ended"] >= _time(began)
     return count
 
@@ -293,6 +294,7 @@ def _attend(child: subprocess.Popen[bytes], listener: Listener) -> bytes:
     kill_time = float("inf")
     tail = b""
     while child.poll() is None:
+        # A short wait, because the end of the child wakes nobody if its pipe stays open.
         listener.wait(0.5, *files)
         for signal_number in listener.received[num_passed:]:
             child.send_signal(signal_number)
@@ -319,6 +321,7 @@ def _ends_with_parent() -> Callable[[], object]:
 
     The child calls it before it becomes the run.
     """
+    # Looked up before the fork: a child forked beside other threads could deadlock.
     prctl = ctypes.CDLL(None).prctl
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG
     return lambda: prctl(set_parent_death_signal, int(signal.SIGTERM))

@@ -185,6 +185,7 @@ def _numbers(x: jax.Array) -> dict[str, jax.Array]:
         "below": below,
         "total": jnp.sum(values),
         "squares": jnp.sum(values**2),
+        # A parameter may have more than 2^31 entries, and JAX has no int64 by default.
         "count": jnp.sum(finite, dtype=jnp.uint32),
     }
 

@@ -82,6 +82,7 @@ class TensorBoard(Writer):
         self._summary = summary
         if resume_step is not None:
             next_step = resume_step + 1
+            # TensorBoard heeds the mark of a restart only in files that begin with this version.
             version = proto.Event(step=next_step, file_version="brain.Event:2")
             self._writer.write_event(version)
             start = proto.SessionLog(status=proto.SessionLog.START)
