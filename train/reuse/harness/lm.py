@@ -78,7 +78,8 @@ class Harness(LM):
             temperature = float(options.get("temperature") or 0.0)
         sampling = None
         if temperature:
-            sampling = Sampling(temperature, options.get("top_k"), options.get("top_p"))
+            # As in `transformers`, 0 is no top_k.
+            sampling = Sampling(temperature, options.get("top_k") or None, options.get("top_p"))
         # Tasks use either name.
         max_tokens = options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_TOKENS
         return self._texts.continued(context, until, max_tokens=int(max_tokens), sampling=sampling)

@@ -74,10 +74,12 @@ class Texts:
         self.context = self._run.model.sizes()["position"]
         """Largest number of tokens that the model reads."""
         self._begin = self._begin_tokens()
-        program = runs.on_one_device(self._run.config)
-        params = self._run.params(program.abstract)
+        self._program = runs.on_one_device(self._run.config)
+        self._params = self._run.params(self._program.abstract)
         # Tasks differ in temperature. Without a fixed sampling, one compiled program serves all.
-        self._generator = Generator(program, params, program.step_inputs(), sampling=None)
+        self._generator = self._generator_of(None)
+        self._generators: dict[Sampling, Generator] = {}
+        """Generators of samplings with top_k, which is fixed in a compiled program."""
 
     def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
         """Return the probability of each continuation.
@@ -137,14 +139,24 @@ class Texts:
         stops = [stop for stop in until if stop]
         ends = {int(self.tokenizer.separator)}
         text = StreamingText(self.tokenizer, prompt.tolist(), max_tokens, stops, ends)
-        stream = self._generator.stream(
-            prompt, max_tokens, seed, sampling=sampling or Sampling(0.0), samples=1
-        )
+        sampling = sampling or Sampling(0.0)
+        if sampling.top_k is None:
+            stream = self._generator.stream(prompt, max_tokens, seed, sampling=sampling)
+        else:
+            if sampling not in self._generators:
+                self._generators[sampling] = self._generator_of(sampling)
+            stream = self._generators[sampling].stream(prompt, max_tokens, seed)
         for new_BT in stream:
             text.add(new_BT[0].tolist())
             if text.finish:
                 break
         return text.text
+
+    def _generator_of(self, sampling: Sampling | None) -> Generator:
+        """Return a generator of one text with a fixed sampling. With `None`, every text names one."""
+        return Generator(
+            self._program, self._params, self._program.step_inputs(), sampling=sampling
+        )
 
     def _begin_tokens(self) -> np.ndarray:
         """Return the tokens before the first token of a document, int32 [count].

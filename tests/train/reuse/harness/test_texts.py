@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mupax.train.reuse import runs, trained
+from mupax.train.reuse.generate.sampling import Sampling
 from mupax.train.reuse.harness.texts import TextError, Texts
 from tests.train.reuse.commands import refuse
 from tests.train.reuse.random_weights import LLAMA, published
@@ -76,6 +77,21 @@ def test_greedy_is_what_would_be_written(texts: Texts, logprobs: Logprobs) -> No
     assert not other.greedy
     before = written[: written.index(written[1])]
     assert texts.continued("abc", [written[1]], max_tokens=3) == before
+
+
+def test_a_continuation_is_drawn_as_a_task_says(texts: Texts) -> None:
+    """`top_k` is fixed in a program, where temperature and `top_p` are inputs."""
+    likeliest = texts.continued("abc", [], max_tokens=5)
+    assert texts.continued("abc", [], max_tokens=5, sampling=Sampling(1.0, top_k=1)) == likeliest
+    drawn = set()
+    for seed in range(8):
+        sampling = Sampling(50.0, top_k=2, top_p=0.9)
+        drawn.add(texts.continued("abc", [], max_tokens=1, sampling=sampling, seed=seed))
+    assert len(drawn) == 2
+    hot = {
+        texts.continued("abc", [], max_tokens=1, sampling=Sampling(50.0), seed=i) for i in range(8)
+    }
+    assert len(hot) > 2
 
 
 def test_a_rolling_text_has_every_token_once(texts: Texts, logprobs: Logprobs) -> None:
