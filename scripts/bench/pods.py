@@ -53,17 +53,19 @@ mupax compile lm-8b --topology v5e:16x16
 mupax compile lm-1b --topology h100:8
 ```
 
-GPUs are those of one host, or hosts x GPUs (`h100:2x8`). This prints memory, collectives, the
-largest temporaries and a lower bound on the step's time. Recipes made for pods
-(`python -m scripts.bench.pods`; full reports: `docs/evidence/pods.json`), compiled, not measured:
+`h100:8` means one host with eight GPUs, and `h100:2x8` two such hosts. `compile` prints memory,
+collectives, the largest temporary arrays and a lower bound on the time of a step. This is the
+result for recipes made for pods, by `python -m scripts.bench.pods` (full reports:
+`docs/evidence/pods.json`). No step was run:
 """
 COLUMNS = """
-- **memory** is what the compiler allocates on a chip; `train/pods/estimates.py` computes
-  **expected** from sizes alone.
-- **step** is the longest of: matrix products at the chip's peak, main memory traffic, collectives,
-  estimated cycles. Attention kernels have no estimated cycles, nor has anything on GPUs.
-- **memory** of GPUs is an estimate. It has what arrays may take (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
-- **program** is the compiled commit. Do not compare figures of different programs.
+- **memory** is what one chip needs, of what it has: allocated by the compiler on TPUs, estimated on
+  GPUs. GPUs have the share `XLA_PYTHON_CLIENT_MEM_FRACTION` (0.75) of their memory.
+- **expected** is the memory that `train/pods/estimates.py` computes from sizes of arrays alone.
+- **cycles** are the compiler's estimate for a TPU's step, without attention kernels.
+- **step** is the longest of four times: matrix products at the chip's peak, traffic of main memory,
+  collectives, and cycles.
+- **program** is the compiled commit. Do not compare rows of different commits.
 """
 
 
@@ -152,27 +154,9 @@ def document(record: dict[str, Any]) -> str:
     """
     pods = record["pods"]
     lines = [INTRODUCTION, _summary(pods), COLUMNS]
-    of_tpus = [report for report in pods if report.get("platform") != "gpu"]
-    without_flags = _names([report for report in of_tpus if "flags" not in report], of_tpus)
-    if without_flags:
-        lines += [
-            "TPUs without `--vmem-kib` 32768 on v5e and v5p, and with v5p not as a torus: "
-            f"{without_flags}.",
-            "",
-        ]
-    chunked = _names([report for report in pods if "loss" not in report], pods)
-    if chunked:
-        lines += [f"Loss in chunks of tokens: {chunked}.", ""]
     if record.get("preset_cost"):
         lines += _preset_cost(record["preset_cost"])
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _names(reports: Sequence[dict[str, Any]], pods: Sequence[dict[str, Any]]) -> str:
-    """Return the recipe and pod of each report, or "all" for every pod of the page."""
-    if len(reports) > 1 and len(reports) == len(pods):
-        return "all"
-    return ", ".join(f"{report['recipe']} on {report['topology']}" for report in reports)
 
 
 def _summary(pods: Sequence[dict[str, Any]]) -> str:
