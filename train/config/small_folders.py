@@ -2,7 +2,7 @@
 
 The recipes for a laptop are made for data of their own. They read larger pictures at 128 pixels,
 where 84 CPU seconds are 20 steps. Images of 32 pixels and a convolutional stem take 400 steps in 79
-seconds (docs/howto/data.md has the figures, and what beats them).
+seconds (`python -m scripts.bench.recipes.small_folders` compares them with other classifiers).
 """
 
 from __future__ import annotations

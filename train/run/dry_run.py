@@ -31,6 +31,7 @@ from mupax.zoo import families
 GRACES = {
     "a spot machine of Google Cloud": 30,
     "SLURM's --signal=TERM@120 or a spot machine of AWS": 120,
+    "the JobSet of scripts/launch/gke.sh": 300,
 }
 """Seconds from SIGTERM to the end of a process, the shortest first."""
 _NUM_ARRAYS = 8
