@@ -36,12 +36,12 @@ The kinds of evidence are, best first:
 
 - **measured here**: a [tuned preset](../reference/tuned.md) of this project. It applies to models
   within three doublings of the measured sizes, and to runs up to three doublings longer. Its
-  interval is a 95 % interval.
+  interval has a level of 95 %, not 90 %.
 - **published law**: a fit to [1,073 published runs](../evidence/forecasts.md#published-runs)
   under standard parameterization. It applies to decoders without experts, within three doublings
   of 215 to 429 million parameters and 4 to 100 billion tokens.
 - **published constants**: settings that [others published](../reference/tuned.md#published) for a
-  model within three doublings in width and depth. The best settings are not known.
+  model within three doublings in width and depth. The best settings are unknown.
 
 If you can afford a study, measure small models under `mup` instead (`mupax transfer`), and plan the
 large run from its folder (`mupax plan MODEL --from FOLDER`). For a run longer than the tuned one,
