@@ -26,28 +26,27 @@ HEAD = f"""# Which settings should I use?
 mupax plan --model gpt2-medium --tokens 10b
 ```
 
-prints the learning rate and batch of the best evidence that applies to one model, the interval of
-the rate if it is known, and the command that trains with them. The table has every model of
-`mupax models` with evidence: language models at {TOKENS_PER_PARAMETER} tokens for each parameter
-outside of embeddings, vision models at {IMAGES:,} images ({IMAGE_EPOCHS} epochs of ImageNet-1k).
+This command prints the learning rate and batch size that the best evidence gives for one model,
+and the command that trains with them. The table has the same for the models of `mupax models`.
+Language models see {TOKENS_PER_PARAMETER} tokens for each parameter outside of embeddings,
+vision models {IMAGES:,} images ({IMAGE_EPOCHS} epochs of ImageNet-1k).
 """
 TAIL = """
-Best first, evidence is
+The kinds of evidence are, best first:
 
-- **measured here**: a [tuned preset](../reference/tuned.md) of this project. It applies within
-  three doublings of the measured sizes and lengths.
-- **published law**: a fit to [1,073 runs of others](../evidence/forecasts.md#published-runs)
+- **measured here**: a [tuned preset](../reference/tuned.md) of this project. It applies to models
+  within three doublings of the measured sizes, and to runs up to three doublings longer. Its
+  interval has a level of 95 %, not 90 %.
+- **published law**: a fit to [1,073 published runs](../evidence/forecasts.md#published-runs)
   under standard parameterization. It applies to decoders without experts, within three doublings
   of 215 to 429 million parameters and 4 to 100 billion tokens.
-- **published constants**: the values that somebody trained a model of this size with ([tuned
-  presets, published](../reference/tuned.md#published)). Their distance from the best values is
-  not known.
+- **published constants**: settings that [others published](../reference/tuned.md#published) for a
+  model within three doublings in width and depth. The best settings are unknown.
 
-If you can afford one study, make your own instead: tune a small model under `mup` and train the
-large one with it (`mupax tune`, then `mupax plan MODEL --from FOLDER`). For a run longer than the
-tuned one, grow the batch as the square root of the tokens and add `--joint sde`; [the
-measurements](../evidence/forecasts.md#which-rule-to-use-for-a-longer-run) give the cost of other
-rules.
+If you can afford a study, measure small models under `mup` instead (`mupax transfer`), and plan the
+large run from its folder (`mupax plan MODEL --from FOLDER`). For a run longer than the tuned one,
+add `--joint sde`, and grow the batch as the square root of the number of tokens ([comparison with
+other rules](../evidence/forecasts.md#which-rule-to-use-for-a-longer-run)).
 
 Made by `python -m scripts.pages.which_settings`.
 """
