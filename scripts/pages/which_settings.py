@@ -35,8 +35,7 @@ TAIL = """
 The kinds of evidence are, best first:
 
 - **measured here**: a [tuned preset](../reference/tuned.md) of this project. It applies to models
-  within three doublings of the measured sizes, and to runs up to three doublings longer. Its
-  interval has a level of 95 %, not 90 %.
+  within three doublings of the measured sizes, and to runs up to three doublings longer.
 - **published law**: a fit to [1,073 published runs](../evidence/forecasts.md#published-runs)
   under standard parameterization. It applies to decoders without experts, within three doublings
   of 215 to 429 million parameters and 4 to 100 billion tokens.
@@ -62,7 +61,7 @@ def page() -> str:
             rows.append(_row(name, model, ranked[0]))
         else:
             unknown.append(f"`{name}`")
-    head = ("model", "length", "rate", "90 %", "batch", "`--preset`", "evidence")
+    head = ("model", "length", "rate", "interval", "batch", "`--preset`", "evidence")
     nothing = f"No evidence applies to {', '.join(unknown)}: tune a small model."
     return f"{HEAD}\n{table([head, *rows])}\n\n{nothing}\n{TAIL}"
 
@@ -79,7 +78,9 @@ def _row(name: str, model: ModelConfig, best: evidence.Evidence) -> tuple[str, .
     ends = best.rate_interval
     # A tuned preset is named in its own column.
     source = best.source.removeprefix(f"{best.preset}, ").removeprefix(best.preset)
-    interval = "not known" if ends is None else f"{ends[0]:.2g} to {ends[1]:.2g}"
+    interval = "not known"
+    if ends is not None:
+        interval = f"{ends[0]:.2g} to {ends[1]:.2g} ({best.level} %)"
     batch = "not known" if best.batch is None else f"{best.batch:.0f}"
     return (
         f"`{name}` ({families.params(model):,})",

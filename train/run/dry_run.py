@@ -57,7 +57,9 @@ def rows(workdir: str, state: Any) -> dict[str, str]:
         # Any storage may fail in its own way, and a dry run is not for finding out why.
         text = f"{shown_size}; its time is unknown, {workdir} takes no test of its speed ({error})"
         return {"a save": text}
-    text = f"about {save_seconds:.2g} s: {shown_size}, as measured there now"
+    # From 100 on, two digits would be written as 1.5e+02.
+    shown_seconds = f"{save_seconds:.2g}" if save_seconds < 99.5 else f"{save_seconds:.0f}"
+    text = f"about {shown_seconds} s: {shown_size}, as measured there now"
     # Half of the grace: steps that are under way end first.
     too_short = [
         f"{grace} s that {source} leaves"

@@ -49,7 +49,7 @@ class Serve(ModelFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve a model until Ctrl-C. Return exit code 0.
+    """Serve a model until a signal ends the process. Ctrl-C gives exit code 130.
 
     Raises:
         UsageError: A flag is out of its range, or the extra `serve` is not installed.

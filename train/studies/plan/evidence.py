@@ -43,9 +43,10 @@ class Evidence:
         source: Name of the source, for a person.
         preset: Value for `--preset`.
         peak_lr: Peak learning rate.
-        rate_interval: 90 % interval of the rate. `None` if unknown.
+        rate_interval: Interval of the rate. `None` if unknown.
+        level: Level of the intervals in percent. Studies of `mupax` give 95, the published law 90.
         batch: Batch in examples of the model. `None` if unknown.
-        batch_interval: 90 % interval of the batch. `None` if unknown.
+        batch_interval: Interval of the batch. `None` if unknown.
         loss: Loss at the end, in nats per token of the source's data. `None` if unknown, or if the
             evidence does not apply.
         doublings: Distance from the nearest model that was tried, in doublings of the size that is
@@ -59,6 +60,7 @@ class Evidence:
     preset: str
     peak_lr: float
     rate_interval: tuple[float, float] | None = None
+    level: int | None = None
     batch: float | None = None
     batch_interval: tuple[float, float] | None = None
     loss: Interval | None = None
@@ -140,6 +142,7 @@ def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
         preset=tuned.use,
         peak_lr=tuned.optimizer["peak_lr"],
         rate_interval=rate_interval,
+        level=95,
         batch=tuned.provenance["batch"],
         doublings=best.doublings,
         applies=not best.is_far,
@@ -172,6 +175,7 @@ def _law(model: ModelConfig, tokens: float) -> Evidence | None:
         preset="sp",
         peak_lr=best.peak_lr.value,
         rate_interval=(best.peak_lr.low, best.peak_lr.high),
+        level=90,
         batch=best.batch_sequences.value * share,
         batch_interval=(best.batch_sequences.low * share, best.batch_sequences.high * share),
         loss=best.loss if applies else None,
@@ -259,7 +263,7 @@ def plan(name: str, tokens: float, path: Path | None) -> int:
             nearest = f"; the nearest is {candidates[0].source} ({candidates[0].remark})"
         raise ConfigError(
             f"nothing is known of the learning rate of a model such as {name}{nearest}; "
-            f"tune a small one (`mupax tune`), or write the study to plan from behind --from"
+            "measure small ones (`mupax transfer`), and write the study's folder behind --from"
         )
 
     best = candidates[0]
@@ -267,7 +271,7 @@ def plan(name: str, tokens: float, path: Path | None) -> int:
     unit = f"{model.unit}s"
     interval = "no interval is known"
     if best.rate_interval is not None:
-        interval = f"90 %: {_range(best.rate_interval, '{:.3g}')}"
+        interval = f"{best.level} %: {_range(best.rate_interval, '{:.3g}')}"
     batch = "" if best.batch is None else f" and a batch of {best.batch:.0f}"
     answer = (
         f"{name}, {tokens:.4g} {unit}: a peak rate of {best.peak_lr:.3g} ({interval}){batch} "
@@ -327,11 +331,11 @@ def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence
 
 def rows(candidates: list[Evidence]) -> list[tuple[str, ...]]:
     """Return evidence as a table. The first row has the heads of the columns."""
-    table = [("evidence", "rate", "90 %", "batch", "loss", "")]
+    table = [("evidence", "rate", "interval", "batch", "loss", "")]
     for evidence in candidates:
         interval = "not known"
         if evidence.rate_interval is not None:
-            interval = _range(evidence.rate_interval, "{:.2g}")
+            interval = f"{_range(evidence.rate_interval, '{:.2g}')} ({evidence.level} %)"
         batch = "" if evidence.batch is None else f"{evidence.batch:.0f}"
         if evidence.batch_interval is not None:
             batch += f" ({_range(evidence.batch_interval, '{:.0f}')})"

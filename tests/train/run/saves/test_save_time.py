@@ -39,7 +39,9 @@ def test_the_speed_is_measured_where_the_workdir_will_be_and_nothing_stays(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("seconds", "count"), [(14, 0), (16, 1), (59, 1), (61, 2), (149, 2), (151, 3)])
+@pytest.mark.parametrize(
+    ("seconds", "count"), [(14, 0), (16, 1), (59, 1), (61, 2), (149, 2), (151, 3)]
+)
 def test_a_grace_that_is_too_short_is_named(
     seconds: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
