@@ -254,9 +254,10 @@ def lines() -> list[str]:
     page = [
         "## Vocabularies and contexts of real models",
         "",
-        f"The same at other vocabularies and contexts, with all ten steps. `{COMMAND}` runs the",
-        "series in a random but fixed order and continues where it stopped. Measured so far:",
-        f"{len(record)} of {len(listed)} series.",
+        f"`{COMMAND}` checks right presets with ten steps, language models",
+        "at other vocabularies and contexts. It adds encoder-decoders, experts, models from",
+        "outside the zoo, and wrong rules. A series is a model that grows in one size, under some",
+        f"presets or rules. Measured so far: {len(record)} of {len(listed)} series.",
         "",
         "| kind | vocabulary, context | series | checks | correct |",
         "|---|---|---|---|---|",

@@ -123,9 +123,9 @@ def lines() -> list[str]:
         phrases.append(f"{', '.join(presets)} under {', '.join(optimizers)}")
     combinations = "; ".join(phrases)
     text = [
-        f"The same mistakes are made in {combinations}. A wrong eps counts only where Adam reads",
-        "it, and a wrong depth exponent only in presets with a rule for depth. Of the",
-        f"{len(WRONG)} these are not named:",
+        f"The {len(WRONG)} mistakes are also made in {combinations}. A mistake is left out",
+        "where the optimizer does not read what is wrong, as eps under SGD, and a mistake in depth",
+        "where the preset has no rule for depth. Theory does not report these:",
         "",
         "| mistakes | presets | optimizers | why |",
         "|---|---|---|---|",
