@@ -254,10 +254,9 @@ def lines() -> list[str]:
     page = [
         "## Vocabularies and contexts of real models",
         "",
-        f"`{COMMAND}` checks right presets with ten steps, language models",
-        "at other vocabularies and contexts. It adds encoder-decoders, experts, models from",
-        "outside the zoo, and wrong rules. A series is a model that grows in one size, under some",
-        f"presets or rules. Measured so far: {len(record)} of {len(listed)} series.",
+        f"`{COMMAND}` repeats the checks of right presets at other",
+        "vocabularies and contexts, and adds other models and wrong rules. A series is one model",
+        f"that grows in one size. Measured so far: {len(record)} of {len(listed)} series.",
         "",
         "| kind | vocabulary, context | series | checks | correct |",
         "|---|---|---|---|---|",

@@ -188,7 +188,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "The optimizer of `lm-tiny` (with b1 0.97, b2 0.99) takes a run's steps on synthetic",
         f"gradients under the wrong rule. Batch or tokens have {SIZES} sizes, each twice the one",
         f"before. The check compares the steps with theory of the right rule. `{COMMAND}`",
-        "writes this section; `joint-mutations.json` has what caught each mutant.",
+        "writes this section and `joint-mutations.json`.",
         "",
         f"The check catches **{num_caught}** of {len(rows)} mutants and blames the wrong value "
         f"alone in {num_blamed}.",

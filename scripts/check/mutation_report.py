@@ -52,9 +52,8 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         "seeds.",
         "",
         "In the table, *other roles* are parameter groups that the decoder lacks. Encoder-decoders",
-        "grow in heads, to four times the smallest number. Expert models have four experts in each",
-        f"layer. `{command}` writes this section; `mutations.json` has",
-        "each mutant's power of m and the observable that caught it.",
+        f"grow in heads, to four times the smallest number. `{command}`",
+        "writes this section and `mutations.json`.",
         "",
         f"Of {len(mutants)} mutants {num_training} change training: some activation by more than a "
         f"factor of 2^{ROUND_OFF:g}. The check catches **{num_caught}** of these ({share_caught}). "
@@ -102,12 +101,16 @@ def _misses(outcomes: Outcomes) -> list[str]:
     for study, study_outcomes in outcomes.items():
         for outcome in missed(study_outcomes):
             lines.append(
-                f"- {study}: {outcome.column} of `{outcome.group}` m^{outcome.exponent:g} times "
-                "the right one. No activation changes by more than a factor of "
-                f"2^{outcome.change:.2g}. Exponents of right rules, too, lie "
-                f"{_allowed(outcome.group)} at these widths, and the check allows for that."
+                f"- {study}: {outcome.column} of `{outcome.group}` {_error(outcome)}. No activation "
+                f"changes by more than a factor of 2^{outcome.change:.2g}. Exponents of right rules, "
+                f"too, lie {_allowed(outcome.group)} at these widths, and the check allows for that."
             )
     return lines
+
+
+def _error(outcome: Outcome) -> str:
+    """Return the error of a mutant in words."""
+    return f"m^{outcome.exponent:g} times the right one (m: growth of the width)"
 
 
 def _allowed(group: str) -> str:
@@ -127,7 +130,7 @@ def _harder(outcomes: Outcomes) -> list[str]:
             if outcome.by is not None and outcome.seeds == MORE_SEEDS:
                 observable, _, slopes = outcome.by.partition(" @")
                 slope, _, predicted = slopes.partition(": ")[2].partition(", theory ")
-                error = f"{outcome.column} m^{outcome.exponent:g} times the right one"
+                error = f"{outcome.column} {_error(outcome)}"
                 growth = f"`{observable}` grows as m^{slope} (in theory m^{predicted})"
                 by_error.setdefault(error, []).append(growth)
         for error, evidence in by_error.items():

@@ -100,10 +100,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "the exponents fail.",
         "",
         "Small models deviate from theory even under a right rule. The check allows for the",
-        "deviations in `allowances.json`, which are widest as depth grows under presets without a",
-        "rule for depth. An observable that explodes soon stops following a power law.",
-        "`python -m scripts.check.theory_and_measurement` writes this section;",
-        "`theory-and-measurement.json` has all observables.",
+        "deviations in `allowances.json`. `python -m scripts.check.theory_and_measurement` writes",
+        "this section and `theory-and-measurement.json`, which has all observables.",
         "",
         _agreement(rows),
     ]

@@ -121,11 +121,11 @@ def lines() -> list[str]:
     phrases = []
     for optimizers, presets in by_optimizers.items():
         phrases.append(f"{', '.join(presets)} under {', '.join(optimizers)}")
-    combinations = "; ".join(phrases)
+    combinations = ", and in ".join(phrases)
     text = [
-        f"The {len(WRONG)} mistakes are also made in {combinations}. A mistake is left out",
-        "where the optimizer does not read what is wrong, as eps under SGD, and a mistake in depth",
-        "where the preset has no rule for depth. Theory does not report these:",
+        f"The {len(WRONG)} mistakes are also made in {combinations}. Left out are",
+        "mistakes that the optimizer does not read (eps under SGD), and mistakes in depth in",
+        "presets without a rule for depth. Theory does not report these:",
         "",
         "| mistakes | presets | optimizers | why |",
         "|---|---|---|---|",

@@ -266,7 +266,7 @@ def test_the_page_counts_misses_and_says_why_others_are_none():
         "Of 4 mutants 2 change training: some activation by more than a factor of 2^0.001.",
         "The check catches **1** of these (50.0 %).",
         "Activations and their changes alone catch 1 (50.0 %).",
-        "- study: lr of `a` m^-0.5 times the right one. "
+        "- study: lr of `a` m^-0.5 times the right one (m: growth of the width). "
         "No activation changes by more than a factor of 2^2.",
         "- 1 mutants: the wrong value is the std of a bias, and biases start at zero.",
         "- 1 mutants: the wrong value is an eps far below every gradient.",
