@@ -27,8 +27,8 @@ SHORT_SOURCES = {
 
 HEAD = """# The papers' figures, measured again
 
-Figures of Bordelon et al. 2024 (arXiv 2405.15712) and Dinan et al. 2023 (arXiv 2304.02034) on smaller models. `make figures ARGS=--again`
-measures all in {minutes} minutes of CPU time, `python -m scripts.figures NAME --again` one; both write this page. Seconds are of CPU time, too.
+This page repeats figures of Bordelon et al. 2024 (arXiv 2405.15712) and Dinan et al. 2023 (arXiv 2304.02034) on smaller models.
+`make figures ARGS=--again` measures all in {minutes} minutes of CPU time, `python -m scripts.figures NAME --again` one.
 Each row of a table compares a measured value with a prediction:
 
 | verdict | meaning |
@@ -106,14 +106,13 @@ def _section(folder: str, name: str, record: Record) -> str:
     source = record["source"]
     for citation, short in SHORT_SOURCES.items():
         source = source.replace(citation, short)
-    if record["title"].startswith("Figure"):
-        # The title has the number of the figure already.
-        source = source.partition(" of ")[2]
+    # The title and the text name figures of Bordelon et al.
+    origin = "" if record["title"].startswith("Figure") else f"Source: {source}. "
     link = f"[record]({folder}/{name}.json)"
     lines = [
         f"## {record['title']}",
         "",
-        f"Source: {source}. Measured: {about[0].lower()}{about[1:]}",
+        f"{origin}{about}",
         "",
         f"`{name}` ({record['seconds']} s): {_counts(record['rows'])}{link}.",
         "",

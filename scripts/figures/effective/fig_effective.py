@@ -101,9 +101,10 @@ FIGURE = Figure(
     "to maximal update",
     about="Change of the residual stream and the output of a ViT of depth 2 in the first step of "
     "AdamW, as heads and width grow together. `mupax.presets.analysis.limits` predicts the "
-    "exponents. The learning rate is so small that the change is proportional to it.\n\n"
-    "At the smallest width the three members of the family are one model; `standard` starts "
-    "with variances of its own.",
+    "exponents.\n\n"
+    "The learning rate is so small that the change is proportional to it. At the smallest "
+    "width the three members of the family are one model; `standard` starts with variances "
+    "of its own.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

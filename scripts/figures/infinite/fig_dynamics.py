@@ -311,11 +311,10 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="The infinite limit in time",
     source="the dynamical mean field theory of Bordelon, Chaudhry and Pehlevan 2024 (arXiv "
-    "2405.15712), solved by drawing initial matrices only along the vectors that they "
-    "multiply (Lu 2021, arXiv 2101.07464)",
+    "2405.15712), solved as in Lu 2021 (arXiv 2101.07464)",
     about="Outputs and kernels of one attention block, and of the paper's ViT, after 2, 4 and 8 "
     "steps on one batch of digits. Their squared error against the limit of infinitely many "
-    "heads is predicted to fall as 1/heads. Controls leave response terms out of the limit.\n\n"
+    "heads is predicted to fall as 1/heads.\n\n"
     "One block is attention alone with a frozen read-in and squared error. The limit of one "
     "block is `mupax.presets.infinite.heads`, and its nets are written in NumPy with all "
     "their matrices (`scripts/figures/infinite/one_block.py`). The stack is the paper's ViT "
