@@ -125,8 +125,8 @@ ABOUT = {
     ),
     "depth-adam": (
         "A decoder of width 64 under Adam grows eightfold in layers. Eight seeds do not decide "
-        "whether the control, `mup`, drifts. A deeper model is worse under "
-        "`mup` at 9 of 12 compared rates."
+        "whether the control, `mup`, drifts. A deeper model is worse under `mup` in 9 of 12 "
+        "comparisons."
     ),
     "batch": (
         "A decoder of width 32 with one layer under Adam sees 153,600 tokens in batches of 64 to 512 "
