@@ -254,9 +254,9 @@ def lines() -> list[str]:
     page = [
         "## Vocabularies and contexts of real models",
         "",
-        f"The same at other vocabularies and contexts, with all ten steps. `{COMMAND}` runs the",
-        "series in a random but fixed order and continues where it stopped. Measured so far:",
-        f"{len(record)} of {len(listed)} series.",
+        f"`{COMMAND}` repeats the checks of right presets at other",
+        "vocabularies and contexts, and adds other models and wrong rules. A series is one model",
+        f"that grows in one size. Measured so far: {len(record)} of {len(listed)} series.",
         "",
         "| kind | vocabulary, context | series | checks | correct |",
         "|---|---|---|---|---|",

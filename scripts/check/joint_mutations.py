@@ -181,15 +181,19 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "## Wrong joint rules",
         "",
-        "A mutant is a joint rule with one value wrong by a power of k, the ratio of batch or",
-        f"tokens to the base's: each of {', '.join(COLUMNS)}. `lm-tiny`'s optimizer (b1 0.97, b2",
-        f"0.99) takes steps by the wrong rule at {SIZES} sizes, each twice the one before, and the",
-        f"check compares them with theory of the right rule. `{COMMAND}` makes this section;",
-        "`joint-mutations.json` has what caught each mutant.",
+        "A joint rule scales an optimizer's settings as batch or tokens grow. A mutant is a joint",
+        "rule with one value wrong by a power of k, the batch or tokens over the smallest:",
+        f"{', '.join(COLUMNS)} (of warm-up and final",
+        "decay).",
         "",
-        f"Of {len(rows)} mutants the check of the program catches **{num_caught}**, and blames",
-        f"the wrong value alone in {num_blamed}. The check of the formulas alone catches",
-        f"{num_by_formulas}.",
+        "The optimizer of `lm-tiny` (with b1 0.97, b2 0.99) takes a run's steps on synthetic",
+        f"gradients under the wrong rule. Batch or tokens have {SIZES} sizes, each twice the one",
+        f"before. The check compares the steps with theory of the right rule. `{COMMAND}`",
+        "writes this section and `joint-mutations.json`.",
+        "",
+        f"The check catches **{num_caught}** of {len(rows)} mutants and blames the wrong value "
+        f"alone in {num_blamed}.",
+        f"Theory of the wrong formulas, without any step, catches {num_by_formulas}.",
         "",
         "| rule | grows | caught | by the formulas |",
         "|---|---|---|---|",
@@ -207,29 +211,33 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
     wrong_columns = {OBSERVABLES[name] for name in troubles(RULES["none"], "batch")}
     in_order = sorted(wrong_columns, key=COLUMNS.index)
-    listed = "all of them" if in_order == list(COLUMNS) else ", ".join(in_order)
+    listed = f"all {len(COLUMNS)}" if in_order == list(COLUMNS) else f"the {', '.join(in_order)}"
     lines += [
         "",
-        f"The control, constant values (`none`) at a growing batch, is wrong in {listed}.",
+        "As a control, theory of constant values (`none`) at a growing batch calls "
+        f"{listed} values wrong.",
         "",
-        "By the formulas alone these are no error:",
+        "Theory of the formulas does not call these wrong:",
         "",
     ]
     unseen: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if not row["table"]:
-            place = f"{row['rule']}, {row['grows']}: {row['column']}"
+            place = f"`{row['rule']}` as {row['grows']} grow: {row['column']}"
             unseen.setdefault((place, _why(row)), []).append(f"k^{row['exponent']:g}")
     for (place, reason), powers in unseen.items():
-        lines.append(f"- {place} x {', '.join(powers)}: {reason}")
+        lines.append(f"- {place} times {' or '.join(powers)}. {reason}")
     return "\n".join(lines) + "\n"
 
 
 def _why(row: dict[str, Any]) -> str:
     """Return why theory sees no error in the formulas of a mutant."""
     if row["column"] == "eps":
-        return "the source lets eps over noise grow as T^0.5, so a smaller eps is no worse"
-    return "nothing that theory judges changes"
+        return (
+            "The rule's source itself lets eps grow as tokens^0.5 against the gradient noise, so "
+            "that a smaller eps is no worse."
+        )
+    return "Nothing that theory judges changes."
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from mupax.train.studies.check import theory
 from scripts.check.mutants import COLUMNS
-from scripts.check.mutation_suite import MORE_SEEDS, SEEDS, SIZES, Outcome
+from scripts.check.mutation_suite import MORE_SEEDS, ROUND_OFF, SEEDS, SIZES, Outcome
 
 Outcomes = Mapping[str, Sequence[Outcome]]
 """Outcomes of the mutants of each study, by the name of the study."""
@@ -45,19 +45,21 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     lines = [
         "## Wrong rules",
         "",
-        "A mutant is the right rule (`mup`, growing head_dim) with one error: a column (init_std,",
-        "multiplier, lr or eps) of one parameter group is wrong by a power of m, the ratio of the",
-        f"width to its base. It takes a step at {SIZES} sizes with {SEEDS} seeds, and the check",
-        "compares that with theory of the right rule. A mutant that is not caught is tried again",
-        f"with {MORE_SEEDS} seeds. Encoder-decoders grow in heads instead, and at two sizes: the",
-        "base and four times its heads. Expert models have four experts in each layer.",
-        f"`{command}` makes this section; `mutations.json`",
-        "has each mutant's power and the observable that caught it.",
+        "A mutant is `mup` with one error: the init_std, multiplier, lr or eps of one parameter",
+        "group is wrong by a power of m, the width over the smallest width. The mutant takes one",
+        f"step at {SIZES} head dimensions, each twice the one before, with {SEEDS} seeds. The check",
+        f"compares it with theory of `mup`. A mutant that passes is tried again with {MORE_SEEDS} "
+        "seeds.",
         "",
-        f"Of {len(mutants)} mutants {num_training} change training, and the check catches "
-        f"**{num_caught}** of those ({share_caught}). Activations and their changes alone catch "
-        f"{num_by_activations} ({share_by_activations}); the role's own weights (`weight`, "
-        "`movement`, `gradient`) catch the rest.",
+        "In the table, *other roles* are parameter groups that the decoder lacks. Encoder-decoders",
+        f"grow in heads, to four times the smallest number. `{command}`",
+        "writes this section and `mutations.json`.",
+        "",
+        f"Of {len(mutants)} mutants {num_training} change training: some activation by more than a "
+        f"factor of 2^{ROUND_OFF:g}. The check catches **{num_caught}** of these ({share_caught}). "
+        f"Activations and their changes alone catch {num_by_activations} "
+        f"({share_by_activations}). The others are caught by weights: their initial size "
+        "(`weight`), first step (`movement`) or `gradient`.",
         "",
         *_shares(outcomes),
     ]
@@ -98,17 +100,21 @@ def _misses(outcomes: Outcomes) -> list[str]:
     lines = []
     for study, study_outcomes in outcomes.items():
         for outcome in missed(study_outcomes):
-            mutant = f"`{outcome.group}` {outcome.column} x m^{outcome.exponent:g}"
             lines.append(
-                f"- {study}: {mutant}, which moves some activation by a factor of "
-                f"2^{outcome.change:.2g}. The right rule itself strays from theory at these sizes: "
-                f"{_strays(outcome.group)}."
+                f"- {study}: {outcome.column} of `{outcome.group}` {_error(outcome)}. No activation "
+                f"changes by more than a factor of 2^{outcome.change:.2g}. Exponents of right rules, "
+                f"too, lie {_allowed(outcome.group)} at these widths, and the check allows for that."
             )
     return lines
 
 
-def _strays(group: str) -> str:
-    """Return how far the right rule's slope of a group's movement strays from theory, in words."""
+def _error(outcome: Outcome) -> str:
+    """Return the error of a mutant in words."""
+    return f"m^{outcome.exponent:g} times the right one (m: growth of the width)"
+
+
+def _allowed(group: str) -> str:
+    """Return how far the slope of a group's movement may lie from theory, in words."""
     allowances = json.loads(theory.ALLOWANCES.read_text())["allowances"]["sgd head_dim"]
     observable = f"movement/{group} @1"
     below, above = allowances.get(observable, (0.0, 0.0))
@@ -116,13 +122,19 @@ def _strays(group: str) -> str:
 
 
 def _harder(outcomes: Outcomes) -> list[str]:
-    """Return a line per mutant that only the larger number of seeds catches."""
+    """Return a line per error that only the larger number of seeds catches, with its groups."""
     lines = []
     for study, study_outcomes in outcomes.items():
+        by_error: dict[str, list[str]] = {}
         for outcome in study_outcomes:
             if outcome.by is not None and outcome.seeds == MORE_SEEDS:
-                mutant = f"`{outcome.group}` {outcome.column} x m^{outcome.exponent:g}"
-                lines.append(f"- {study}: {mutant}, by {outcome.by}")
+                observable, _, slopes = outcome.by.partition(" @")
+                slope, _, predicted = slopes.partition(": ")[2].partition(", theory ")
+                error = f"{outcome.column} {_error(outcome)}"
+                growth = f"`{observable}` grows as m^{slope} (in theory m^{predicted})"
+                by_error.setdefault(error, []).append(growth)
+        for error, evidence in by_error.items():
+            lines.append(f"- {study}: {error}. {', '.join(evidence)}.")
     return lines
 
 
@@ -135,21 +147,19 @@ def _alike(outcomes: Outcomes) -> list[str]:
                 by_reason.setdefault(_reason(outcome), []).append(outcome)
     lines = []
     for reason, mutants in by_reason.items():
-        farthest = max(outcome.change for outcome in mutants)
-        bound = f" (at most a factor of 2^{farthest:.1g})" if farthest else ""
-        lines.append(f"- {reason}{bound}: {len(mutants)} mutants")
+        lines.append(f"- {len(mutants)} mutants: {reason}.")
     return lines
 
 
 def _reason(outcome: Outcome) -> str:
     """Return why a mutant trains as the right rule does."""
     if outcome.same_numbers and outcome.column == "init_std":
-        return "bitwise the same values, because a bias starts at zero whatever its std"
+        return "the wrong value is the std of a bias, and biases start at zero"
     if outcome.same_numbers:
-        return "bitwise the same values, because this optimizer does not read the column"
+        return "the wrong value is one that the optimizer does not read"
     if outcome.column == "eps":
-        return "eps is far below every gradient"
-    return "no activation differs by more than rounding"
+        return "the wrong value is an eps far below every gradient"
+    return f"one step changes no activation by more than a factor of 2^{ROUND_OFF:g}"
 
 
 def _percent(part: int, total: int) -> str:

@@ -121,11 +121,11 @@ def lines() -> list[str]:
     phrases = []
     for optimizers, presets in by_optimizers.items():
         phrases.append(f"{', '.join(presets)} under {', '.join(optimizers)}")
-    combinations = "; ".join(phrases)
+    combinations = ", and in ".join(phrases)
     text = [
-        f"The same mistakes are made in {combinations}. A wrong eps counts only where Adam reads",
-        "it, and a wrong depth exponent only in presets with a rule for depth. Of the",
-        f"{len(WRONG)} these are not named:",
+        f"The {len(WRONG)} mistakes are also made in {combinations}. Left out are",
+        "mistakes that the optimizer does not read (eps under SGD), and mistakes in depth in",
+        "presets without a rule for depth. Theory does not report these:",
         "",
         "| mistakes | presets | optimizers | why |",
         "|---|---|---|---|",

@@ -294,7 +294,7 @@ WRONG = {
         "ed", "heads", {"block.relative_bias"}, rate(H**-1),
         "movement/block.relative_bias @1", "frozen",
     ),
-    "relative bias rate x m": _wrong(
+    "relative bias rate x m^0.5": _wrong(
         "ed", "heads", {"encoder.block.relative_bias"}, rate(H**0.5),
         "movement/encoder.block.relative_bias @1", "explodes",
     ),

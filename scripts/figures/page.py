@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ Row = Mapping[str, Any]
 Record = Mapping[str, Any]
 """Record of a figure, as JSON has it."""
 
-_FIRST_SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 SHORT_SOURCES = {
     "Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)": "Bordelon et al. 2024",
     "Dinan, Yaida and Zhang 2023 (arXiv 2304.02034)": "Dinan et al. 2023",
@@ -29,8 +27,9 @@ SHORT_SOURCES = {
 
 HEAD = """# The papers' figures, measured again
 
-`make figures` measures every figure in {minutes} minutes of CPU time, and `python -m scripts.figures NAME` measures one.
-`python -m scripts.figures --render` writes this page from the records. Each row compares a measured value with a prediction:
+This page repeats figures of Bordelon et al. 2024 (arXiv 2405.15712) and Dinan et al. 2023 (arXiv 2304.02034) on smaller models.
+`make figures ARGS=--again` measures all in {minutes} minutes of CPU time, `python -m scripts.figures NAME --again` one.
+Each row of a table compares a measured value with a prediction:
 
 | verdict | meaning |
 |---|---|
@@ -38,8 +37,8 @@ HEAD = """# The papers' figures, measured again
 | does not reproduce | the whole interval lies outside the band |
 | undecided | neither |
 
-A lower bound reproduces if the whole interval lies above it. A control must fail.
-Bordelon et al. 2024 is arXiv 2405.15712, and Dinan et al. 2023 is arXiv 2304.02034.
+A lower bound reproduces if the whole interval lies above it. A control is a case in which the prediction must fail: the whole interval
+must lie outside the band.
 """
 
 
@@ -88,10 +87,11 @@ def _summary(records: Mapping[str, Record]) -> str:
     claims = [row for row in predicted if not row["control"]]
     num_controls = len(predicted) - len(claims)
     num_reproduced = sum(map(_reproduces, claims))
+    num_failed = sum(map(_fails_as_control, predicted))
     return (
-        f"**{num_reproduced} of {len(claims)} predictions reproduce**; {num_controls} controls "
-        "test the measurements. The tables show every prediction that does not reproduce or is "
-        "undecided. Each record has all rows with their notes, and the method.\n"
+        f"**{num_reproduced} of {len(claims)} predictions reproduce**, and {num_failed} of "
+        f"{num_controls} controls fail. The tables show the other predictions and controls. The "
+        "record of each figure has all rows and the method.\n"
     )
 
 
@@ -102,15 +102,17 @@ def _section(folder: str, name: str, record: Record) -> str:
         folder: Name of the folder with records and pictures, next to the page.
         name: Name of the record's file, without its suffix.
     """
-    about = _FIRST_SENTENCE.split(record["about"])[0]
+    about = record["about"].partition("\n\n")[0]
     source = record["source"]
     for citation, short in SHORT_SOURCES.items():
         source = source.replace(citation, short)
+    # The title and the text name figures of Bordelon et al.
+    origin = "" if record["title"].startswith("Figure") else f"Source: {source}. "
     link = f"[record]({folder}/{name}.json)"
     lines = [
         f"## {record['title']}",
         "",
-        f"{about} Source: {source}.",
+        f"{origin}{about}",
         "",
         f"`{name}` ({record['seconds']} s): {_counts(record['rows'])}{link}.",
         "",
@@ -174,7 +176,9 @@ def _table_row(row: Row) -> str:
     """Return a row as a line of a Markdown table, without the reason of its verdict."""
     source = f" ({row['source']})" if row["source"] else ""
     verdict = row["verdict"]
-    if not row["control"]:
+    if row["control"]:
+        verdict = verdict.partition(",")[0]
+    else:
         verdict = verdict.partition(":")[0]
     return f"| {row['what']} | {_predicted(row)}{source} | {_measured(row)} | {verdict} |"
 

@@ -144,7 +144,7 @@ class Figure:
     Attributes:
         title: Title in one line.
         source: Figure or section, and paper.
-        about: Measurement and models, for a reader of the page. The page shows the first sentence.
+        about: Measurement and models, for a reader of the page. The page shows the first paragraph.
         small: Settings of the CPU version.
         full: Settings of the paper's sizes.
         measure: Function from settings and work folder to numbers.

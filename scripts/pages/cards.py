@@ -16,16 +16,16 @@ from scripts.pages import published
 PAGE = ROOT / "docs" / "reference" / "tuned.md"
 HEAD = f"""# Tuned presets
 
-A tuned preset holds the learning rate and the constants that were best at one size. A run far
-from the measured sizes prints a warning.
+A tuned preset holds the learning rate and the constants that were best at one size, or that [others published](#published). A run more
+than three doublings beyond the studied sizes prints a warning.
 
 ```text
 mupax train lm-tiny --preset mup:lm-python-v1
 mupax presets tuned mup:lm-python-v1
 ```
 
-The first line trains with it; the second prints its base sizes, its evidence and the command that
-made it. `--save-tuned` of `sweep`, `transfer` and `tune` saves your own.
+The first command trains with a tuned preset. The second prints its base sizes, its evidence and the command that
+made it. `--save-tuned NAME` of `sweep`, `transfer` and `tune` saves your own.
 
 | verdict | the best learning rate as a size grows |
 |---|---|
@@ -36,9 +36,7 @@ made it. `--save-tuned` of `sweep`, `transfer` and `tune` saves your own.
 
 ## Measured here
 
-These rates are best on the data of their studies and say nothing about other data. Other presets
-have numbers that [others published](#published). `python -m scripts.pages.cards` writes this
-page.
+Each rate was best on the data of its row, which says nothing about other data.
 
 | preset | verdict | learning rate, log2 [95 %] | measured on | drift, octaves a doubling [95 %] |
 |---|---|---|---|---|"""
@@ -46,9 +44,8 @@ EVIDENCE_FOLDER = ROOT / "docs" / "evidence" / "tuned"
 """Folder of tuned presets that no longer come with mupax."""
 MOVED_HEAD = """## No longer shipped
 
-A new run refuses these names; a run that began with one goes on with its own command, or with
-`mupax train --resume --workdir FOLDER`. A copy of the file in a folder `tuned` makes its name work
-again. This prints one: `mupax presets tuned mup:docs/evidence/tuned/mup.vit-endless-v1.json`
+A new run refuses these names. A run that began with one continues with the same command. If you copy the
+file to a folder `tuned` where you run mupax, the name works again.
 
 | preset | why | optimizer | rate | data |
 |---|---|---|---|---|"""

@@ -32,9 +32,8 @@ SHOWN = ("docs/", "presets/", "zoo/", "train/", "README.md")
 """Beginnings of the paths that the page lists. Scripts and tests repeat their citations."""
 HEAD = """# Papers
 
-Sources of rules, formulas and settings, with the files that use them. `mupax presets constants mup`
-says whether a rule was read in its source or is reported by others. Made by
-`python -m scripts.pages.papers`.
+Sources of rules, formulas and settings, with the files that use them. `mupax presets constants mup` says
+whether a rule was read in its source (verified), in another text (reported), or worked out here (derived).
 
 """
 
@@ -203,7 +202,7 @@ def _name_at_end(before: re.Match[str], names: Sequence[str]) -> str | None:
 
 
 def page(texts: Mapping[str, str]) -> str:
-    """Return the page: a table of the papers with the files that cite them.
+    """Return the page: a table of the papers with the files that use them.
 
     Args:
         texts: path to text, as `citing` returns them.

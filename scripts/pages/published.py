@@ -8,17 +8,15 @@ from mupax.presets.tuned import find
 
 HEAD = """## Published
 
-Each of these presets has the numbers of a public config or program, read in the source at the
-linked commit. Every parameter gets what the source's own rule gives it
-(`tests/presets/tuned/test_published.py`). mupax measured none of them.
-`mupax presets tuned PRESET:NAME` lists the source's files, what differs and what is not known.
+Each preset has the values of a public config or program at the linked commit. mupax measured none of them.
+`mupax presets tuned PRESET:NAME` lists the source's files, what the preset cannot express and what is not known.
 
 ```text
 mupax train lm-1b --preset mup:cerebras-gpt --dry-run
 ```
 
-prints the run's numbers beside those of the source's nearest model. Constants of parameters that
-your model does not have are left out.
+This command prints the run's values beside the values of the source's model of nearest width. It ignores constants of
+parameters that your model lacks.
 
 | preset | source | optimizer, rate | models | data |
 |---|---|---|---|---|"""
@@ -29,7 +27,7 @@ class LeftOut(NamedTuple):
 
     source: str
     looked_at: str
-    """Repository, commit and file."""
+    """Repository, commit and file. The page does not show them."""
     reason: str
     """Reason why no preset is made of the source."""
 
@@ -38,57 +36,57 @@ LEFT_OUT = (
     LeftOut(
         "MiniCPM",
         "OpenBMB/MiniCPM at 0fcc3d08330e; copies of its config.json",
-        "has the multipliers; the learning rate and the initial std are in no readable file",
+        "no readable file has the learning rate and the initial std",
     ),
     LeftOut(
         "Granite 3.x",
         "copies of its config.json",
-        "has the multipliers; rate, initial std and base width are in no readable file",
+        "no readable file has the learning rate, initial std and base width",
     ),
     LeftOut(
         "Falcon-H1",
         "tiiuae/Falcon-H1 at 9d2f5fcdc491",
-        "no training config, and state-space blocks have no role here",
+        "no training config, and mupax has no state-space blocks",
     ),
     LeftOut(
         "GPT-3 proxy of Tensor Programs V",
         "microsoft/mup at 19814971934e",
-        "no constants of the run; the paper's tables could not be read",
+        "the paper's tables could not be read",
     ),
     LeftOut(
         "u-muP, 1 B and 7 B",
         "graphcore-research/unit-scaling at a7b5b3cff2a4",
-        "no config of the runs; the paper's tables could not be read",
+        "the paper's tables could not be read",
     ),
     LeftOut(
         "nanoGPT-mup's muP runs",
         "EleutherAI/nanoGPT-mup at b2a5e60948d2, mutransfer_lr_owt/mup/run.sh",
-        "a grid of rates; the best one is only in a figure",
+        "the best learning rate is only in a figure",
     ),
     LeftOut(
         "Cerebras GPT-J 6B muP",
         "Cerebras/modelzoo at f1fd1e091dc6, params_gptj_6B_muP.yaml",
-        "one size, parallel attention and MLP, and a further multiplier of 4 on attention logits",
+        "parallel attention and MLP, which mupax does not have",
     ),
     LeftOut(
         "Cerebras-GPT in standard parameterization",
         "Cerebras/modelzoo at f1fd1e091dc6, Cerebras_GPT/*.yaml",
-        "another rate at each size; its muP runs are above",
+        "another learning rate at each size",
     ),
     LeftOut(
         "Pythia's other sizes",
         "EleutherAI/pythia at a19eecb807ec",
-        "another rate at each of eight sizes; two are above",
+        "another learning rate at each size",
     ),
     LeftOut(
         "OLMo 1 (0724)",
         "allenai/OLMo at 59a53e3f68e5, OLMo-1B.yaml and OLMo-7B.yaml",
-        "init `mitchell` differs from layer to layer, constants of groups cannot",
+        "initial std differs from layer to layer",
     ),
     LeftOut(
         "torchtitan",
         "pytorch/torchtitan at b5bcd76c66d0",
-        "initial std of branch outputs differs from layer to layer (depth_scaled_std)",
+        "initial std differs from layer to layer",
     ),
     LeftOut(
         "levanter",
@@ -103,7 +101,7 @@ LEFT_OUT = (
     LeftOut(
         "modded-nanogpt",
         "KellerJordan/modded-nanogpt at f411b3d346aa",
-        "NorMuon, Adam's decay by the squared rate, and parameters that models here do not have",
+        "NorMuon, which mupax does not have",
     ),
 )
 
@@ -117,10 +115,10 @@ def section() -> list[str]:
         "",
         "### Sources that were left out",
         "",
-        "| source | looked at | reason |",
-        "|---|---|---|",
+        "| source | reason |",
+        "|---|---|",
     ]
-    lines += [f"| {left.source} | {left.looked_at} | {left.reason} |" for left in LEFT_OUT]
+    lines += [f"| {left.source} | {left.reason} |" for left in LEFT_OUT]
     return [*lines, ""]
 
 

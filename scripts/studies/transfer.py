@@ -101,63 +101,66 @@ STUDIES = {
 }
 """Name of a study to the words of its `mupax transfer`: run, presets and sizes."""
 ABOUT = {
-    "head_dim": "A decoder under Adam. The head dimension grows with four heads.",
+    "head_dim": ("A decoder with four heads under Adam grows eightfold in head dimension."),
     "heads": (
-        "The same decoder. Heads grow at head dimension 16, where `mup` and `mup-half` are one "
-        "rule, trained once."
+        "A decoder under Adam grows eightfold in heads of dimension 16. `mup` and `mup-half` are the "
+        "same rule here and share their runs."
     ),
     "heads-tuned": (
-        "The same with tuned constants, used as `--preset mup:lm-heads-v1`. At every size the "
-        "loss is lower than that of a retuned `sp` ([quality](quality.md))."
+        "The study of [heads](#heads), with tuned constants (`--preset mup:lm-heads-v1`). "
+        "[Quality](quality.md) compares losses under these constants with `sp`."
     ),
     "tied-start": (
-        "The decoder with keys initialized as queries and 1/N on attention logits. At the best "
-        "rates of the largest size the loss is 0.041 to 0.044 nats above `mup`, at the smallest "
-        "0.007. The reason is not tested."
+        "A decoder under Adam grows fourfold in head dimension N, with attention logits q.k/N and keys "
+        "that start equal to queries. The largest model ends 0.044 nats above plain `mup`, the "
+        "smallest 0.007."
     ),
     "ed-heads": (
-        "An encoder-decoder (2 + 2 layers, 32 positions each) that denoises bytes under Adam. "
-        "Heads grow fourfold at head dimension 16, and so does the encoder's width."
+        "An encoder-decoder with 2 + 2 layers that denoises bytes under Adam grows fourfold in heads "
+        "of dimension 16, in encoder and decoder."
     ),
-    "depth": ("A vision transformer under SGD with momentum. Layers grow at width 64."),
+    "depth": (
+        "A vision transformer of width 64 under SGD with momentum grows eightfold in layers. The "
+        "control is `mup`, which has no rule for depth."
+    ),
     "depth-adam": (
-        "The decoder under Adam. Layers grow at width 64. Eight seeds do not decide whether the "
-        "control drifts: deeper is worse under plain `mup` at most rates."
+        "A decoder of width 64 under Adam grows eightfold in layers. Eight seeds do not decide "
+        "whether the control, `mup`, drifts. A deeper model is worse under `mup` in 9 of 12 "
+        "comparisons."
     ),
     "batch": (
-        "The decoder at width 32 with one layer sees 153,600 tokens in batches of 64 to 512 "
-        "tokens. Warm-up and decay are the same share of every run. The square-root rule (`sde`) "
-        "is compared with a constant rate."
+        "A decoder of width 32 with one layer under Adam sees 153,600 tokens in batches of 64 to 512 "
+        "tokens. The square-root rule (`sde`) scales Adam's settings with the batch. The control "
+        "keeps them."
     ),
     "tokens": (
-        "The same model at the smallest batch sees 1 to 8 times 38,400 tokens. Under a constant "
-        "rate, the control, the drift is the exponent of the rate in tokens: 0 within about a "
-        "tenth. It is -0.32 in Bjorck et al., -0.5 in `complete-d` and +0.31 in Step Law, whose "
-        "batch grows too. [Published runs](forecasts.md#published-runs) reconcile these "
-        "exponents."
+        "The decoder of [batch](#batch) sees 38,400 to 307,200 tokens in batches of 64. The "
+        "control, a constant rate, transfers. `complete-d`, whose rate falls as tokens^-0.5, drifts. "
+        "The best rate falls as tokens^-0.32 in Bjorck et al. and rises as tokens^0.31 in Step Law, "
+        "whose batch grows. [The batch decides](forecasts.md#published-runs)."
     ),
     "moe-width": (
-        "A decoder of width 32 with two layers, four experts and two active experts. Head "
-        "dimension, width and the experts' hidden size grow fourfold."
+        "A decoder with two layers and four experts (two active) under Adam grows fourfold in head "
+        "dimension, width and the experts' hidden size."
     ),
     "moe-experts": (
-        "The same model with four to sixteen experts, half of them active. Under Adam no rule "
-        "scales a rate with the number of experts, so no control can drift."
+        "The smallest decoder of [moe-width](#moe-width) grows from four to sixteen experts, half of "
+        "them active. Under Adam no rule scales a rate with the number of experts, so no control can "
+        "drift."
     ),
     "moe-experts-sgd": (
-        "Under SGD the dense rule omits the factor E in the rates of experts and routers, and "
-        "drifts by one octave per doubling. Only experts and routers are trained. Losses are flat "
-        "in the rate (0.03 nats within an octave), so eight seeds show the control's drift and do "
-        "not show that `mup` transfers."
+        "A decoder grows from 16 to 64 experts, half of them active. SGD trains experts and routers "
+        "alone. The control leaves the number of experts out of these rates, and should drift by one "
+        "octave per doubling. An octave off the best rate costs only 0.01 to 0.03 nats, so that "
+        "eight seeds do not show whether `mup` transfers."
     ),
 }
 """Paragraph of the page about each study."""
 HEAD = f"""# Does the learning rate transfer?
 
-Each study grows a small model in one dimension, eightfold unless it says otherwise, at learning
-rates half an octave apart. All points see the same batches and seeds. The best rate of a size is
-the vertex of a parabola through the mean losses around the minimum. The **drift** is the slope of
-the best rate, in octaves per doubling of the size, with a 95 % interval over seeds.
+Each study grows a small model in one size and trains every size at learning rates half an octave apart.
+The best rate of a size is the vertex of a parabola through the mean losses around the minimum.
+The **drift** is the slope of the best rate, in octaves per doubling of the size, with a 95 % interval over seeds.
 
 | verdict | meaning |
 |---|---|
@@ -165,13 +168,11 @@ the best rate, in octaves per doubling of the size, with a 95 % interval over se
 | **drifts** | interval outside ± {TOLERANCE:.2f}: tune again as the model grows |
 | **undecided** | anything else, after at most eight seeds |
 
-The **price** of not retuning is the loss at the smallest size's best rate less the loss at the
-largest size's own best rate, in nats. **Loss** is the lowest loss at the largest size. A control,
-such as `sp`, must drift. [A simulation](#how-far-to-trust-a-verdict) shows how often a verdict is
-right.
+The **price** is what it costs not to retune: the largest model's loss at the smallest model's best rate, less its loss at its own
+best rate, in nats. **Loss** is the largest model's training loss at its own best rate. A control, such as `sp`, should drift.
+[A simulation](#how-far-to-trust-a-verdict) shows how often a verdict is right.
 
-`python -m scripts.studies.transfer` trains all studies, 3 to 28 minutes for each preset, and can be
-stopped and resumed; `--list` prints the commands. All rows are in
+`python -m scripts.studies.transfer` trains all studies, and continues if it was stopped. `--list` prints their commands. All losses are in
 `docs/evidence/transfer/*/points.jsonl.gz`.
 """
 

@@ -407,21 +407,20 @@ def document() -> str:
     """Return the section of docs/evidence/transfer.md on how often a verdict is right."""
     record = disk.read_json(OUT)
     selected = sorted(record["cells"], key=lambda cell: cell["noise"])
-    median = selected[len(selected) // 2]
-    rows = [["cell", "noise", *(f"{drift}: {verdict}" for drift, verdict in SHARES), "seeds at 0"]]
+    rows = [["study", "noise", *(f"{drift}: {verdict}" for drift, verdict in SHARES), "seeds at 0"]]
     for cell in selected:
         by_drift = cell["verdicts"]
         name = cell["name"] if len(cell["name"]) < 40 else f"{cell['name'][:36]} ..."
         rows.append(
             [
-                f"**{name}**" if cell is median else name,
+                name,
                 f"{cell['noise']:.2f}",
                 *(f"{by_drift[drift][verdict]:.1%}" for drift, verdict in SHARES),
                 f"{by_drift['0']['seeds']:.1f}",
             ]
         )
 
-    coverage = [["seeds", "all cells", "least", "most", "price"]]
+    coverage = [["seeds", "all studies", "least", "most", "price"]]
     for seeds in SEEDS:
         row = _coverage([cell["coverage"][f"{seeds}"] for cell in selected])
         coverage.append([str(seeds), *row])
@@ -432,7 +431,6 @@ def document() -> str:
     mean, ratio = record["correlation"]
     return TEXT.format(
         trials=selected[0]["trials"],
-        cells=len(selected),
         committed=record["committed"],
         verdicts=table(rows),
         coverage=table(coverage),
@@ -452,23 +450,23 @@ def _coverage(rows: Sequence[Mapping[str, float]]) -> list[str]:
 
 TEXT = """## How far to trust a verdict
 
-`python -m scripts.studies.verdicts` simulates {trials} studies for each drift and each of {cells}
-cells (of {committed}). A cell has the noise, curvature and sizes of one committed study. *Noise*
-is the standard deviation of the drift from one seed. The command's own code judges: 3 seeds, then
-more until the verdict is decided, at most 8. Before the last seed a 98 % interval must decide
-too. Columns give the true drift and how often it got that verdict. The median cell is bold.
+`python -m scripts.studies.verdicts` simulates studies with a known drift: {trials} for each drift and each row of this table. A row has
+the noise, curvature and sizes of one of {committed} committed studies. *Noise* is the standard deviation of the drift
+from one seed.
+
+`mupax transfer`'s own code judges them after 3 seeds and each further one, up to 8. The column "0.22: drifts" has the share of studies
+with a drift of 0.22 that get the verdict drifts. The last column has the mean number of seeds at a drift of 0.
 
 {verdicts}
 
-A drift of 0.22 lies between the two bounds, where either verdict can fall. Cells with noise above
-about 0.2 need more than 8 seeds.
+A drift of 0.22 lies between the bounds of 0.15 and 0.30, where either verdict can fall.
 
-How often a 95 % interval holds the true drift, and the true price at the largest size:
+How often the 95 % interval contains the true drift (in all rows, in the worst and the best one), and the true price:
 
 {coverage}
 
-The intervals assume that a seed's effects at two sizes are independent. Measured: mean
-correlation {correlation}, variance of the drift {ratio} times that of independent sizes.
+The intervals assume that a seed moves the best rates of two sizes independently. In the committed studies these moves have a mean correlation
+of {correlation}, and the drift has {ratio} times the variance of independent moves.
 """
 
 

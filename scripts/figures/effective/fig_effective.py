@@ -97,12 +97,14 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 
 FIGURE = Figure(
     title="The effective theory's family on a ViT: what the first step moves",
-    source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), the family from neural tangent (s = 0) "
-    "to maximal update (s = 1)",
-    about="How much the first step of AdamW changes the residual stream and the output of a ViT of "
-    "depth 2, as heads and width grow together, at a learning rate so small that the change is "
-    "proportional to it. At the smallest width the three "
-    "members of the family are one model; `standard` starts with variances of its own.",
+    source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), the family from neural tangent (`ntk`) "
+    "to maximal update",
+    about="Change of the residual stream and the output of a ViT of depth 2 in the first step of "
+    "AdamW, as heads and width grow together. `mupax.presets.analysis.limits` predicts the "
+    "exponents.\n\n"
+    "The learning rate is so small that the change is proportional to it. At the smallest "
+    "width the three members of the family are one model; `standard` starts with variances "
+    "of its own.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

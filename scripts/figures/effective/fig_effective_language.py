@@ -281,26 +281,27 @@ def _draw_excess(axes: Axes, widths: Sequence[int], curves: dict[str, list[Curve
 
 FIGURE = Figure(
     title="The effective theory's figures 3 to 5: encoder-decoders at rates below the best",
-    source="figures 3, 4 and 5 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034): BART-large and "
-    "R2C2 under two strategies",
-    about="Encoder-decoders in the layout of BART-large with 2 + 2 blocks on the bytes of "
-    "Python's sources: `standard` has one std and one learning rate h everywhere, and "
-    "`ntk` starts its table at std 1 and moves it by h n. The layout is pre-norm with one "
-    "table and without biases and gains. Heads have dimension 16, sequences have 64 "
-    "positions, and the task is BART's infilling. AdamW has (0.9, 0.998, 1e-6), gradients "
-    "are clipped at 0.1, and warm-up and decay are linear. Under `standard` the std is "
-    "0.64 n^-1/2 (0.02 at n = 1024), and the head multiplies by 1. Under `ntk` the head "
-    "multiplies by n^-1/2, everything but the table starts as under `standard`, and lr = "
-    "h n^(3/2), so that hidden matrices move by h. In figure 3 half the best rate costs "
-    "standard 0.009 nats and ntk 0.002. Relative to their initial std, ntk's tables move "
-    "0.64 n^1/2 times as fast as standard's: 3.6, 5 and 7 times here. Training losses are "
-    "means over the last tenth of the steps of one pass, with paired seeds and the same "
-    "batches for all. Figure 5 used one h under both strategies at both sizes. The "
-    "transfer of ntk's own rule, a constant lr, is another claim and has a row of its "
-    "own. A likely reason where the paper's claim does not reproduce: in 150 steps a low "
-    "rate mostly trains too little under either strategy, and the paper had 200,000 steps "
-    "([over 600 steps](#the-effective-theorys-figure-3-over-a-longer-run) the sign is the "
-    "paper's at n = 64). The paper's n is 1024, and the largest n here is 128.",
+    source="figures 3, 4 and 5 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034)",
+    about="Training loss of encoder-decoders of width n in the layout of BART-large with 2 + 2 "
+    "blocks, on the bytes of Python's sources. `standard` has one initial std and one "
+    "learning rate h for all weights. `ntk` starts the embedding table at std 1 and moves "
+    "it n times as fast. The paper finds that a rate below the best costs `ntk` less than "
+    "`standard`.\n\n"
+    "The layout is pre-norm with one table and without biases and gains. Heads have "
+    "dimension 16, sequences have 64 positions, and the task is BART's infilling. AdamW has "
+    "(0.9, 0.998, 1e-6), gradients are clipped at 0.1, and warm-up and decay are linear. "
+    "Under `standard` the std is 0.64 n^-1/2 (0.02 at n = 1024), and the head multiplies by "
+    "1. Under `ntk` the head multiplies by n^-1/2, everything but the table starts as under "
+    "`standard`, and lr = h n^(3/2), so that hidden matrices move by h. In figure 3 half "
+    "the best rate costs standard 0.009 nats and ntk 0.002. Relative to their initial std, "
+    "ntk's tables move 0.64 n^1/2 times as fast as standard's: 3.6, 5 and 7 times here. "
+    "Training losses are means over the last tenth of the steps of one pass, with paired "
+    "seeds and the same batches for all. Figure 5 used one h under both strategies at both "
+    "sizes. The transfer of ntk's own rule, a constant lr, is another claim and has a row "
+    "of its own. A likely reason where the paper's claim does not reproduce: in 150 steps a "
+    "low rate mostly trains too little under either strategy, and the paper had 200,000 "
+    "steps ([over 600 steps](#the-effective-theorys-figure-3-over-a-longer-run) the sign is "
+    "the paper's at n = 64). The paper's n is 1024, and the largest n here is 128.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

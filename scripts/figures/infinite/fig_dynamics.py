@@ -311,16 +311,17 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="The infinite limit in time",
     source="the dynamical mean field theory of Bordelon, Chaudhry and Pehlevan 2024 (arXiv "
-    "2405.15712), solved here by conditioning initial matrices on what they have acted on (Lu "
-    "2021, arXiv 2101.07464)",
-    about="Training on one batch of digits with centred output. One block is attention alone "
-    "with a frozen read-in and squared error. The limit of one block is "
-    "`mupax.presets.infinite.heads`, and its nets are written in NumPy with all their "
-    "matrices (`scripts/figures/infinite/one_block.py`). The stack is the paper's ViT (F "
-    "= D, both norms, trained read-in) with cross-entropy. The limit of the stack is "
+    "2405.15712), solved as in Lu 2021 (arXiv 2101.07464)",
+    about="Outputs and kernels of one attention block, and of the paper's ViT, after 2, 4 and 8 "
+    "steps on one batch of digits. Their squared error against the limit of infinitely many "
+    "heads is predicted to fall as 1/heads.\n\n"
+    "One block is attention alone with a frozen read-in and squared error. The limit of one "
+    "block is `mupax.presets.infinite.heads`, and its nets are written in NumPy with all "
+    "their matrices (`scripts/figures/infinite/one_block.py`). The stack is the paper's ViT "
+    "(F = D, both norms, trained read-in) with cross-entropy. The limit of the stack is "
     "`mupax.presets.infinite.stack` at a width that stands for infinity, and its nets are "
-    "the zoo's, trained by mupax's own step. Controls have no response terms: they treat "
-    "W and its transpose as unrelated.",
+    "the zoo's, trained by mupax's own step. Controls have no response terms: they treat W "
+    "and its transpose as unrelated.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -86,12 +86,13 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 
 FIGURE = Figure(
     title="The residual kernel of the infinite limit, and of finite models",
-    source="the kernel recursion at initialization, from section 2.1 of Bordelon, Chaudhry and "
-    "Pehlevan 2024 (arXiv 2405.15712), derived here",
-    about="Models as in figure 3a with N = H growing, against the limit of infinite N and H. "
-    "`scripts/figures/initialization/kernels.py` computes the limit: attention is uniform "
-    "at alpha_A = 1, and its logits are Gaussian at 1/2. Distances are root mean squares "
-    "over all pairs of positions.",
+    source="a recursion derived here from section 2.1 of Bordelon, Chaudhry and Pehlevan 2024 "
+    "(arXiv 2405.15712)",
+    about="Inner products of the residual stream between positions, in models as in figure 3a, as "
+    "head dimension N and number of heads H grow together, against the limit of infinite N "
+    "and H. In this limit attention is uniform for logits q.k/N (alpha_A = 1), and logits "
+    "are Gaussian for q.k/N^(1/2) (alpha_A = 1/2).\n\n"
+    "Distances are root mean squares over all pairs of positions.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

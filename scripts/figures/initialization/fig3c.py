@@ -96,8 +96,11 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figures 3b and 3c: attention logits over heads at initialization",
     source="figure 3 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Attention logits in the first block of the paper's ViT on digits: their distribution "
-    "over heads, and its variance as N grows with the number of heads fixed.",
+    about="Attention logits q.k/N^alpha_A in the first block of Bordelon et al.'s ViT on digits, "
+    "at initialization. Their variance over 16 heads is predicted to scale as N^(1 - 2 "
+    "alpha_A) with the head dimension N.\n\n"
+    "Their variance over heads is predicted to scale as N^(1 - 2 alpha_A) as the head "
+    "dimension N grows with 16 heads. The picture also shows their distribution.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -88,9 +88,12 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 
 FIGURE = Figure(
     title="The Brownian term: how far the residual stream moves over the blocks at initialization",
-    source="the limit of depth in Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712): it "
-    "survives at alpha_L = 1/2 and vanishes at 1",
-    about="The paper's ViT on digits with alpha_A = 1 and beta0 = 1, at growing depth.",
+    source="the limit of depth in Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
+    about="Squared movement of the residual stream over all L blocks of the paper's ViT on "
+    "digits, at initialization. With branches times 1/L^alpha_L the movement is predicted "
+    "to scale as L^(1 - 2 alpha_L).\n\n"
+    "With branches times 1/L^alpha_L it is predicted to scale as L^(1 - 2 alpha_L): it "
+    "survives at alpha_L = 1/2 and vanishes at 1.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -225,15 +225,16 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 
 FIGURE = Figure(
     title="The residual kernels of an encoder-decoder",
-    source="the kernel recursion with attention to an encoder, derived here",
-    about="The kernel h.h'/D of the decoder's residual stream after the last block of BART's "
-    "layout with few blocks, against the recursion of "
-    "`scripts/figures/initialization/kernels.py` at this N. The recursion goes through "
-    "the encoder, its norm, and a decoder of causal attention, attention to the encoder "
-    "and MLP. The kernel is over all positions of two short texts (bytes with gaps, "
-    "inputs padded to different lengths). Weights and forward pass are the zoo's, under "
-    "`depth-mup`. Distances are root mean squares over all pairs of positions, relative "
-    "to that of the recursion.",
+    source="derived here",
+    about="Inner products of the decoder's residual stream between positions, after its last "
+    "block at initialization, in BART's layout with 2 + 2 blocks. A recursion for many "
+    "heads (`scripts/figures/initialization/kernels.py`) predicts them. Controls are "
+    "recursions with a mistake.\n\n"
+    "The recursion goes through the encoder, its norm, and a decoder of causal attention, "
+    "attention to the encoder and MLP. The kernel is over all positions of two short texts "
+    "(bytes with gaps, inputs padded to different lengths). Weights and forward pass are "
+    "the zoo's, under `depth-mup`. Distances are root mean squares over all pairs of "
+    "positions, relative to that of the recursion.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -133,12 +133,13 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 
 FIGURE = Figure(
     title="The encoder's first gradients as its decoder gets deeper",
-    source="derived here: a sum over the decoder's blocks of branches that are independent at "
-    "initialization",
-    about="Gradients at initialization in an encoder of 4 blocks, and of cross-attention's keys "
-    "and values in each layer, as the decoder alone gets deeper. The model is BART's "
-    "layout with a readout of its own, under `depth-mup` in absolute form. Tokens and "
-    "labels are random.",
+    source="derived here",
+    about="Gradients at initialization in an encoder-decoder with 4 encoder blocks, as the number "
+    "L of decoder blocks grows, with branches times 1/L^alpha_L. The gradients are "
+    "predicted to scale as L^(1/2 - alpha_L) in the encoder, and as L^-alpha_L in one "
+    "layer's keys and values of cross-attention.\n\n"
+    "The model is BART's layout with a readout of its own, under `depth-mup` in absolute "
+    "form. Tokens and labels are random.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -55,12 +55,14 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figure 2a: transfer of the learning rate over N",
     source="figure 2a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss of the paper's ViT on scikit-learn's digits (the paper: CIFAR-5M) on a "
-    "grid of learning rates, as N grows with the number of heads fixed. The loss is the "
-    "mean over the last tenth of the steps. The output is centred, the learning rate is "
-    "constant, and the optimizer is SGD with momentum. The grid has half octaves. Seeds "
-    "are paired, and all runs see the same batches. The optimum is `mupax transfer`'s "
-    "fit. Studies of a language model under Adam are in [transfer.md](transfer.md).",
+    about="Training loss of Bordelon et al.'s ViT on scikit-learn's digits (theirs: CIFAR-5M) as "
+    "the head dimension N grows with eight heads. With attention logits q.k/N^alpha_A the "
+    "best learning rate is predicted to stay at alpha_A = 1 and 1/2. The control is `sp`.\n\n"
+    "The loss is the mean over the last tenth of the steps. The output is centred, the "
+    "learning rate is constant, and the optimizer is SGD with momentum. The grid has half "
+    "octaves. Seeds are paired, and all runs see the same batches. The optimum is `mupax "
+    "transfer`'s fit. Studies of a language model under Adam are in "
+    "[transfer.md](transfer.md).",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -94,13 +94,14 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figure 5a: movement of query and key weights against depth",
     source="figure 5 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Root mean square change of query and key entries of the paper's ViT as depth grows "
-    "at fixed width. The mean is over all layers together. The models are trained by SGD "
-    "with momentum on the endless image set (the paper: CIFAR-5M). At alpha_L = 1 the "
-    "limit needs L well above beta0 squared: before training, independent layers add "
-    "about beta0²/L to the variance of the residual stream, and LayerNorm divides all "
-    "gradients by the root of this variance. So beta0 = 2 is measured in addition to the "
-    "paper's 12.",
+    about="Root mean square change of the query and key weights of Bordelon et al.'s ViT with L "
+    "blocks under SGD with momentum. With branches times beta0/L^alpha_L the change is "
+    "predicted to scale as L^(alpha_L - 1).\n\n"
+    "The mean is over all layers together. The models are trained by SGD with momentum on "
+    "the endless image set (the paper: CIFAR-5M). At alpha_L = 1 the limit needs L well "
+    "above beta0 squared: before training, independent layers add about beta0²/L to the "
+    "variance of the residual stream, and LayerNorm divides all gradients by the root of "
+    "this variance. So beta0 = 2 is measured in addition to the paper's 12.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

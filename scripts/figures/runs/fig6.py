@@ -36,15 +36,16 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figure 6: vision transformers under SGD as N, H and L grow",
     source="figure 6 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss, kernel of the last layer's features and attention logits of the last "
-    "layer, of the paper's ViT (alpha_A = alpha_L = 1) on the endless image set (the "
-    "paper: CIFAR-5M). Features are means over positions, and the kernel is over images "
-    "never trained on. The paper finds loss curves nearly equal in N and H, slower early "
-    "at large L, and similar final kernels. The widest model here stands for the limit. "
-    "The limit itself is of H at one N and L, and 250 steps on 64 new images of 16 "
-    "positions are 64 x 16 x (2 x 250 - 1) = 510,976 directions of a matrix, whose record "
-    "needs a width of two million ([presets.md](../concepts/presets.md#the-infinite-model) "
-    "explains why).",
+    about="Training loss, and features and attention logits of the last layer, of Bordelon et "
+    "al.'s ViT on rendered shapes (theirs: CIFAR-5M), as head dimension N, heads H or "
+    "blocks L grow fourfold.\n\n"
+    "Attention logits are q.k/N and branches shrink as 1/L (alpha_A = alpha_L = 1). "
+    "Features are means over positions, and the kernel is over images never trained on. The "
+    "paper finds loss curves nearly equal in N and H, slower early at large L, and similar "
+    "final kernels. The widest model here stands for the limit. The limit itself is of H at "
+    "one N and L, and 250 steps on 64 new images of 16 positions are 64 x 16 x (2 x 250 - "
+    "1) = 510,976 directions of a matrix, whose record needs a width of two million "
+    "([presets.md](../concepts/presets.md#the-infinite-model) explains why).",
     **settings_of(__name__),
     measure=measure,
     rows=rows,
