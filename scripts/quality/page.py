@@ -24,50 +24,54 @@ Record = Mapping[str, Any]
 
 HEAD = f"""# Does a tuned preset win?
 
-A learning rate that transfers is worth nothing if the large model is worse. This page compares training losses:
+A learning rate that transfers is worth nothing if the large model is worse. This page compares the training losses of two ways to
+choose the constants of larger models, such as the learning rate. The smallest model of a comparison is called the base.
 
-* **The preset** is tuned once, at the smallest size: learning rate, rates of readout and input embedding, initial std of the
-  readout. Larger models use these constants unchanged.
-* **`sp`** has the same constants at the base, where both are one model. At every larger size its learning rate and its readout's
-  rate are searched again, and over width at 800 steps the input embedding's, too. There the rate of every other group is moved
-  once by two octaves up and down, at four times the base. A group that gains more than {JOINS:.3f} nats joins the search.
+* **The preset** is tuned at the base alone. A search chooses the learning rate, its multipliers for the readout and the input embedding
+  (their "rates" in the tables), and the readout's initial std. Larger models use these constants unchanged.
+* **`sp`**, the standard parameterization, starts from the same constants. At every larger size its learning rate and the readout's
+  multiplier are searched again. In `head_dim-800`, the input embedding's multiplier and some others are searched, too.
 
-Losses are means over the last tenth of a run. Every run sees the same examples in the same order. Differences are paired by seed,
-with a 95 % t interval. Below zero the preset is ahead. **Not worse** means that the interval ends at or below {GOAL:+.3f} nats.
+A section's name has what grows and the number of training steps. "At 2, 4 and 8 times" means times the base's size. m is the width
+divided by the base's, L the same for depth: "readout std m^-1/2" means that the readout's initial std falls as m^-1/2.
 
-`python -m scripts.quality` trains what is missing and writes this page. A cell's folder has its runs and every difference.
+A run's loss is the mean over its last tenth. All runs of a comparison see the same examples in the same order. Differences are paired
+by seed (5 to 12 seeds), with a 95 % t interval. Below zero the preset has the lower loss. **Not worse** means that every interval
+ends at or below {GOAL:+.3f} nats.
+
+`python -m scripts.quality` trains the runs that are missing and writes this page. `quality/NAME/` has a comparison's runs.
 """
-COLUMNS = """The tables of the cells have losses in nats by size. The last column is the first row less this row at the largest
-size. Rows that end in "as sp has it" are `mup` with one rule of `sp`, and their learning rate is searched at every size. Their last
-column is `mup` less the row. Constants of the base are multiples of the recipe's.
+COLUMNS = """Each section has the mean losses in nats by size. The last column is the first row's loss minus this row's at the largest
+size. A row that ends in "as sp has it" or "as sp has them" is `mup` with one rule of `sp` and a learning rate searched at every size.
+There, the last column is `mup`'s loss minus the row's. "Tuned to" gives the base's constants as multiples of the recipe's.
 """
 LESS = "first less this"
 READING = {
-    "head_dim-100": "**Not shown**: constants of width 64 do not serve larger models at this "
-    "horizon. `mup`'s best readout rate falls from 2^3 at width 64 to 2^1 at 256 and stays there. "
-    "Searched again as `sp` is, `mup` with a readout std of m^-1/2 ends at or below `sp` at every "
-    "size (-0.005, -0.000, -0.009 nats). Tuned at width 128 it ends 0.002 nats above `sp` at 512.",
-    "heads-100": "**Not worse** with readout std and embedding rate as m^-1/2. Tuning "
-    "at the base alone loses nothing: searched again, `mup`'s rates stay where they are, and "
-    "`sp`'s rate falls by an octave per doubling. Plain `mup`, whose readout starts as m^-1, is "
-    "0.021 behind at eight times.",
-    "depth-100": "**Not worse** with both, and further ahead the deeper the model: 0.036 nats at "
-    "depth 16 with branches of L^-1/2, 0.092 with branches of L^-1.",
-    "depth-800": "**Not worse** with branches of L^-1 (alpha_L 1). Branches of L^-1/2 are 0.036 "
-    "nats ahead at 16 layers after 100 steps and 0.028 behind after 800.",
-    "heads-800": "**Not worse** with readout std and embedding rate as m^-1/2, "
-    "against an `sp` whose embedding rate is not searched yet. Plain `mup` is ahead at two and "
-    "four times and 0.009 behind at eight. `sp`'s best rate falls by an octave per doubling. "
-    "At 32 heads the comparison was stopped at six seeds.",
-    "head_dim-800": "**Not worse** against two constants of `sp` tuned anew. **Level** with seven, at "
-    "four times the width: the first row is 0.003 ± 0.009 nats lower than `sp`, and plain `mup` "
-    "0.003 ± 0.009 higher (eight seeds). Tuning once costs nothing there that can be measured, and "
-    "wins nothing. Eight times is begun.",
-    "vit-800": "**Not worse** against an `sp` whose patch embedding's rate is not searched. Searched "
-    "at twice the width, `sp` is 0.012 ± 0.025 nats behind the first row (five seeds), which cannot "
-    "be told from zero. Four and eight times are to be searched.",
-    "vit-100": "**Not shown** at two and four times, not worse at eight. 100 steps of these images "
-    "end on a plateau (1.62 nats at every size, under every rule) on which width hardly counts.",
+    "head_dim-100": "**Not shown.** Constants tuned at width 64 do not serve larger models over 100 "
+    "steps: with a readout std of m^-1/2, `mup`'s best multiplier for the readout falls from 2^3 at "
+    "width 64 to 2^1 at widths 256 and 512. If this multiplier and the learning rate are searched "
+    "again at every size, as `sp`'s are, `mup`'s loss is 0.005, 0.000 and 0.009 nats below `sp`'s.",
+    "heads-100": "**Not worse** if the readout's std and the embedding's multiplier fall as m^-1/2. "
+    "A new search at larger sizes leaves `mup`'s learning rate as it is, while `sp`'s halves with "
+    "each doubling of heads. With 32 heads, plain `mup`, whose readout std falls as m^-1, is 0.021 "
+    "nats worse than the first row.",
+    "depth-100": "**Not worse**, and further ahead of `sp` the deeper the model. At depth 16, "
+    "branches that are scaled by L^-1/2 (`depth-mup`) are 0.036 nats ahead, and by L^-1 "
+    "(`alpha_L 1`) 0.092.",
+    "depth-800": "**Not worse** with branches scaled by L^-1 (`alpha_L 1`). With branches scaled by "
+    "L^-1/2, the preset's loss at depth 16 is 0.028 nats above `sp`'s.",
+    "heads-800": "**Not worse** if the readout's std and the embedding's multiplier fall as m^-1/2. "
+    "Here `sp`'s embedding multiplier is not searched. With 32 heads, plain `mup`'s loss is 0.009 "
+    "nats above `sp`'s. `sp`'s best learning rate halves with each doubling of heads.",
+    "head_dim-800": "**No difference could be measured** at four times the base against an `sp` with "
+    "seven searched constants. Over eight seeds, the first row's loss is 0.003 ± 0.009 nats below "
+    "`sp`'s and plain `mup`'s 0.003 ± 0.009 above. Against an `sp` with two searched constants, the "
+    "preset is not worse at any size.",
+    "vit-800": "**Not worse** against an `sp` whose patch embedding's multiplier is not searched. With "
+    "this multiplier searched at twice the base, `sp`'s loss is 0.012 ± 0.025 nats above plain "
+    "`mup`'s (five seeds), which cannot be told from zero.",
+    "vit-100": "**Not shown** at two and four times the base; not worse at eight times. After 100 "
+    "steps on these images all losses are between 1.61 and 1.65 nats, so width hardly counts.",
 }
 """Name of a cell to the conclusion that a person drew from its numbers."""
 
@@ -184,7 +188,7 @@ def _section(cell: Record) -> list[str]:
     if name in READING:
         lines += [READING[name], ""]
     lines += [
-        f"Base: {cell['axis']} {base['size']}, {_loss(base['losses'])} nats at "
+        f"Base: {cell['axis']} {base['size']}, loss {_loss(base['losses'])} nats, tuned to "
         f"{_setting(base['octaves'])} ([record](quality/{name}/result.json)).",
         "",
         f"| {cell['axis']} | {' | '.join(map(str, sizes))} | {LESS} |",
@@ -208,12 +212,14 @@ def _probes(cell: Record) -> list[str]:
         size = CELLS[cell["cell"]].probe_size
         joined = sorted({probe["group"] for probe in probes if _mean(probe["gains"]) > JOINS})
         if joined:
-            verdict = f"joined the search: {', '.join(f'`{group}`' for group in joined)}"
+            groups = ", ".join(f"`{group}`" for group in joined)
+            verdict = f"Groups that gain more than {JOINS:.3f} nats joined the search: {groups}"
         else:
-            verdict = "none gains enough to join the search"
+            verdict = f"No group gains {JOINS:.3f} nats, so none joined the search"
         lines += [
-            f"`{label}`, rates of other groups moved by two octaves at {cell['axis']} {size} "
-            f"(nats gained, mean of two seeds): {verdict}.",
+            f"Before the search of `{label}` goes on, the multiplier of every other parameter "
+            f"group is divided and multiplied by 4 at {cell['axis']} {size}. The table has the "
+            f"nats by which the loss falls (mean of two seeds). {verdict}.",
             "",
             "| group | × 2^-2 | × 2^2 |",
             "|---|---|---|",
@@ -257,7 +263,7 @@ def _setting(octaves: Mapping[str, float]) -> str:
     for constant, value in octaves.items():
         column, _, group = constant.replace("_", " ").partition(".")
         if column == "lr":
-            name = "rate"
+            name = "learning rate"
         elif column == "rates":
             name = f"{group}'s rate"
         else:
