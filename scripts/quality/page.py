@@ -43,7 +43,7 @@ ends at or below {GOAL:+.3f} nats.
 """
 COLUMNS = """Each section has the mean losses in nats by size. The last column is the first row's loss minus this row's at the largest
 size. A row that ends in "as sp has it" or "as sp has them" is `mup` with one rule of `sp` and a learning rate searched at every size.
-There, the last column is `mup`'s loss minus the row's. "Tuned to" gives the base's constants as multiples of the recipe's.
+There, the last column is `mup`'s loss minus the row's.
 """
 LESS = "first less this"
 READING = {
@@ -177,7 +177,7 @@ def _paired_differences(
 
 
 def _section(cell: Record) -> list[str]:
-    """Return the section of a cell: its conclusion, its constants and the losses of every arm."""
+    """Return the section of a cell: its conclusion, its base and the losses of every arm."""
     name = cell["cell"]
     arms = cell["arms"]
     base = arms[0]["sizes"][0]
@@ -188,8 +188,8 @@ def _section(cell: Record) -> list[str]:
     if name in READING:
         lines += [READING[name], ""]
     lines += [
-        f"Base: {cell['axis']} {base['size']}, loss {_loss(base['losses'])} nats, tuned to "
-        f"{_setting(base['octaves'])} ([record](quality/{name}/result.json)).",
+        f"Base: {cell['axis']} {base['size']}, loss {_loss(base['losses'])} nats "
+        f"([constants](quality/{name}/result.json)).",
         "",
         f"| {cell['axis']} | {' | '.join(map(str, sizes))} | {LESS} |",
         f"|---|{'---|' * (len(sizes) + 1)}",
@@ -255,18 +255,3 @@ def _reference_difference(row: Record) -> str:
     """Return the reference's loss less an arm's at one size, empty if there is no comparison."""
     differences = row["reference_minus_this"]
     return _interval(difference(differences)) if differences else ""
-
-
-def _setting(octaves: Mapping[str, float]) -> str:
-    """Return the constants of a setting in words, as powers of two."""
-    terms = []
-    for constant, value in octaves.items():
-        column, _, group = constant.replace("_", " ").partition(".")
-        if column == "lr":
-            name = "learning rate"
-        elif column == "rates":
-            name = f"{group}'s rate"
-        else:
-            name = f"{group}'s std"
-        terms.append(f"{name} 2^{value:g}")
-    return ", ".join(terms) or "as the recipe"
