@@ -143,7 +143,7 @@ def document(content: dict[str, Any]) -> str:
         "",
         _hindsight_table(content["hindsight"]),
         "",
-        "Studies that support no law:",
+        "No law could be fitted in these studies:",
         "",
         *_studies_without_law(content["hindsight"]),
     ]
@@ -197,8 +197,8 @@ def _hindsight_summary(forecasts: Sequence[dict[str, Any]]) -> str:
     rates = [row["log2_lr"] for row in forecasts if row.get("log2_lr")]
     inside = sum(rate["low90"] <= rate["came"] <= rate["high90"] for rate in rates)
     return (
-        "The largest size of each transfer study, forecast from the other three. "
-        f"{inside} of {len(rates)} best rates are inside their 90 % interval."
+        "A law fitted to the smaller sizes of each transfer study forecasts the largest size. "
+        f"{inside} of {len(rates)} best learning rates are inside their 90 % intervals."
     )
 
 
@@ -228,7 +228,8 @@ def _studies_without_law(forecasts: Sequence[dict[str, Any]]) -> list[str]:
     presets_of: dict[str, dict[str, list[str]]] = {}
     for row in forecasts:
         if "none" in row:
-            reason = row["none"].removeprefix("no law: ")
+            reason = row["none"].removeprefix("no law: ").replace("it misses", "the law misses")
+            reason = reason.replace("rows", "runs").replace(", where", ", while")
             presets = presets_of.setdefault(reason, {}).setdefault(row["study"], [])
             presets.append(f"`{row['preset']}`")
 

@@ -27,11 +27,10 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 """Palette of Okabe and Ito, which color-blind readers can tell apart."""
 OPENING = """## Published runs
 
-The law for tables of runs (`train/studies/tables/law.py`) comes with mupax fitted to 1,073
-published runs of dense decoders: 215 to 429 million parameters without embeddings, 4 to 100
-billion tokens, sequences of 2,048, cosine decay, standard parameterization, a grid of learning
-rates and batches. `mupax plan` uses it where no tuned preset applies
-([which settings](../start/which-settings.md)).
+Tables of runs get another law (`train/studies/tables/law.py`). mupax comes with this law fitted to
+1,073 published runs: dense decoders of 215 to 429 million parameters without embeddings, 4 to 100
+billion tokens, standard parameterization. `mupax plan` uses it for dense decoders to which no tuned
+preset applies ([which settings](../start/which-settings.md)).
 """
 
 
@@ -69,26 +68,12 @@ def page(text: str, result: dict[str, Any], forecast: list[dict[str, Any]]) -> s
 
 def _forecasts(forecast: list[dict[str, Any]]) -> str:
     """Return the section about settings whose runs were not seen."""
-    rows = [["parameters", "tokens", "lowest loss", "90 %"]]
-    for row in forecast:
-        rows.append(
-            [
-                f"{row['parameters']:,}",
-                f"{row['tokens'] / 1e9:g} B",
-                f"{row['loss']:.4f}",
-                f"{row['low']:.4f} to {row['high']:.4f}",
-            ]
-        )
+    points = len(forecast[0]["points"])
     return f"""### Settings that were not seen
 
-The runs of eight more settings were kept back. Their lowest losses, best rates and batches, and
-the loss at each of 182 rates and batches are forecast in
-[published-dense.json](forecasts/published-dense.json).
-
-{table(rows)}
-
-The fitted sizes lie within one octave. The forecast of 1.07 billion parameters, 1.3 octaves
-beyond, rests on the prior of the exponent of size (0.34 ± 0.1, Hoffmann et al. 2022).
+[published-dense.json](forecasts/published-dense.json) has forecasts for {len(forecast)} pairs of
+model size (up to 1.07 B) and tokens whose runs were not used: the lowest loss, the best
+learning rate and batch, and the loss at {points} pairs of rate and batch.
 """
 
 
@@ -117,13 +102,16 @@ def _left_out(result: dict[str, Any]) -> str:
     inside = sum(row["inside"] for row in settings)
     return f"""### Each setting left out in turn
 
-*Lost* is the share of the loss that a run loses at the recommended rate and batch.
+A law fitted to all other pairs of model size and tokens forecasts the lowest loss of each pair.
+*Lost* is how far the run nearest to the recommended learning rate and batch ends above the best run.
 
 {table(rows)}
 
-{inside} of {len(settings)} outcomes are inside their interval. The one outside, of 100 billion
-tokens, lies 2.3 octaves beyond the longest other run of its size. Two controls must be worse, and
-are:
+{inside} of {len(settings)} outcomes are inside their interval. The one outside has 100 billion
+tokens, five times as many as the longest other run of its size.
+
+Two controls must forecast worse, and do: a law fitted to shuffled learning rates, and a law without
+tokens.
 
 {table(controls)}
 """
@@ -147,16 +135,15 @@ def _exponents(result: dict[str, Any]) -> str:
     )
     return f"""### Does the best rate fall or rise with the length of training?
 
-The batch decides. At a small batch the gradient's noise limits the rate, and the best rate falls
-with tokens. At a large batch the number of steps limits the rate, and the best rate rises. A
-source that grows its batch with tokens (Step Law: T^+0.31) sees a rise, a source with a fixed
-batch (Bjorck et al. 2024: T^-0.32) a fall.
+It depends on the batch size. At small batches the best learning rate falls with the number of
+tokens T; at large batches it rises. This can explain why published rules disagree: Step Law, which
+grows the batch with T, has T^+0.31, and Bjorck et al. 2024, at a fixed batch, T^-0.32.
 
 {picture}
 
 {table(rows)}
 
-The exponent is one slope over seven to nine settings.
+Each measured exponent is a slope over seven to nine pairs of model size and tokens.
 """
 
 
@@ -181,17 +168,19 @@ def _rules(result: dict[str, Any]) -> str:
     return f"""### Which rule to use for a longer run
 
 **Grow the batch as the square root of the tokens and the rate as the square root of the batch**:
-`--joint sde` with a batch of B (T/T0)^1/2. From each model's shorter runs to its longer ones (1.8
-to 25 times the tokens), against the best rate and batch of the longer run:
+`--joint sde` with a batch of B (T/T0)^1/2. B and T0 are batch and tokens of the shorter run.
+
+Each rule moves the best rate and batch of a shorter run to a longer run of the same model (1.8 to
+25 times the tokens). *Lost* compares with the best rate and batch of the longer run.
 
 {table(joint)}
 
-The rule was picked after these runs were seen. At fixed batch, against the best rate at this
-batch:
+The rule was picked after these runs were seen. The next table keeps the batch and compares with the
+best rate at this batch:
 
 {table(fixed)}
 
-No exponent is right for every batch: take yours from the table of exponents.
+No exponent is right for every batch. Take yours from the table of exponents above.
 """
 
 
@@ -211,12 +200,10 @@ def _isoflop(result: dict[str, Any]) -> str:
         )
     return f"""### A law of FLOPs alone
 
-A table of FLOPs and losses is enough (`--columns flops=C`, then `--flops 1e21`). Published losses
-of mixtures of experts at the best size of each budget:
+A table that has only FLOPs and losses is enough for a forecast: `--columns flops=C --flops 1e21`.
+This law forecasts published losses of mixtures of experts, each the lowest for its FLOPs:
 
 {table(rows)}
-
-The first row rests on the prior of the floor: half of the lowest loss, give or take a quarter.
 """
 
 
@@ -226,10 +213,10 @@ def _source(result: dict[str, Any]) -> str:
     digest = result["table"]["sha256"]
     return f"""### The runs
 
-{rows:,} rows of the public grid of Step Law (2503.04715), sha256 `{digest}`. The file has no
-licence and is not part of mupax. Commands:
-`python -m scripts.studies.published_runs forecast TABLE.csv` (or `law`, `study`), then
-`python -m scripts.studies.published_runs_page`.
+The {rows:,} runs are rows of the public grid of Step Law (2503.04715). The file (sha256 `{digest}`)
+has no licence and is not part of mupax.
+`python -m scripts.studies.published_runs study TABLE.csv` computes the results, and
+`python -m scripts.studies.published_runs_page` writes this section.
 """
 
 
