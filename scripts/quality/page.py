@@ -24,22 +24,23 @@ Record = Mapping[str, Any]
 
 HEAD = f"""# Does a tuned preset win?
 
-A learning rate that transfers is worth nothing if the large model is worse. This page compares the training losses of two ways to
-choose the constants of larger models, such as the learning rate. The smallest model of a comparison is called the base.
+This page compares the training losses of two ways to choose the constants of larger models, such as the learning rate. The
+smallest model of a comparison is called the base.
 
 * **The preset** is tuned at the base alone. A search chooses the learning rate, its multipliers for the readout and the input embedding
   (their "rates" in the tables), and the readout's initial std. Larger models use these constants unchanged.
 * **`sp`**, the standard parameterization, starts from the same constants. At every larger size its learning rate and the readout's
-  multiplier are searched again. In `head_dim-800`, the input embedding's multiplier and some others are searched, too.
+  multiplier are searched again. A second `sp` row of `head_dim-800` also searches the multipliers of the input embedding and of
+  the parameter groups that gain more than {JOINS:.3f} nats if their multiplier moves by a factor of four at four times the base.
 
 A section's name has what grows and the number of training steps. "At 2, 4 and 8 times" means times the base's size. m is the width
 divided by the base's, L the same for depth: "readout std m^-1/2" means that the readout's initial std falls as m^-1/2.
 
 A run's loss is the mean over its last tenth. All runs of a comparison see the same examples in the same order. Differences are paired
 by seed (5 to 12 seeds), with a 95 % t interval. Below zero the preset has the lower loss. **Not worse** means that every interval
-ends at or below {GOAL:+.3f} nats.
+ends at or below {GOAL:+.3f} nats, **not shown** that one does not.
 
-`python -m scripts.quality` trains the runs that are missing and writes this page. `quality/NAME/` has a comparison's runs.
+`python -m scripts.quality` trains the runs that are missing and writes this page.
 """
 COLUMNS = """Each section has the mean losses in nats by size. The last column is the first row's loss minus this row's at the largest
 size. A row that ends in "as sp has it" or "as sp has them" is `mup` with one rule of `sp` and a learning rate searched at every size.
@@ -55,10 +56,10 @@ READING = {
     "A new search at larger sizes leaves `mup`'s learning rate as it is, while `sp`'s halves with "
     "each doubling of heads. With 32 heads, plain `mup`, whose readout std falls as m^-1, is 0.021 "
     "nats worse than the first row.",
-    "depth-100": "**Not worse**, and further ahead of `sp` the deeper the model. At depth 16, "
-    "branches that are scaled by L^-1/2 (`depth-mup`) are 0.036 nats ahead, and by L^-1 "
+    "depth-100": "**Not worse** under both presets, and further ahead of `sp` the deeper the model. At depth 16, "
+    "residual branches scaled by L^-1/2 (`depth-mup`) are 0.036 nats ahead, and by L^-1 "
     "(`alpha_L 1`) 0.092.",
-    "depth-800": "**Not worse** with branches scaled by L^-1 (`alpha_L 1`). With branches scaled by "
+    "depth-800": "**Not worse** with residual branches scaled by L^-1 (`alpha_L 1`). With branches scaled by "
     "L^-1/2, the preset's loss at depth 16 is 0.028 nats above `sp`'s.",
     "heads-800": "**Not worse** if the readout's std and the embedding's multiplier fall as m^-1/2. "
     "Here `sp`'s embedding multiplier is not searched. With 32 heads, plain `mup`'s loss is 0.009 "
@@ -67,7 +68,7 @@ READING = {
     "seven searched constants. Over eight seeds, the first row's loss is 0.003 ± 0.009 nats below "
     "`sp`'s and plain `mup`'s 0.003 ± 0.009 above. Against an `sp` with two searched constants, the "
     "preset is not worse at any size.",
-    "vit-800": "**Not worse** against an `sp` whose patch embedding's multiplier is not searched. With "
+    "vit-800": "**Not worse** under both presets than an `sp` whose patch embedding's multiplier is not searched. With "
     "this multiplier searched at twice the base, `sp`'s loss is 0.012 ± 0.025 nats above plain "
     "`mup`'s (five seeds), which cannot be told from zero.",
     "vit-100": "**Not shown** at two and four times the base; not worse at eight times. After 100 "
@@ -202,45 +203,7 @@ def _section(cell: Record) -> list[str]:
         if index > 0 and is_complete:
             gap = _reference_difference(arm["sizes"][-1])
         lines.append(f"| {arm['label']} | {' | '.join(losses)} | {gap} |")
-    return [*lines, "", *_probes(cell)]
-
-
-def _probes(cell: Record) -> list[str]:
-    """Return a table of the gains of a cell's probed groups for every arm, each with a sentence."""
-    lines: list[str] = []
-    for label, probes in cell.get("probes", {}).items():
-        size = CELLS[cell["cell"]].probe_size
-        joined = sorted({probe["group"] for probe in probes if _mean(probe["gains"]) > JOINS})
-        if joined:
-            groups = ", ".join(f"`{group}`" for group in joined)
-            verdict = f"Groups that gain more than {JOINS:.3f} nats joined the search: {groups}"
-        else:
-            verdict = f"No group gains {JOINS:.3f} nats, so none joined the search"
-        lines += [
-            f"Before the search of `{label}` goes on, the multiplier of every other parameter "
-            f"group is divided and multiplied by 4 at {cell['axis']} {size}. The table has the "
-            f"nats by which the loss falls (mean of two seeds). {verdict}.",
-            "",
-            "| group | × 2^-2 | × 2^2 |",
-            "|---|---|---|",
-        ]
-        gains = {(probe["group"], probe["octaves"]): probe["gains"] for probe in probes}
-        for group in dict.fromkeys(probe["group"] for probe in probes):
-            lines.append(f"| {group} | {_gain(gains[group, -2])} | {_gain(gains[group, 2])} |")
-        lines.append("")
-    return lines
-
-
-def _mean(gains: Sequence[float | None]) -> float:
-    """Return the mean gain over seeds, minus infinity if a run diverged."""
-    if None in gains:
-        return -np.inf
-    return float(np.mean(np.array(gains, float)))
-
-
-def _gain(gains: Sequence[float | None]) -> str:
-    mean = _mean(gains)
-    return f"{mean:+.4f}" if np.isfinite(mean) else "diverged"
+    return [*lines, ""]
 
 
 def _loss(losses: Sequence[float | None]) -> str:
