@@ -128,10 +128,11 @@ def fitted(points: Points) -> ScalingLaw:
     rows = rows_of(usable.settings, usable.optima)
     num_values = [len(set(np.round(column, SIZE_DECIMALS))) for column in rows.scale.T]
     if max(num_values) < MIN_VALUES:
+        sizes, lengths, batches = num_values
         raise NoLaw(
-            f"{points.label}: the rows have {num_values[0]} model sizes and "
-            f"{num_values[1]} lengths of training that can be used; a law "
-            f"needs {MIN_VALUES} of either{_because(usable.notes)}"
+            f"{points.label}: the rows that can be used have too few different values (model "
+            f"sizes: {sizes}, lengths of training: {lengths}, batches: {batches}); a law needs "
+            f"{MIN_VALUES} of one of them{_because(usable.notes)}"
         )
     notes = [*usable.notes, *_missing_terms(rows, num_values)]
 

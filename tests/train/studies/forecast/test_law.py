@@ -245,8 +245,8 @@ def test_a_run_away_from_the_best_rate_has_its_price():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"heads": (16,)}, "1 model sizes and 1 lengths of training"),
-        ({"heads": (16, 32)}, "2 model sizes and 1 lengths of training"),
+        ({"heads": (16,)}, "model sizes: 1, lengths of training: 1, batches: 1"),
+        ({"heads": (16, 32)}, "model sizes: 2, lengths of training: 1, batches: 1"),
         ({"truth": Truth(c=-0.02)}, "end of the grid"),
     ],
 )
