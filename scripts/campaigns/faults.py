@@ -251,8 +251,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         "(EIO, ESTALE, EACCES or ENOSPC), half a second late, or after half of the bytes. "
         f"**{num_right} of {len(struck)} runs ended bitwise as an undisturbed run did.** "
         f"{num_survived} of them survived the failure. The others ended with a message, and the "
-        "same command took them from their newest checkpoint to the end. No run took longer than "
-        f"{slowest:.0f} s. `{COMMAND}`"
+        "same command took them from their newest checkpoint to the end. No command took longer "
+        f"than {slowest:.0f} s. `{COMMAND}`"
     )
 
     cells = [["operation", "runs", "operations failed", "survived", "ended, then went on"]]
