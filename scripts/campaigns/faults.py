@@ -247,12 +247,12 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         num_survived += not row["code"]
         slowest = max(slowest, row["seconds"])
     text = (
-        f"In {len(struck)} runs, {num_operations} chosen file operations failed for a moment: with "
-        "EIO, ESTALE, EACCES (reading) or ENOSPC (writing), half a second late, or after half of "
-        f"the bytes. **{num_right} of {len(struck)} ended bitwise as the undisturbed run did**: "
-        f"{num_survived} went on with at most a line; the others ended with a message, and on a "
-        "well disk the same command went on from their newest checkpoint. No checkpoint was lost, "
-        f"and no session took longer than {slowest:.0f} s. `{COMMAND}`"
+        f"In {len(struck)} runs, {num_operations} chosen file operations failed: with an error "
+        "(EIO, ESTALE, EACCES or ENOSPC), half a second late, or after half of the bytes. "
+        f"**{num_right} of {len(struck)} runs ended bitwise as an undisturbed run did.** "
+        f"{num_survived} of them survived the failure. The others ended with a message, and the "
+        "same command took them from their newest checkpoint to the end. No command took longer "
+        f"than {slowest:.0f} s. `{COMMAND}`"
     )
 
     cells = [["operation", "runs", "operations failed", "survived", "ended, then went on"]]

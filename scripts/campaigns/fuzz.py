@@ -167,8 +167,8 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         largest = max(largest, row["grown_mib"])
     text = (
         f"{total['inputs']:,} files were broken at random (bits, bytes, values of JSON, headers) "
-        "and read as a command reads them. A file must be read or refused with a message. "
-        f"`{COMMAND}`"
+        "and read by the code that commands use. The code must read a file or refuse it with a "
+        f"message. `{COMMAND}`"
     )
     lines = [
         f"- readers: {', '.join(rows)}",

@@ -135,10 +135,11 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     differing = [run for run in runs if run["differences"]]
     num_identical = len(runs) - len(differing)
     text = (
-        f"{len(runs)} runs got {num_kills} signals at random moments and were resumed until done. "
-        f"**{num_identical} of {len(runs)} runs ended bitwise as the undisturbed run did**: all "
-        "rows of metrics without times, and all digests of parameters, optimizer state, moving "
-        f"average and counters in the last checkpoint. `{COMMAND}`"
+        f"{len(runs)} training runs got {num_kills} signals at random moments, and were resumed "
+        f"until their last step. **{num_identical} of {len(runs)} runs ended bitwise as an "
+        "undisturbed run did**: their metrics are equal, except for times, and so are the digests "
+        "of parameters, optimizer state, moving average and counters in the last checkpoint. "
+        f"`{COMMAND}`"
     )
 
     signals = ["SIGKILL", "SIGTERM", "SIGINT", "two signals"]

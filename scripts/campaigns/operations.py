@@ -214,10 +214,11 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     differing = [run for run in runs if run["differences"]]
     num_identical = len(runs) - len(differing)
     text = (
-        f"{len(runs)} runs were killed {num_kills} times, before or after a chosen operation on a "
-        "file of the work folder or an object of the bucket (for a write to a file: after half of "
-        f"it), and resumed until done. **{num_identical} of {len(runs)} runs ended bitwise as the "
-        f"undisturbed run did.** `{COMMAND} disk`, `... bucket`"
+        f"{len(runs)} training runs were killed {num_kills} times, before or after a chosen "
+        "operation on a file of the work folder or on an object of a bucket. A write to a file was "
+        "killed before it or halfway. Each run was resumed until its last step. "
+        f"**{num_identical} of {len(runs)} runs ended bitwise as an undisturbed run did.** "
+        f"`{COMMAND} disk`, `... bucket`"
     )
 
     cells = [["place", "processes", "operation", "killed before", "killed after"]]

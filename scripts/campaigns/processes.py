@@ -346,10 +346,11 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     wrong = [row for row in rows if row["wrong"]]
     num_right = len(rows) - len(wrong)
     text = (
-        f"One process of two or three failed, {len(rows)} times. **{num_right} of {len(rows)} "
-        f"times** all processes ended within {BOUND_S:.0f} s with the reason on every screen (exit "
-        "code 1, or 2 for bad input), or trained on if the failure passes. The resumed run ended "
-        f"bitwise as a run that was left alone. `{COMMAND}`"
+        f"In {len(rows)} runs of two or three processes, one process failed. **{num_right} of "
+        f"{len(rows)} runs ended as they must**: the other processes printed the reason and ended "
+        f"within {BOUND_S:.0f} s, with exit code 1, or 2 for bad input. After a failure that "
+        "passes, such as a slow disk, they trained on. The resumed run ended bitwise as an "
+        f"undisturbed run did. `{COMMAND}`"
     )
 
     cells = [["failure", "phases", "times", "median, most seconds until all ended"]]

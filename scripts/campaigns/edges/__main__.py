@@ -165,9 +165,9 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         cells.append([link, CAMPAIGNS[name], str(len(rows)), str(num_ok), str(num_faults)])
     text = (
         "Each trial starts a command as a user would, while something around it is unusual, such "
-        "as a full disk. **ok** is a right result, or one line that says what is wrong. A fault is "
-        "lost work, a wrong result, a missing message, a hang, a traceback or a crash. The trials "
-        f"are those of `{COMMAND}`."
+        "as a full disk. A trial is **ok** if the command gives the right result, or one line that "
+        "says what is wrong. Otherwise it is a fault: lost work, a wrong result, a missing "
+        f"message, a hang, a traceback or a crash. `{COMMAND}`"
     )
     return "\n".join(["## Faults at the edges", "", text, "", table(cells), ""])
 
