@@ -236,6 +236,7 @@ def _description(topology: str, chip: Chip, slices: int) -> Any:
     if chip.name == "v4":
         # Both cores of a chip as one device, as on the machines.
         options["chip_config_name"] = "megacore"
+    # The compiler may know a chip by another name: v7x is "tpu7x" there.
     name = topology.replace(chip.name, chip.family or chip.name, 1)
     return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
 
@@ -265,6 +266,7 @@ def gpu_target(chip: Chip, dnn: tuple[int, int, int]) -> str:
         bandwidth=int(chip.hbm_bandwidth),
         l2_bytes=cores.l2_bytes,
         shared_per_core=cores.shared_kib * 2**10,
+        # CUDA reserves 1 KiB of shared memory for each block.
         shared_per_block=(cores.shared_kib - 1) * 2**10,
         dnn=dnn,
         cuda=CUDA,
