@@ -133,7 +133,8 @@ def text(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str
     for name, reason in roles.refused.items():
         refused.append(f"refused: {name}: {reason}")
     lines += refused
-    lines += [f"differs: {name}: {words}" for name, words in differing.items()]
+    for name, words in differing.items():
+        lines.append(f"differs: {name}: {words}")
 
     count = len(roles.specs) + len(roles.refused)
     summary = f"{len(roles.specs)} of {count} parameters found"
