@@ -280,9 +280,10 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     }
     # Activations are sent along one dimension of the torus, if there is one.
     dimensions = max(1, chip.torus)
-    waits = 0.0
+    waiting_seconds = []
     for axis, size in waited.items():
-        waits += size * dimensions / speeds[axis]
+        waiting_seconds.append(size * dimensions / speeds[axis])
+    waits = sum(waiting_seconds)
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth
     loss = memory.loss(config, program.definition, program.layout)

@@ -92,6 +92,7 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
         panel = drawn.add_axes(box)
         _column(panel, column, limits, tallest)
         panel.set_xlabel(f"exponent of {axis}", fontsize=9)
+    # Panels draw the same lines, and the legend needs each of them once.
     handles: dict[str, Any] = {}
     for panel in drawn.axes:
         for line in panel.get_lines():
@@ -327,6 +328,7 @@ def panels(
         steps = {step: f"step {step}" for step in _STEP_COLOURS}
 
     axes = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
+    # The last row of panels may have more places than there are observables.
     for index, (panel, name) in enumerate(zip(axes, names, strict=False)):
         _panel(panel, by_observable[name], sizes, steps)
         # A panel above another one leaves the labels to it.

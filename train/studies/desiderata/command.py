@@ -466,8 +466,10 @@ class Series:
         for field, mappings in records[0].items():
             slopes[field] = {}
             for name in mappings:
-                # Geometric, because slopes are of logs and a single seed may be far off.
-                means = [np.exp(np.mean(np.log(record[field][name]))) for record in records]
+                means = []
+                for record in records:
+                    # Geometric, because slopes are of logs and a single seed may be far off.
+                    means.append(np.exp(np.mean(np.log(record[field][name]))))
                 slopes[field][name] = float(x @ np.log2(means) / (x @ x))
         return slopes
 

@@ -149,6 +149,7 @@ def other_fields(content: dict[str, Any], config: Config) -> Iterator[tuple[str,
     Yields:
         (name, value in the forecast, value of the run) of each field.
     """
+    # Resolved, so that a default and the same value written out are equal.
     expected = to_json(record.config_of(content).resolved())
     for name, goal, actual in differences(expected, to_json(config.resolved())):
         if name in ("seed", "data.seed") or name.startswith(ELSEWHERE):
@@ -217,6 +218,7 @@ def of_points(content: dict[str, Any], studies: Sequence[points.Points]) -> list
     """
     matching = []
     for study in studies:
+        # A training loss cannot be held against a forecast of an evaluation loss.
         if study.metric != content["metric"]:
             continue
         for setting in study.settings:

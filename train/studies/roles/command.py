@@ -72,6 +72,7 @@ def _zoo_model(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str,
         config = cli.recipe(args.name)().model
     else:
         config = configs.get(args.name)
+    # Imported after the name is checked, because tracing needs JAX, which takes seconds to import.
     from mupax.train.studies.roles import models
 
     roles = models.roles_of_config(config)

@@ -329,6 +329,7 @@ class Matrices:
 
         sources = self.flow.sources(product.other)
         self._refuse_opaque(product, sources)
+        # First, because attention itself is a product of two activations, which are refused below.
         output = self._attention_out(product, sources)
         if output is not None:
             return output
