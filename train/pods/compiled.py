@@ -345,7 +345,7 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
     instructions = {}
     for computation in module.computations.values():
         instructions |= computation
-    # Memory grows only when a value is born, so the peak is at the start of some value's range.
+    # Memory grows only where a value begins, so the peak is at the start of some value's range.
     starts = set()
     for value in values:
         if value.name in ranges:

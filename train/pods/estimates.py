@@ -225,7 +225,7 @@ def attention_share(program: Program, block: int, *, of_grid: bool = False) -> f
     )
     if not is_ring:
         return 1 - (1 - share) / num_shards
-    # Its own two parts with the mask, and half as many pairs of each other device.
+    # The device's own two parts with the mask, and half of the pairs with each other device.
     computed = 2 * share + num_shards - 1
     total = num_shards + 1 if of_grid else 2 * num_shards
     return computed / total

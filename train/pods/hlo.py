@@ -285,7 +285,7 @@ def _parts(module: Module, instruction: Instruction, computation: str) -> Iterat
         if transfer:
             yield _Part(computation, instruction, transfer[1].lower().replace("_", "-"))
             return
-    # On v7x, other cores send, which are called by "call-start".
+    # On v7x other cores send, and "call-start" is how they are started.
     if instruction.opcode in ("fusion", "call-start"):
         for name in instruction.called():
             for inner in module.computations[name].values():
@@ -613,7 +613,7 @@ class Module:
 
     def _moved(self, instruction: Instruction, computation: str) -> int:
         """Return the bytes that one execution of an instruction reads and writes."""
-        # The -start of an asynchronous operation has counted the bytes already.
+        # The bytes of an asynchronous operation are counted at its -start.
         if instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             return 0
         written = sum(array_bytes(instruction.shape, hbm_only=True))
@@ -627,7 +627,7 @@ class Module:
         if instruction.opcode == "dynamic-update-slice":
             # Only the slice is read and written: the array around it stays in its place.
             return 2 * read[1]
-        # Its type has source and target, so reading is already in the bytes written.
+        # The type of copy-start has source and target, so reading is in the bytes written.
         if instruction.opcode == "copy-start":
             return written
         if instruction.opcode == "fusion-start":

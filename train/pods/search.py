@@ -432,7 +432,7 @@ def search(
         figures = {figure: report.get(figure) for figure in FIGURES}
         rows[index] |= {"outcome": "compiled", **figures}
         keep(contents)
-        # `flags` of the report are the compiler's.
+        # The report's own `flags` are the compiler's, and those of the command replace them below.
         report["compiler_flags"] = report.get("flags")
         plan_entries = {
             "flags": plan.words,

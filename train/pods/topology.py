@@ -226,7 +226,7 @@ def _description(topology: str, chip: Chip, slices: int) -> Any:
         dnn = cudnn_version()
         assert dnn is not None
         *hosts, gpus = _dims(topology)
-        # Partitions, hosts of a partition, GPUs of a host.
+        # JAX reads the shape as partitions x hosts of a partition x GPUs of a host.
         shape = f"{math.prod(hosts)}x1x{gpus}"
         target = gpu_target(chip, dnn)
         return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape)
@@ -284,8 +284,8 @@ def wraps(topology: str) -> list[bool]:
     Args:
         topology: Topology of TPUs that `chip_of` accepts.
     """
-    # Without this the compiler assumes no rings, and gathers by sums over a whole cube: 8 GB are
-    # sent where 4 are needed.
+    # Without these values the compiler assumes no rings, and gathers by sums over a whole cube:
+    # 8 GB are sent where 4 are needed.
     chip = chip_of(topology)
     dims = _dims(topology)
     if chip.torus == 3:

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     before, after = jax.device_get(speeds)
 
     _show(before, after, table, reference.describe())
-    # A measured table has absolute numbers, so the base of the recipe must go.
+    # A measured table has absolute numbers, so the base of the recipe must be dropped.
     flags = shlex.join(["--preset", f"measured:{args.out}", "--preset.base", "None"])
     terminal.say(f"written to {args.out}; use it with {flags}")
     return 0

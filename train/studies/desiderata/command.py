@@ -386,7 +386,7 @@ def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
     for name, array in check.even_batch(model).items():
         arrays[name] = array[:examples]
     if model.denoises:
-        # Padding would make the number of tokens random, and it is one of the dimensions.
+        # Padding would make the number of tokens random, and that number is one of the dimensions.
         arrays["input_mask"] = np.ones_like(arrays["inputs"])
     return arrays
 

@@ -420,7 +420,7 @@ def _on_this_machine(config: Config, args: Plan, studies: Sequence[Points]) -> C
     from mupax.train.pods import estimates
 
     program = assemble(config)
-    # This counts parameters, state, gradients and activations, without compiling.
+    # A formula over sizes counts state, gradients and activations. Nothing is compiled.
     expected = sum(estimates.expected(program).values())
     kind = program.mesh.devices.flat[0].device_kind
     mesh = f"{described(program.mesh.shape)} ({kind})"
@@ -575,7 +575,7 @@ def main(argv: Sequence[str]) -> int:
         PresetError: As for `run_of`.
         PointsError: A folder behind `--from` has no rows.
     """
-    # Each of these commands has flags of its own.
+    # Asked before the words are parsed, because each of these commands has flags of its own.
     if argv[:1] == ["score"]:
         from mupax.train.studies.plan import score
 

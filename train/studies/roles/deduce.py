@@ -431,7 +431,7 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
             agreed, readout = _agreed(facts)
             owner = Role(agreed.of or agreed.role)
             if not has_kv_heads and owner in (Role.KEY, Role.VALUE):
-                # Presets name the heads of keys and values so in every model.
+                # Presets scale keys and values by kv_heads, also in a model with one number of heads.
                 axes = tuple(axis.replace("heads", "kv_heads") for axis in axes)
             specs[param] = _spec(axes, agreed)
             evidence[param] = agreed.evidence
@@ -574,7 +574,7 @@ def _spec(names: tuple[str, ...], constraint: Constraint) -> ParamSpec:
         names: Axes of each dimension. Two axes of one dimension have a space between them.
     """
     if constraint.cross and constraint.role in (Role.KEY, Role.VALUE):
-        # They read the width of the memory, which is another axis than the stream's.
+        # Keys and values of cross-attention read the memory, whose width is an axis of its own.
         renamed = []
         for index, axis in enumerate(names):
             if index in constraint.fan_in:

@@ -364,7 +364,7 @@ class Flow:
                     yield Destination(user, current, plain)
                     break
             for consumer, step_plain in self.consumers.get(current, []):
-                # A slice of fused projections without this parameter is another projection's way.
+                # A slice of fused projections without this parameter leads to another projection.
                 if param and param not in consumer.info.get("selected", (param,)):
                     continue
                 is_branch_end = (

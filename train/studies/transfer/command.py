@@ -69,7 +69,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     console = terminal.console()
     folder = args.out or Path("runs") / f"transfer-{cli.name_of(args.recipe)}"
     folder.mkdir(parents=True, exist_ok=True)
-    # After a dry run, because it builds every model to compare what its presets give it.
+    # After a dry run, because `shared` builds every model to compare the numbers of its presets.
     studies = shared(studies)
     if any(plan.trained != plan.configs for plan in studies):
         console.print(

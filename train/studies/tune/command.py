@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         tuned.check_before_training(args.save_tuned, config)
 
     if args.dry_run:
-        # Refuses a run that no search can train.
+        # Called for its errors alone: a run that no search can train is refused.
         sweep.grouped([config], {})
         _dry_run(args, config, constants)
         return 0
