@@ -86,6 +86,7 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
     drawn.text(0.15 / size[0], 1 - 0.6 / size[1], title, fontsize=10, color=_INK, va="center")
     limits = _slope_limits(rows)
     for index, column in enumerate(columns):
+        # matplotlib counts places as shares of the picture, hence the divisions by its inches.
         left = (index * _COLUMN_IN + _LABELS_IN) / size[0]
         height = _ROW_IN * tallest / size[1]
         box = (left, _FOOT_IN / size[1], _SLOPES_IN / size[0], height)
@@ -435,8 +436,8 @@ def _power_law(centre: float, ratios: Sequence[float], exponent: float) -> list[
     """Return the values of a power law at sizes.
 
     Args:
-        centre: Value at the size that the ratios are relative to.
-        ratios: Sizes, relative to that size.
+        centre: Value at the size with the ratio 1.
+        ratios: Sizes, each divided by the size at which the law has the value `centre`.
     """
     return [centre * ratio**exponent for ratio in ratios]
 

@@ -224,7 +224,7 @@ def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str
 
 
 def _flag_names(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line without values, and with dashes in place of underscores."""
+    """Return the words of a command line without values, with dashes for underscores."""
     # Either spelling of a flag is accepted, such as --optimizer.peak_lr.
     return [word.partition("=")[0].replace("_", "-") for word in words]
 

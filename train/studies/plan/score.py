@@ -183,6 +183,7 @@ def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
             losses.append(row["loss"])
     evaluated: Any = None
     for row in rows:
+        # The forecast is of the loss after the last step, and not of the best on the way.
         if row["step"] == config.steps and "eval_loss" in row:
             evaluated = row["eval_loss"]
             break

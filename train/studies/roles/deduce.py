@@ -59,6 +59,7 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
         return _added(matrices, use)
     if node.op in ("mul", "div"):
         return _multiplied(matrices, use)
+    # A class token or a register is concatenated to the sequence before the first block.
     if node.op in _JOINS and flow.branch_of(node) is None:
         return Constraint(
             role=Role.TOKEN_EMBEDDING, evidence="joins the sequence as a row of its own"
@@ -431,7 +432,7 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
             agreed, readout = _agreed(facts)
             owner = Role(agreed.of or agreed.role)
             if not has_kv_heads and owner in (Role.KEY, Role.VALUE):
-                # Presets scale keys and values by kv_heads, also in a model with one number of heads.
+                # Presets scale keys and values by kv_heads, even if a model names only heads.
                 axes = tuple(axis.replace("heads", "kv_heads") for axis in axes)
             specs[param] = _spec(axes, agreed)
             evidence[param] = agreed.evidence
@@ -639,6 +640,7 @@ def axis_names(
                 continue
             refused.setdefault(param, _reason(index, column, matching, columns))
         axes = _as_heads(param, axes, samples[0].sizes, cuts)
+        # Sizes are looked up by axis, so that a square matrix needs two names.
         if param not in refused and len(set(axes)) < len(axes):
             refused[param] = (
                 f"two of its dimensions {shape} are the same axis; name them apart: "

@@ -478,6 +478,7 @@ class Matrices:
 
     def _of_attention(self, use: OperandUse) -> list[Constraint]:
         """Return one constraint for each role of query, key and value that a product has."""
+        # By role, because several attentions may use a matrix in one role without contradiction.
         constraints: dict[Role, Constraint] = {}
         matrix = (use.node, use.param)
         for attention in self.attentions:

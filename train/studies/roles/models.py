@@ -32,6 +32,7 @@ CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 OPAQUE = frozenset({"shard_map", "pallas_call", "xla_pmap"})
 """Calls that are not entered, because their jaxpr is about parts of arrays or about memory."""
 
+# Not 1, because the graph of a loss cannot follow a dimension of size 1.
 BATCH = 2
 _FOLLOWING = {
     "head_dim": "heads_dim",

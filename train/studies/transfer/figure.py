@@ -82,6 +82,7 @@ def draw(
     if finite_losses.size:
         # The comparison with 0 keeps losses that have no log off a logarithmic axis.
         is_wide = finite_losses.max() > WIDE * finite_losses.min() > 0
+    # Panels share their axes, so the limits of one are those of all.
     plotting.limits(panels[0], finite_losses, log=bool(is_wide))
     for leftmost in panels[::across]:
         leftmost.set_ylabel(loss, fontsize=9)
