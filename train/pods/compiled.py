@@ -726,7 +726,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
 
     start_time = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        # The buffer assignment, which names the temporaries at the peak, exists only as a dump.
+        # The dump has the buffer assignment, from which `read` takes the temporaries at the peak.
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         options = program.compiler_options() | dump
         if chip.gpu is not None:

@@ -59,7 +59,7 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
         return _added(matrices, use)
     if node.op in ("mul", "div"):
         return _multiplied(matrices, use)
-    # A class token or a register is concatenated to the sequence before the first block.
+    # A class token joins the sequence before the first block.
     if node.op in _JOINS and flow.branch_of(node) is None:
         return Constraint(
             role=Role.TOKEN_EMBEDDING, evidence="joins the sequence as a row of its own"
