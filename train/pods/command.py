@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     args, remaining = command_line.parse_known(Compile, "mupax compile", cli.with_file_first(argv))
     from mupax.train.pods import topology
 
+    # The chip is not used here: a wrong topology is refused before the recipe is read.
     topology.chip_of(args.topology)
     recipe = cli.recipe(args.recipe)
     config = cli.parse(args.recipe, recipe, remaining, command_line.flags(Compile)).config
@@ -228,7 +229,7 @@ def _roofline_facts(report: dict[str, Any]) -> dict[str, str]:
         "MFU": f"at most {roofline['mfu']:.1%}",
     }
     if is_gpu:
-        # The GPU compiler estimates no cycles.
+        # The GPU compiler estimates no cycles, so the entry would show 0.
         del facts["estimated cycles"]
         flags = ", ".join(
             f"{name}={value}" for name, value in report["flags_without_a_gpu"].items()

@@ -143,6 +143,7 @@ def whole_stacks(
         if collective.kind != "all-gather":
             continue
         for dims in collective.results:
+            # Under tensor parallelism a gathered matrix stays split, so the result is a part of it.
             size = math.prod(dims) * ways
             for name, shape in stacks.items():
                 if shape[0] in dims and size == math.prod(shape):
@@ -262,7 +263,11 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
         # and exchanges queries, keys, values and outputs so that all devices have as much to do.
         ("sequence",): (2 + again) * (keys + exchanged) + 2 * keys + gradients,
     }
-    shared = tuple(axis for axis in ("fsdp", "experts") if mesh[axis] > 1) or ("fsdp",)
+    splitting = []
+    for axis in ("fsdp", "experts"):
+        if mesh[axis] > 1:
+            splitting.append(axis)
+    shared = tuple(splitting) or ("fsdp",)
     allowed[shared] = allowed.get(shared, 0.0) + remaining_bytes
     # Tokens are sent to their experts and back, in every pass.
     slots = estimates.expert_slots(config, mesh["experts"])
@@ -340,11 +345,16 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
     instructions = {}
     for computation in module.computations.values():
         instructions |= computation
-    moments = sorted({ranges[value.name].start for value in values if value.name in ranges})
+    # Memory grows only where a value begins, so the peak is at the start of some value's range.
+    starts = set()
+    for value in values:
+        if value.name in ranges:
+            starts.add(ranges[value.name].start)
+    moments = sorted(starts)
     buffers: dict[tuple[int, int], Buffer] = {}
     for value in alive(max(moments, key=live_bytes, default=0)):
         place = (value.offset, value.bytes)
-        # Of several names of one place, the first with a place in the traced program is used.
+        # Values that share their bytes are one row, named by the first that the trace explains.
         if place in buffers and buffers[place].op_name:
             continue
         op_name = ""
@@ -419,18 +429,14 @@ def _origin(
                     inside.append(instruction)
         return max(inside, key=lambda instruction: instruction.bytes, default=result)
     if result.opcode == "parameter":
-        # State of a loop: the loop says where it comes from.
-        body = next(
-            name
-            for name, computation in module.computations.items()
-            if computation.get(result.name) is result
-        )
+        # A loop's body takes its state as a parameter without metadata. The `while` has metadata.
+        body = _computation_of(result, module)
         for instruction in instructions.values():
             if instruction.opcode == "while" and body in instruction.called():
                 return instruction
         return result
     if not result.operands:
-        # Memory for a loop to fill: the loop, which takes it in a tuple.
+        # An array without operands is filled by a loop, which takes a tuple with the array in it.
         user = _first_user(result, instructions)
         return _first_user(user, instructions)
     for operand in result.operands:
@@ -438,6 +444,14 @@ def _origin(
         if origin is not None and origin.op_name:
             return origin
     return result
+
+
+def _computation_of(instruction: hlo.Instruction, module: hlo.Module) -> str:
+    """Return the name of the computation that has an instruction."""
+    for name, computation in module.computations.items():
+        if computation.get(instruction.name) is instruction:
+            return name
+    raise ValueError(f"no computation of the module has {instruction.name}")
 
 
 def _first_user(
@@ -712,6 +726,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
 
     start_time = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
+        # The dump has the buffer assignment, from which `read` takes the temporaries at the peak.
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         options = program.compiler_options() | dump
         if chip.gpu is not None:
@@ -857,9 +872,14 @@ def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> fl
     """Return the bytes per second that a chip can send to its neighbors along mesh axes."""
     if not chip.torus:
         return chip.ici_bandwidth
-    index = tuple(slice(None) if axis in axes else 0 for axis in mesh.shape)
-    group: Any = np.ravel(mesh.devices[index])
+    # One group stands for all: the groups along the same axes are wired alike.
+    index: list[Any] = []
+    for axis in mesh.shape:
+        index.append(slice(None) if axis in axes else 0)
+    group: Any = np.ravel(mesh.devices[tuple(index)])
     places = np.array([device.coords for device in group])
     # Dimensions of the torus along which the devices of a group differ.
-    wired = sum(len(set(column)) > 1 for column in places.T.tolist())
+    wired = 0
+    for column in places.T.tolist():
+        wired += len(set(column)) > 1
     return chip.ici_bandwidth * max(1, wired) / chip.torus

@@ -113,10 +113,11 @@ def expected(program: Program) -> dict[str, int]:
             weights += memory.bytes_of(leaf, leaf.sharding, itemsize)
     batch_shardings = layout.batch(batch).items()
     saved_activations, _ = memory.activations(config, definition, layout)
+    state_bytes = 0
+    for leaf in jax.tree.leaves(program.abstract):
+        state_bytes += memory.bytes_of(leaf, leaf.sharding)
     held = {
-        "state": sum(
-            memory.bytes_of(leaf, leaf.sharding) for leaf in jax.tree.leaves(program.abstract)
-        ),
+        "state": state_bytes,
         "batch": sum(memory.bytes_of(batch[name], sharding) for name, sharding in batch_shardings),
         "weights in compute type": weights,
         "saved activations": saved_activations,
@@ -198,6 +199,7 @@ def attention_waste(program: Program, chip: Chip) -> float:
     forward = 4.0 * length**2 * sizes["heads"] * sizes["head_dim"] * sizes["layers"] * rows
     # Forward passes that the kernel's backward pass costs: one less if it is fused.
     backward = 2.5 if block >= FUSED else 3.5
+    # Each byte of keys and values serves `block` queries, so about `block` FLOPs.
     waits = max(1.0, chip.peak_flops / chip.hbm_bandwidth / block)
     kernel = (1 + kernel_again + backward) * share * waits
     counted = (3 + again) * counted_share
@@ -223,7 +225,7 @@ def attention_share(program: Program, block: int, *, of_grid: bool = False) -> f
     )
     if not is_ring:
         return 1 - (1 - share) / num_shards
-    # Its own two parts with the mask, and half as many pairs of each other device.
+    # The device's own two parts with the mask, and half of the pairs with each other device.
     computed = 2 * share + num_shards - 1
     total = num_shards + 1 if of_grid else 2 * num_shards
     return computed / total
@@ -243,6 +245,7 @@ def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:
         ValueError: A loop of unknown length has matrix products.
     """
     total = 0
+    # Some primitives hold a ClosedJaxpr and some a plain Jaxpr.
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         # If a remat policy saves all results of a call, the trace has the call again without
         # results, which no compiler runs.

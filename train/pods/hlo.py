@@ -184,7 +184,9 @@ def _collective(
         groups = replica_groups(instruction.attributes, math.prod(mesh.values()))
         axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
         if islands:
-            between_slices = any(len({islands[i] for i in group}) > 1 for group in groups)
+            for group in groups:
+                group_islands = {islands[partition] for partition in group}
+                between_slices = between_slices or len(group_islands) > 1
     # A mesh axis of size 1 leaves collectives in the program that send nothing.
     if size < 2:
         return None
@@ -192,6 +194,7 @@ def _collective(
     computation = module.computations[part.computation]
     sent = 0
     for name in instruction.operands:
+        # A token orders transfers and holds no data, but its type would count as one byte.
         if computation[name].opcode != "after-all":
             sent += computation[name].bytes
     holder = executed.instruction
@@ -206,6 +209,7 @@ def _collective(
     )
     return Collective(
         kind=kind,
+        # Only a gather's operand is a part of the complete array.
         bytes=sent * size if kind == "all-gather" else sent,
         axes=axes,
         group_size=size,
@@ -263,7 +267,7 @@ def _in_zeros(module: Module, computation: Mapping[str, Instruction], name: str)
     base = inside[instruction.operands[0]]
     if base.opcode == "parameter" and inside is not computation:
         base = computation[fusion.operands[int(base.arguments)]]
-    # An array of one number everywhere, which is taken for zeros.
+    # A broadcast of one number is taken for zeros, and the number is not looked up.
     return base.opcode == "broadcast"
 
 
@@ -281,7 +285,7 @@ def _parts(module: Module, instruction: Instruction, computation: str) -> Iterat
         if transfer:
             yield _Part(computation, instruction, transfer[1].lower().replace("_", "-"))
             return
-    # On v7x, other cores send, which are called by "call-start".
+    # On v7x other cores send, and "call-start" is how they are started.
     if instruction.opcode in ("fusion", "call-start"):
         for name in instruction.called():
             for inner in module.computations[name].values():
@@ -563,6 +567,7 @@ class Module:
             if bound.opcode != "constant" or not is_integer:
                 return None
             bounds.append(int(bound.arguments))
+        # With LT the counter is the first operand. It is taken to grow by 1, as in loops of JAX.
         start, stop = bounds
         return max(0, stop - start)
 
@@ -608,6 +613,7 @@ class Module:
 
     def _moved(self, instruction: Instruction, computation: str) -> int:
         """Return the bytes that one execution of an instruction reads and writes."""
+        # The bytes of an asynchronous operation are counted at its -start.
         if instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             return 0
         written = sum(array_bytes(instruction.shape, hbm_only=True))
@@ -621,7 +627,7 @@ class Module:
         if instruction.opcode == "dynamic-update-slice":
             # Only the slice is read and written: the array around it stays in its place.
             return 2 * read[1]
-        # Its type has source and target, so reading is already in the bytes written.
+        # The type of copy-start has source and target, so reading is in the bytes written.
         if instruction.opcode == "copy-start":
             return written
         if instruction.opcode == "fusion-start":
@@ -699,6 +705,7 @@ def array_bytes(shape: str, *, hbm_only: bool = False) -> list[int]:
     """
     sizes = []
     for bits, dims, layout in _ARRAY.findall(shape):
+        # A layout with S(n) is in memory space n, and space 0 is main memory.
         if hbm_only and re.search(r"S\([1-9]", layout):
             continue
         # The type pred names no bits and takes a byte.

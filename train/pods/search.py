@@ -141,7 +141,7 @@ def candidates(
     """
     fields = typing.get_type_hints(ComputeConfig)
     policies = typing.get_args(fields["remat"])
-    # "auto" is one of the others.
+    # "auto" chooses one of the other losses, so it would be a second candidate of the same step.
     losses = []
     for loss in typing.get_args(fields["cross_entropy"]):
         if loss != "auto":
@@ -188,7 +188,7 @@ def candidates(
 
 def _blocks(config: Config, chip: Chip) -> list[int | None]:
     """Return the sides of attention blocks to try. `None` is the chip's own."""
-    # The blocks are those of a TPU's kernel.
+    # Only the TPU's attention kernel has a block size that can be set.
     if chip.gpu is not None:
         return [None]
     length = config.model.sizes()["position"]
@@ -242,6 +242,7 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     config = program.config
     mesh = program.mesh.shape
     again = memory.FORWARD_AGAIN[config.model.compute.remat]
+    # Model FLOPs are three forward passes: one forward, and two for the backward pass.
     products = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size
     compute = (products + estimates.attention_waste(program, chip)) / chip.peak_flops
 
@@ -279,7 +280,10 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     }
     # Activations are sent along one dimension of the torus, if there is one.
     dimensions = max(1, chip.torus)
-    waits = sum(size * dimensions / speeds[axis] for axis, size in waited.items())
+    waiting_seconds = []
+    for axis, size in waited.items():
+        waiting_seconds.append(size * dimensions / speeds[axis])
+    waits = sum(waiting_seconds)
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth
     loss = memory.loss(config, program.definition, program.layout)
@@ -380,6 +384,7 @@ def search(
         )
     memory_budget = ROOM * chip.hbm_bytes
     if chip.gpu is not None:
+        # The sets of devices that communicate depend on the mesh, which differs by candidate.
         memory_budget = ROOM * array_bytes_of_gpu(chip, num_communicators=0)
     fitting = [plan for plan in tried if plan.bytes <= memory_budget]
     if fitting:
@@ -427,7 +432,7 @@ def search(
         figures = {figure: report.get(figure) for figure in FIGURES}
         rows[index] |= {"outcome": "compiled", **figures}
         keep(contents)
-        # `flags` of the report are the compiler's.
+        # The report's own `flags` are the compiler's, and those of the command replace them below.
         report["compiler_flags"] = report.get("flags")
         plan_entries = {
             "flags": plan.words,

@@ -226,7 +226,7 @@ def _description(topology: str, chip: Chip, slices: int) -> Any:
         dnn = cudnn_version()
         assert dnn is not None
         *hosts, gpus = _dims(topology)
-        # Partitions, hosts of a partition, GPUs of a host.
+        # JAX reads the shape as partitions x hosts of a partition x GPUs of a host.
         shape = f"{math.prod(hosts)}x1x{gpus}"
         target = gpu_target(chip, dnn)
         return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape)
@@ -236,6 +236,7 @@ def _description(topology: str, chip: Chip, slices: int) -> Any:
     if chip.name == "v4":
         # Both cores of a chip as one device, as on the machines.
         options["chip_config_name"] = "megacore"
+    # The compiler may know a chip by another name: v7x is "tpu7x" there.
     name = topology.replace(chip.name, chip.family or chip.name, 1)
     return topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
 
@@ -265,6 +266,7 @@ def gpu_target(chip: Chip, dnn: tuple[int, int, int]) -> str:
         bandwidth=int(chip.hbm_bandwidth),
         l2_bytes=cores.l2_bytes,
         shared_per_core=cores.shared_kib * 2**10,
+        # CUDA reserves 1 KiB of shared memory for each block.
         shared_per_block=(cores.shared_kib - 1) * 2**10,
         dnn=dnn,
         cuda=CUDA,
@@ -282,8 +284,8 @@ def wraps(topology: str) -> list[bool]:
     Args:
         topology: Topology of TPUs that `chip_of` accepts.
     """
-    # Without this the compiler assumes no rings, and gathers by sums over a whole cube: 8 GB are
-    # sent where 4 are needed.
+    # Without these values the compiler assumes no rings, and gathers by sums over a whole cube:
+    # 8 GB are sent where 4 are needed.
     chip = chip_of(topology)
     dims = _dims(topology)
     if chip.torus == 3:

@@ -63,6 +63,7 @@ class Section:
         title = html.escape(self.title)
         parts = [f"<h2>{title}</h2>"]
         if self.picture is not None:
+            # In the page itself, so that the page can be moved without its folder.
             picture = base64.b64encode(self.picture.read_bytes()).decode()
             parts.append(f'<img alt="{title}" src="data:image/png;base64,{picture}">')
         parts.append(html_table(self.rows))

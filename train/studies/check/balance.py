@@ -248,7 +248,15 @@ def direction(definition: Definition, factors: Factors, config: OptimizerConfig)
     """
     unit_rates = dict.fromkeys(factors.lr, 1.0)
     flow = descent(definition, factors._replace(lr=unit_rates), config)
-    return lambda grads: {name: -step for name, step in flow(grads).items()}
+
+    def unit(grads: Arrays) -> Arrays:
+        updates = {}
+        for name, step in flow(grads).items():
+            # The flow descends, and u is what a step subtracts.
+            updates[name] = -step
+        return updates
+
+    return unit
 
 
 def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
@@ -270,11 +278,10 @@ def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
     shared_groups = set(group_rates)
     rates: dict[str, list[jax.Array]] = {}
     for layer, layer_slopes in zip(layers, slopes, strict=True):
-        taken_by_shared = sum(
-            group_rates[group] * layer_slopes[group]
-            for group in layer_slopes
-            if group in shared_groups
-        )
+        taken_by_shared: Any = 0
+        for group, slope in layer_slopes.items():
+            if group in shared_groups:
+                taken_by_shared += group_rates[group] * slope
         # Positive, because a shared rate takes at most its own part of any layer.
         remainder = 1 / len(layers) - taken_by_shared
         num_alone = len(layer_slopes.keys() - shared_groups)

@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
         Balance, "mupax presets balance", cli.with_file_first(argv)
     )
     config = configured(args, rest)
+    # Wrong flags are refused above, without the seconds that importing JAX takes.
     import jax
 
     from mupax import presets
@@ -72,10 +73,12 @@ def main(argv: Sequence[str]) -> int:
     source = f"{args.name}, {table.source}, seed {config.seed}"
     measured.save(dataclasses.replace(table, source=source), args.out)
     new_preset = presets.get(f"measured:{args.out}")
+    # Both presets in one call share one compiled program.
     speeds = balance.desiderata(model, batch, config.optimizer, reference, new_preset, **start)
     before, after = jax.device_get(speeds)
 
     _show(before, after, table, reference.describe())
+    # A measured table has absolute numbers, so the base of the recipe must be dropped.
     flags = shlex.join(["--preset", f"measured:{args.out}", "--preset.base", "None"])
     terminal.say(f"written to {args.out}; use it with {flags}")
     return 0

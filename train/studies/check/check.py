@@ -433,8 +433,10 @@ class Series:
                 if len({array.shape for array in values}) == 1:
                     measured[LAYERS.format(name)] = np.stack(values)
                 else:
-                    ends = [np.stack([array.min(-1), array.max(-1)], -1) for array in values]
                     # Models of different depth have only their extreme layers to compare.
+                    ends = []
+                    for array in values:
+                        ends.append(np.stack([array.min(-1), array.max(-1)], -1))
                     measured[ENDS.format(name)] = np.stack(ends)
                 values = [np.sqrt(np.mean(array**2, axis=-1)) for array in values]
             measured[name] = np.stack(values)

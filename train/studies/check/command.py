@@ -220,6 +220,7 @@ def _plan(args: Check, config: Config, rest: Sequence[str]) -> _Plan:
     optimizer = dataclasses.replace(optimizer, peak_lr=peak_lr)
 
     definitions = [definition(grown_model) for grown_model in models]
+    # Tests compare the declarations of the zoo's own families with their losses.
     if models[0].family not in configs.FAMILIES:
         from mupax.train.studies.roles.models import refuse_wrong_declarations
 
@@ -486,6 +487,7 @@ def _bare_run(name: str) -> Config:
 
 def relative(chosen: PresetConfig, smallest: configs.ModelConfig) -> Preset:
     """Return the preset relative to the smallest model, or absolute if it takes no base."""
+    # Only a preset that is built can tell that it takes no base.
     absolute = preset_for(dataclasses.replace(chosen, base=None), smallest)
     if absolute.baseless:
         return absolute

@@ -120,7 +120,9 @@ def measure(
         # w = -lr u, so the minus makes a fall of the loss positive.
         contributions.append(-dot(g, w))
     contribution = jnp.stack(contributions)
-    entries = [sum(x.size for x in jax.tree.leaves(f)) for f in features]
+    entries = []
+    for f in features:
+        entries.append(sum(x.size for x in jax.tree.leaves(f)))
     measured = Speeds(
         loss=value,
         feature=feature,
@@ -184,12 +186,12 @@ def of_model(
         forward = dict(factors.forward)
         if index is not None:
             # NNX blocks are stacks, so one layer is bound as a stack of length 1.
-            stacked = {name for name in weights if definition.specs[name].stacked}
-            weights = {name: w[None] if name in stacked else w for name, w in weights.items()}
-            own_multipliers = {}
-            for name in stacked:
-                own_multipliers[name] = multipliers[name][index : index + 1]
-            multipliers |= own_multipliers
+            layer_weights = dict(weights)
+            for name, w in weights.items():
+                if definition.specs[name].stacked:
+                    layer_weights[name] = w[None]
+                    multipliers[name] = multipliers[name][index : index + 1]
+            weights = layer_weights
             for name, x in forward.items():
                 if name.startswith(stack):
                     # Forward factors of the other stack (encoder or decoder) keep their own length.

@@ -47,7 +47,10 @@ def labels(specs: Mapping[str, ParamSpec]) -> dict[str, str]:
 
 def _part(name: str, names: Collection[str]) -> str:
     """Return the words of a dotted name that are not common to all names."""
-    common_words = set.intersection(*(set(member.split(".")) for member in names))
+    word_sets = []
+    for member in names:
+        word_sets.append(set(member.split(".")))
+    common_words = set.intersection(*word_sets)
     return ".".join(word for word in name.split(".") if word not in common_words)
 
 
@@ -63,9 +66,7 @@ def slopes(
             initialization they have not.
     """
     exponents: dict[tuple[str, int], float] = {}
-    has_key_norm = any(
-        spec.role is Role.NORM_GAIN and spec.of is Role.KEY for spec in specs.values()
-    )
+    has_key_norm = _has_norm_of(Role.KEY, specs)
 
     for name, label in labels(specs).items():
         spec = specs[name]
@@ -90,6 +91,11 @@ def slopes(
             eps = limit.x(row.eps_of(limit.family))
             exponents[f"gradient/{label}", 0] = gradient_exponent - eps
     return exponents
+
+
+def _has_norm_of(role: Role, specs: Mapping[str, ParamSpec]) -> bool:
+    """Return whether the model has a QK-norm of queries or of keys."""
+    return any(spec.role is Role.NORM_GAIN and spec.of is role for spec in specs.values())
 
 
 def _movement(
@@ -175,9 +181,7 @@ def at_base(
     has_attention = Role.QUERY in output_stds and Role.KEY in output_stds
     # With k = q a logit is a sum of squares, which this product of independent stds does not give.
     if has_attention and not preset.key_as_query:
-        is_normed = any(
-            spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in specs.values()
-        )
+        is_normed = _has_norm_of(Role.QUERY, specs)
         # A QK-norm makes entries of unit size, whatever the matrices are.
         entries = 1.0 if is_normed else output_stds[Role.QUERY] * output_stds[Role.KEY]
         numbers["attention", 0] = entries * preset.logit_scale(sizes) * sizes["head_dim"] ** 0.5

@@ -156,6 +156,7 @@ def observe(
         tuple(shapes.items()),
     )
     moments = _moments(optimizer.name)
+    # Cheap even if the key is there, because `_program` compiles at its first call only.
     train = programs.setdefault(key, _program(program.tx, moments, shapes, config.steps))
     moved, forgotten, rate = jax.device_get(
         train(factors, jax.tree.map(jnp.asarray, hyper), scale, batch_ratio)
@@ -217,7 +218,10 @@ def _program(
         shapes: Shape of the preset's factors of every parameter, [] or [layers].
         steps: Number of steps.
     """
-    ends = np.cumsum([0, *(math.prod(shape) for shape in shapes.values())])
+    num_rows = [0]
+    for shape in shapes.values():
+        num_rows.append(math.prod(shape))
+    ends = np.cumsum(num_rows)
 
     def joined(tree: Mapping) -> jax.Array:
         """Concatenate the rows of all parameters, [R, 5, E]."""

@@ -149,8 +149,8 @@ def program(
 
         records = []
         for count in range(-still_steps, steps + 1):
-            hyper = inputs.hyper._replace(schedule=schedule[max(count, 0)])
             # Steps that move nothing are taken at the rate of step 0, so they use up no schedule.
+            hyper = inputs.hyper._replace(schedule=schedule[max(count, 0)])
             now = inputs._replace(hyper=hyper)
             state, start, record = step(state, initial, start, now, batch)
             if count >= 0:

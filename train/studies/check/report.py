@@ -86,13 +86,18 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
     drawn.text(0.15 / size[0], 1 - 0.6 / size[1], title, fontsize=10, color=_INK, va="center")
     limits = _slope_limits(rows)
     for index, column in enumerate(columns):
+        # matplotlib counts places as shares of the picture, hence the divisions by its inches.
         left = (index * _COLUMN_IN + _LABELS_IN) / size[0]
         height = _ROW_IN * tallest / size[1]
         box = (left, _FOOT_IN / size[1], _SLOPES_IN / size[0], height)
         panel = drawn.add_axes(box)
         _column(panel, column, limits, tallest)
         panel.set_xlabel(f"exponent of {axis}", fontsize=9)
-    handles = {str(line.get_label()): line for panel in drawn.axes for line in panel.get_lines()}
+    # Panels draw the same lines, and the legend needs each of them once.
+    handles: dict[str, Any] = {}
+    for panel in drawn.axes:
+        for line in panel.get_lines():
+            handles[str(line.get_label())] = line
     named: list[Any] = []
     for label, line in handles.items():
         # matplotlib names lines without a label, with an underscore in front.
@@ -303,8 +308,10 @@ def panels(
 
     # Activations first, then their changes, then what single weights do.
     kinds = ("gradient", "movement", "weight", "update", "change")
-    observables = dict.fromkeys(f.observable for f in findings)
-    names = sorted(observables, key=lambda name: [name.startswith(kind) for kind in kinds])
+    by_observable: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_observable.setdefault(finding.observable, []).append(finding)
+    names = sorted(by_observable, key=lambda name: [name.startswith(kind) for kind in kinds])
     rows = max(1, math.ceil(len(names) / _PANEL_COLUMNS))
     drawn = Figure(figsize=(1.9 * _PANEL_COLUMNS, 1.95 * rows + 0.9), layout="constrained")
     verdict = "passes" if passes(findings) else "fails"
@@ -322,8 +329,9 @@ def panels(
         steps = {step: f"step {step}" for step in _STEP_COLOURS}
 
     axes = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
+    # The last row of panels may have more places than there are observables.
     for index, (panel, name) in enumerate(zip(axes, names, strict=False)):
-        _panel(panel, [f for f in findings if f.observable == name], sizes, steps)
+        _panel(panel, by_observable[name], sizes, steps)
         # A panel above another one leaves the labels to it.
         if index + _PANEL_COLUMNS < len(names):
             panel.set_xticklabels([])
@@ -346,7 +354,9 @@ def _panel_handles(axes: Sequence[Any], labels: Sequence[str]) -> list[Any]:
     for panel in axes:
         for line in panel.get_lines():
             lines[str(line.get_label())] = line
-        bands += [patch for patch in panel.collections if patch.get_label() == _BAND]
+        for patch in panel.collections:
+            if patch.get_label() == _BAND:
+                bands.append(patch)
     handles = []
     for label in labels:
         if label in lines:
@@ -374,7 +384,8 @@ def _panel(
         # Theory gives only the exponent, so its line goes through the middle of the values.
         centre = statistics.geometric_mean(shown.values)
         middle = statistics.geometric_mean(sizes)
-        theory = [centre * (size / middle) ** shown.expected.slope for size in sizes]
+        ratios = [size / middle for size in sizes]
+        theory = _power_law(centre, ratios, shown.expected.slope)
         panel.plot(
             sizes,
             theory,
@@ -384,8 +395,8 @@ def _panel(
             label="theory",
             zorder=0,
         )
-        lower = [centre * (size / middle) ** low for size in sizes]
-        upper = [centre * (size / middle) ** high for size in sizes]
+        lower = _power_law(centre, ratios, low)
+        upper = _power_law(centre, ratios, high)
         panel.fill_between(
             sizes, lower, upper, color="#DDDDDD", linewidth=0, label=_BAND, zorder=-1
         )
@@ -403,7 +414,9 @@ def _panel(
 
     positive: list[float] = []
     for f in findings:
-        positive += [value for value in f.values if value > 0]
+        for value in f.values:
+            if value > 0:
+                positive.append(value)
     if positive:
         panel.set_yscale("log", base=2)
         # No panel shows less than a factor of 16, so that a constant looks like one.
@@ -417,6 +430,16 @@ def _panel(
     panel.minorticks_off()
     panel.grid(color="#EEEEEE", linewidth=0.5)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _power_law(centre: float, ratios: Sequence[float], exponent: float) -> list[float]:
+    """Return the values of a power law at sizes.
+
+    Args:
+        centre: Value at the size with the ratio 1.
+        ratios: Sizes, each divided by the size at which the law has the value `centre`.
+    """
+    return [centre * ratio**exponent for ratio in ratios]
 
 
 class CheckFailure(AssertionError):
@@ -446,6 +469,7 @@ def show(
 
     console.print(verdict_line(findings, not_judged, blamed, subject))
     for sentence in following:
+        # Rich would colour parts of a command, and take brackets in it for markup.
         console.print(sentence, highlight=False, markup=False)
     wide = console.width >= _WIDE
     table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1))

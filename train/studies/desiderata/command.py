@@ -386,7 +386,7 @@ def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
     for name, array in check.even_batch(model).items():
         arrays[name] = array[:examples]
     if model.denoises:
-        # Padding would make the number of tokens random, and it is one of the dimensions.
+        # Padding would make the number of tokens random, and that number is one of the dimensions.
         arrays["input_mask"] = np.ones_like(arrays["inputs"])
     return arrays
 
@@ -466,8 +466,10 @@ class Series:
         for field, mappings in records[0].items():
             slopes[field] = {}
             for name in mappings:
-                # Geometric, because slopes are of logs and a single seed may be far off.
-                means = [np.exp(np.mean(np.log(record[field][name]))) for record in records]
+                means = []
+                for record in records:
+                    # Geometric, because slopes are of logs and a single seed may be far off.
+                    means.append(np.exp(np.mean(np.log(record[field][name]))))
                 slopes[field][name] = float(x @ np.log2(means) / (x @ x))
         return slopes
 

@@ -126,7 +126,9 @@ def fitted(points: Points) -> ScalingLaw:
     usable = _usable(points)
     num_settings = len(usable.settings)
     rows = rows_of(usable.settings, usable.optima)
-    num_values = [len(set(np.round(column, SIZE_DECIMALS))) for column in rows.scale.T]
+    num_values = []
+    for column in rows.scale.T:
+        num_values.append(len(set(np.round(column, SIZE_DECIMALS))))
     if max(num_values) < MIN_VALUES:
         sizes, lengths, batches = num_values
         raise NoLaw(

@@ -133,8 +133,10 @@ def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
     scale = np.array([setting.scale for setting in settings])
     # Centred, so that the fitted constants are of the rows and no extrapolation to size 1.
     centre = scale.mean(axis=0)
-    # Rounded, because equal sizes may differ in the last bits of their log2.
-    varies = [len(set(np.round(column, SIZE_DECIMALS))) > 1 for column in scale.T]
+    varies = []
+    for column in scale.T:
+        # Rounded, because equal sizes may differ in the last bits of their log2.
+        varies.append(len(set(np.round(column, SIZE_DECIMALS))) > 1)
     return Rows(
         scale=scale - centre,
         centre=centre,

@@ -42,7 +42,7 @@ def target(config: Config, request: str) -> Config:
     if config.preset.joint != "none":
         # A joint rule scales the warm-up itself.
         run = dataclasses.replace(run, optimizer=config.optimizer)
-    # Refuses a size that the joint rule cannot scale.
+    # Read for its error alone: the joint rule may not be able to scale the size.
     _ = run.scaled_optimizer
     return run
 

@@ -205,8 +205,11 @@ def points_of(
         settings.append(_setting(setting, evaluated))
     settings.sort(key=lambda setting: tuple(setting.scale))
 
+    named_losses = []
+    for _, row in pairs:
+        named_losses.append([row.key, repr(_loss(row, evaluated))])
     # Sorted, so that the digest does not depend on the order of the rows.
-    named_losses = sorted([row.key, repr(_loss(row, evaluated))] for _, row in pairs)
+    named_losses.sort()
     return Points(
         label=label,
         metric="evaluation" if evaluated else "training",
@@ -308,6 +311,7 @@ def _sweep_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
 
     parsed: dict[str, Config] = {}
     for row in rows.values():
+        # A row has no command if no recipe has the name of its run.
         command, *recorded = words_of(row.command) or [""]
         if command != "train":
             continue

@@ -107,6 +107,7 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
     plain = re.sub(r"[^\w-]", "-", name)
     path = folder / f"forecast-{plain}.json"
     number = 1
+    # Nothing is overwritten, because the date of a forecast shows that it came before its run.
     while path.exists():
         number += 1
         path = folder / f"forecast-{plain}-{number}.json"

@@ -143,6 +143,7 @@ def check(config: Config) -> None:
         "model.layer_scale": None,
         "model.value_dim": None,
         "model.branch_activation": "none",
+        # Keys and values have heads of their own if the field is None or the number of heads.
         "model.num_kv_heads": None if model.num_kv_heads is None else model.num_heads,
         "model.width": model.num_heads * model.heads_dim,
         "optimizer.schedule": "constant",
@@ -343,11 +344,18 @@ def limit(
         snapshots = [stack.step(inputs, targets) for _ in range(config.steps)]
         # The state after the last step, which has no step of its own to report it.
         snapshots.append(stack.look(inputs, targets))
+        logits = []
+        features = []
+        attention = []
+        for snapshot in snapshots:
+            logits.append(snapshot.logits)
+            features.append(snapshot.features)
+            attention.append(snapshot.attention)
         # A stack holds one network here, so the axis of draws becomes that of steps.
         states = _NetworkStates(
-            logits=np.concatenate([snapshot.logits for snapshot in snapshots]),
-            features=np.concatenate([snapshot.features for snapshot in snapshots]),
-            attention=np.concatenate([snapshot.attention for snapshot in snapshots]),
+            logits=np.concatenate(logits),
+            features=np.concatenate(features),
+            attention=np.concatenate(attention),
         )
         networks.append(states)
     return Trajectory.of(networks, targets)
@@ -403,10 +411,14 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
         for _ in range(config.steps):
             state, _ = step(state, step_inputs, batch)
             outputs.append(outputs_of(state.params, step_inputs))
+        logits = []
+        features = []
         # Fetched after all steps, because each fetch would wait for the device.
-        logits = np.stack(jax.device_get([logits for logits, _ in outputs]))
-        features = np.stack(jax.device_get([features for _, features in outputs]))
-        networks.append(_NetworkStates(logits, features, attention=np.zeros(0)))
+        for step_logits, step_features in jax.device_get(outputs):
+            logits.append(step_logits)
+            features.append(step_features)
+        states = _NetworkStates(np.stack(logits), np.stack(features), attention=np.zeros(0))
+        networks.append(states)
     return Trajectory.of(networks, targets)
 
 
@@ -559,8 +571,10 @@ def rows(limit: Trajectory, nets: Mapping[int, Trajectory]) -> list[list[str]]:
     columns["C(t, 0) / root"] = _cells(correlation_ZT)
     columns["attention logits, rms"] = _cells(np.sqrt(limit.attention[..., 0].mean(-1)))
     columns["the same in all heads"] = _cells(np.sqrt(limit.attention[..., 1].mean(-1)))
-    header = list(columns)
-    return [header, *(list(row) for row in zip(*columns.values(), strict=True))]
+    lines = [list(columns)]
+    for row in zip(*columns.values(), strict=True):
+        lines.append(list(row))
+    return lines
 
 
 def _cells(values: np.ndarray) -> list[str]:

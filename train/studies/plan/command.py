@@ -189,7 +189,7 @@ def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str
         recipe: Name of the recipe, or of the recipe of the study.
         setting: Run of the study, whose settings replace the recipe's. `None` keeps the recipe's.
     """
-    names = [word.partition("=")[0].replace("_", "-") for word in words]
+    names = _flag_names(words)
     durations = []
     for flag in joint.DURATIONS:
         if any(name.endswith(flag) for name in names):
@@ -221,6 +221,12 @@ def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str
     if config.preset.joint != "none" or is_warmup_set:
         return dataclasses.replace(longer, optimizer=config.optimizer)
     return longer
+
+
+def _flag_names(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line without values, with dashes for underscores."""
+    # Either spelling of a flag is accepted, such as --optimizer.peak_lr.
+    return [word.partition("=")[0].replace("_", "-") for word in words]
 
 
 def _study_run(args: Plan, study: Points, words: Sequence[str]) -> Config:
@@ -307,6 +313,7 @@ def _on_chips(config: Config, args: Plan, chips: str) -> tuple[Config, Cost]:
     try:
         topology.ready(chips)
     except topology.TopologyError as error:
+        # The compiler's packages are extras and may not be installed.
         return config, _by_formula(config, args, count, chip, str(error))
 
     if args.limit:
@@ -372,9 +379,14 @@ def _state_bytes(config: Config) -> int:
     from mupax.train.reuse import runs
 
     program = runs.on_one_device(config)
-    leaves = jax.tree.leaves(program.abstract)
-    gradients = [program.abstract.params[name] for name in program.trained]
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in [*leaves, *gradients])
+    arrays = jax.tree.leaves(program.abstract)
+    for name in program.trained:
+        # A gradient has the shape and type of its parameter.
+        arrays.append(program.abstract.params[name])
+    total = 0
+    for array in arrays:
+        total += array.size * array.dtype.itemsize
+    return total
 
 
 def _by_formula(config: Config, args: Plan, count: int, chip: Chip, reason: str) -> Cost:
@@ -408,7 +420,7 @@ def _on_this_machine(config: Config, args: Plan, studies: Sequence[Points]) -> C
     from mupax.train.pods import estimates
 
     program = assemble(config)
-    # This counts parameters, state, gradients and activations, without compiling.
+    # A formula over sizes counts state, gradients and activations. Nothing is compiled.
     expected = sum(estimates.expected(program).values())
     kind = program.mesh.devices.flat[0].device_kind
     mesh = f"{described(program.mesh.shape)} ({kind})"
@@ -538,7 +550,7 @@ def _with_flags(config: Config, flags: Sequence[str]) -> Config:
     Args:
         flags: Words such as `--mesh.fsdp`, `16`.
     """
-    # Without `train` and the recipe.
+    # The first two words are `train` and the recipe.
     run_flags = words_of(command_of(config))[2:]
     recipe = cli.recipe(config.recipe)
     parsed = cli.parse(config.recipe, recipe, [*run_flags, *flags])
@@ -563,7 +575,7 @@ def main(argv: Sequence[str]) -> int:
         PresetError: As for `run_of`.
         PointsError: A folder behind `--from` has no rows.
     """
-    # Each of these commands has flags of its own.
+    # Asked before the words are parsed, because each of these commands has flags of its own.
     if argv[:1] == ["score"]:
         from mupax.train.studies.plan import score
 
@@ -597,7 +609,7 @@ def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> i
 
     studies = points.load([Path(folder) for folder in args.studies]) if args.studies else []
     request = run_of(args, recipe_flags, studies)
-    names = [word.partition("=")[0].replace("_", "-") for word in recipe_flags]
+    names = _flag_names(recipe_flags)
     keep_rate = "--optimizer.peak-lr" in names
     estimates = numbers.of_law(request.config, studies, keep_rate=keep_rate)
     config, cost = with_cost(estimates.config, args, studies)

@@ -126,7 +126,7 @@ def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
         candidates.append(_Candidate(doublings > FAR, is_unproven, doublings, tuned.use, tuned))
     if not candidates:
         return None
-    # Without the preset itself, which has no order.
+    # Tuned presets cannot be compared with each other, so the key leaves the preset out.
     best = min(candidates, key=lambda candidate: candidate[:4])
     tuned = best.tuned
     optimum = tuned.provenance["log2_optimum"]

@@ -149,6 +149,7 @@ def other_fields(content: dict[str, Any], config: Config) -> Iterator[tuple[str,
     Yields:
         (name, value in the forecast, value of the run) of each field.
     """
+    # Resolved, so that a default and the same value written out are equal.
     expected = to_json(record.config_of(content).resolved())
     for name, goal, actual in differences(expected, to_json(config.resolved())):
         if name in ("seed", "data.seed") or name.startswith(ELSEWHERE):
@@ -182,6 +183,7 @@ def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
             losses.append(row["loss"])
     evaluated: Any = None
     for row in rows:
+        # The forecast is of the loss after the last step, and not of the best on the way.
         if row["step"] == config.steps and "eval_loss" in row:
             evaluated = row["eval_loss"]
             break
@@ -217,6 +219,7 @@ def of_points(content: dict[str, Any], studies: Sequence[points.Points]) -> list
     """
     matching = []
     for study in studies:
+        # A training loss cannot be held against a forecast of an evaluation loss.
         if study.metric != content["metric"]:
             continue
         for setting in study.settings:

@@ -72,6 +72,7 @@ def _zoo_model(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str,
         config = cli.recipe(args.name)().model
     else:
         config = configs.get(args.name)
+    # Imported after the name is checked, because tracing needs JAX, which takes seconds to import.
     from mupax.train.studies.roles import models
 
     roles = models.roles_of_config(config)
@@ -133,7 +134,8 @@ def text(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str
     for name, reason in roles.refused.items():
         refused.append(f"refused: {name}: {reason}")
     lines += refused
-    lines += [f"differs: {name}: {words}" for name, words in differing.items()]
+    for name, words in differing.items():
+        lines.append(f"differs: {name}: {words}")
 
     count = len(roles.specs) + len(roles.refused)
     summary = f"{len(roles.specs)} of {count} parameters found"

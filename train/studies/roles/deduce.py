@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -44,6 +43,7 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
     """
     flow = matrices.flow
     node = use.node
+    # In h + x @ w + b the bias is added to the stream itself, which the next test would refuse.
     if node.op in ADDS and use.other in flow.branches:
         bias = _bias_after_branch(matrices, use)
         if bias is not None:
@@ -59,6 +59,7 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
         return _added(matrices, use)
     if node.op in ("mul", "div"):
         return _multiplied(matrices, use)
+    # A class token joins the sequence before the first block.
     if node.op in _JOINS and flow.branch_of(node) is None:
         return Constraint(
             role=Role.TOKEN_EMBEDDING, evidence="joins the sequence as a row of its own"
@@ -76,7 +77,11 @@ def _looked_up(matrices: Matrices, use: OperandUse) -> Constraint:
     for param, index in use.node.info["chosen"]:
         if param == use.param:
             axes.add(names[index])
-    role = next((_LOOKUPS[axis] for axis in axes if axis in _LOOKUPS), Role.TOKEN_EMBEDDING)
+    role = Role.TOKEN_EMBEDDING
+    for axis in axes:
+        if axis in _LOOKUPS:
+            role = _LOOKUPS[axis]
+            break
     if role is Role.RELATIVE_BIAS:
         raise Refusal("the batch says which distance to look up; compute distances of positions")
     return Constraint(
@@ -116,6 +121,16 @@ def _constraints(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Co
     return constraints
 
 
+def _accepted(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Constraint]:
+    """Return the constraints of the products among origins, without the refused ones."""
+    return [fact for fact in _constraints(matrices, sources) if fact is not None]
+
+
+def _role_names(roles: Iterable[Role]) -> str:
+    """Return the names of roles, or words for a signal that comes from no matrix."""
+    return " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
+
+
 def _added(matrices: Matrices, use: OperandUse) -> Constraint:
     """Return the constraint on a parameter that is added: a bias or a position embedding."""
     flow = matrices.flow
@@ -140,7 +155,7 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
         for param in source.params:
             if (source.node, param) not in matrices.constraints:
                 raise Refusal(f"it is added to the product of {param}, which is refused itself")
-    constraints = [fact for fact in _constraints(matrices, sources) if fact is not None]
+    constraints = _accepted(matrices, sources)
     roles = {fact.role for fact in constraints}
     if len(roles) == 1 and all(source.params for source in sources):
         matrix = constraints[0]
@@ -148,12 +163,12 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
         is_direct = matrix.role is Role.ROUTER or all(source.plain for source in sources)
         if is_direct and set(_axes(matrices, use)) <= _output_axes(matrices, sources):
             return _bias_of(matrix, f"is added to the product of the {matrix.role.value}")
-    if not in_block and any(axis in ("position", "source") for axis in _axes(matrices, use)):
+    if not in_block and not {"position", "source"}.isdisjoint(_axes(matrices, use)):
         return Constraint(
             role=Role.POSITION,
             evidence="is added to the stream before its blocks, a row a position",
         )
-    target = " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
+    target = _role_names(roles)
     raise Refusal(
         f"it is added to {target}, as neither their bias nor a position; declare its role"
     )
@@ -222,7 +237,7 @@ def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
     scaled = other if norm_input is None else norm_input
     sources = flow.sources(scaled, through=True)
     direct_sources = sources if norm_input is None else flow.sources(norm_input)
-    constraints = [fact for fact in _constraints(matrices, sources) if fact is not None]
+    constraints = _accepted(matrices, sources)
     roles = {fact.role for fact in constraints} - _STREAM
     if norm_input is not None and not roles and _are_streams(flow, direct_sources):
         return Constraint(
@@ -233,7 +248,7 @@ def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
         # A gain without an axis of experts acts on the sum of experts as on an MLP.
         roles = {Role.MLP_OUT}
     if len(roles) != 1:
-        target = " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
+        target = _role_names(roles)
         raise Refusal(
             f"it multiplies {target}; a gain belongs to a norm, or to one matrix: declare its role"
         )
@@ -353,7 +368,9 @@ def _aligned_dims(use: OperandUse) -> list[tuple[ParamDim, Dim]]:
     for view_dim, other_dim in zip(view_dims, other_dims, strict=True):
         param_dims: set[ParamDim] = set()
         for atom in view_dim:
-            param_dims.update((path, index) for path, index in atom.param_dims if path == use.param)
+            for path, index in atom.param_dims:
+                if path == use.param:
+                    param_dims.add((path, index))
         # Sorted, because the order of a set of texts differs from process to process.
         for param_dim in sorted(param_dims):
             aligned.append((param_dim, other_dim))
@@ -415,13 +432,14 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
             agreed, readout = _agreed(facts)
             owner = Role(agreed.of or agreed.role)
             if not has_kv_heads and owner in (Role.KEY, Role.VALUE):
-                # Presets name the heads of keys and values so in every model.
+                # Presets scale keys and values by kv_heads, even if a model names only heads.
                 axes = tuple(axis.replace("heads", "kv_heads") for axis in axes)
             specs[param] = _spec(axes, agreed)
             evidence[param] = agreed.evidence
             if readout is not None:
                 tied = dataclasses.replace(_spec(axes, readout), tied=True)
                 evidence[param] += f"; tied: {readout.evidence}"
+        # `ParamSpec` raises PresetError where the fields of a role contradict each other.
         except (Refusal, PresetError) as reason:
             refused[param] = str(reason)
     return Roles(specs, evidence, refused, tied)
@@ -474,7 +492,8 @@ def _makes_cross_queries(flow: Flow, cross_attention: list[Attention], node: Nod
     """Return whether all matrices that a value goes into make queries of cross-attention."""
     queries: set[Node] = set()
     for attention in cross_attention:
-        queries.update(query for query, _ in attention.queries)
+        for query, _ in attention.queries:
+            queries.add(query)
     matrices = []
     for destination in flow.reaches(node):
         if flow.matrix(destination.end):
@@ -503,6 +522,7 @@ def _shared(matrices: Matrices, use: OperandUse, constraint: Constraint) -> tupl
                 atoms.add(atom)
 
     axes: dict[str, None] = {}
+    # Sorted, because the order of a set of atoms differs from process to process.
     for atom in sorted(atoms, key=lambda atom: sorted(atom.param_dims)):
         if any(param == use.param for param, _ in atom.param_dims):
             continue
@@ -555,7 +575,7 @@ def _spec(names: tuple[str, ...], constraint: Constraint) -> ParamSpec:
         names: Axes of each dimension. Two axes of one dimension have a space between them.
     """
     if constraint.cross and constraint.role in (Role.KEY, Role.VALUE):
-        # They read the width of the memory, which is another axis than the stream's.
+        # Keys and values of cross-attention read the memory, whose width is an axis of its own.
         renamed = []
         for index, axis in enumerate(names):
             if index in constraint.fan_in:
@@ -620,6 +640,7 @@ def axis_names(
                 continue
             refused.setdefault(param, _reason(index, column, matching, columns))
         axes = _as_heads(param, axes, samples[0].sizes, cuts)
+        # Sizes are looked up by axis, so that a square matrix needs two names.
         if param not in refused and len(set(axes)) < len(axes):
             refused[param] = (
                 f"two of its dimensions {shape} are the same axis; name them apart: "
@@ -703,8 +724,10 @@ def _reason(
             growing[axis] = sizes
     for count in (2, 3):
         for axes in itertools.combinations(growing, count):
-            sample_sizes = zip(*(growing[axis] for axis in axes), strict=True)
-            products = [math.prod(sizes) for sizes in sample_sizes]
+            products = [1] * len(column)
+            for axis in axes:
+                for sample, size in enumerate(growing[axis]):
+                    products[sample] *= size
             ratios = set()
             for size, product in zip(column, products, strict=True):
                 ratios.add(size / product)

@@ -123,7 +123,9 @@ def softmaxes(graph: Graph) -> Softmaxes:
         # jax.nn.softmax divides by the sum. A kernel written by hand may multiply by its inverse.
         sums: set[Node] = set()
         for node in (exp, *_closure([exp], users_of, LAYOUT)):
-            sums.update(user for user in users_of.get(node, []) if user.op == "reduce_sum")
+            for user in users_of.get(node, []):
+                if user.op == "reduce_sum":
+                    sums.add(user)
         divisors = sums | _closure(sums, users_of, LAYOUT)
         inverses: set[Node] = set()
         divides = False
@@ -230,6 +232,7 @@ class Flow:
             if node.floating and depends_on_params and node.op not in _SUPPORTED:
                 self.opaque.add(node)
 
+        # Before the consumers, because `carriers` reads these sets.
         self.statistics, self.normalizers = norms(graph)
         self.exps, self.denominators = softmaxes(graph)
         self.consumers: dict[Node, list[tuple[Node, bool]]] = {}
@@ -310,6 +313,7 @@ class Flow:
             current, selected, plain = entry
             if "selected" in current.info:
                 in_slice = current.info["selected"]
+                # If the two sets share no parameter, this slice is of another concatenation.
                 if selected is not None and selected & in_slice:
                     selected = selected & in_slice
                 else:
@@ -354,12 +358,13 @@ class Flow:
                 continue
             visited.add(entry)
             current, plain = entry
-            choice = next((user for user in self.users(current) if user.op == "top_k"), None)
-            if choice is not None:
+            for user in self.users(current):
                 # `top_k` carries no signal, but a router is known by it alone.
-                yield Destination(choice, current, plain)
+                if user.op == "top_k":
+                    yield Destination(user, current, plain)
+                    break
             for consumer, step_plain in self.consumers.get(current, []):
-                # A slice of fused projections without this parameter is another projection's way.
+                # A slice of fused projections without this parameter leads to another projection.
                 if param and param not in consumer.info.get("selected", (param,)):
                     continue
                 is_branch_end = (
@@ -400,9 +405,9 @@ class Flow:
         A factor whose statistic is computed from the value itself does not count.
         """
         for user in self.users(node):
-            factors = [operand for operand in user.inputs if operand in self.normalizers]
-            if any(not self.precedes(node, factor) for factor in factors):
-                return True
+            for operand in user.inputs:
+                if operand in self.normalizers and not self.precedes(node, operand):
+                    return True
             if user.op in LAYOUT and self.norm_after(user):
                 return True
         return False
@@ -414,6 +419,7 @@ class Flow:
         and is the last value of the branch or one that this is computed from. The fork itself is
         not in the branch. The result is `None` if the value is in no branch.
         """
+        # Sums are in the order of computation, so the first that fits ends the innermost branch.
         for end, branch in self.branches.items():
             is_after_fork = branch.fork is not node and self.precedes(branch.fork, node)
             if is_after_fork and self.precedes(node, branch.last):

@@ -81,6 +81,11 @@ Dim = tuple[Atom, ...]
 """Atoms of a dimension, the outermost first. A dimension of size 1 has none."""
 
 
+def size_of(dim: Dim) -> int:
+    """Return the number of elements along a dimension."""
+    return math.prod(atom.size for atom in dim)
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Node:
     """Value in the graph.
@@ -110,7 +115,7 @@ class Node:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(math.prod(atom.size for atom in dim) for dim in self.dims)
+        return tuple(map(size_of, self.dims))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -263,7 +268,7 @@ class Slice(NamedTuple):
 
 def sliced(dim: Dim, start: int, stop: int, stride: int = 1) -> Slice:
     """Return a range of a dimension."""
-    size = math.prod(atom.size for atom in dim)
+    size = size_of(dim)
     count = len(range(start, stop, stride))
     if count == size:
         return Slice(dim, None)

@@ -112,6 +112,7 @@ def _logits(flow: Flow, mix: Node, side: int) -> Node | None:
             exps.append(source.node)
     logits: dict[Node, None] = {}
     for exp in exps:
+        # A soft cap (tanh) may lie between the product of queries and keys and its softmax.
         for source in flow.sources(exp.inputs[0], through=True):
             if flow.mixes(source.node):
                 logits[source.node] = None
@@ -129,6 +130,7 @@ def _key_side(mix: Node, side: int, logits: Node) -> int | None:
     summed = list(itertools.chain(*mix.info["contracted"][side]))
     for key_side in (0, 1):
         key_atoms = logits.info["kept"][key_side]
+        # A reshape after the logits may have cut the axis of keys into parts.
         if any(atom.is_from(key_atoms) for atom in summed):
             return key_side
     return None
@@ -141,6 +143,7 @@ def _is_over_keys(flow: Flow, mix: Node, side: int, exp: Node) -> bool:
         summed.update(atom.ancestors())
     normalized: set[Atom] = set()
     for node in flow.denominators:
+        # `denominators` has the sums of all softmaxes of the loss, and only this one's count.
         if node.op == "reduce_sum" and flow.precedes(exp, node):
             for atom in node.info["summed"]:
                 normalized.update(atom.ancestors())
@@ -154,20 +157,27 @@ def _is_weighed(flow: Flow, node: Node) -> bool:
     """
     for operand in node.inputs:
         sources = flow.sources(operand, through=True)
-        if sources and all(source.params and _is_chosen_by(flow, source) for source in sources):
+        if sources and _are_all_chosen_by(flow, sources):
             return True
     return False
 
 
-def _is_chosen_by(flow: Flow, source: SignalSource) -> bool:
-    return any(destination.end.op == "top_k" for destination in flow.reaches(source.node))
+def _are_all_chosen_by(flow: Flow, sources: list[SignalSource]) -> bool:
+    """Return whether all origins are products with parameters that a `top_k` chooses by."""
+    for source in sources:
+        if not source.params:
+            return False
+        if not any(destination.end.op == "top_k" for destination in flow.reaches(source.node)):
+            return False
+    return True
 
 
 def _matrices(flow: Flow, node: Node) -> frozenset[Matrix]:
     """Return the products with parameters that a value comes from."""
     matrices = set()
     for source in flow.sources(node):
-        matrices.update((source.node, param) for param in source.params)
+        for param in source.params:
+            matrices.add((source.node, param))
     return frozenset(matrices)
 
 
@@ -178,7 +188,8 @@ def _streams(flow: Flow, matrices: frozenset[Matrix]) -> set[Node]:
         for use in flow.matrices[node]:
             if use.param == param and use.other is not None:
                 sources = flow.sources(use.other, through=True)
-                nodes.update(source.node for source in sources)
+                for source in sources:
+                    nodes.add(source.node)
     return nodes
 
 
@@ -246,9 +257,14 @@ class _Product:
     destinations: list[Destination]
 
     @property
+    def summed_axes(self) -> str:
+        """Axes that the product sums over, with commas between."""
+        return ", ".join(self.names[index] for index in self.fan_in)
+
+    @property
     def contraction(self) -> str:
         """Beginning of the evidence."""
-        return f"contracts {', '.join(self.names[index] for index in self.fan_in)}"
+        return f"contracts {self.summed_axes}"
 
     def constraint(self, role: Role, evidence: str, *, cross: bool = False) -> Constraint:
         """Return the constraint that the product has a role.
@@ -288,6 +304,7 @@ class Matrices:
                 try:
                     self.constraints[use.node, use.param] = self._constraint(use)
                 except Refusal as reason:
+                    # One uncertain parameter must not hide the roles of the others.
                     self.refused.setdefault(use.param, str(reason))
 
     def _constraint(self, use: OperandUse) -> Constraint:
@@ -312,6 +329,7 @@ class Matrices:
 
         sources = self.flow.sources(product.other)
         self._refuse_opaque(product, sources)
+        # First, because attention itself is a product of two activations, which are refused below.
         output = self._attention_out(product, sources)
         if output is not None:
             return output
@@ -353,8 +371,11 @@ class Matrices:
 
     def _refuse_opaque(self, product: _Product, sources: list[SignalSource]) -> None:
         """Refuse a product next to an unsupported operation."""
-        neighbors = [source.node for source in sources]
-        neighbors += [destination.end for destination in product.destinations]
+        neighbors = []
+        for source in sources:
+            neighbors.append(source.node)
+        for destination in product.destinations:
+            neighbors.append(destination.end)
         for node in neighbors:
             if node in self.flow.opaque:
                 raise Refusal(
@@ -408,10 +429,18 @@ class Matrices:
         grows = all(product.names[index] not in FIXED for index in (*product.fan_in, *outputs))
         if product.in_block and grows:
             sources = flow.sources(product.other, through=True)
-            hidden = [source for source in sources if source.params]
-            reads_branch = any(flow.branch_of(source.node) is not None for source in hidden)
-            ends_branch = any(dest.end in flow.branches for dest in product.destinations)
-            matrices = [dest for dest in product.destinations if flow.matrix(dest.end)]
+            hidden = []
+            reads_branch = False
+            for source in sources:
+                if source.params:
+                    hidden.append(source)
+                    reads_branch = reads_branch or flow.branch_of(source.node) is not None
+            matrices = []
+            ends_branch = False
+            for destination in product.destinations:
+                ends_branch = ends_branch or destination.end in flow.branches
+                if flow.matrix(destination.end):
+                    matrices.append(destination)
 
             only_nonlinear = bool(matrices) and not any(dest.plain for dest in matrices)
             if only_nonlinear and not ends_branch and not reads_branch:
@@ -437,6 +466,7 @@ class Matrices:
         use = product.use
         rows = [*use.dims_of_param(use.node.info["batched"][product.side])]
         for (param, index), kind in use.view.picks:
+            # Routing depends on activations. Constants, such as positions, choose no expert.
             if param == use.param and kind == "activation":
                 rows.append(index)
         return rows
@@ -448,14 +478,15 @@ class Matrices:
 
     def _of_attention(self, use: OperandUse) -> list[Constraint]:
         """Return one constraint for each role of query, key and value that a product has."""
+        # By role, because several attentions may use a matrix in one role without contradiction.
         constraints: dict[Role, Constraint] = {}
         matrix = (use.node, use.param)
         for attention in self.attentions:
             in_block = any(self.flow.branch_of(node) for node, _ in attention.queries)
-            has_value_dim = any(
-                "value_dim" in split_names(self.names.get(param, ()))
-                for _, param in attention.values
-            )
+            has_value_dim = False
+            for _, param in attention.values:
+                if "value_dim" in split_names(self.names.get(param, ())):
+                    has_value_dim = True
             keys = ", ".join(sorted({param for _, param in attention.keys}))
             queries = ", ".join(sorted({param for _, param in attention.queries}))
             if matrix in attention.queries:
@@ -489,9 +520,9 @@ class Matrices:
 def _constraint_on_data(product: _Product) -> Constraint:
     """Return the role of a product with the batch itself: an embedding."""
     if _is_one_hot(product.other):
-        reads = ", ".join(product.names[index] for index in product.fan_in)
         return Constraint(
-            role=Role.TOKEN_EMBEDDING, evidence=f"is multiplied by one-hot vectors over {reads}"
+            role=Role.TOKEN_EMBEDDING,
+            evidence=f"is multiplied by one-hot vectors over {product.summed_axes}",
         )
     return Constraint(
         role=Role.PATCH_EMBEDDING,
@@ -529,6 +560,7 @@ def complete_dims(
 
 def _is_one_hot(node: Node) -> bool:
     """Return whether a value comes from an equality test by layout operations."""
+    # `jax.nn.one_hot` broadcasts the ids and a range of numbers, and compares them.
     while node.op in LAYOUT and node.inputs:
         node = node.inputs[0]
     return not node.floating and node.op == "eq"

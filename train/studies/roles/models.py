@@ -32,6 +32,7 @@ CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 OPAQUE = frozenset({"shard_map", "pallas_call", "xla_pmap"})
 """Calls that are not entered, because their jaxpr is about parts of arrays or about memory."""
 
+# Not 1, because the graph of a loss cannot follow a dimension of size 1.
 BATCH = 2
 _FOLLOWING = {
     "head_dim": "heads_dim",
@@ -140,8 +141,11 @@ class _Interpreter:
                 parts.append(self._slice(operands[0], params["axis"], start, size))
             return parts
         if name == "optimization_barrier":
-            pairs = zip(operands, outputs, strict=True)
-            return [self._op("copy", {}, [operand], output) for operand, output in pairs]
+            # Every output is its own operand alone, and must not be taken for a use of the others.
+            copies = []
+            for operand, output in zip(operands, outputs, strict=True):
+                copies.append(self._op("copy", {}, [operand], output))
+            return copies
         return [self._op(name, params, operands, output) for output in outputs]
 
     def _cond(
@@ -250,8 +254,9 @@ class _Interpreter:
         starts[axis] = start
         stops[axis] = start + size
         params = {"start_indices": starts, "limit_indices": stops, "strides": None}
-        shape = tuple(stop - first for first, stop in zip(starts, stops, strict=True))
-        return self._op("slice", params, [array], _Output(shape, array.floating))
+        shape = list(array.shape)
+        shape[axis] = size
+        return self._op("slice", params, [array], _Output(tuple(shape), array.floating))
 
 
 def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -406,6 +411,7 @@ def variations(config: ModelConfig) -> list[ModelConfig]:
 
     single_fields = []
     for name, value in values.items():
+        # Not `isinstance`, because a bool is an int and cannot be doubled.
         if type(value) is int or name == "mlp_ratio":
             single_fields.append((name,))
     result = []

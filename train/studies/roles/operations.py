@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from mupax.train.studies.roles.graph import (
     fresh,
     param_dims_of,
     regrouped,
+    size_of,
     sliced,
 )
 
@@ -94,7 +94,10 @@ def combined(inputs: Sequence[Node], shape: tuple[int, ...]) -> tuple[Dim, ...]:
         if not candidates:
             candidates = [fresh(shape)[index]]
         # A dimension along which everything is equal says less than any other.
-        varying = [dim for dim in candidates if not any(atom.broadcast for atom in dim)]
+        varying = []
+        for dim in candidates:
+            if not any(atom.broadcast for atom in dim):
+                varying.append(dim)
         dims.append(varying[0] if varying else candidates[0])
     return tuple(dims)
 
@@ -141,7 +144,9 @@ def _segmented(views: Sequence[Node], axis: int) -> Dim:
 
 def _merged(dims: Sequence[Dim], size: int) -> Dim:
     """Return one dimension for a dimension of several views, with the parameters of all."""
-    sizes = [[atom.size for atom in dim] for dim in dims]
+    sizes = []
+    for dim in dims:
+        sizes.append([atom.size for atom in dim])
     if any(atom_sizes != sizes[0] for atom_sizes in sizes):
         return (Atom(size, param_dims_of(itertools.chain(*dims))),)
     atoms = []
@@ -228,7 +233,10 @@ def _reshaped(array: Node, shape: tuple[int, ...]) -> Sequence[Dim]:
     if dims is not None:
         return dims
     param_dims = param_dims_of(itertools.chain(*array.dims))
-    return [() if size == 1 else (Atom(size, param_dims),) for size in shape]
+    dims_of_all: list[Dim] = []
+    for size in shape:
+        dims_of_all.append(() if size == 1 else (Atom(size, param_dims),))
+    return dims_of_all
 
 
 def _dynamically_sliced(
@@ -321,9 +329,9 @@ def _gathered(
         graph.use(node, array, None)
         return node
     node = graph.add("gather", (array, index), dims, True, "view")
-    picks: frozenset[tuple[ParamDim, Kind]] = frozenset(
-        (param_dim, index.kind) for param_dim in chosen
-    )
+    picks: set[tuple[ParamDim, Kind]] = set()
+    for param_dim in chosen:
+        picks.add((param_dim, index.kind))
     node.params = array.params
     node.picks = array.picks | picks
     return node
@@ -347,7 +355,7 @@ def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
         for axis, dim in enumerate(node.dims):
             if axis not in (*contracting, *batch):
                 # Copies, because in x x' both sides would otherwise be the same atoms.
-                free_dims.append(tuple(atom.copy() for atom in dim))
+                free_dims.append(_copied(dim))
         all_free_dims += free_dims
         free_atoms.append(set(itertools.chain(*free_dims)))
 
@@ -358,6 +366,11 @@ def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
     dims = [*batched[leading], *all_free_dims]
     info = {"contracted": tuple(contracted), "batched": tuple(batched), "kept": free_atoms}
     return graph.add("dot", inputs, dims, True, kind_of("dot", inputs), **info)
+
+
+def _copied(dim: Dim) -> Dim:
+    """Return a dimension of the same axes for the result of a product."""
+    return tuple(atom.copy() for atom in dim)
 
 
 def _take(dims: Sequence[Dim], axes: Sequence[int]) -> tuple[Dim, ...]:
@@ -380,14 +393,17 @@ def ragged(
     group_axes = numbers.rhs_group_dimensions
     rows = inputs[0]
     matrices = inputs[1]
-    dims: list[Dim] = [dim for axis, dim in enumerate(rows.dims) if axis not in row_axes]
+    dims: list[Dim] = []
+    for axis, dim in enumerate(rows.dims):
+        if axis not in row_axes:
+            dims.append(dim)
     for axis, dim in enumerate(matrices.dims):
         if axis not in (*matrix_axes, *group_axes):
-            dims.append(tuple(atom.copy() for atom in dim))
+            dims.append(_copied(dim))
     info = {
         "contracted": (_take(rows.dims, row_axes), _take(matrices.dims, matrix_axes)),
         "batched": ((), _take(matrices.dims, group_axes)),
         "kept": [set(), set()],
     }
-    assert tuple(math.prod(atom.size for atom in dim) for dim in dims) == shape
+    assert tuple(map(size_of, dims)) == shape
     return graph.add("dot", (rows, matrices), dims, True, kind_of("dot", (rows, matrices)), **info)

@@ -158,6 +158,7 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
                 label = f"{axis} {size} {varied}".strip()
             run = dataclasses.replace(config, model=model)
             grid.append(Planned(size, varied, label, grids.point(run, rate, config.seed + seed)))
+        # Within the loop, so that a mistake in a grid ends before millions of configs are made.
         if len(grid) > MOST_POINTS:
             raise ConfigError(f"these are more than {MOST_POINTS} points; write a coarser grid")
     return grid
@@ -182,16 +183,22 @@ def _dry_run(grid: Sequence[Planned]) -> None:
     plural = "s" if len(groups) > 1 else ""
     terminal.say(f"{len(grid)} points in {len(groups)} program{plural}")
     for group in groups.values():
-        group_points = [grid[index] for index, _ in group]
-        configs = [point.config for point in group_points]
-        labels = dict.fromkeys(point.label for point in group_points if point.label)
-        rates = sorted({config.optimizer.peak_lr for config in configs})
-        seeds = sorted({config.seed for config in configs})
-        _, program = group[0]
+        labels: dict[str, None] = {}
+        rates = set()
+        seeds = set()
+        for index, _ in group:
+            point = grid[index]
+            if point.label:
+                labels[point.label] = None
+            rates.add(point.config.optimizer.peak_lr)
+            seeds.add(point.config.seed)
+        first_index, program = group[0]
+        first = grid[first_index].config
         terminal.say(
-            f"  {', '.join(labels) or configs[0].recipe}: {len(group)} points, "
-            f"rates {' '.join(map(power, rates))}, seeds {' '.join(map(str, seeds))}, "
-            f"{program.definition.count():,} parameters, {configs[0].steps} steps"
+            f"  {', '.join(labels) or first.recipe}: {len(group)} points, "
+            f"rates {' '.join(map(power, sorted(rates)))}, "
+            f"seeds {' '.join(map(str, sorted(seeds)))}, "
+            f"{program.definition.count():,} parameters, {first.steps} steps"
         )
 
 
@@ -375,17 +382,23 @@ def _measured(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> Meas
     most_seeds = 0
     for point, row in zip(points, rows, strict=True):
         configs.setdefault(point.size, point.config)
+        # Not rounded, because the rates of a sweep need not be half octaves apart.
         rate = math.log2(point.config.optimizer.peak_lr) / STEP
         seed = point.config.seed - first_seed
         rows_by_point[study_sizes.index(point.size), rate, seed] = row
         most_seeds = max(most_seeds, seed + 1)
 
-    # Without a size that grows, the study has the model's width.
-    widths = [size or configs[size].model.sizes()["embed"] for size in study_sizes]
+    widths = []
+    size_configs = []
+    for size in study_sizes:
+        config = configs[size]
+        # Without a size that grows, the study has the model's width.
+        widths.append(size or config.model.sizes()["embed"])
+        size_configs.append(config)
     study = Study(
         label=f"{points[0].config.preset.name} {points[0].varied}".strip(),
         axis=axis or "width",
         sizes=tuple(widths),
-        configs=tuple(configs[size] for size in study_sizes),
+        configs=tuple(size_configs),
     )
     return Measured(study, most_seeds, rows_by_point)

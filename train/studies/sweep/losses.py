@@ -51,6 +51,7 @@ def save_losses(folder: Path, losses: np.ndarray) -> str:
     np.save(file, losses)
     content = file.getvalue()
     folder.mkdir(parents=True, exist_ok=True)
+    # A file per step: the checkpoint before this one still names the digest of its own losses.
     disk.write_whole(folder / f"losses-{len(losses)}.npy", content)
     return xxhash.xxh3_128_hexdigest(content)
 

@@ -320,7 +320,7 @@ class ExecutionTrial:
             # Otherwise the other threads would wait at the barrier for ever.
             barrier.abort()
             raise
-        # The first step is not counted, unless the run has no other.
+        # The first step may still load, so its time counts only if the run has no other step.
         return statistics.median(times[1:] or times)
 
 

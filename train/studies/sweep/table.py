@@ -71,6 +71,7 @@ class LiveTable(SweepCallback):
             console=console,
             get_renderable=lambda: Group(self._bar, self.table()),
             refresh_per_second=4,
+            # Removed at the end, because `show` prints the table below the conclusion.
             transient=True,
         )
 
@@ -96,7 +97,11 @@ class LiveTable(SweepCallback):
         self._configs = configs
         self._rows = dict(done)
         self._losses = {point: self.value(row) for point, row in done.items()}
-        total_cost = sum(_cost(config) for i, config in enumerate(configs) if i not in done)
+        costs = []
+        for point, config in enumerate(configs):
+            if point not in done:
+                costs.append(_cost(config))
+        total_cost = sum(costs)
         self._bar.update(self._task, total=total_cost, points=f"{len(done)}/{len(configs)}")
         if done:
             self.note(f"{len(done)} of {len(configs)} points are done already")

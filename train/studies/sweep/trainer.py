@@ -286,7 +286,9 @@ class Batches:
     def _key(program: Program) -> Any:
         """Return a key that is equal for programs with the same batches."""
         config = program.config
-        shapes = tuple((name, leaf.shape) for name, leaf in program.train_feed().abstract.items())
+        shapes = []
+        for name, leaf in program.train_feed().abstract.items():
+            shapes.append((name, leaf.shape))
         # A data seed that follows the run's seed must count as that number.
         data = dataclasses.replace(config.data, seed=config.data_seed)
-        return data, shapes, getattr(config.model, "vocab_size", None)
+        return data, tuple(shapes), getattr(config.model, "vocab_size", None)

@@ -69,6 +69,7 @@ def asks_for_table(argv: Sequence[str]) -> bool:
 
     The value may be the next word or come after "=".
     """
+    # Asked before the words are parsed, because a table and a recipe have different flags.
     previous_words = ["", *argv]
     for previous, word in zip(previous_words, argv, strict=False):
         if previous in ("--from", "--table") and tables.is_table(word):
@@ -153,6 +154,7 @@ def _content(
             "tokens": dataclasses.asdict(tokens),
         }
 
+    # The law has a value everywhere, so runs that the table says nothing of are refused first.
     forecaster.check(place)
     best = forecaster.best(place)
     content["asked"] = request
@@ -223,6 +225,7 @@ def _law_json(forecaster: Forecaster) -> dict[str, Any]:
         numbers[name] = {
             "value": round(float(value), 4),
             "deviation": round(float(deviation), 4),
+            # NumPy's own bool is no value of JSON.
             "of_runs": bool(deviation < PRIOR_SHARE * prior),
         }
 

@@ -163,11 +163,9 @@ class Form:
         means: list[float] = []
         deviations: list[float] = []
         for term in self.terms:
-            means += [term.share.mean, *(prior.mean for prior in term.exponents.values())]
-            deviations += [
-                term.share.deviation,
-                *(prior.deviation for prior in term.exponents.values()),
-            ]
+            for prior in (term.share, *term.exponents.values()):
+                means.append(prior.mean)
+                deviations.append(prior.deviation)
         return np.array(means), np.array(deviations)
 
     def place(self, values: Mapping[str, np.ndarray | float]) -> np.ndarray:
@@ -176,9 +174,10 @@ class Form:
         Args:
             values: Numbers or arrays [M] of each axis of `axes`, broadcast against each other.
         """
-        columns = np.broadcast_arrays(
-            *(np.atleast_1d(np.asarray(values[axis], float)) for axis in self.axes)
-        )
+        numbers = []
+        for axis in self.axes:
+            numbers.append(np.atleast_1d(np.asarray(values[axis], float)))
+        columns = np.broadcast_arrays(*numbers)
         return np.stack([np.log2(column) for column in columns], axis=1) - self.centre
 
     def log_loss(self, numbers: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -297,8 +296,12 @@ def form_of(table: RunTable) -> Form:
     for axis in AXES:
         if axis in table.values:
             logs[axis] = np.log2(table.values[axis])
-    # 1e-3 octaves, because a count computed twice may differ in its last digits.
-    varying = tuple(axis for axis, column in logs.items() if column.max() - column.min() > 1e-3)
+    varying_axes = []
+    for axis, column in logs.items():
+        # 1e-3 octaves, because a count computed twice may differ in its last digits.
+        if column.max() - column.min() > 1e-3:
+            varying_axes.append(axis)
+    varying = tuple(varying_axes)
     if not {"parameters", "tokens", "flops"} & set(varying):
         same = []
         for axis in ("parameters", "tokens"):
@@ -317,8 +320,10 @@ def form_of(table: RunTable) -> Form:
         exponents = select_keys(term.exponents, varying)
         terms.append(dataclasses.replace(term, exponents=exponents))
     # Around its middle, the size of a term hardly depends on its exponents.
-    centre = np.array([(logs[axis].max() + logs[axis].min()) / 2 for axis in varying])
-    return Form(tuple(terms), varying, centre, math.exp(float(table.log_loss.min())))
+    middles = []
+    for axis in varying:
+        middles.append((logs[axis].max() + logs[axis].min()) / 2)
+    return Form(tuple(terms), varying, np.array(middles), math.exp(float(table.log_loss.min())))
 
 
 def settings_of(table: RunTable) -> np.ndarray:

@@ -100,6 +100,7 @@ def load(path: Path = DENSE) -> Forecaster:
         numbers=np.array(content["numbers"]),
         covariance=np.array(content["covariance"]),
         noise=Noise(**content["noise"]),
+        # Effects are of settings in the table, and a forecast is of a new one.
         effects=np.zeros(0),
         effect_variances=np.zeros(0),
         setting=np.zeros(2, int),

@@ -42,6 +42,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     Raises:
         MupaxError: Flags or values do not fit together.
     """
+    # Imported here, because these modules import SciPy, and `--help` should not wait for it.
     from mupax.train.studies.transfer import frugal, study, tuned
 
     if "--workdir" in rest or "--resume" in rest:
@@ -68,6 +69,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     console = terminal.console()
     folder = args.out or Path("runs") / f"transfer-{cli.name_of(args.recipe)}"
     folder.mkdir(parents=True, exist_ok=True)
+    # After a dry run, because `shared` builds every model to compare the numbers of its presets.
     studies = shared(studies)
     if any(plan.trained != plan.configs for plan in studies):
         console.print(
@@ -79,6 +81,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
 
     limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
     limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
+    # A study judges training losses, so its points need no evaluation.
     with sweep.engine(folder, args.how, evaluated=False) as engine:
         if run is None:
             limits["trained"] = engine.has_rows

@@ -186,6 +186,7 @@ def _training(measured: Measured, analysis: Analysis) -> Step:
 
 def _limits(measured: Measured, analysis: Analysis) -> list[tuple[int, int]]:
     """Return the (seeds, minutes) that would probably decide a study, or [] if none would."""
+    # One seed has no scatter from which a number of seeds follows, so three are proposed.
     more = analysis.seeds_to_decide() if analysis.seeds > 1 else 3 - analysis.seeds
     if not more:
         return []

@@ -165,11 +165,12 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
     """Fit every size. Return fits, drift and prices with their intervals."""
     seeds = _paired_seeds(curves)
     fits = tuple(fit(curve, seeds) for curve in curves)
-    scatters = tuple(_scatter(curve, fits[i], seeds) for i, curve in enumerate(curves))
-
+    scatters = []
     optima = []
-    for fitted_curve, scatter in zip(fits, scatters, strict=True):
+    for curve, fitted_curve in zip(curves, fits, strict=True):
+        scatter = _scatter(curve, fitted_curve, seeds)
         half_width = _half_width(np.array([scatter.optimum]), seeds)
+        scatters.append(scatter)
         optima.append(_interval(fitted_curve.optimum, half_width))
     prices = []
     for i, curve in enumerate(curves):
@@ -184,7 +185,7 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
         prices=tuple(prices),
         worse=worse,
         compared=compared,
-        scatters=scatters,
+        scatters=tuple(scatters),
     )
 
 

@@ -80,7 +80,9 @@ def draw(
     finite_losses = all_losses[np.isfinite(all_losses)]
     is_wide = False
     if finite_losses.size:
+        # The comparison with 0 keeps losses that have no log off a logarithmic axis.
         is_wide = finite_losses.max() > WIDE * finite_losses.min() > 0
+    # Panels share their axes, so the limits of one are those of all.
     plotting.limits(panels[0], finite_losses, log=bool(is_wide))
     for leftmost in panels[::across]:
         leftmost.set_ylabel(loss, fontsize=9)
@@ -106,8 +108,10 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
 
     top: Any = {"transform": panel.get_xaxis_transform(), "clip_on": False, "in_layout": False}
     for index, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
+        # The first third of the colour map is hardly seen on white.
         colour = colormaps["Blues"](0.35 + 0.65 * index / max(1, len(curves) - 1))
         marker = MARKERS[index % len(MARKERS)]
+        # Later seeds exist only near the minimum, and are NaN at all other rates.
         mean = np.nanmean(curve.losses, axis=1)
         finite = np.isfinite(mean)
         panel.plot(

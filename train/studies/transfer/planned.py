@@ -199,6 +199,7 @@ def _numbers(config: Config) -> list[np.ndarray]:
         factors = resolve(preset, model, config.optimizer.name, config.optimizer.decay)
     except PresetError:
         return []
+    # The optimizer is compared as text, which becomes one more array.
     decided = (factors, init_stds(preset, model), repr(config.scaled_optimizer))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(decided)]
 

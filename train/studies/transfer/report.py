@@ -38,6 +38,7 @@ def provenance() -> dict[str, str]:
     """Return the versions of Python, packages and the platform."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
+        # A checkout that runs without an installation has no version of mupax.
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {**versions, "platform": f"{platform.system()} {platform.machine()}"}
@@ -56,6 +57,7 @@ def _comparison(studies: Studies, control: str | None) -> list[dict[str, Any]]:
         control_analysis = None
         for control_measured, candidate in studies:
             control_study = control_measured.study
+            # `!= label`, because the control itself is compared with nothing.
             is_control = control_study.label == control != label and control_study.axis == axis
             if is_control and control_analysis is None:
                 control_analysis = candidate
@@ -237,6 +239,7 @@ def report_of(
     for measured, analysis in studies:
         axis = measured.study.axis
         picture = None
+        # One picture shows all presets of an axis, so only their first section has it.
         if folder is not None and axis not in pictured:
             picture = folder / f"{axis}.png"
         section = Section(
@@ -303,6 +306,7 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
         if name not in ("title", "command", "config"):
             facts[name] = value
     facts |= provenance()
+    # After the pictures, which the page embeds.
     page = folder / "transfer.html"
     report = report_of(studies, control, about["command"], folder)
     report.write_page(page, about["title"], about["command"], facts.items())

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -253,7 +253,7 @@ class Measured:
             if not len(curve.x):
                 rates = list(range(centre - SIDES, centre + SIDES + 1))
             elif missing:
-                rates = [round(x / STEP) for x in missing]
+                rates = _in_steps(missing)
             else:
                 # The next size is searched around the optimum of this one.
                 fitted = fit(curve, self.first)
@@ -270,7 +270,7 @@ class Measured:
 
             if index in self.chosen:
                 # A window that moved may hold rates without the later seeds.
-                rates += [round(x / STEP) for x in curve.x[curve.window()]]
+                rates += _in_steps(curve.x[curve.window()])
             points = self._untrained(index, rates, range(self._first(index)))
             if points:
                 return points
@@ -292,9 +292,10 @@ class Measured:
         """
         points: list[Point] = []
         for index, curve in enumerate(self.curves):
-            rates = [round(x / STEP) for x in curve.x[curve.window()]]
-            candidates = [(index, rate, analysis.seeds) for rate in rates]
-            points += [point for point in candidates if point not in self.rows]
+            for rate in _in_steps(curve.x[curve.window()]):
+                point = (index, rate, analysis.seeds)
+                if point not in self.rows:
+                    points.append(point)
         return points
 
     def seconds_of(self, points: Sequence[Point]) -> float:
@@ -360,6 +361,15 @@ class Measured:
             f"({shown} octaves per doubling): at most {left} more, about {seed_minutes:.1f} "
             f"minutes of training each, {most_minutes:.1f} in all"
         )
+
+
+def _in_steps(log2_rates: Iterable[float]) -> list[int]:
+    """Return rates in steps of `STEP` octaves.
+
+    Args:
+        log2_rates: log2 of the learning rates.
+    """
+    return [round(x / STEP) for x in log2_rates]
 
 
 def measure(
@@ -441,7 +451,8 @@ def _requests(
         is_grid = type(measured) is Measured
         if not points and is_grid and _use_trained(measured, run, trained):
             points = measured.next_points(max_seeds, minutes)
-        requests += [(measured, point) for point in points]
+        for point in points:
+            requests.append((measured, point))
     return requests
 
 

@@ -175,6 +175,7 @@ def write(
     parameters = inspect.signature(PRESETS[config.preset.name]).parameters
     constants = {}
     for constant, value in preset.choices.items():
+        # A dotted constant, such as rates.readout, is of one group and no argument of a preset.
         if constant in parameters or "." in constant:
             constants[constant] = value
 

@@ -121,6 +121,7 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.studies.tune import over
 
     args, recipe_flags = command_line.parse_known(Tune, "mupax tune", cli.with_file_first(argv))
+    # After the words are parsed, so that `--help` works without the extra.
     extras.require("tune", "mupax tune")
     if "--workdir" in recipe_flags or "--resume" in recipe_flags:
         raise ConfigError(
@@ -129,6 +130,7 @@ def main(argv: Sequence[str]) -> int:
 
     recipe = cli.recipe_of_points(args.recipe)
     parsed = cli.parse(args.recipe, recipe, recipe_flags, command_line.flags(Tune))
+    # A recipe may have a workdir, and all points would share it.
     config = dataclasses.replace(parsed.config, workdir=None)
     constants = over.parse(_words(args.over), config)
     if args.save_tuned:
@@ -137,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         tuned.check_before_training(args.save_tuned, config)
 
     if args.dry_run:
-        # Refuses a run that no search can train.
+        # Called for its errors alone: a run that no search can train is refused.
         sweep.grouped([config], {})
         _dry_run(args, config, constants)
         return 0

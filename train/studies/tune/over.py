@@ -158,7 +158,7 @@ def parse(words: Sequence[str], config: Config) -> tuple[Constant, ...]:
         for step in constant.steps:
             point = [0] * len(constants)
             point[index] = step
-            # Refuses a value that the preset does not take.
+            # Called for its error alone: the preset may not take this end of the range.
             preset_of(with_point(config, constants, tuple(point)))
     return constants
 

@@ -69,6 +69,7 @@ class SearchTable(LiveTable):
         # Every round is a sweep of its own, whose bar begins at zero.
         self._shares.clear()
         self._bar.reset(self._task, description=self.heading())
+        # A search that was stopped asks for its old rounds again, and their runs all have rows.
         if len(done) < len(configs):
             super().begin(configs, done)
 
@@ -283,7 +284,8 @@ def draw(path: Path, search: Search, shares: list[float]) -> None:
     means = standing.means[is_finite]
     top = float(np.quantile(means, TOP)) if means.size else 1.0
     least = float(means.min()) if means.size else 0.0
-    # Points far above the others, and diverged ones, are drawn at the edge.
+    # Points far above the others, and diverged ones, are drawn at the edge, which lies above the
+    # other points even if all losses are equal.
     edge = top + (0.05 * (top - least) or 0.01)
     heights = np.where(is_finite, np.minimum(standing.means, edge), edge)
 
@@ -332,11 +334,12 @@ def _draw_panel(
         stays: Mask of the points that were not dropped, bool [P].
         best: Index of the winner in `values`.
     """
-    # Of such a constant the distance from 1 is searched in octaves.
+    # A constant near 1, such as b1, is searched in octaves of its distance from 1.
     if constant.near_one:
         x = np.log2(1 - values)
         label = "log2(1 - value)"
     else:
+        # A start of 0, such as no weight decay, has no log.
         x = np.log2(np.maximum(values, 1e-30))
         label = "log2(value)"
     panel.plot(x[~stays], heights[~stays], "o", ms=3, color=GREY, alpha=0.45)

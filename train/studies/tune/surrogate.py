@@ -225,4 +225,7 @@ def _points(constants: Sequence[Constant], unit: np.ndarray) -> list[Point]:
     """Return the grid points nearest to coordinates in the unit cube [n, D]."""
     low, high = _bounds(constants)
     steps = np.rint(low + unit * (high - low))
-    return [tuple(int(step) for step in row) for row in steps]
+    points = []
+    for row in steps:
+        points.append(tuple(int(step) for step in row))
+    return points
