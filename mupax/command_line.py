@@ -169,13 +169,15 @@ def parse_known(
 
     Raises:
         SystemExit: Code 0, after `--help` was printed.
-        UsageError: A flag is missing, or a value is of the wrong kind.
+        UsageError: A flag is missing, a value is of the wrong kind, or a flag of several values is
+            written twice.
         MupaxError: The command's own checks refused its values.
     """
     if default is not None:
         plain = _read_plain_words(default, argv)
         if plain is not None:
             return plain, []
+    _refuse_repeated(command if default is None else default, argv)
 
     message = io.StringIO()
     helptext = _HelpBuffer()
@@ -498,6 +500,33 @@ def _read_plain_words(command: T, argv: Sequence[str]) -> T | None:
         return _with_values(command, values)
     except (KeyError, ValueError, MupaxError):  # tyro reads the line again and prints the message
         return None
+
+
+def _refuse_repeated(command: Any, argv: Sequence[str]) -> None:
+    """Raise UsageError if a flag of several values is written twice."""
+    written = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
+    for field in flag_fields(command):
+        marks = {str(mark) for mark in _metadata(field.hint)}
+        if _takes_many(field.hint) and "UseAppendAction" not in marks:
+            uses = [word for word in written if word in field.names]
+            if len(uses) > 1:
+                raise repeated(uses[1])
+
+
+def repeated(flag: str) -> UsageError:
+    """Return the error of a flag of several values that is written twice.
+
+    tyro would take the last use alone, so that the values of the first were lost without a word.
+    """
+    return UsageError(f"{flag} is written twice; write all of its values behind one {flag}")
+
+
+def _takes_many(hint: Any) -> bool:
+    """Return whether a type is a tuple of any length, or a union with one."""
+    bare = _bare(hint)
+    if get_origin(bare) in (Union, UnionType):
+        return any(_takes_many(option) for option in get_args(bare))
+    return get_origin(bare) is tuple and Ellipsis in get_args(bare)
 
 
 def _plain_switch(field: FlagField, flag: str, equals: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Protocol
 from tyro import conf
 
 from mupax import presets
-from mupax.command_line import UsageError
+from mupax.command_line import UsageError, repeated
 from mupax.config_fields import Affects, Listed
 from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.presets.roles import RUN_AXES
@@ -381,7 +381,7 @@ def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> li
         default: Constants that are used if the words have no `--preset.constants`.
 
     Raises:
-        UsageError: A flag of this form has no value.
+        UsageError: A flag of this form has no value, or `--preset.constants` is written twice.
     """
     words = list(argv)
     remaining: list[str] = []
@@ -392,6 +392,8 @@ def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> li
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--preset.").replace("-", "_")
         if flag in ("--preset.constants", "--constants", "--constant"):
+            if constants is not None:
+                raise repeated(flag)
             if equals:
                 constants = [value]
             else:

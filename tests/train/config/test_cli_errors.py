@@ -66,6 +66,30 @@ def test_a_wrong_flag(words: str, message: str, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "train lm-tiny --preset.constants c_a=1 --preset.constants c_a=2",
+        "train lm-tiny --preset.constants c_a=1 --preset.rates.readout 2 --preset.constants=c_a=2",
+        "train lm-tiny --data.evaluate a=text:a --data.evaluate b=text:b",
+        "presets limits depth-mup --constant alpha_l=1 --constant alpha_a=0.5",
+    ],
+)
+def test_a_flag_of_several_values_is_written_once(words: str, capsys: Capture) -> None:
+    """tyro would take the last use alone, and lose the values of the first without a word."""
+    message = refused(capsys, *words.split())
+    assert re.search(
+        r"error: (--\S+) is written twice; write all of its values behind one \1", message
+    )
+
+
+def test_control_values_behind_one_flag_and_a_repeated_flag_of_one_value(capsys: Capture) -> None:
+    words = "lm-tiny --preset.constants alpha_a=0.5 c_a=2 --steps 3 --steps 5"
+    config = printed(capsys, *words.split())
+    assert config.preset.constants == ("alpha_a=0.5", "c_a=2")
+    assert config.steps == 5
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (
