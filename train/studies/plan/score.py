@@ -22,7 +22,7 @@ from mupax.train.studies.forecast.points import ELSEWHERE, METRICS
 from mupax.train.studies.forecast.record import ForecastError
 from mupax.train.studies.sweep.grids import at_rate
 from mupax.train.studies.sweep.losses import LAST
-from mupax.train.studies.sweep.rows import FILE_NAME
+from mupax.train.studies.sweep.rows import has_rows
 
 PROG = "mupax plan score"
 
@@ -119,7 +119,7 @@ def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
         WorkdirError: The place has neither a run nor rows.
         PointsError: The rows cannot be read as runs.
     """
-    if (place / FILE_NAME).is_file():
+    if has_rows(place):
         runs = of_points(content, points.load([place]))
     else:
         runs = [_of_workdir(content, place)]

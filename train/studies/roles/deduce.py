@@ -78,9 +78,10 @@ def _looked_up(matrices: Matrices, use: OperandUse) -> Constraint:
         if param == use.param:
             axes.add(names[index])
     role = Role.TOKEN_EMBEDDING
-    for axis in axes:
-        if axis in _LOOKUPS:
-            role = _LOOKUPS[axis]
+    # In the order of the table, because that of a set of texts changes from process to process.
+    for axis, looked_up in _LOOKUPS.items():
+        if axis in axes:
+            role = looked_up
             break
     if role is Role.RELATIVE_BIAS:
         raise Refusal("the batch says which distance to look up; compute distances of positions")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ from mupax.train.config.cli import parse, recipe
 from mupax.train.pods import search, topology
 from mupax.train.studies.forecast import record
 from mupax.train.studies.plan import ranges, score
+from mupax.train.studies.sweep.rows import COMPRESSED_NAME, FILE_NAME
 from tests.train.studies.forecast.test_predict_command import Trained, least, study
 
 QUIET = ["--log.no-samples", "--log.no-tensorboard", "--log.no-progress"]
@@ -109,6 +111,12 @@ def test_rows_are_scored_by_their_own_config(
     assert f"loss {least(config):.1f}"[:-1] in out
     assert "inside the 90 % interval" in out
     assert "rows carry no date" in out
+    # Rows may be kept compressed, without points.jsonl.
+    rows = tmp_path / "rows" / FILE_NAME
+    (tmp_path / "rows" / COMPRESSED_NAME).write_bytes(gzip.compress(rows.read_bytes()))
+    rows.unlink()
+    assert main(["plan", "score", str(plan_path), str(tmp_path / "rows")]) == 0
+    assert capsys.readouterr().out == out
 
     assert main(["plan", "score", str(plan_path), str(folder)]) == 2
     assert "has no row of the run that is forecast" in capsys.readouterr().err
