@@ -59,7 +59,7 @@ def run_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPage:
         text = example_text(page)
         example, *commands = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         assert len([line for line in example.splitlines() if line.strip()]) <= 30
-        (name,) = re.findall(r"Save this as `(\w+)\.py`", text)
+        (name,) = re.findall(r"\bas `(\w+)\.py`", text)
         Path(f"{name}.py").write_text("\n\n".join([example, *commands]))
         runpy.run_path(f"{name}.py", run_name="__main__")
 

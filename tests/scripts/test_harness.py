@@ -30,6 +30,8 @@ pytestmark = pytest.mark.core
 def _run(module: str, word: str, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
     """Run a module of scripts/ with a word in this process, and return its exit code."""
     monkeypatch.setattr(sys, "argv", [module, word])
+    # Another test may have imported the module, of which `runpy` would warn.
+    monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     return ended.value.code
