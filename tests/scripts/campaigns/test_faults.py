@@ -21,7 +21,7 @@ def test_runs_end_as_the_undisturbed_one(tmp_path: Path) -> None:
     rows = campaigns(tmp_path, {"faults": "--count 2"})["faults"]
     assert {row["phase"] for row in rows} == {"new", "going on"}
     assert sum(bool(row["fired"]) for row in rows) >= 2
-    assert "**2 of 2 ended bitwise" in (tmp_path / "faults.md").read_text()
+    assert "**2 of 2 runs ended bitwise" in (tmp_path / "faults.md").read_text()
 
 
 WRITE = """

@@ -199,4 +199,4 @@ def test_the_example_of_the_documentation_is_its_record() -> None:
     )
     apart = record["winner_less_start"]
     assert f"by {-apart['value']:.4f} nats [{-apart['high']:.4f}, {-apart['low']:.4f}]" in text
-    assert f"{len(record['points'])} points and {record['runs']} runs" in text
+    assert f"{len(record['points'])} points in {record['runs']} runs" in text
