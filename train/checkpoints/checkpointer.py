@@ -368,11 +368,11 @@ def merge_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class NamedSave:
-    """Save that orbax has begun, with the name it writes under, which stays good until its end.
+    """Save that orbax has begun, under a stand-in name (`plainly_named`) kept valid until its end.
 
     Args:
         response: Result of `save_async`.
-        naming: Stack with an entered `plainly_named`. `result` closes the stack.
+        naming: Stack with an entered `plainly_named`. `result` closes the stack when the save ends.
     """
 
     def __init__(self, response: Any, naming: contextlib.ExitStack) -> None:

@@ -56,7 +56,7 @@ class Documents(Protocol):
 
 
 class Step(NamedTuple):
-    """Line of progress: size and position of a lane after a step."""
+    """Size and position of a lane after one step. It is one line of the lane's progress file."""
 
     tokens: int
     """Number of tokens of the lane so far."""
