@@ -50,7 +50,9 @@ _NO_BREAK = "\u00a0"
 
 
 def columns(stream: TextIO | None = None) -> int:
-    """Return the width of the terminal behind a stream, or `UNBOUNDED` for a pipe or file.
+    """Return the width of the terminal, or `UNBOUNDED` for a stream to a pipe or file.
+
+    The width is the variable COLUMNS, or that of standard output, or 80.
 
     Args:
         stream: Stream that is written to. The default is standard output.

@@ -234,7 +234,9 @@ def changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[Cha
         current: Record of this part of the run.
 
     Returns:
-        Changes in the order of the new record, or `None` if the old record has no environment.
+        Changes in the order of the new record, then facts that only the old one has. Between two
+        versions of JAX, options that only one of them has are left out. `None` if the old record
+        has no environment.
     """
     if not isinstance(previous.get("environment"), Mapping):
         return None

@@ -171,7 +171,8 @@ def read_t5(config: Fields, *, is_mt5: bool) -> Published:
     """Return the model that the config.json of a T5 or an mT5 describes.
 
     Args:
-        is_mt5: Take the defaults of mT5, which are those of T5 v1.1, for fields that are left out.
+        is_mt5: The activation defaults to gated GELU, and the readout has a table of its own. Other
+            fields that are left out have T5's defaults.
     """
     config.refuse("is_encoder_decoder", True, "an encoder alone")
     # The decoder has the depth of the encoder unless a field says otherwise.

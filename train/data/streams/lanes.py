@@ -1,8 +1,8 @@
 """Packed text that grows while it is read. A corpus has lanes, each a share of its files.
 
     FOLDER/train-3-of-8.bin      ids of the lane's documents in order, each ended by the separator
-    FOLDER/train-3-of-8.jsonl    one line per step: the size so far and the position of its
-    documents FOLDER/train-3-of-8.lock     held by the process that does a step
+    FOLDER/train-3-of-8.jsonl    one line per step of tokenizing: size and position so far
+    FOLDER/train-3-of-8.lock     held by the process that does a step
 
 The content of a lane is a function of its documents alone. It does not matter which process
 tokenizes them, when, or after how many kills.
@@ -56,7 +56,7 @@ class Documents(Protocol):
 
 
 class Step(NamedTuple):
-    """Size and position of a lane after one step. It is one line of the lane's progress file."""
+    """Size and position of a lane after a step of tokenizing: a line of its .jsonl file."""
 
     tokens: int
     """Number of tokens of the lane so far."""

@@ -52,7 +52,7 @@ class GrowError(MupaxError):
 
 
 class HiddenSize(NamedTuple):
-    """Size of a hidden layer before and after growth."""
+    """Size of a model, such as that of a hidden layer, before and after growth."""
 
     field: str
     old: int
