@@ -377,7 +377,7 @@ def status(path: Path) -> os.stat_result | None:
     Raises:
         DiskError: The disk cannot be read.
     """
-    # `Path.exists` returns False on a disk error.
+    # `Path.exists` may hide a disk error.
     try:
         return Patience()(path.stat, path)
     except ABSENT:
@@ -390,7 +390,7 @@ def names(folder: Path) -> list[str]:
     Raises:
         DiskError: The disk cannot be read.
     """
-    # `Path.glob` returns nothing on a disk error.
+    # `Path.glob` may hide a disk error.
     try:
         return sorted(Patience()(lambda: [path.name for path in folder.iterdir()], folder))
     except ABSENT:

@@ -61,7 +61,6 @@ def _run_study(study: Study, rows: dict[str, dict[str, Any]], *, again: bool) ->
         else:
             todo = [name for name in mutants if _passed(rows[name], seeds)]
 
-        # Control: nothing can be said of wrong rules if the right one fails.
         if todo and not check.passes(suite.right(seeds)):
             raise SystemExit(
                 f"{study.name}: the right rule itself does not pass; "

@@ -37,8 +37,8 @@ Each row of a table compares a measured value with a prediction:
 | does not reproduce | the whole interval lies outside the band |
 | undecided | neither |
 
-A lower bound reproduces if the whole interval lies above it. A control is a case in which the prediction must fail: the whole interval
-must lie outside the band.
+A lower bound reproduces if the whole interval lies above it. A control must fail: its whole interval lies
+outside the band, or below the bound.
 """
 
 

@@ -337,7 +337,7 @@ class _Cursor:
 
         dictionaries = None
         if is_nested:
-            # A nested value may refer to its dictionary thousands of times, so only its numbers are
+            # A nested value may refer to its dictionary thousands of times, so only its indices are
             # decoded.
             dictionaries = [column.path_in_schema for column in leaves]
             nested_rows = _BATCH_ROWS[1] * self.rows // max(1, leaves[0].num_values)

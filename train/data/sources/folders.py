@@ -582,8 +582,8 @@ def _scanned(
 ) -> _Scan:
     """Decode every image once, so that a broken file is named now and not in the middle of a run.
 
-    Findings are cached by names and contents. Broken images are decoded again, because they may
-    have been repaired.
+    Findings are cached by names and contents. Broken images are decoded again, because
+    another decoder may read them.
     """
     files = [*train, *eval_]
     paths = [path for _, path, _ in files]
@@ -618,8 +618,7 @@ def _scanned(
         return numbers
 
     numbers = cache.remembered(f"scanned-{digest}", compute)
-    # Only suspects are decoded again, so that a repaired image counts at once and the rest costs
-    # nothing.
+    # Only suspects are decoded again: another decoder may read them.
     suspects = [path for path in paths if f"{prefix}{path}" in numbers]
     broken: dict[str, DataError] = {}
     if suspects:

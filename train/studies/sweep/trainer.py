@@ -140,7 +140,7 @@ def _compile_together(program: Program, count: int, evaluated: bool) -> Trainer:
     )
     state_of = jax.jit(jax.vmap(program.initializer.state_of), out_shardings=state_shardings)
 
-    # A point's random numbers depend on its seed alone, so they are the same in turn.
+    # Random numbers of a point depend on its seed alone: one by one gives the same.
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         seeds = np.array([point.config.seed for point in points], np.uint32)
         stds = _stacked_stds(points)

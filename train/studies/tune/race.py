@@ -151,7 +151,7 @@ def _fit_effects(losses: np.ndarray, used: np.ndarray) -> _Effects:
     # Rounded, so that points of equal losses have equal means.
     means[fitted_points] = np.round(solution[:num_points] + seed_effects.mean(), 10)
 
-    # The rank and not the number of columns, because points without common seeds lose freedom.
+    # Not the number of columns: points without common seeds make columns dependent.
     freedom = len(point) - int(rank)
     residual = float(((values - design @ solution) ** 2).sum())
     sigma = math.sqrt(residual / freedom) if freedom > 0 else math.nan

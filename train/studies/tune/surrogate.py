@@ -141,7 +141,7 @@ def importance(
     for index in range(size):
         mixed = first.copy()
         mixed[:, index] = second[:, index]
-        # Saltelli's estimator f: half of the mean square over the change of one constant.
+        # Saltelli's estimator f: half of the mean square of the change by one constant.
         squares = (means - process.predict(mixed)) ** 2
         share = float(squares.mean() / 2 / max(variance, 1e-12))
         # Sampling may carry the estimate above 1.
