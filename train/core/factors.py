@@ -302,7 +302,7 @@ def hyperparams(config: OptimizerConfig, steps: int) -> OptimizerHyperparams:
         weight_decay = 0.0
     return OptimizerHyperparams(
         peak_lr=np.float32(config.peak_lr),
-        # Repeats the last value, so that a step beyond the run reads the same rate.
+        # Padded, so that runs of different lengths share one compiled program.
         schedule=np.pad(table, (0, length(steps) - steps), mode="edge"),
         weight_decay=np.float32(weight_decay),
         eps=np.float32(config.eps),

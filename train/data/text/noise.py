@@ -179,7 +179,8 @@ class Sentinels(_Spans):
         """Return the lengths of the longest window whose corrupted inputs fit S = `inputs`.
 
         Follows `random_spans_helper` of T5's code (`compute_input_and_target_lengths` in other
-        repositories), which leaves no padding.
+        repositories), which leaves no padding. At a rate of 0.5 it may leave one pad on either side,
+        as T5's code does.
 
         Raises:
             DataError: S has no room for a window of 2 tokens.

@@ -30,7 +30,8 @@ class Generate(ModelFlags):
     WORKDIR is a run, or weights alone: a folder that `mupax import` wrote, one of Hugging Face, or
     ORG/NAME of its hub.
 
-    The text goes to stdout while it is generated, its number of tokens and the time to stderr.
+    The text goes to stdout, its number of tokens and the time to stderr. A decoder's single text is
+    printed while it is generated, other texts when all are complete.
     Without --step the newest checkpoint is used, with the moving average of the parameters if the
     run keeps one. One device generates, with a cache of keys and values. The context is at most
     model.seq_len tokens: of a longer prompt only the end is read, and a text that fills the context
