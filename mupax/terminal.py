@@ -40,6 +40,8 @@ MESSAGE_LINES = 10
 """Maximum number of lines of a message about bad input."""
 UNBOUNDED = 1_000_000
 """Width of a pipe or file, in columns."""
+_USUAL_WIDTH = 80
+"""Width of a terminal that does not know its own."""
 _EXIT_S = 5.0
 """Seconds that the process may take to end after its command has returned."""
 _SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
@@ -50,16 +52,26 @@ _NO_BREAK = "\u00a0"
 
 
 def columns(stream: TextIO | None = None) -> int:
-    """Return the width of the terminal, or `UNBOUNDED` for a stream to a pipe or file.
+    """Return the width of a stream's terminal, or `UNBOUNDED` for a pipe or file.
 
-    The width is the variable COLUMNS, or that of standard output, or 80.
+    The width is the variable COLUMNS, or that of the terminal, or 80.
 
     Args:
         stream: Stream that is written to. The default is standard output.
     """
-    if not (stream or sys.stdout).isatty():
+    stream = stream or sys.stdout
+    if not stream.isatty():
         return UNBOUNDED
-    return shutil.get_terminal_size().columns
+    named = os.environ.get("COLUMNS", "")
+    if named.isdecimal() and int(named) > 0:
+        return int(named)
+    # `shutil.get_terminal_size` would ask standard output, which may be a file.
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except OSError:
+        return _USUAL_WIDTH
+    # A terminal that does not know its size says 0.
+    return width or _USUAL_WIDTH
 
 
 def wrapped(line: str) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import itertools
 import os
+import pty
 import re
 import shlex
+import struct
 import subprocess
 import sys
+import termios
 import tokenize
 from pathlib import Path
 
@@ -111,6 +115,26 @@ def test_messages_break_between_words_and_commands_after_a_backslash(
         "  `mupax train lm-tiny --resume now` to",
         "  go on from there",
     ]
+
+
+def test_notes_have_the_width_of_their_own_terminal() -> None:
+    code = "from mupax import terminal; terminal.note('word ' * 30)"
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    reader, terminal_side = pty.openpty()
+    rows_and_columns = struct.pack("HHHH", 24, 44, 0, 0)
+    fcntl.ioctl(terminal_side, termios.TIOCSWINSZ, rows_and_columns)
+    # Standard output is a file, as in `mupax presets table > table.txt`.
+    subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.DEVNULL,
+        stderr=terminal_side,
+        env=environment,
+        check=True,
+    )
+    os.close(terminal_side)
+    lines = os.read(reader, 4096).decode().splitlines()
+    os.close(reader)
+    assert [len(line) for line in lines] == [44, 44, 44, 14]
 
 
 def test_prose_of_the_last_column_wraps_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
