@@ -56,12 +56,6 @@ They hold logits in float32, and queries, keys, values and sums. For blocks of 2
 v5e asked for 20 MiB.
 """
 
-ROOM = 0.75
-"""Share of a chip's memory that an estimate may take.
-
-For lm-8b on v5e:8x8 the compiler took 1.1 to 1.4 times the estimate.
-"""
-
 MOST_HOSTS = 128
 """Most hosts of GPUs among which the smallest number that fits is looked for."""
 
@@ -304,7 +298,7 @@ def smallest_that_fits(config: Config, chip: Chip) -> tuple[str, Candidate] | No
         Topology such as h100:2x8 and the candidate, or `None` if `MOST_HOSTS` hosts are too few.
     """
     assert chip.gpu is not None
-    memory_budget = ROOM * array_bytes_of_gpu(chip, num_communicators=1)
+    memory_budget = topology.ROOM * array_bytes_of_gpu(chip, num_communicators=1)
     full = chip.gpu.per_host
     shapes = []
     for gpus in range(1, full + 1):
@@ -382,10 +376,10 @@ def search(
             f"no mesh of {len(devices)} chips fits this model and batch; "
             "write another --data.batch-size"
         )
-    memory_budget = ROOM * chip.hbm_bytes
+    memory_budget = topology.ROOM * chip.hbm_bytes
     if chip.gpu is not None:
         # The sets of devices that communicate depend on the mesh, which differs by candidate.
-        memory_budget = ROOM * array_bytes_of_gpu(chip, num_communicators=0)
+        memory_budget = topology.ROOM * array_bytes_of_gpu(chip, num_communicators=0)
     fitting = [plan for plan in tried if plan.bytes <= memory_budget]
     if fitting:
         ranked = sorted(fitting, key=lambda plan: plan.pace)

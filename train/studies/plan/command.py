@@ -6,6 +6,7 @@ source is printed beside each value.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from collections.abc import Sequence
@@ -589,6 +590,10 @@ def main(argv: Sequence[str]) -> int:
 
         # Refuses an unknown chip before anything is read.
         topology.chip_of(args.chips)
+        # Sets the environment, so it comes before JAX is imported. `_on_chips` says what to do
+        # without the compiler's packages.
+        with contextlib.suppress(topology.TopologyError):
+            topology.ready(args.chips)
     model = _model_alone(args, recipe_flags)
     if model is not None:
         return _plan_from_evidence(model, args, recipe_flags)

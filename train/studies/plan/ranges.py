@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mupax.terminal import gib
-from mupax.train.pods.search import ROOM
+from mupax.train.pods.topology import ROOM
 
 NONE = "no interval"
 """Interval of a prediction whose error is unknown."""

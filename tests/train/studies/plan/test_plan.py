@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -417,6 +419,18 @@ def test_a_rate_that_is_asked_for_stays(
 
 
 @pytest.mark.core
+def test_the_compilers_environment_is_set_before_jax_is_imported() -> None:
+    # JAX reads its platform and its cache's flag from the environment when it is imported.
+    code = """
+import sys
+from mupax.train.pods import topology
+topology.ready = lambda chips: sys.exit("jax" in sys.modules)
+from mupax.__main__ import main
+main(["plan", "lm-tiny", "--chips", "v5e:4x4"])
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
