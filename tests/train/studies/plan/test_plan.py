@@ -422,13 +422,18 @@ def test_a_rate_that_is_asked_for_stays(
 def test_the_compilers_environment_is_set_before_jax_is_imported() -> None:
     # JAX reads its platform and its cache's flag from the environment when it is imported.
     code = """
-import sys
+import os, sys
 from mupax.train.pods import topology
-topology.ready = lambda chips: sys.exit("jax" in sys.modules)
+topology.ready = lambda chips: os._exit(10 + ("jax" in sys.modules))
 from mupax.__main__ import main
 main(["plan", "lm-tiny", "--chips", "v5e:4x4"])
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+    def exit_code(program: str) -> int:
+        return subprocess.run([sys.executable, "-c", program], check=False).returncode
+
+    assert exit_code(code) == 10
+    assert exit_code("import jax" + code) == 11  # the control
 
 
 @pytest.mark.parametrize(
