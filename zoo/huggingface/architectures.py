@@ -130,6 +130,8 @@ _QWEN_DEFAULTS = StackDefaults(4096, 32, 32, 22016, 1e-6)
 _GEMMA_DEFAULTS = StackDefaults(2304, 26, 8, 9216, 1e-6)
 _VIT_DEFAULTS = StackDefaults(768, 12, 12, 3072, 1e-12)
 _DINO_DEFAULTS = StackDefaults(768, 12, 12, 4.0, 1e-6)
+MT5_DEFAULTS = StackDefaults(512, 8, 6, 1024, 1e-6)
+"""Defaults of mT5, which has the family of T5."""
 
 DEFAULTS: dict[Family, StackDefaults] = {
     "gpt2": StackDefaults(768, 12, 12, 0, 1e-5),
@@ -179,16 +181,16 @@ class Published(NamedTuple):
     """Factor of the code on attention logits, times head_dim^1/2."""
 
 
-def read_stack(config: Fields, family: Family, *, depth: int | None = None) -> dict[str, Any]:
+def read_stack(
+    config: Fields, family: Family, defaults: StackDefaults | None = None
+) -> dict[str, Any]:
     """Return the values of a stack's fields, by the names of `StackFields`.
 
     Args:
         family: Key of `FIELDS`.
-        depth: Default of the depth. `None` is the default of the family.
+        defaults: Values of fields that are left out. `None` is those of the family.
     """
-    defaults = DEFAULTS[family]
-    if depth is not None:
-        defaults = defaults._replace(depth=depth)
+    defaults = defaults or DEFAULTS[family]
     stack: dict[str, Any] = {}
     for name, field in FIELDS[family]._asdict().items():
         if field is not None:

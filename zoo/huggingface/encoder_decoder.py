@@ -16,8 +16,10 @@ from mupax.zoo.huggingface.architectures import (
     ACTIVATION_NAMES,
     ACTIVATIONS,
     DEFAULTS,
+    MT5_DEFAULTS,
     Family,
     Published,
+    StackDefaults,
     read_stack,
 )
 
@@ -171,20 +173,21 @@ def read_t5(config: Fields, *, is_mt5: bool) -> Published:
     """Return the model that the config.json of a T5 or an mT5 describes.
 
     Args:
-        is_mt5: The activation defaults to gated GELU, and the readout has a table of its own. Other
-            fields that are left out have T5's defaults.
+        is_mt5: Fields that are left out have mT5's defaults, and the readout has a table of its
+            own.
     """
     config.refuse("is_encoder_decoder", True, "an encoder alone")
+    defaults = MT5_DEFAULTS if is_mt5 else DEFAULTS["t5"]
+    encoder_depth = config.read("num_layers", defaults.depth)
     # The decoder has the depth of the encoder unless a field says otherwise.
-    encoder_depth = config.read("num_layers", DEFAULTS["t5"].depth)
-    stack = _read_stack(config, "t5", depth=encoder_depth)
+    stack = _read_stack(config, "t5", defaults._replace(depth=encoder_depth))
     seq_len = config.read("n_positions", 512)
     head_dim = config.read("d_kv", 64)
     heads_fill_width = head_dim * stack["num_heads"] == stack["width"]
     activation = config.choice("feed_forward_proj", "gated-gelu" if is_mt5 else "relu", PROJECTIONS)
     distance_buckets = config.read("relative_attention_num_buckets", 32)
     longest_distance = config.read("relative_attention_max_distance", 128)
-    vocab_size = config.read("vocab_size", 32128)
+    vocab_size = config.read("vocab_size", 250112 if is_mt5 else 32128)
     target_len = config.read("n_target_positions", seq_len)
     tied = False
     if not is_mt5:
@@ -211,14 +214,16 @@ def read_t5(config: Fields, *, is_mt5: bool) -> Published:
     return Published(model)
 
 
-def _read_stack(config: Fields, family: Family, *, depth: int | None = None) -> dict[str, Any]:
+def _read_stack(
+    config: Fields, family: Family, defaults: StackDefaults | None = None
+) -> dict[str, Any]:
     """Return the fields of our config that describe the decoder's stack.
 
     Args:
         family: "mbart" or "t5".
-        depth: Default of the depth. `None` is the default of the family.
+        defaults: Values of fields that are left out. `None` is those of the family.
     """
-    stack = read_stack(config, family, depth=depth)
+    stack = read_stack(config, family, defaults)
     stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
     return stack
 

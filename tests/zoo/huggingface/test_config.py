@@ -105,6 +105,17 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
     assert published.zeros == {f"block.mlp.{name}_bias" for name in ("up", "gate", "down")}
 
 
+def test_fields_that_a_t5_or_mt5_leaves_out_have_its_own_defaults() -> None:
+    t5 = from_huggingface({"model_type": "t5"}).model
+    assert (t5.depth, t5.num_heads, t5.mlp_dim, t5.activation) == (6, 8, 2048, "relu")
+    assert t5.sizes()["vocab"] == 32128
+    # Those of mT5-small (MT5Config in transformers), whose heads do not fill the width.
+    mt5 = from_huggingface({"model_type": "mt5"}).model
+    assert (mt5.depth, mt5.num_heads, mt5.mlp_dim, mt5.activation) == (8, 6, 1024, "geglu")
+    assert (mt5.width, mt5.heads_dim) == (512, 64)
+    assert mt5.sizes()["vocab"] == 250112
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
