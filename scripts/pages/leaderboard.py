@@ -89,8 +89,13 @@ def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> R
     if model.get("experts") and study["axis"] != "experts":
         experts = f" of {model['experts']} experts"
     grown = f"{study['axis']} from {sizes[0]['size']:,} to {sizes[-1]['size']:,}"
+    optimizer = record["optimizer"]
+    # Studies from before this flag do not have the field.
+    adam_lr = record["config"]["optimizer"].get("adam_lr")
+    if adam_lr is not None:
+        optimizer = f"{optimizer} with adam_lr {adam_lr:g}"
     task = (
-        f"{model['family']} of width {model['width']}{experts}, {record['optimizer']}, "
+        f"{model['family']} of width {model['width']}{experts}, {optimizer}, "
         f"{record['steps']:,} steps: {grown}"
     )
     return Row(
