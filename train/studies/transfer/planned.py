@@ -182,7 +182,7 @@ def _first_equal(config: Config, distinct: list[_NumberedRun]) -> Config:
 
 
 def _numbers(config: Config) -> list[np.ndarray]:
-    """Return all numbers that a preset decides in a run, and its optimizer.
+    """Return all numbers that a preset decides in a run, its steps of Muon and its optimizer.
 
     The list is empty if the preset has no rule for the run.
     """
@@ -197,10 +197,12 @@ def _numbers(config: Config) -> list[np.ndarray]:
         preset = preset_of(config)
         model = definition(config.model)
         factors = resolve(preset, model, config.optimizer.name, config.optimizer.decay)
+        matrix_steps = preset.matrix_steps(model.specs, model.sizes, config.optimizer.name)
     except PresetError:
         return []
-    # The optimizer is compared as text, which becomes one more array.
-    decided = (factors, init_stds(preset, model), repr(config.scaled_optimizer))
+    # Muon's blocks and its measured norms change a step, but no factor. They and the optimizer are
+    # compared as text, which becomes one more array.
+    decided = (factors, init_stds(preset, model), repr(matrix_steps), repr(config.scaled_optimizer))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(decided)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from mupax.train.config.recipes import RECIPES
-from mupax.train.config.run import Config, PresetConfig
+from mupax.train.config.run import Config, OptimizerConfig, PresetConfig
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import study as transfer
 from mupax.train.studies.transfer.command import shared
@@ -324,6 +325,31 @@ def test_presets_share_the_points_where_they_are_the_same():
         (c.optimizer.peak_lr, c.seed, c.preset) for c in run.configs if c.model.heads_dim == 16
     ]
     assert len(small) == 2 * len(set(small))
+
+
+def test_presets_with_other_steps_of_muon_share_no_points():
+    muon = dataclasses.replace(
+        RECIPES["lm-tiny"](),
+        optimizer=OptimizerConfig(name="muon", peak_lr=0.03, weight_decay=0.0),
+    )
+    base = "embed=8,heads=4,kv_heads=4,head_dim=2,mlp=32,layers=4"
+
+    def planned(*constants: str) -> transfer.Study:
+        preset = PresetConfig(name="mup", base=base, constants=constants)
+        return transfer.plan(muon, "head_dim", (2, 4), preset, " ".join(constants))
+
+    # As heads stay, these presets give every parameter the same numbers.
+    whole, heads, measured, named = shared(
+        [
+            planned(),
+            planned("muon_blocks=heads"),
+            planned("muon_scale=measured"),
+            planned("muon_blocks=matrix"),
+        ]
+    )
+    for one, other in itertools.combinations((whole, heads, measured), 2):
+        assert all(a != b for a, b in zip(one.trained, other.trained, strict=True))
+    assert named.trained == whole.trained  # the control
 
 
 def test_presets_that_differ_in_another_dimension_share_all_points():
