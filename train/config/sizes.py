@@ -117,9 +117,9 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
     """Return the model with one size changed, and with it the sizes that follow (`AXES`).
 
     Args:
-        axis: Axis of `AXES`. head_dim keeps the number of heads, heads and width keep the head
-            dimension.
-        size: Size along the axis. A width must be a multiple of the head dimension.
+        axis: Axis of `AXES`. head_dim keeps the number of heads. heads and width keep the head
+            dimension, and grow in proportion.
+        size: Size along the axis. A width must give a whole number of heads.
 
     Raises:
         ConfigError: The model cannot have that size.
@@ -135,23 +135,27 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
         return dataclasses.replace(model, mlp_ratio=size / model.width)
     if axis == "kv_heads":
         return dataclasses.replace(model, num_kv_heads=size)
-    if axis == "width" and size % model.heads_dim:
-        near = max(1, size // model.heads_dim) * model.heads_dim
-        raise ConfigError(
-            f"width {size} is no multiple of the head dimension {model.heads_dim}; "
-            f"write width {near}"
-        )
 
+    # A width need not be heads times head_dim. It has a fixed share for each head all the same.
+    if axis == "width" and size * model.num_heads % model.width:
+        step = model.width // math.gcd(model.width, model.num_heads)
+        raise ConfigError(
+            f"width {size} gives no whole number of heads, where width {model.width} has "
+            f"{model.num_heads}; write width {max(1, size // step) * step}"
+        )
     head_dim = model.heads_dim
+    heads = model.num_heads
     if axis == "head_dim":
         head_dim = size
-    heads = {"head_dim": model.num_heads, "heads": size, "width": size // head_dim}[axis]
+    elif axis == "heads":
+        heads = size
+    else:
+        heads = size * model.num_heads // model.width
     if heads * model.kv_heads % model.num_heads:
         raise ConfigError(
             f"{heads} heads do not share keys as {model.num_heads} share {model.kv_heads}; "
             f"write a multiple of {model.num_heads // model.kv_heads} heads"
         )
-    # In proportion, because a model's width need not be heads times head_dim.
     width = round(model.width * (heads * head_dim) / (model.num_heads * model.heads_dim))
 
     # A field that is None follows the others by itself.

@@ -191,16 +191,21 @@ def listening(host: str, port: int, backlog: int) -> socket.socket:
         backlog: Largest number of connections that wait to be accepted.
 
     Raises:
-        UsageError: This machine has no such address, or the port is in use.
+        UsageError: This machine has no such address, or the port is in use, not permitted or
+            above 65535.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = None
     try:
+        # A machine may have no IPv6 at all.
+        listener = socket.socket(family)
         # A server that is started again soon would find its port in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(backlog)
     except (OSError, OverflowError) as error:
-        listener.close()
+        if listener is not None:
+            listener.close()
         # An OverflowError, of a port beyond 65535, has no strerror.
         reason = getattr(error, "strerror", None) or error
         raise command_line.UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
+from mupax.command_line import UsageError
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.generate.decode import Scores
 from mupax.train.reuse.generate.sampling import Sampling
@@ -26,7 +28,7 @@ from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText
 from mupax.train.reuse.harness.texts import Texts
 from mupax.train.reuse.serve import worker
 from mupax.train.reuse.serve.fields import request as requested
-from mupax.train.reuse.serve.server import Server, is_local
+from mupax.train.reuse.serve.server import Server, is_local, listening
 from mupax.train.reuse.serve.service import Probabilities
 from scripts.pages import browser
 from tests.fixtures.small_tokenizers import sentencepiece, subwords
@@ -560,6 +562,17 @@ def test_a_wrong_command_is_refused(folder: Path, words: str, text: str) -> None
     code, _, err = call("serve", folder, words)
     assert code == 2
     assert text in err
+
+
+def test_a_machine_without_ipv6_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = os.strerror(errno.EAFNOSUPPORT)
+
+    def no_family(family: int) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, reason)
+
+    monkeypatch.setattr(socket, "socket", no_family)
+    with pytest.raises(UsageError, match=f"cannot listen at ::1 port 0: {reason}; write another"):
+        listening("::1", 0, 1)
 
 
 def test_local_addresses() -> None:

@@ -62,7 +62,10 @@ def test_the_command_ends_in_a_table_and_a_file(
         ("lm-tiny --lr a,b", "'a' is not a number"),
         ("lm-tiny --sizes girth=3", "no size is named 'girth'"),
         ("lm-tiny --sizes heads=2,2", "different whole numbers"),
-        ("lm-tiny --sizes width=100", "no multiple of the head dimension 32; write width 96"),
+        (
+            "lm-tiny --sizes width=100",
+            "no whole number of heads, where width 128 has 4; write width 96",
+        ),
         ("lm-tiny --seeds 0", "--seeds is 0"),
         ("lm-tiny --vary preset.gamma0", "write FLAG=VALUE,VALUE"),
         (

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from mupax.train.config import sizes
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, OptimizerConfig, PresetConfig
 from mupax.train.studies.sweep.rows import Row
@@ -17,7 +18,7 @@ from mupax.train.studies.transfer import study as transfer
 from mupax.train.studies.transfer.command import shared
 from mupax.train.studies.transfer.drift import TOLERANCE, Interval, analyse
 from mupax.train.studies.transfer.fit import Curve, fit
-from mupax.zoo.configs import ConfigError
+from mupax.zoo.configs import ConfigError, DecoderConfig
 
 SIZES = (16, 32, 64, 128)
 
@@ -287,6 +288,28 @@ def test_key_heads_grow_alone():
         match=r"num_heads 4 is not a multiple of model.num_kv_heads 3; write num_kv_heads 2",
     ):
         transfer.plan(RECIPES["lm-tiny"](), "kv_heads", (1, 3), PresetConfig(), "")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "num_heads"),
+    [(4, None, [2, 4, 8]), (8, 128, [4, 8, 16]), (2, 16, [1, 2, 4])],
+)
+def test_a_width_is_the_width_that_was_asked_for(
+    heads: int, head_dim: int | None, num_heads: list[int]
+):
+    # The heads together may be wider or narrower than the stream, as in lm-30b-a3b and mT5.
+    model = DecoderConfig(
+        width=256, depth=1, num_heads=heads, head_dim=head_dim, vocab_size=64, seq_len=16
+    )
+    grown = [sizes.grown(model, "width", width) for width in (128, 256, 512)]
+    assert [model.width for model in grown] == [128, 256, 512]
+    assert [model.num_heads for model in grown] == num_heads
+    assert {model.heads_dim for model in grown} == {model.heads_dim}
+    assert [sizes.of(model, "width") for model in grown] == [128, 256, 512]
+    step = 256 // heads
+    with pytest.raises(ConfigError, match=f"no whole number of heads.*write width {step}$"):
+        sizes.grown(model, "width", step + 4)
 
 
 @pytest.mark.core
