@@ -120,7 +120,7 @@ def closest(
         )
 
     best = min(references, key=lambda reference: reference.distance)
-    # Only eps or weight decay differ, which have no weight.
+    # The distance counts eps and weight decay with weight 0, so only these differ.
     if best.distance == 0:
         return best
     family = [reference for reference in references if reference.preset.name in _FAMILY]

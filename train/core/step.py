@@ -319,7 +319,8 @@ def gradients(
             measure_logits,
             manual_layout,
         )
-    # Divided once at the end, so that the loss is the same however the batch is split.
+    # Divided once at the end by the weight of all targets, so that the gradients are the same
+    # however the batch is split.
     mean_grads = jax.tree.map(lambda grad: (grad / sums.weight).astype(grad.dtype), grads)
     return mean_grads, sums
 

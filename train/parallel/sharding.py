@@ -74,7 +74,8 @@ def make_mesh(
         name = attribute.removesuffix("_index")
         raise MeshError(f"every {name} must have as many devices as the others; there are {counts}")
 
-    # Shape of the mesh inside of an island, and number of islands along each of its dimensions.
+    # JAX's `create_hybrid_device_mesh` takes the shape inside of an island and the number of
+    # islands along each dimension apart.
     inner_shape = [size // across[axis] for axis, size in sizes.items()]
     outer_shape = list(across.values())
     torus = _torus(devices)

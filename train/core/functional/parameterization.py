@@ -105,7 +105,7 @@ class Parameterization:
         specs = self.definition.specs
         matrix_steps = self.preset.matrix_steps(specs, self.definition.sizes, self.config.name)
         chain = build(self.config, specs, matrix_steps)
-        # The schedule is an array on the host, also inside a jitted function.
+        # Inside a jitted function optax's schedule would be traced, and NumPy cannot read it.
         with jax.ensure_compile_time_eval():
             hyper = hyperparams(self.config, steps)
         if peak_lr is not None:

@@ -117,7 +117,7 @@ def _train_size(files: Files, name: str, file: IdFile, for_eval: set[str]) -> in
     if name in files.sides:
         return file.size if files.sides[name] == "train" else 0
     if len(files.ids) == 1:
-        # The last tenth of a single file is for evaluation.
+        # No other file could be for evaluation, so the last tenth of this one is.
         return file.size - file.size // 10
     return 0 if name in for_eval else file.size
 

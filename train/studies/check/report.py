@@ -93,7 +93,7 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
         panel = drawn.add_axes(box)
         _column(panel, column, limits, tallest)
         panel.set_xlabel(f"exponent of {axis}", fontsize=9)
-    # Panels draw the same lines, and the legend needs each of them once.
+    # Every row draws lines with the same labels, and the legend needs each label once.
     handles: dict[str, Any] = {}
     for panel in drawn.axes:
         for line in panel.get_lines():
