@@ -227,7 +227,13 @@ def _nested(root: Path, path: str, read: Callable[[Path], Room | None]) -> Itera
 
 
 def _version_2(folder: Path) -> Room | None:
-    """Return the memory that a version 2 cgroup leaves, or `None` if it has no limit."""
+    """Return the memory that a version 2 cgroup leaves, or `None` if it has no limit.
+
+    That is the limit less what is used, in bytes. Files in the cache do not count as used.
+
+    Raises:
+        OSError, ValueError: A file of the used memory is missing, or a file has no number.
+    """
     limits = []
     # Above `high`, the kernel slows a process down until it seems to hang.
     for name in ("memory.max", "memory.high"):
@@ -243,7 +249,13 @@ def _version_2(folder: Path) -> Room | None:
 
 
 def _version_1(folder: Path) -> Room | None:
-    """Return the memory that a version 1 cgroup leaves, or `None` if it has no limit."""
+    """Return the memory that a version 1 cgroup leaves, or `None` if it has no limit.
+
+    That is the limit less what is used, in bytes. Files in the cache do not count as used.
+
+    Raises:
+        OSError, ValueError: A file is missing or has no number.
+    """
     limit = int((folder / "memory.limit_in_bytes").read_text())
     if limit >= _UNLIMITED:
         return None

@@ -10,7 +10,11 @@ from mupax.commands import dispatch
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
-    """Return the exit code of a command line, which is the words after `mupax presets`."""
+    """Run `mupax presets` and return its exit code.
+
+    Args:
+        argv: Words after `mupax presets`.
+    """
     return dispatch.run(["presets", *argv])
 
 

@@ -206,7 +206,7 @@ class ModelConfig(abc.ABC):
     def applications(self, spec: ParamSpec) -> float:
         """Return how often one unit (token or image) goes through a matrix.
 
-        By default it goes through once per position of the residual stream.
+        By default this is the number of positions of the residual stream per unit, 1 for a token.
         """
         return self.sizes()["position"] // self.units
 
@@ -234,7 +234,7 @@ class ModelConfig(abc.ABC):
 
     @property
     def position_grid(self) -> int:
-        """Side of the square of learned patch positions. 0 if positions are on a line."""
+        """Number of patches on a side of the square image grid. 0 if positions are on a line."""
         return 0
 
     @property
@@ -410,9 +410,10 @@ def params(model: ModelConfig) -> int:
 
 
 def forward_terms(model: ModelConfig) -> dict[str, float]:
-    """Return the FLOPs of one forward pass by kind of matrix product (`KINDS`).
+    """Return the FLOPs of one forward pass by kind of matrix product.
 
-    FLOPs are per token at full context, or per image. Kinds with 0 FLOPs are left out.
+    The kinds are those of `KINDS`, and "attention" for products without a parameter. FLOPs are per
+    token at full context, or per image. Kinds with 0 FLOPs are left out.
     """
     sizes = model.sizes()
     terms = dict.fromkeys(KINDS.values(), 0.0)

@@ -108,7 +108,8 @@ class Layout:
     def sharding(self, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of an array.
 
-        A dimension whose size its mesh axes do not divide is not split.
+        A dimension whose size its mesh axes do not divide is not split. A mesh axis that splits an
+        earlier dimension is not used again.
 
         Args:
             axes: Logical axis of every dimension, or `None` for one that is not split.

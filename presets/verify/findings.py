@@ -69,6 +69,9 @@ def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[F
 def consequences_of_all(reference: Reference, line: GrowthSeries, family: Family) -> Observables:
     """Return the observables of `limits` that suffer from all findings together, worst first.
 
+    Left out is a readout that starts smaller or louder but has the right learning rate. It matters
+    in the first steps alone.
+
     Args:
         reference: Preset, with the differences of the dumps from it.
     """
@@ -96,8 +99,8 @@ def _fades(d: Difference) -> bool:
 def _follows(d: Difference, wrong: Sequence[Difference]) -> bool:
     """Return whether a difference disappears once another one is corrected.
 
-    That is the pull of a wrong learning rate, and the start of a tied readout, which is the
-    start of the embedding's table.
+    That is the pull (lr*wd) of a wrong learning rate, and the start (initial std) of a tied
+    readout, which is the start of the embedding's table.
     """
     if d.quantity == "pull":
         causes = [cause for cause in wrong if cause.name == d.name and cause.quantity == "rate"]
@@ -218,7 +221,10 @@ def _finding(
 
 
 def _severity(d: Difference) -> tuple[Severity, str]:
-    """Return "caution" and the reason if a source or every framework has it so, else "fault"."""
+    """Return "caution" and the reason, or "fault" and "".
+
+    A value that some published source or most code sets as it is here is a caution.
+    """
     if d.has_outlier or d.slope is None:
         return "fault", ""
     if d.quantity == "eps":
@@ -489,8 +495,8 @@ def _suffering(
 ) -> Observables:
     """Return the observables that suffer if all these differences are in the preset, worst first.
 
-    Observables that are not stable under the preset itself do not count
-    (`_unstable_observables`).
+    An observable that is not stable under the preset itself counts only if it becomes worse. An
+    exponent of at most `UNEVEN` in size does not count.
     """
     before = _judging_observables(preset, line, family)
     changed = _with_differences(preset, differences, line)

@@ -68,7 +68,10 @@ def quiet() -> None:
 
 
 def _unraisable(previous_hook: Callable[[Any], Any], unraisable: Any) -> None:
-    """Call the previous `sys.unraisablehook`, except for two known messages."""
+    """Pass an unraisable error to the previous hook, unless its message is known to be harmless.
+
+    The texts of two such messages, of orbax and of tensorstore, are known.
+    """
     known_messages = ("Event loop is closed", "Encountered error while reading array")
     if not str(unraisable.exc_value).startswith(known_messages):
         previous_hook(unraisable)
@@ -240,6 +243,8 @@ class CheckpointFolder:
     Process 0 alone changes the folder.
 
     Args:
+        config: Settings that say which checkpoints stay. Lasting settings of earlier parts of the
+            run, in config.json, also keep checkpoints.
         log: Function that prints a line for the user.
         renames: Whether folders can be renamed on this file system (`layout.py`).
     """
@@ -318,7 +323,8 @@ class CheckpointFolder:
         """Return the steps of the checkpoints that need not stay, oldest first.
 
         Args:
-            record: Content of config.json whose settings decide; by default that of this run.
+            record: Content of config.json with the settings of earlier parts of the run
+                (`segments`). By default that of this run.
         """
         saved = steps(self.folder)
         parts = sections.run_parts(self.record if record is None else record, self._config)
@@ -334,6 +340,7 @@ class CheckpointFolder:
 
         Raises:
             WorkdirError: The checkpoint cannot be moved.
+            DiskError: The checkpoint cannot be marked, if folders cannot be renamed.
         """
         try:
             mark = self.layout.quarantine(step, problem).relative_to(self.folder.parent)

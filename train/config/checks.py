@@ -66,7 +66,10 @@ def check_local(name: str, path: str | None) -> None:
 
 
 def check_place(name: str, path: str | None) -> None:
-    """Raise ConfigError if a path is an address that is not gs://, or that is not readable.
+    """Raise ConfigError if a path is an address that `path_of` refuses.
+
+    Such an address is not gs://, names no bucket or has a character of a pattern in it. Without the
+    package for gs:// every address is refused.
 
     Args:
         path: A path or an address, which may begin with `text:` or `images:`.
@@ -90,13 +93,17 @@ def check_place(name: str, path: str | None) -> None:
 
 
 def check_words(argv: Sequence[str], *, is_local: bool = False) -> None:
-    """Check every word of a command line that may be a path.
+    """Check every word of a command line, except the values of --prompt and --system.
 
-    A word that may name a bucket goes through `check_place`, any other through `check_local`.
+    The value of a flag that may name a bucket, and a word without a flag, goes through
+    `check_place`. Any other word goes through `check_local`.
 
     Args:
-        is_local: Only the config file may be in a bucket. For commands that write many small
-            files, or pages about them.
+        is_local: `True` if only the config file may be in a bucket, for commands that write many
+            small files, or pages about them. `False` by default.
+
+    Raises:
+        ConfigError: A word is an address that its flag cannot take.
     """
     previous = ""
     for word in argv:

@@ -56,10 +56,11 @@ def flag_help(argv: Sequence[str], fields: Sequence[FlagField], prog: str) -> Fl
         prog: Words before the flags, such as "mupax train lm-tiny".
 
     Returns:
-        The flags to list and a line about the others. `None` for all flags, or without `--help`.
+        Flags to list and a line about the others. `None` for `--help all`, or without `--help` or
+        `-h`.
 
     Raises:
-        UsageError: The word after `--help` is not a section.
+        UsageError: The word after `--help` is neither `all`, a flag nor a section.
     """
     positions = [index for index, word in enumerate(argv) if word in ("-h", "--help")]
     if not positions:

@@ -66,8 +66,8 @@ def choose(facts: FolderFacts) -> FolderRecipe | None:
     """Return the recipe for a folder, or `None` if it is not small.
 
     * Tiny drawings (up to 16 pixels) keep their size, in patches of 2. Small images (up to 40)
-      keep theirs, in patches of 4. Larger ones are scaled to 32 pixels, in patches of 8, because
-      most of a minute on two cores is spent per pixel.
+      keep theirs, in patches of 4. Both are rounded down to whole patches. Larger ones are scaled
+      to 32 pixels, in patches of 8, because most of a minute on two cores is spent per pixel.
     * Grey images are not mirrored: they are often letters and digits.
     * 25 epochs are trained, at least 300 steps and at most 2,000.
     """
@@ -152,12 +152,13 @@ _SIZES = frozenset({"model.num-classes", "model.channels", "model.image-size", "
 
 
 def designs(flags: Collection[str]) -> str | None:
-    """Return the first flag by which a user designs the run, or `None` without one.
+    """Return the alphabetically first flag by which a user designs the run, or `None` without one.
 
     With such a flag no recipe is chosen.
 
     Args:
-        flags: Flags of a command line, with hyphens and without values.
+        flags: Flags of a command line as `--model.mlp-ratio`: with leading dashes, with hyphens in
+            place of underscores, without values.
     """
     # Sorted, because the flags are a set and the first one is named in a message.
     for flag in sorted(flags):

@@ -83,7 +83,10 @@ class Health(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Definition of a spike, as data of the step."""
+    """Limit from which on a loss is a spike, and whether to skip the spike's update.
+
+    Both are inputs of the compiled step, so other values need no new compilation.
+    """
 
     deviations: Any = np.float32(np.inf)
     """Running standard deviations above the running mean from which a loss is a spike."""

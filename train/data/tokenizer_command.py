@@ -45,7 +45,16 @@ class TrainTokenizer:
     """Folder of prepared data sets (the user's cache unless given)."""
 
     def run(self) -> int:
-        """Train the tokenizer, write it and return 0."""
+        """Train the tokenizer, write it, print how to use it and return 0.
+
+        Raises:
+            UsageError: --size is too small, --out is no new .json file, or SOURCES do not fit each
+                other or --chat-template.
+            ConfigError: --out is an address, such as gs://bucket/tokenizer.json.
+            DataError: The sources have no text or cannot be read, or the folder of --out cannot be
+                made.
+            DiskError: The file cannot be written.
+        """
         from mupax.train.data.interface import DataError
         from mupax.train.data.text import named_tokenizers
         from mupax.train.data.text.tokenizer import SEPARATOR, Subwords

@@ -113,7 +113,7 @@ def without_trace() -> Iterator[None]:
 
 
 def _answers(address: str) -> bool:
-    """Return whether an address HOST:PORT accepts four connections in one second."""
+    """Return whether an address HOST:PORT accepts four connections, a quarter of a second apart."""
     host, _, port = address.rpartition(":")
     # Four, because a process that dies closes one connection after another.
     for _ in range(4):
@@ -243,7 +243,7 @@ class Cluster(Processes):
 
         The exit code is 2 for bad input, which no restart can mend, and 1 otherwise. If `error` may
         only say that another process went away, this process first waits for that process' reason
-        and ends with it.
+        and ends with it. The wait takes `heartbeat_seconds` and 3 seconds at most.
         """
         if _may_follow_from_another(error):
             # The watch ends this process if another one is found to have failed.
@@ -299,12 +299,14 @@ class Cluster(Processes):
                 self._leave(f"process 0 (the coordinator) failed: no answer for {self._silence} s")
 
     def _look_for_silence(self, last_beats: dict[str, tuple[str, float]]) -> None:
-        """Post a failure of each process whose beat has stood still for too long.
+        """Post a failure of a process whose beat has not changed for `heartbeat_seconds`.
 
-        Process 0 calls this.
+        Process 0 calls this, and looks at all processes but itself. If several are silent, only the
+        first post counts.
 
         Args:
-            last_beats: Last beat of each process and the time when it came. Changed in place.
+            last_beats: Last beat of each process, by its key in the store, and when process 0 first
+                saw this beat (monotonic seconds). Changed in place.
         """
         current_time = time.monotonic()
         beats = dict(self._client.key_value_dir_get(_ALIVE))
@@ -382,6 +384,9 @@ def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Clust
     Args:
         address: Arguments of `jax.distributed.initialize` (`processes.place`).
         config: Settings that say how long to wait for the others, in seconds.
+
+    Raises:
+        MupaxFailure: The connection to another process broke.
     """
     # The service would take SIGTERM away from `StopRequest`, which agrees on a step by itself and
     # hears SIGINT, too.

@@ -274,7 +274,10 @@ def _groups(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(old: Any, new: Any) -> tuple[str, str]:
-    """Return two values as texts. Lists and flags are shown without their common items."""
+    """Return two values as texts.
+
+    Lists and texts of flags are shown without their common items, and as "none" if nothing is left.
+    """
     old_words = _words(old)
     new_words = _words(new)
     if old_words is None or new_words is None:

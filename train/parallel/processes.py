@@ -424,7 +424,11 @@ class Processes:
         """
 
     def end_all(self, reason: str) -> None:
-        """End every process within seconds with exit code 1, and print the reason on each."""
+        """End every process within seconds with exit code 1, and print the reason on each.
+
+        If a failure was posted before, its reason and exit code count. Nothing happens if this
+        process is alone.
+        """
 
 
 def place(

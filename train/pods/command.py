@@ -136,7 +136,13 @@ def record_of(config: Config, topology: str, slices: int) -> Any:
 
 
 def _tables(report: dict[str, Any], title: str) -> list[str]:
-    """Return a report as text: a summary, and if the step fits, collectives and temporaries."""
+    """Return a report as texts, one per table.
+
+    The tables are a summary and, if the step fits, collectives and temporaries.
+
+    Args:
+        title: First line of the summary, such as "lm-8b on v5e:16x16".
+    """
     facts = _facts(report)
     if report["roofline"]:
         facts |= _roofline_facts(report)

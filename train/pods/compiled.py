@@ -332,11 +332,14 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
     ranges = _live_ranges(assignment.with_name(name).read_text())
 
     def alive(moment: int) -> list[Value]:
-        """Return the values at a moment."""
+        """Return the values that are alive at a moment."""
         return [value for value in values if moment in ranges.get(value.name, ())]
 
     def live_bytes(moment: int) -> int:
-        """Return the bytes at a moment. Values that share a place are counted once."""
+        """Return the bytes that are alive at a moment.
+
+        Values that share a place are counted once.
+        """
         places: dict[int, int] = {}
         for value in alive(moment):
             places[value.offset] = max(value.bytes, places.get(value.offset, 0))
@@ -802,7 +805,11 @@ def attention_workspace(module: hlo.Module) -> int:
 
 
 def communicators(module: hlo.Module, devices: int) -> int:
-    """Return the number of sets of devices for which NCCL keeps buffers on one GPU."""
+    """Return the number of sets of devices for which NCCL keeps buffers on one GPU.
+
+    Raises:
+        ValueError: Replica groups are in an unknown form.
+    """
     sets = set()
     for executed in module.executed:
         instruction = executed.instruction

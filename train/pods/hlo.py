@@ -131,6 +131,9 @@ def collectives(
         across: Number of slices by axis, for axes that cross slices. By default none does.
         islands: Host of every partition, for GPUs, whose collectives cross hosts themselves. By
             default only sends cross the slow network, as between slices of TPUs.
+
+    Raises:
+        ValueError: Replica groups are in an unknown form.
     """
     across = across or {}
     by_name: dict[tuple[str, str], Collective] = {}

@@ -71,9 +71,11 @@ def main(argv: Sequence[str]) -> int:
     """Evaluate a checkpoint and print its metrics. Return the exit code 0.
 
     Raises:
-        UsageError: A flag is not one that an evaluation reads.
+        UsageError: A flag is not one that an evaluation reads, or weights have no --data.name.
         WorkdirError: There is no such run, step or average, or the checkpoint is damaged.
+        WeightsError: Weights do not say on what noise they were trained.
         ConfigError, DataError, MeshError: Settings or data do not fit the model.
+        MemoryLimitError: An evaluation batch needs more memory than there is.
     """
     args, run_flags = command_line.parse_known(Evaluate, "mupax eval", argv)
     if args.tasks:
@@ -192,7 +194,7 @@ def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> T
 def _on_all_images(saved: TrainedModel) -> TrainedModel:
     """Return the model without the run's limit of evaluation examples, for another image folder.
 
-    For the run's own data the model is returned as it is.
+    In any other case the model is returned as it is.
     """
     data = saved.config.data
     if not data.name.startswith("images:") or data.name == saved.facts.get("name"):

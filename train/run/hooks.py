@@ -35,7 +35,7 @@ class Hook:
 
     @property
     def name(self) -> str:
-        """Name of the function, for messages."""
+        """Name of the function, or of its class if it has none, for messages."""
         # A `functools.partial`, for instance, has no name of its own.
         return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 

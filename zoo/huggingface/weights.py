@@ -211,7 +211,11 @@ def _zero_params(
 
 
 def _is_zero(tensor: Tensor, zeros: set[str]) -> bool:
-    """Return whether a file has no such tensor, because all its parts are zero."""
+    """Return whether all parts of a tensor are in `zeros`.
+
+    Args:
+        zeros: Names of the parameters that are zero because the file does not hold them.
+    """
     return zeros.issuperset(part.name for part in tensor.parts)
 
 
@@ -351,7 +355,7 @@ def _put_registers(params: Params, registers: np.ndarray, *, own_rows: bool) -> 
 
 
 def _scale_embeddings(params: Params, scale: float, *, tied: bool) -> None:
-    """Multiply the table of token embeddings by a factor that their code has on looked-up rows.
+    """Multiply the token embeddings by the factor that `transformers` has on looked-up rows.
 
     Args:
         params: Parameters with "token" and the last norm, which are changed in place.

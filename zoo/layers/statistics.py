@@ -1,9 +1,9 @@
 """Measurements of residual blocks: routing statistics and the largest attention logits.
 
 Attention kernels do not return their logits, so the largest ones are computed beside them, in
-blocks of queries and keys. An attention logit is logit_scale * q k. The soft cap and the relative-position bias of an
-attention are not part of it: both come after the product, and a cap would hide its growth. Only
-pairs that the softmax sees are counted.
+blocks of queries and keys. An attention logit is logit_scale * q k. The soft cap and the
+relative-position bias of an attention are not part of it: both come after the product, and a cap
+would hide its growth. Only pairs that the softmax sees are counted.
 
 B batch, T query and S key positions, P parts of the positions that devices split, H heads, K key
 heads, G query heads per key head, N head dimension.
@@ -26,7 +26,10 @@ BLOCK = 256
 
 
 class BlockStatistics(NamedTuple):
-    """Measurements of a block or, with a leading axis of layers, of all blocks."""
+    """Measurements of a block or, with a leading axis of layers, of all blocks.
+
+    `run_stack` reduces `routing` over the blocks.
+    """
 
     routing: Routing | None = None
     """Routing statistics. `None` without experts."""

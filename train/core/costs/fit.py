@@ -256,16 +256,18 @@ def limit_of(program: Program) -> int | None:
 
 
 def check_arrays(arrays: Any, purpose: str, advice: str) -> None:
-    """Refuse arrays that do not fit the host's memory. Arrays on other devices are not counted.
+    """Refuse arrays for which the host has not enough memory left.
+
+    Arrays on devices other than CPUs are not counted.
 
     Args:
         arrays: Tree of arrays or their shapes. A shape without a sharding stands for an array of
             the host.
-        purpose: Subject of the message, such as "the weights".
+        purpose: Plural subject of the message, such as "the weights".
         advice: Sentence that says what to write instead.
 
     Raises:
-        MemoryLimitError: The host has less memory.
+        MemoryLimitError: Less memory is left, and `MUPAX_MEMORY_CHECK` is not off.
     """
     total = 0
     for leaf in jax.tree.leaves(arrays):

@@ -56,13 +56,18 @@ class Parts(Sequence[list[tuple[Any, bool]]]):
 def sides(files: Files) -> dict[str, Parts]:
     """Return the parts of both sides of the split.
 
-    Compressed records are read once, to find where their parts begin.
+    Files of lines, compressed or not, are read once to find where their parts begin. Of a table,
+    the metadata and texts that refer to a dictionary or to another text are read.
 
     Args:
         files: Result of `user_files.files`.
 
+    Returns:
+        Parts by side, "train" and "eval".
+
     Raises:
-        DataError: A file is damaged.
+        DataError: A file is damaged, a line is too long or a file unpacks to too much, and broken
+            entries are not left out.
     """
     readers: dict[str, list[Reader]] = {side: [] for side in SIDES}
     for file in by_file(files):

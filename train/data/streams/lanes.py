@@ -104,7 +104,7 @@ class StreamShard:
 
     @property
     def ended(self) -> bool:
-        """True if no more tokens will come."""
+        """True if no more tokens will come, as far as this process knows."""
         return bool(self._steps) and self._steps[-1].ended
 
     def first(self, tokens: int, note: cache.Note) -> packing.PackedCorpus:
@@ -154,6 +154,10 @@ class StreamShard:
 
         Returns:
             False if another process is doing a step.
+
+        Raises:
+            DataError: A document cannot be read, or the cache cannot be written.
+            ReadError: The source of the documents does not answer.
         """
         try:
             with self._mutex, self._lock.open("a") as lock:

@@ -23,11 +23,12 @@ _LONGEST_RUN = 32
 class Detokenizer:
     """Decoder of the tokens that follow a prompt.
 
-    The texts that `add` and `finish` return, joined, are `decode(prompt + tokens)` without its
-    first `len(decode(prompt))` characters. Work per token does not grow with the length.
+    The texts that `add` and `finish` return, joined, are `decode(prompt + tokens)` without
+    `prompt_text` at its start. `prompt_text` is `decode(prompt)` without an incomplete character at
+    its end, which belongs to the continuation. Work per token does not grow with the length.
 
-    An incomplete character is held back. If the prompt ends within a character, that character
-    belongs to the continuation.
+    An incomplete character is held back until it is complete. Consecutive tokens that are decoded
+    only together (`in_byte_run`) are held back until another token follows, up to 32 of them.
 
     Args:
         tokenizer: Tokenizer with `decode`, `is_skipped`, `raw_bytes` and `in_byte_run`.
@@ -54,7 +55,11 @@ class Detokenizer:
         else:
             text = self._settled(self._window)
         self.prompt_text = text
-        """Text of the prompt, without an incomplete last character."""
+        """Text of the prompt, without an incomplete character at its end.
+
+        If the prompt ends in a byte run of at most 32 tokens that is no UTF-8, all of this run is
+        left out.
+        """
         self._shown = len(text)
         """Number of characters of the window's text that were returned."""
         self._shorten()

@@ -105,6 +105,10 @@ def _keys(text: np.ndarray, positions: np.ndarray, n: int, key_type: Any) -> np.
     """Return the n-grams of `text` that end at each position, as one number each, [P].
 
     Each byte or token has a quarter of the bits of `key_type`.
+
+    Args:
+        positions: Places of the last bytes or tokens of the n-grams, each at least n - 1, [P].
+        n: Number of bytes or tokens in an n-gram, 1 to 4.
     """
     keys = np.zeros(len(positions), key_type)
     # A byte has 8 bits, of which a quarter is 2.

@@ -577,8 +577,9 @@ def _at_origin(places: np.ndarray, origin: np.ndarray) -> np.ndarray:
     """Return spans of characters of a marked text as spans of characters of the original text.
 
     Args:
-        places: Spans [start, stop) in the marked text, [length, 2].
-        origin: Character of the original text for each character of the marked one (`marked`).
+        places: Spans [start, stop) in the marked text, one per token, int64 [number of tokens, 2].
+        origin: Character of the original text for each character of the marked one, from
+            `quoting.marked`.
     """
     if not len(origin):
         return places

@@ -139,7 +139,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: Generate) -> None:
-    """Raise UsageError for flags that exclude each other, or a prompt that is missing."""
+    """Raise UsageError for flags that do not go with --chat, and for flags that need it.
+
+    UsageError is also raised for a prompt that is missing without --chat, and for --tokens 0 with
+    it.
+    """
     if args.prompt is None and not args.chat:
         raise command_line.UsageError(
             "this needs --prompt TEXT, or --chat for a conversation\n"

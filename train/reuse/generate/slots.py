@@ -80,7 +80,7 @@ class Text:
 
 
 class Written(NamedTuple):
-    """New tokens of a text, or the error because of which it cannot go on."""
+    """New tokens of a text, and the error, if any, because of which it cannot go on."""
 
     text: Text
     tokens: list[int]

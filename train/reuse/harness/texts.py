@@ -51,14 +51,15 @@ class Texts:
     """Decoder that scores and continues texts.
 
     Args:
-        path: a run, one of its steps, or weights.
-        step: step of a run's checkpoint, by default the newest.
-        average: whether to use the moving average, by default if the run keeps one.
-        tokenizer: data.tokenizer of weights without a tokenizer beside them.
+        path: Path of a run, of one of its steps, or of weights.
+        step: Step of a run's checkpoint, by default the newest.
+        average: Whether to use the moving average, by default if the run keeps one.
+        tokenizer: Tokenizer of weights, by default the one beside them.
 
     Raises:
-        WeightsError: the model is not a decoder.
-        MupaxError: no model at the path, or its tokenizer is lost.
+        UsageError: A tokenizer is given for a run.
+        WeightsError: The model is not a decoder.
+        MupaxError: No model is at the path, or its tokenizer is lost.
     """
 
     def __init__(
@@ -88,18 +89,18 @@ class Texts:
         moved to the continuation, because tokenizers join them with its first word.
 
         Args:
-            pairs: one tuple of (context, continuation) per request.
+            pairs: One tuple of (context, continuation) per request.
 
         Raises:
-            TextError: a continuation is longer than the model's context, or has no token.
+            TextError: A continuation is longer than the model's context, or has no token.
         """
         return self._scored([self._window(*pair) for pair in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Return the log-probability of each text after the token that begins a document.
+        """Return the log-probability of each text (natural logarithm) at the start of a document.
 
-        Every token is predicted once. The first window of a text has one token of context, the last
-        one as many as fit.
+        Every token is predicted once. The first window of a text has only the tokens that begin a
+        document as context, the last one has as many as fit.
         """
         windows: list[Window] = []
         # Number of windows of each text.
@@ -127,11 +128,11 @@ class Texts:
         The text ends before the first of the strings `until`, or where a document ends.
 
         Args:
-            context: prompt. If it is too long, its start is left out.
-            until: strings that end the text. Empty strings are ignored.
-            max_tokens: largest number of tokens to write.
-            sampling: settings of the draws, by default the likeliest token.
-            seed: seed of the draws. The same seed gives the same text.
+            context: Prompt. If it is too long, its start is left out.
+            until: Strings that end the text. Empty strings are ignored.
+            max_tokens: Largest number of tokens to write, `MAX_TOKENS` by default.
+            sampling: Settings of the draws, by default the likeliest token.
+            seed: Seed of the draws, 0 by default. The same seed gives the same text.
         """
         context_bytes = context.encode("utf-8", "surrogateescape")
         prompt = prompt_of(self._run, self.tokenizer, context_bytes)
@@ -153,7 +154,10 @@ class Texts:
         return text.text
 
     def _generator_of(self, sampling: Sampling | None) -> Generator:
-        """Return a generator of one text with a fixed sampling. With `None`, every text names one."""
+        """Return a generator of one text with a fixed sampling.
+
+        With `None`, every call of `stream` names its sampling.
+        """
         return Generator(
             self._program, self._params, self._program.step_inputs(), sampling=sampling
         )

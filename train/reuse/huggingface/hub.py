@@ -31,7 +31,11 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 class HubError(MupaxError):
-    """A name of the hub without weights. The message says why and what to write instead."""
+    """Model of the hub that cannot be used. The message says why and what to write instead.
+
+    The model or its revision does not exist or may not be read, has no config or safetensors, or
+    is none that mupax has.
+    """
 
 
 def local(path: Path, revision: str | None) -> Path:

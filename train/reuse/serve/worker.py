@@ -172,7 +172,7 @@ class Worker:
         """Queue a job.
 
         Raises:
-            BusyError: Too many requests wait.
+            BusyError: `max_waiting` requests wait already. A `ScoreJob` is always queued.
             WorkerError: The thread is dead.
         """
         with self._changed:
@@ -331,7 +331,10 @@ class Worker:
     # Texts that join
 
     def _fill_slots(self) -> None:
-        """Put waiting texts into free slots, the job with the highest priority first."""
+        """Put waiting texts into slots, the job with the highest priority first.
+
+        If no slot is free, a text of another job whose turn (`TURN_S`) is over is put aside.
+        """
         while (job := self._next_job()) is not None:
             if not self.slots.num_free and not self._make_room(job):
                 return

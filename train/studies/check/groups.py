@@ -251,6 +251,9 @@ def without_rounding(measured: dict[str, np.ndarray], specs: Mapping[str, ParamS
     The mean of a LayerNorm removes a bias that all channels share. Its gradient is exactly 0 in
     theory and 1e-7 times others' in float32. Its steps have no effect, and there is no exponent.
 
+    A gradient is deleted if its largest value is below `ROUNDING` times the median of all gradients
+    at step 0. Gradients that are all exactly zero stay.
+
     Args:
         measured: Observable to values [sizes, seeds, steps + 1]. Changed in place.
     """

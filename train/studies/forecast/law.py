@@ -98,7 +98,10 @@ class Rows:
 
     @property
     def prior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Means and standard deviations of the parameters' priors, [P] each."""
+        """Means and standard deviations of the parameters' priors, [P] each.
+
+        They are in the order of `names` and in the units of `PRIORS`, some of which are logs.
+        """
         mean, deviation = np.array([PRIORS[name] for name in self.names]).T
         return mean, deviation
 

@@ -163,6 +163,7 @@ def projection(x: np.ndarray, centre: float) -> np.ndarray:
     """Return the linear map from losses to the coefficients of their weighted parabola, [3, n].
 
     The parabola is c + b * u + a * u^2 with u = x - centre. The rows of the map are c, b and a.
+    Rates beyond `REACH` octaves from the centre have no weight. On a coarse grid the reach grows.
 
     Args:
         x: log2 of the rates [n], increasing, at least three.

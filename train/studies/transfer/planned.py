@@ -157,7 +157,7 @@ def _first_equal(config: Config, distinct: list[_NumberedRun]) -> Config:
     """Return the first run that trains exactly like `config`.
 
     The candidates are the run under `sp`, and then `distinct`. If none is equal, the run itself is
-    returned and added to `distinct`.
+    returned and added to `distinct`. A run that the preset has no rule for equals none.
     """
     import numpy as np
 

@@ -178,7 +178,13 @@ class Measured:
         return Curve(np.array(rates, float) * STEP, losses, self._first(index))
 
     def rates_with(self, index: int, seeds: int) -> list[float]:
-        """Return the rates of one size that are trained from all first seeds, increasing."""
+        """Return the rates of one size at which the first `seeds` seeds are trained, increasing.
+
+        Rates are in steps of `STEP` octaves (`Point`).
+
+        Args:
+            index: Index of the size in the study's `sizes`.
+        """
         tried = set()
         for size, rate, _ in self.rows:
             if size == index:
@@ -394,6 +400,8 @@ def measure(
         trained: Function that returns whether `run` has the rows of all these points from before.
             Seeds that an earlier command trained at the rates of the fits are used even if fewer
             seeds decide.
+        seeds: Number of seeds at every rate, 3 by default.
+        max_seeds: Most seeds at the rates near an optimum, 8 by default.
         minutes: Most minutes of training per study. Training that was resumed counts, too.
         kind: Class of the studies, which chooses their points.
     """
