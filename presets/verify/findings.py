@@ -568,7 +568,7 @@ def _with_differences(
             if _is_of(spec, d):
                 factors[d.quantity] = factor
         if spec.tied:
-            # Start and rate are those of the table. ValueName a tied readout has is a multiplier.
+            # Start and rate are those of the table. A tied readout has only a multiplier of its own.
             return dataclasses.replace(row, multiplier=row.multiplier * factors.get("rate", ONE))
         for quantity, factor in factors.items():
             row = _with_factor(row, quantity, factor)

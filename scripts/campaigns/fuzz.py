@@ -167,11 +167,10 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         largest = max(largest, row["grown_mib"])
     text = (
         f"{total['inputs']:,} files were broken at random (bits, bytes, values of JSON, headers) "
-        "and read by the code that commands use. The code must read a file or refuse it with a "
-        f"message. `{COMMAND}`"
+        f"and read by the {len(rows)} readers that commands use, which `fuzz.json` names. A reader "
+        f"must read a file or refuse it with a message. `{COMMAND}`"
     )
     lines = [
-        f"- readers: {', '.join(rows)}",
         f"- read {total['read']:,}, refused {total['refused']:,}, tracebacks {total['tracebacks']}",
         f"- more than {SECONDS:g} s of processor time: {total['hangs']} "
         f"(the slowest {slowest:.2f} s)",

@@ -48,6 +48,7 @@ class Row(NamedTuple):
     task: str
     """Model, optimizer, steps and what grows."""
     preset: str
+    """Name and constants, and the rate of Muon's Adam part if it has its own."""
     drift: Mapping[str, float | None]
     verdict: str
     price: Mapping[str, float | None]
@@ -89,18 +90,18 @@ def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> R
     if model.get("experts") and study["axis"] != "experts":
         experts = f" of {model['experts']} experts"
     grown = f"{study['axis']} from {sizes[0]['size']:,} to {sizes[-1]['size']:,}"
-    optimizer = record["optimizer"]
+    task = (
+        f"{model['family']} of width {model['width']}{experts}, {record['optimizer']}, "
+        f"{record['steps']:,} steps: {grown}"
+    )
+    preset = study["preset"]
     # Studies from before this flag do not have the field.
     adam_lr = record["config"]["optimizer"].get("adam_lr")
     if adam_lr is not None:
-        optimizer = f"{optimizer} with adam_lr {adam_lr:g}"
-    task = (
-        f"{model['family']} of width {model['width']}{experts}, {optimizer}, "
-        f"{record['steps']:,} steps: {grown}"
-    )
+        preset = f"{preset} adam_lr={adam_lr:g}"
     return Row(
         task=task,
-        preset=study["preset"],
+        preset=preset,
         drift=study["drift_octaves_per_doubling"],
         verdict=study["verdict"],
         price=sizes[-1]["price_of_not_tuning"],

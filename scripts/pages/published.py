@@ -107,19 +107,14 @@ LEFT_OUT = (
 
 
 def section() -> list[str]:
-    """Return the section's lines: a table of the presets and a table of the sources left out."""
+    """Return the section's lines: a table of the presets, and the names of sources left out."""
     rows = [_row(find.load(path)) for path in sorted(find.PUBLISHED.glob("*.json"))]
-    lines = [
-        HEAD,
-        *rows,
-        "",
-        "### Sources that were left out",
-        "",
-        "| source | reason |",
-        "|---|---|",
-    ]
-    lines += [f"| {left.source} | {left.reason} |" for left in LEFT_OUT]
-    return [*lines, ""]
+    sources = ", ".join(left.source for left in LEFT_OUT)
+    left_out = (
+        f"These sources were read, and no preset is made of them: {sources}. "
+        "`scripts/pages/published.py` says why."
+    )
+    return [HEAD, *rows, "", left_out, ""]
 
 
 def _row(preset: find.Tuned) -> str:

@@ -258,7 +258,7 @@ def test_a_signal_ends_a_wait_for_data(
     take = Prefetch.__next__
     released = threading.Event()
     sent = threading.Event()
-    taken: Counter[Prefetch[Any, Any]] = Counter()
+    num_taken: Counter[Prefetch[Any, Any]] = Counter()
 
     def train_batch(data: TokenData, k: int, rows: slice = slice(None)) -> Any:
         if k == 6:
@@ -267,13 +267,13 @@ def test_a_signal_ends_a_wait_for_data(
 
     def next_batch(batches: Prefetch[Any, Any]) -> Any:
         batch = take(batches)
-        taken[batches] += 1
+        num_taken[batches] += 1
         return batch
 
     def ready(batches: Prefetch[Any, Any], seconds: float = 0.0) -> bool:
         # On a busy machine the loop waits for earlier batches and for those of an evaluation, too.
         # An evaluation has only 2.
-        waits_for_batch_6 = taken[batches] == 6
+        waits_for_batch_6 = num_taken[batches] == 6
         is_ready = look(batches, seconds)
         # Once: a second signal would end the process at once.
         if waits_for_batch_6 and not is_ready and not sent.is_set():
