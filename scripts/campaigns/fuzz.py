@@ -166,7 +166,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         slowest = max(slowest, row["slowest_s"])
         largest = max(largest, row["grown_mib"])
     text = (
-        f"{total['inputs']:,} files were broken at random (bits, bytes, values of JSON, headers) "
+        f"{total['inputs']:,} files were broken at random "
         f"and read by the {len(rows)} readers that commands use, which `fuzz.json` names. A reader "
         f"must read a file or refuse it with a message. `{COMMAND}`"
     )

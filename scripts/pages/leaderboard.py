@@ -46,7 +46,7 @@ class Row(NamedTuple):
     """Result of one preset in one study."""
 
     task: str
-    """Model, optimizer, steps and what grows."""
+    """Model, optimizer, steps and what grows. Where tokens grow, the batch instead of the steps."""
     preset: str
     """Name and constants, and the rate of Muon's Adam part if it has its own."""
     drift: Mapping[str, float | None]
@@ -90,9 +90,12 @@ def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> R
     if model.get("experts") and study["axis"] != "experts":
         experts = f" of {model['experts']} experts"
     grown = f"{study['axis']} from {sizes[0]['size']:,} to {sizes[-1]['size']:,}"
+    length = f"{record['steps']:,} steps"
+    if study["axis"] == "tokens":
+        length = f"batches of {record['batch']:,}"
     task = (
-        f"{model['family']} of width {model['width']}{experts}, {record['optimizer']}, "
-        f"{record['steps']:,} steps: {grown}"
+        f"{model['family']} of width {model['width']}{experts}, {record['optimizer']}, {length}: "
+        f"{grown}"
     )
     preset = study["preset"]
     # Studies from before this flag do not have the field.
@@ -123,8 +126,8 @@ def section(entries: Sequence[Row]) -> str:
     for task in dict.fromkeys(row.task for row in selected):
         lines += [f"### {task[0].upper()}{task[1:]}", ""]
         lines += [
-            "| preset | verdict | price | drift | loss | seeds |",
-            "|---|---|---|---|---|---|",
+            "| preset | verdict | price | drift | loss |",
+            "|---|---|---|---|---|",
         ]
 
         # Presets that are one rule on this axis have the same numbers: they share a line.
@@ -146,7 +149,7 @@ def _cells(row: Row) -> list[str]:
     """Return the cells of a table row after the preset."""
     price = interval_text(row.price, ".3f")
     drift = interval_text(row.drift, "+.2f")
-    return [row.verdict, price, drift, loss_text(row.loss), str(row.seeds)]
+    return [row.verdict, price, drift, loss_text(row.loss)]
 
 
 def add(name: str, words: Sequence[str]) -> int:
