@@ -567,7 +567,7 @@ PRESETS = (
     Command(
         name="tuned",
         summary="list tuned presets, or describe one",
-        example="presets tuned mup:lm-laptop-v1",
+        example="presets tuned mup:lm-laptop-v2",
         run=_presets_tuned,
     ),
     Command(

@@ -32,6 +32,7 @@ OWN_FOLDER = Path("tuned")
 """Folder of a user's own tuned presets, relative to the working directory."""
 MOVED = {
     "depth-mup:lm-python-half-v1": "its best learning rate drifts as the model grows",
+    "mup:lm-laptop-v1": "mup:lm-laptop-v2 has more tuned constants and ends lower",
     "mup:vit-endless-v1": "it was tuned at one size and never tried at another",
 }
 """Reasons why tuned presets no longer come with mupax. docs/evidence/ has their files."""

@@ -322,7 +322,8 @@ def _check_same_run(config: Config, path: Path, previous: dict[str, Any]) -> Non
                 advice = f"without {flag}"
             raise WorkdirError(
                 f"the run in {_shown(path)} has {field} {old_text}, not {text_of(new)}; continue "
-                f"it {advice}, or start another with --workdir"
+                f"it {advice}, or start another with --workdir; "
+                f"`mupax train --resume --workdir {_shown(path)}` continues it as it was"
             )
 
 

@@ -34,6 +34,12 @@ _MOVED: dict[str, dict[str, Any]] = {
         "alpha_l": 0.5,
         "constants": [],
     },
+    "mup:lm-laptop-v1": {
+        "name": "mup",
+        "base": "embed=64,heads=2,kv_heads=2,head_dim=32,mlp=160,layers=2",
+        "alpha_a": 1.0,
+        "constants": [],
+    },
     "mup:vit-endless-v1": {
         "name": "mup",
         "base": "embed=64,head_dim=16,heads=4,kv_heads=4,mlp=256,layers=4",

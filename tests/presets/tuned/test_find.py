@@ -75,7 +75,7 @@ def test_what_drifts_or_rests_on_one_size_is_evidence_and_not_shipped(
         preset.use: preset.evidence for preset in map(tuned.load, tuned.FOLDER.glob("*.json"))
     }
     assert {use for use, evidence in shipped.items() if evidence in ("drifts", "one size")} == {
-        "mup:lm-laptop-v1"
+        "mup:lm-laptop-v2"
     }
     assert {preset.use for preset in map(tuned.load, EVIDENCE.glob("*.json"))} == set(tuned.MOVED)
 

@@ -157,7 +157,7 @@ def test_the_list_groups_what_was_measured_here_and_what_others_published(
     measured_at = text.index("measured here")
     published_at = text.index("published")
     assert (
-        measured_at < text.index("mup:lm-laptop-v1") < published_at < text.index("mup:cerebras-gpt")
+        measured_at < text.index("mup:lm-laptop-v2") < published_at < text.index("mup:cerebras-gpt")
     )
     assert main(["presets", "tuned", "mup:cerebras-gpt"]) == 0
     shown = capsys.readouterr().out

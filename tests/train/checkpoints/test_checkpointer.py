@@ -258,6 +258,8 @@ def test_another_run_is_not_continued(
     done = train("--workdir whole --resume", words)
     assert done.code == 2
     assert message in done.err
+    # The way out if the difference is not in the words, but in a recipe that has changed.
+    assert "`mupax train --resume --workdir whole` continues it as it was" in done.message
     assert "Traceback" not in done.err
     assert len(done.err.splitlines()) <= 10
     assert not untrained
