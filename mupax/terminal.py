@@ -59,15 +59,15 @@ def columns(stream: TextIO | None = None) -> int:
     Args:
         stream: Stream that is written to. The default is standard output.
     """
-    written: TextIO = stream or sys.stdout
-    if not written.isatty():
+    output: TextIO = stream or sys.stdout
+    if not output.isatty():
         return UNBOUNDED
     named = os.environ.get("COLUMNS", "")
     if named.isdecimal() and int(named) > 0:
         return int(named)
     # `shutil.get_terminal_size` would ask standard output, which may be a file.
     try:
-        width = os.get_terminal_size(written.fileno()).columns
+        width = os.get_terminal_size(output.fileno()).columns
     except OSError:
         return _USUAL_WIDTH
     # A terminal that does not know its size says 0.
