@@ -7,6 +7,8 @@ WORKDIR ?= runs/$(RECIPE)
 ARGS ?=
 # Test processes at once, each with eight virtual CPU devices: one more than two cores, since some tests wait for other processes.
 JOBS ?= 3
+# A test whose process ends is run once more, and fails all the same.
+PARALLEL = -n $(JOBS) --dist loadfile --max-worker-restart 1
 # A folder of tests: make quick PKG=zoo, PKG=train/data; those of presets need no JAX.
 PKG ?=
 
@@ -38,10 +40,10 @@ train: $(if $(filter gs://%,$(WORKDIR)),$(VENV)/.locked-dev,$(VENV)/.locked) ## 
 	$(BIN)/python -m train $(RECIPE) --workdir $(WORKDIR) --resume $(ARGS)
 
 quick: $(VENV)/.locked-dev ## The near and cheap tests, in a minute; PKG=presets or another folder of tests: only its
-	$(BIN)/python -m pytest -q $(if $(PKG),,-n $(JOBS) --dist loadfile) -m quick tests/$(PKG) $(ARGS)
+	$(BIN)/python -m pytest -q $(if $(PKG),,$(PARALLEL)) -m quick tests/$(PKG) $(ARGS)
 
 test: check ## Install, then check format, lint and types and run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not parity and not tpu and not gpu and not schedulers and not release"
+	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder -m "not parity and not tpu and not gpu and not schedulers and not release"
 
 check: $(VENV)/.locked-dev ## Format, lint and types only
 	$(BIN)/ruff format --check .
@@ -49,7 +51,7 @@ check: $(VENV)/.locked-dev ## Format, lint and types only
 	PYRIGHT_PYTHON_GLOBAL_NODE=0 $(BIN)/pyright --pythonpath $(BIN)/python
 
 costs: $(VENV)/.locked-dev ## Record the processor time of every test file, which orders them and says which are quick (ARGS=tests/zoo: of some)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not parity and not tpu and not gpu and not schedulers and not release" --costs $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder -m "not parity and not tpu and not gpu and not schedulers and not release" --costs $(ARGS)
 
 parity: $(VENV)/.locked-dev ## Logits and text against transformers, tasks of the lm-eval harness (Python 3.11; installs torch and it, in no lock file)
 	$(PIP) install --quiet "torch==2.13.0" "transformers>=5,<6" "lm-eval>=0.4.9,<0.5"
@@ -72,9 +74,9 @@ schedulers: $(VENV)/.locked-dev ## Runs under a real SLURM, Open MPI and Ray; fi
 	$(BIN)/python -m pytest -rs -m schedulers tests/scripts/launch
 
 core: $(VENV)/.locked-dev ## The cheap tests that other Python and JAX versions must pass too, and those of the step and of meshes with XLA as users have it
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m versions $(addprefix --ignore=,$(USERS_XLA))
+	$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder -m versions $(addprefix --ignore=,$(USERS_XLA))
 	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=3" \
-		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m core $(USERS_XLA)
+		$(BIN)/python -m pytest $(PARALLEL) --no-loadscope-reorder -m core $(USERS_XLA)
 
 figures: $(VENV)/.locked ## Measure and draw the papers' figures that are not in docs/evidence/figures yet (ARGS=--again for all)
 	$(BIN)/python -m scripts.figures $(ARGS)
