@@ -19,8 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
     Args:
-        argv: Words after `mupax`. `None` takes the words of this process, installs signal handlers
-            and prepares the process to end.
+        argv: Words after `mupax`. `None` reads `sys.argv` and installs signal handlers. The process
+            then ends 5 seconds after the return at the latest. After a signal or a closed pipe it
+            ends at once, and this function does not return.
     """
     if argv is not None:
         from mupax import terminal
@@ -40,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: list[str]) -> int:
-    """Run the command that the words name, and return its exit code."""
+    """Run a command line and return its exit code.
+
+    `--version` prints the version, and `--completion SHELL` a shell's completion script.
+    """
     if argv == ["--version"]:
         print(f"mupax {__version__}")
         return 0

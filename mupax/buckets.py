@@ -21,7 +21,11 @@ _PATIENCE_S = 60.0
 
 
 def path_of(address: str) -> Path:
-    """Return the path of an address `gs://bucket/folder`."""
+    """Return a `BucketPath` for an address `gs://bucket/folder`.
+
+    Also change the options of gcsfs in this process: no cache of listings, and at most 60 seconds
+    for a request.
+    """
     # Tensorstore writes to the bucket too. A cached list of objects would lack what it wrote.
     options = {"use_listings_cache": False, "requests_timeout": _PATIENCE_S}
     fsspec.config.conf.setdefault("gcs", {}).update(options)
@@ -29,7 +33,11 @@ def path_of(address: str) -> Path:
 
 
 class _Translated:
-    """Wrapper of a backend or file of epath whose methods raise OSError, as for a disk."""
+    """Wrapper of an epath backend whose methods raise OSError if a request fails.
+
+    `open` returns the opened file in a wrapper of the same kind. ValueError and
+    NotImplementedError are raised unchanged.
+    """
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -46,7 +54,7 @@ class _Translated:
 
 
 class _File(_Translated):
-    """Wrapper of an open file whose methods raise OSError."""
+    """Context manager around an open file in a bucket. Its methods raise OSError on failure."""
 
     @property
     def closed(self) -> bool:
@@ -62,7 +70,11 @@ class _File(_Translated):
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Turn errors of gcsfs, google.auth and aiohttp into OSErrors that have a text."""
+    """Turn exceptions of gcsfs, google.auth and aiohttp, while entered, into OSErrors with a text.
+
+    A missing object gets errno ENOENT, any other failure EIO. ValueError, NotImplementedError and
+    OSErrors that have a text already are raised unchanged.
+    """
     try:
         yield
     except (ValueError, NotImplementedError):
@@ -79,7 +91,10 @@ def _as_os_errors() -> Iterator[None]:
 
 
 class BucketPath(PosixGPath):
-    """Path in a bucket."""
+    """Path in a bucket (`gs://`) with the methods of `pathlib.Path` that mupax calls.
+
+    Methods raise OSError if a request fails. There are no links and no empty folders.
+    """
 
     _listed: SimpleNamespace | None = None
     """Status of a file that `rglob` listed, as it was then. It saves a request per file."""
@@ -131,7 +146,13 @@ class BucketPath(PosixGPath):
 
 
 def _stat(size: int, mtime: float, mode: int = stat.S_IFREG) -> SimpleNamespace:
-    """Return the fields of `os.stat_result` that mupax reads. `mtime` is in seconds."""
+    """Return an object with the fields of `os.stat_result` that mupax reads.
+
+    Args:
+        size: Size of the object in bytes.
+        mtime: Time of the last change, in seconds since 1970.
+        mode: File type bits. The default is a regular file.
+    """
     return SimpleNamespace(
         st_mode=mode, st_size=size, st_mtime=mtime, st_mtime_ns=int(mtime * 10**9)
     )

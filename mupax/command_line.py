@@ -80,7 +80,11 @@ MISSING = re.compile(r"^[│| ] {5}(\S.*?) *[│|]?$", re.MULTILINE)
 
 
 def _choices(match: re.Match[str]) -> str:
-    """Rewrite tyro's message about a value that is none of the choices of a flag."""
+    """Return a message for a value that is none of a flag's choices, which are listed sorted.
+
+    Args:
+        match: Match of tyro's own message. Its groups are the value, the flag and the choices.
+    """
     # tyro keeps the choices in a set, whose order differs from one process to the next.
     names = sorted(set(re.findall(r"'([^']*)'", match[3])) - {"None"})
     return f"{match[2]} needs one of {', '.join(map(repr, names))}, not {match[1]}"
@@ -125,7 +129,7 @@ class UsageError(MupaxError):
 
 
 class FlagHelp(NamedTuple):
-    """The part of a command's flags that its `--help` lists."""
+    """Flags that a command's `--help` lists, if it does not list all of them."""
 
     flags: frozenset[str]
     note: str
@@ -137,14 +141,16 @@ WIDEST_HELP = 120
 
 
 def parse(command: type[T], prog: str, argv: Sequence[str]) -> T:
-    """Parse a command line and refuse words that are no flags of the command.
+    """Parse a command line into an instance of a command's dataclass.
 
     Args:
         prog: Words before `argv`, such as `mupax presets list`.
 
     Raises:
         SystemExit: Code 0, after `--help` was printed.
-        UsageError: A flag is missing or unknown, or a value is of the wrong kind.
+        UsageError: A flag is missing or unknown, a word belongs to no flag, or a value is of the
+            wrong kind.
+        MupaxError: The command's own checks refused its values.
     """
     parsed, unread = parse_known(command, prog, with_dashed_values(argv, command))
     refuse(unread, flags(command), prog)
@@ -159,7 +165,9 @@ def parse_known(
     description: str | None = None,
     flag_help: FlagHelp | None = None,
 ) -> tuple[T, list[str]]:
-    """Parse a command line. Return the command, and the words that are none of its flags.
+    """Parse a command line. Return an instance of `command`, and the words that were not read.
+
+    Unknown flags and words are returned, not refused.
 
     Args:
         prog: Words before `argv`, such as `mupax sweep`.
@@ -214,7 +222,14 @@ def parse_known(
 def _parse_with_tyro(
     command: type[T], prog: str, words: Sequence[str], default: T | None
 ) -> tuple[T, list[str]]:
-    """Let tyro parse the words. Return the command, and the words that tyro did not read."""
+    """Parse the words with tyro. Return the command, and the words that tyro did not read.
+
+    Args:
+        default: Instance whose values the flags change. `None` uses the fields' own defaults.
+
+    Raises:
+        SystemExit: Code 0 after tyro printed help, 2 after tyro printed an error.
+    """
     start: dict[str, Any] = {} if default is None else {"default": default}
     return tyro.cli(
         conf.AvoidSubcommands[command],  # pyright: ignore
@@ -230,9 +245,9 @@ def _parse_with_tyro(
 
 
 class _HelpBuffer(io.StringIO):
-    """Buffer for tyro's help, which looks to tyro like the present standard output.
+    """Buffer for tyro's help that reports `isatty` and the encoding of standard output.
 
-    tyro asks whether the stream is a terminal, and which characters its encoding has.
+    tyro asks its output stream for both.
     """
 
     def __init__(self) -> None:
@@ -248,7 +263,10 @@ class _HelpBuffer(io.StringIO):
 
 
 def _help_text(text: str, description: str) -> str:
-    """Return tyro's help with its usage line wrapped and the description put in."""
+    """Return tyro's help with the description and a paragraph about `--plugin` put in.
+
+    A usage line that is wider than the terminal is wrapped.
+    """
     usage, *lines = text.split("\n")
     plain = COLOUR.sub("", usage)
     if len(plain) > terminal.columns():
@@ -290,7 +308,11 @@ def _joined_lines(text: str) -> str:
 
 @contextlib.contextmanager
 def _narrow(flag_help: FlagHelp | None) -> Iterator[None]:
-    """Make tyro print its help in one column, while entered, if only a part of it is listed."""
+    """Limit the variable COLUMNS to `WIDEST_HELP`, while entered, so that help has one column.
+
+    Args:
+        flag_help: Flags that the help lists. With `None`, nothing is changed.
+    """
     columns = os.environ.get("COLUMNS")
     if flag_help is not None:
         os.environ["COLUMNS"] = str(min(shutil.get_terminal_size().columns, WIDEST_HELP))
@@ -304,10 +326,11 @@ def _narrow(flag_help: FlagHelp | None) -> Iterator[None]:
 
 
 def _only_listed(text: str, listed: frozenset[str]) -> str:
-    """Remove flags that are not listed from tyro's help, and boxes that then have no flags.
+    """Return tyro's help without the flags that are not listed, and without boxes left empty.
 
     Args:
-        text: Help in one column, as tyro prints it up to `WIDEST_HELP`.
+        text: Help in one column, as tyro prints it up to a width of `WIDEST_HELP`.
+        listed: Flags to keep, with their dashes, such as `--steps`.
     """
     lines: list[str] = []
     box: list[str] = []  # lines of the open box that are listed
@@ -341,7 +364,7 @@ def _only_listed(text: str, listed: frozenset[str]) -> str:
 
 
 def _without(words: Sequence[str], unread: Sequence[str]) -> list[str]:
-    """Return the words without the unread ones, which are in the same order."""
+    """Return `words` without those in `unread`. Both have the same order."""
     remaining = list(unread)
     read: list[str] = []
     for word in words:
@@ -355,16 +378,19 @@ def _without(words: Sequence[str], unread: Sequence[str]) -> list[str]:
 def refuse(
     unread: Sequence[str], flags: Sequence[str], prog: str, all_flags: str = "--help"
 ) -> None:
-    """Refuse words that no flag took. The message names the flags that are most like the first one.
+    """Raise UsageError if parsing left words unread, and do nothing otherwise.
+
+    The message is about the first word that begins with a dash, and names at most two similar
+    flags. If no word begins with a dash, the message names the first word.
 
     Args:
-        unread: Words that were not read. If there are none, nothing is refused.
+        unread: Words of the command line that were not read.
         flags: Every flag of the command, with its dashes.
         prog: Words before the flags, such as `mupax sweep`.
         all_flags: Words that list all flags, for the message.
 
     Raises:
-        UsageError: There is a word. A flag is named before other words.
+        UsageError: `unread` is not empty.
     """
     if not unread:
         return
@@ -428,15 +454,17 @@ def _type_hints(owner: type) -> dict[str, Any]:
 
 
 def _metadata(hint: Any) -> tuple[Any, ...]:
-    """Return the annotations of a type: tyro's marks and mupax's own. A bare type has none."""
+    """Return the metadata of an `Annotated` type, or `()` for any other type."""
     return getattr(hint, "__metadata__", ())
 
 
 def flag_fields(owner: Any, prefix: str = "", path: tuple[str, ...] = ()) -> Iterator[FlagField]:
     """Yield the fields of a command that are flags, also those of dataclasses in the command.
 
+    Positional and suppressed fields are left out.
+
     Args:
-        owner: Dataclass, or an instance of it. Only an instance's inner dataclasses are read.
+        owner: Dataclass, or an instance of it. Inner dataclasses are read from an instance only.
         prefix: Beginning of the flags' names, such as `model.`.
         path: Field names that lead from the command to `owner`.
     """
@@ -477,7 +505,11 @@ _READ_BY_TYRO = frozenset(("UseAppendAction", "UseCounterAction", "Fixed"))
 
 
 def _read_plain_words(command: T, argv: Sequence[str]) -> T | None:
-    """Return the command with its values changed by flags, or `None` if only tyro can read them."""
+    """Return a copy of the command with the flags' values, parsed without tyro, which is slow.
+
+    The result is `None` if any word is not a known flag, written once, with a value of its plain
+    type, or if the command's own checks refuse the values. The caller then uses tyro.
+    """
     # For every line tyro builds a parser of all fields, which takes 0.4 s for a recipe. A line of
     # known flags with values of their types needs no parser. Help and errors are left to tyro.
     by_name: dict[str, FlagField] = {}
@@ -503,7 +535,10 @@ def _read_plain_words(command: T, argv: Sequence[str]) -> T | None:
 
 
 def _refuse_repeated(command: Any, argv: Sequence[str]) -> None:
-    """Raise UsageError if a flag of several values is written twice."""
+    """Raise UsageError if a flag of several values is written twice.
+
+    Flags that collect the values of all their uses (`Repeated`) are allowed twice.
+    """
     written = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     for field in flag_fields(command):
         marks = {str(mark) for mark in _metadata(field.hint)}
@@ -530,7 +565,7 @@ def _takes_many(hint: Any) -> bool:
 
 
 def _plain_switch(field: FlagField, flag: str, equals: str) -> bool:
-    """Return the value that a boolean field gets from a flag.
+    """Return True for a switch such as `--resume`, and False for its form `--no-resume`.
 
     Args:
         equals: `=` if the flag has a value, as in `--resume=True`, otherwise empty.
@@ -546,6 +581,8 @@ def _plain_switch(field: FlagField, flag: str, equals: str) -> bool:
 def _take_values(field: FlagField, words: list[str]) -> list[str]:
     """Remove a flag's values from the front of the words and return them.
 
+    A tuple field gets all words before the next flag, any other field at most one word.
+
     Args:
         words: Words after the flag. The list is changed.
     """
@@ -560,7 +597,7 @@ def _take_values(field: FlagField, words: list[str]) -> list[str]:
 
 
 def _bare(hint: Any) -> Any:
-    """Return a type without its annotations."""
+    """Return the type inside `Annotated[type, ...]`. Any other type is returned unchanged."""
     if get_origin(hint) is Annotated:
         return get_args(hint)[0]
     return hint
@@ -643,7 +680,7 @@ def _is_positional(hint: Any) -> bool:
 
 
 def words_of(prog: str, command: Any) -> list[str]:
-    """Return the words of a command line that would be parsed to this command.
+    """Return the words of a command line, from `prog` on, that would be parsed to this command.
 
     Args:
         prog: Words before the flags, such as `mupax import`.
@@ -674,7 +711,9 @@ def words_of(prog: str, command: Any) -> list[str]:
 
 
 def with_dashed_values(argv: Sequence[str], owner: Any) -> list[str]:
-    """Join a text flag and a value that begins with a dash by `=`, which tyro needs.
+    """Return the words with `--flag -value` written as `--flag=-value` for flags of text.
+
+    tyro would read such a value as a flag.
 
     A word that is a flag of the same command is no value, as in `--prompt --tokens 5`.
 
@@ -710,13 +749,13 @@ def _is_text(hint: Any) -> bool:
 def first_word(
     prog: str, kind: str, names: Mapping[str, Any], argv: Sequence[str], default: str | None = None
 ) -> tuple[str, list[str]]:
-    """Return the first word, which names a command or a recipe, and the words after it.
+    """Return the name that the first word gives, such as a recipe's, and the words after it.
 
     Args:
         prog: Words before `argv`, such as `mupax train`.
         kind: Singular noun for the names, such as `recipe`.
         names: Name to its summary: a line of text, or an object whose docstring has the line.
-        default: Name that holds if there is no word, or if the first word is a flag.
+        default: Name to return, with all words, if there is no word or the first one is a flag.
 
     Raises:
         SystemExit: Code 0, after an overview was printed. It is printed for `--help`, and for no
@@ -772,7 +811,10 @@ def _own_error(stop: BaseException) -> MupaxError | None:
 
 
 def _unboxed(text: str) -> str:
-    """Return tyro's message without its box, in one line of plain words."""
+    """Return tyro's error message in one line, without its box.
+
+    Messages that `PLAIN` lists, and the message about missing flags, are reworded.
+    """
     uncolored = COLOUR.sub("", text)
     message = _first_paragraph(uncolored)
     if message.startswith("Missing from"):
@@ -783,7 +825,10 @@ def _unboxed(text: str) -> str:
 
 
 def _first_paragraph(uncolored: str) -> str:
-    """Return the words of tyro's box above its first rule. Without any, return the whole text."""
+    """Return the text in tyro's box above the first horizontal line, joined into one line.
+
+    If there is no such text, return the whole message.
+    """
     paragraph: list[str] = []
     for line in uncolored.splitlines()[1:]:
         words = line.strip(BOX)

@@ -19,7 +19,7 @@ Effect = Literal[
 
 
 class Consequence(NamedTuple):
-    """Treatment of a field whose value changes."""
+    """Consequences of another value of a field: in the documentation, on resume, in a sweep."""
 
     meaning: str
     """Part of the run that changes, for the documentation."""
@@ -67,7 +67,7 @@ class Affects:
 
     @property
     def consequence(self) -> Consequence:
-        """Treatment of the field, by its effect."""
+        """Consequence of another value of the field, which its effect determines."""
         return CONSEQUENCES[self.effect]
 
 
@@ -106,8 +106,11 @@ def config_fields(config: Any, prefix: str = "") -> Iterator[ConfigField]:
 def with_defaults(config: T, effects: Collection[Effect]) -> T:
     """Return a copy of a config in which all fields with certain effects have their defaults.
 
+    Fields of sections are reset too.
+
     Args:
         config: Instance of a dataclass. The fields with these effects must have defaults.
+        effects: Effects that the fields to reset declare (`Affects.effect`).
     """
     marks = declared(type(config))
     changes: dict[str, Any] = {}
@@ -122,12 +125,15 @@ def with_defaults(config: T, effects: Collection[Effect]) -> T:
 
 
 def names_with(owner: type, effect: Effect) -> frozenset[str]:
-    """Return the names of the dataclass's own fields that declare this effect."""
+    """Return the names of the dataclass's fields that declare this effect.
+
+    Fields of its sections are left out.
+    """
     return frozenset(name for name, mark in declared(owner).items() if mark.effect == effect)
 
 
 def affects_of(hint: Any) -> Affects | None:
-    """Return the declaration in the type of a field, or `None`.
+    """Return the `Affects` in the annotation of a field, or `None` if it has none.
 
     Args:
         hint: Type of the field, with all annotations.
@@ -138,9 +144,9 @@ def affects_of(hint: Any) -> Affects | None:
 
 @functools.cache
 def declared(owner: type) -> dict[str, Affects]:
-    """Return the declarations of a dataclass's fields by name.
+    """Return the `Affects` of a dataclass's fields by name. The result is cached.
 
-    Sections, and fields without a declaration, are left out.
+    Fields without one are left out, and so are the fields of sections.
     """
     hints = get_type_hints(owner, include_extras=True)
     marks = {name: affects_of(hint) for name, hint in hints.items()}

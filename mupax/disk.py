@@ -118,8 +118,8 @@ def is_remote(path: Path) -> bool:
 def plainly_named(path: Path) -> Iterator[str]:
     """Yield a name of a path that orbax and tensorstore accept. The name is valid while entered.
 
-    A path with unusual characters is named through a stand-in for its folder. Nothing on disk is
-    renamed.
+    If a local path has unusual characters, its folder is replaced by a path with plain characters
+    that leads to the same folder. The last part stays. Nothing on disk is renamed.
 
     Raises:
         OSError: The path's folder does not exist or cannot be opened.
@@ -139,7 +139,11 @@ def plainly_named(path: Path) -> Iterator[str]:
 
 
 def lasting_name(folder: Path) -> Path:
-    """Return a name of an existing folder that storage libraries accept until the process ends."""
+    """Return a path to an existing folder that storage libraries accept until the process ends.
+
+    This is a path with plain characters if the folder's own path has others. A folder in a bucket
+    is returned unchanged.
+    """
     if is_remote(folder):
         return folder
     stack = contextlib.ExitStack()
@@ -152,7 +156,10 @@ def lasting_name(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _stand_in(folder: Path) -> Iterator[Path]:
-    """Yield a path to a folder that has only plain characters. The path is valid while entered."""
+    """Yield another path to a folder, with plain characters only. It is valid while entered.
+
+    It leads through /proc/self/fd, or through a temporary symbolic link on systems without /proc.
+    """
     if _OPEN_FOLDERS.is_dir():
         number = os.open(folder, os.O_PATH | os.O_DIRECTORY)
         # Orbax compares the paths of a run's processes. The number therefore follows from the
@@ -174,7 +181,7 @@ def _stand_in(folder: Path) -> Iterator[Path]:
 
 
 def without_stand_ins(text: str) -> str:
-    """Remove the folders that `plainly_named` made up from a library's message."""
+    """Return a library's message without the folders that `plainly_named` put into paths."""
     return _STAND_IN.sub("", text)
 
 
@@ -191,7 +198,7 @@ def storage_url(name: str) -> str:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a file, or a folder with its contents. Leave what cannot be deleted."""
+    """Delete a file, or a folder with its contents. Errors are ignored: what remains is left."""
     if is_remote(folder):
         with contextlib.suppress(OSError):
             folder.rmtree(missing_ok=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -203,7 +210,9 @@ def remove_tree(folder: Path) -> None:
 
 
 def delete_tree(folder: Path) -> None:
-    """Delete a file, or a folder with its contents. On an error, first delete all that can be.
+    """Delete a file, or a folder with its contents. It may be absent.
+
+    If something cannot be deleted, the rest is deleted before the error is raised.
 
     Raises:
         OSError: Something cannot be deleted.
@@ -260,7 +269,10 @@ def links_outside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file, or every file below a folder. Either path may be in a bucket."""
+    """Copy a file, or every file below a folder. Either path may be in a bucket.
+
+    Missing folders are made, and existing files are overwritten.
+    """
     if source.is_file():
         files = [source]
     else:
@@ -276,7 +288,8 @@ def copy(source: Path, target: Path) -> None:
 def user_folder() -> Path:
     """Return the folder of the user's settings and tuned presets.
 
-    This is MUPAX_HOME if it is set, otherwise `mupax` in the configuration folder.
+    This is MUPAX_HOME if it is set, otherwise `mupax` in XDG_CONFIG_HOME or ~/.config. The folder
+    is not created.
     """
     home = os.environ.get("MUPAX_HOME")
     if home:
@@ -320,6 +333,7 @@ class Patience:
         Raises:
             FileNotFoundError, NotADirectoryError: The file does not exist. This is not retried.
             DiskError: The disk still has an error after the last try.
+            Exception: Any error of `read` that is no error of the system. This is not retried.
         """
         deadline: float | None = None
         pause = _PAUSES_S[0]
@@ -343,7 +357,7 @@ class Patience:
             pause = min(2 * pause, _PAUSES_S[1])
 
     def _note_once(self, problem: str) -> None:
-        """Print the first problem, with the time for which it is retried."""
+        """Print a problem and the time for which it is retried, unless one was printed before."""
         # Several threads may read through one object.
         with self._lock:
             if not self._was_noted:
@@ -372,7 +386,9 @@ def system_error(error: Exception) -> OSError | None:
 
 
 def status(path: Path) -> os.stat_result | None:
-    """Return the status of a file or folder, or `None` if there is none. Retries on disk errors.
+    """Return the `stat` result of a file or folder, or `None` if it does not exist.
+
+    Disk errors are retried for 30 seconds.
 
     Raises:
         DiskError: The disk cannot be read.
@@ -387,6 +403,8 @@ def status(path: Path) -> os.stat_result | None:
 def names(folder: Path) -> list[str]:
     """Return the sorted names of a folder's entries, or `[]` if there is no such folder.
 
+    Disk errors are retried for 30 seconds.
+
     Raises:
         DiskError: The disk cannot be read.
     """
@@ -398,7 +416,7 @@ def names(folder: Path) -> list[str]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file. Retries on disk errors.
+    """Read a file. Disk errors are retried for 30 seconds.
 
     Raises:
         FileNotFoundError, NotADirectoryError: The file does not exist.
@@ -408,10 +426,13 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Its numbers are checked as by `json_object`.
+    """Read a JSON object from a file, with the checks of `json_object`.
+
+    Disk errors are retried for 30 seconds.
 
     Raises:
-        JsonError: The file does not exist, is larger than 64 MiB, or holds no valid object.
+        JsonError: The path is no regular file, the file is larger than 64 MiB, or it holds no valid
+            object.
         DiskError: The disk cannot be read.
     """
     entry = status(path)
@@ -430,6 +451,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: even after a power failure it is complete, old or new.
+
+    Text is encoded as UTF-8. The folder must exist. A file in a bucket, and a pipe or device such
+    as /dev/stdout, are written directly.
 
     Raises:
         DiskError: The disk cannot be written.
@@ -454,7 +478,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def hidden_beside(path: Path, ending: str) -> Path:
-    """Return the path of a hidden temporary file in the same folder, which later becomes the file.
+    """Return the path of a hidden temporary file in the same folder: `.NAME` plus the ending.
+
+    A digest replaces the name if the result would be longer than 255 bytes. Nothing is created.
 
     Args:
         ending: Suffix of the hidden name, such as `.partial`.
@@ -467,7 +493,10 @@ def hidden_beside(path: Path, ending: str) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the names of a folder's entries to the disk, after a rename for example."""
+    """Force a folder's list of entries to the disk (`fsync`), after a rename for example.
+
+    Do nothing for a folder in a bucket.
+    """
     if is_remote(folder):
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -478,7 +507,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def json_object(content: bytes, name: str) -> dict[str, Any]:
-    """Parse a JSON object that may come from a stranger.
+    """Parse a JSON object from an untrusted source, with limits on its nesting and numbers.
 
     Args:
         name: Name of the content, with which a message begins.
@@ -536,7 +565,7 @@ def _real(digits: str) -> float:
 
 
 def _constant(name: str) -> NoReturn:
-    """Refuse NaN, Infinity and -Infinity, which Python's parser would accept."""
+    """Raise ValueError for NaN, Infinity or -Infinity, which Python's JSON parser would accept."""
     raise ValueError(f"{name} is no number")
 
 

@@ -69,7 +69,8 @@ def device_room(device: Any, local_devices: int) -> int | None:
 
     Args:
         device: A `jax.Device`.
-        local_devices: Number of devices of this process. CPU devices share the host's memory.
+        local_devices: Number of devices of this process. A CPU device gets an equal part of the
+            host's free memory.
     """
     if device.platform == "cpu":
         return max(0, room().bytes) // local_devices
@@ -81,7 +82,7 @@ def device_room(device: Any, local_devices: int) -> int | None:
 
 
 def check(needed: int, purpose: str, advice: str) -> None:
-    """Raise an error if work needs more host memory than is left.
+    """Raise an error if work needs more host memory than is left, unless checks are off.
 
     Args:
         needed: Host memory that the work needs, in bytes.
@@ -101,7 +102,9 @@ def check(needed: int, purpose: str, advice: str) -> None:
 
 @contextlib.contextmanager
 def explained(advice: str) -> Iterator[None]:
-    """Turn an error about memory that ran out, while entered, into one message.
+    """Turn an exception of memory that ran out, while entered, into `OutOfMemory` with advice.
+
+    Other exceptions, and mupax's own, are raised unchanged.
 
     Args:
         advice: Sentence that says what to write instead.
@@ -120,6 +123,8 @@ def explained(advice: str) -> Iterator[None]:
 
 def check_compiler() -> None:
     """Raise an error if `ulimit -v` leaves too little address space for JAX and its compiler.
+
+    Nothing is checked without such a limit, or if `MUPAX_MEMORY_CHECK` turns checks off.
 
     Raises:
         MemoryLimitError: Less than 1.6 GiB of address space are left.
@@ -143,7 +148,10 @@ def checks() -> bool:
 
 
 def exhausted(error: BaseException) -> str | None:
-    """Return a message for an error about memory that ran out, otherwise `None`."""
+    """Return a message with the memory that is left, if an exception says that memory ran out.
+
+    The result is `None` for other exceptions, and for mupax's own, whose text is complete.
+    """
     # Errors of mupax have a complete message of their own.
     if isinstance(error, (MupaxError, MupaxFailure)):
         return None
@@ -184,7 +192,10 @@ def _machine() -> Room:
 
 
 def _ulimits() -> Iterator[Room]:
-    """Yield the memory that the limits of address space and data segment leave."""
+    """Yield the memory that `ulimit -v` and `ulimit -d` leave, less 320 MiB for threads.
+
+    Limits that are not set are left out. Without /proc nothing is yielded.
+    """
     # Both limits count memory that is allocated, used or not.
     with contextlib.suppress(OSError, KeyError, ValueError):
         used = _fields(_PROC / "self" / "status")
@@ -265,12 +276,20 @@ def _version_1(folder: Path) -> Room | None:
 
 
 def _cached(stat: dict[str, int], prefix: str) -> int:
-    """Return the bytes of cached files, which the kernel frees if memory is short."""
+    """Return the bytes of cached files, which the kernel frees if memory is short.
+
+    Args:
+        stat: Fields of a cgroup's `memory.stat`.
+        prefix: Beginning of the fields' names: "total_" for version 1, empty for version 2.
+    """
     return stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Read a file whose lines begin with a name and a number, such as /proc/meminfo."""
+    """Return the number after the name on each line of a file such as /proc/meminfo, by name.
+
+    Lines without a whole number after the name are left out.
+    """
     fields = {}
     for line in path.read_text().splitlines():
         words = line.replace(":", " ").split()

@@ -87,7 +87,9 @@ def loaded_module(name: str) -> ModuleType | None:
 
 
 def import_plugin(name: str, folder: str | None = None) -> ModuleType:
-    """Import a module of the user.
+    """Import a module of the user and return it.
+
+    The folder that was searched is appended to `sys.path`, if it is not on it, and stays there.
 
     Args:
         name: Dotted name, such as `my_optimizer` or `my_package.presets`.
@@ -138,7 +140,8 @@ def refuse_while_importing() -> None:
     """Raise an error if a plug-in is being imported. A run calls this before it starts.
 
     Raises:
-        PluginError: The text names the plug-in, whose code starts the run, and the line it lacks.
+        PluginError: A plug-in is being imported, and its code has started a run. The text names it
+            and the line that it needs: `if __name__ == "__main__":`.
     """
     if _importing:
         raise PluginError(
@@ -148,7 +151,11 @@ def refuse_while_importing() -> None:
 
 
 def digest(module: ModuleType) -> str:
-    """Return a digest of a module's source file, or of all Python files of a package."""
+    """Return a digest of a module's source file, or of all Python files of a package.
+
+    The digest is the first 16 hexadecimal digits of SHA-256 over file names and contents. Files
+    that cannot be read are left out.
+    """
     file = getattr(module, "__file__", None)
     content = hashlib.sha256()
     if not file:
@@ -180,6 +187,9 @@ def import_folder(module: ModuleType) -> str | None:
 def remember(run: str, modules: Mapping[str, str]) -> None:
     """Record in the user's folder that this account trained a run with certain plug-ins.
 
+    They are added to those that are recorded for the run already. Nothing is recorded, and no error
+    raised, if the folder cannot be written.
+
     Args:
         run: Random name of the run, letters and digits.
         modules: Name of each module to the folder that it is imported from.
@@ -196,8 +206,8 @@ def trusted(run: object) -> dict[str, str]:
     """Return the plug-ins with which this account trained a run, and the folder of each.
 
     Args:
-        run: Name of the run in its record, which may be a stranger's. A value that is no name has
-            no plug-ins.
+        run: Name of the run in its record, which may be a stranger's. The result is `{}` for a
+            value that is not a text of letters and digits, or an unknown name.
     """
     # A name with dots or slashes could lead to another file.
     if not isinstance(run, str) or not run.isalnum():
@@ -211,7 +221,7 @@ def _record_of(run: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Read the plug-ins of a run. A file that cannot be read has none."""
+    """Return the folders of a run's plug-ins by module, or `{}` if the file cannot be read."""
     try:
         content: Any = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):

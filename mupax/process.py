@@ -129,7 +129,9 @@ class VariableError(MupaxError):
 def check(
     remembered: Callable[[str, Trial], dict[str, float]], variables: Mapping[str, str] = os.environ
 ) -> None:
-    """Check the environment variables of JAX and XLA before a command computes.
+    """Raise an error if environment variables of JAX or XLA have values that cannot work.
+
+    Unusual XLA_FLAGS are tried in another process, unless jaxlib is imported already.
 
     Args:
         remembered: Function that returns the cached result of a trial, or runs the trial
@@ -157,7 +159,10 @@ def check(
 
 
 def _check_platforms(variables: Mapping[str, str]) -> None:
-    """Refuse JAX_PLATFORMS that names a platform whose plugin is not installed."""
+    """Raise VariableError if JAX_PLATFORMS names a GPU or TPU whose plugin is not installed.
+
+    TPU_LIBRARY_PATH makes the plugin of TPUs unnecessary.
+    """
     setting = variables.get("JAX_PLATFORMS", "")
     for platform in setting.split(","):
         extra = _EXTRA_OF_PLATFORM.get(platform)
@@ -172,7 +177,7 @@ def _check_platforms(variables: Mapping[str, str]) -> None:
 
 
 def _try_flags(variables: Mapping[str, str]) -> dict[str, float]:
-    """Let another process read XLA_FLAGS. Return the duration as `{"seconds": ...}`.
+    """Start another process that reads XLA_FLAGS. Return its duration as `{"seconds": ...}`.
 
     Raises:
         VariableError: XLA ended the other process.
@@ -242,7 +247,7 @@ def _settings(names: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 def _named_variable(text: str, variables: Mapping[str, str]) -> str:
-    """Return the variable that a message of JAX names, or a list of all variables of JAX."""
+    """Return the variable that a message of JAX names, or a text that lists all that are set."""
     jax_names = [name for name in variables if name.startswith("JAX_")]
     words = re.findall(r"\bjax[._]\w+", text, re.IGNORECASE)
     for word in words:
@@ -253,7 +258,7 @@ def _named_variable(text: str, variables: Mapping[str, str]) -> str:
 
 
 def open_closed_streams() -> None:
-    """Open standard streams that are closed (`>&-`), with /dev/null behind them."""
+    """Open /dev/null in place of each standard stream that is closed (`>&-`)."""
     # Python sets a closed stream to None. The next file that is opened would get its number, and
     # a library that prints would write into a checkpoint.
     for number, name in enumerate(_STREAMS):
@@ -300,7 +305,11 @@ class Interrupts:
         return None if self.received is None else 128 + self.received
 
     def listen(self) -> None:
-        """Install the handlers. Call this in the main thread. An ignored signal stays ignored."""
+        """Install handlers of SIGINT, SIGTERM and SIGHUP, and start the thread that watches them.
+
+        Call this in the main thread. A signal that the process ignores stays ignored. The hooks for
+        exceptions in threads and callbacks are replaced: after a signal, they print nothing.
+        """
         signal.set_wakeup_fd(self._pipe_writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
         for number in _SIGNALS:
@@ -318,7 +327,11 @@ class Interrupts:
     # Runs in the main thread, as soon as it executes Python again.
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt once, if the main thread is outside of JAX."""
+        """Record a signal, and raise KeyboardInterrupt unless it was raised before.
+
+        It is not raised while a frame of JAX or a similar library is on the stack. If the command
+        has returned, the process is ended instead.
+        """
         self._record(number)
         if self._is_over:
             self._leave()
@@ -327,7 +340,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def _record(self, number: int) -> None:
-        """Remember the first signal and its time."""
+        """Store the number and time of a signal, if it is the first one."""
         if self.received is None:
             self.received = number
             self._received_at = time.monotonic()
@@ -335,7 +348,7 @@ class Interrupts:
     # The watching thread runs `_watch`, which calls `_on_signal` and `_check_end`.
 
     def _watch(self) -> None:
-        """Wait for signals. After the first one, also check regularly that the process ends."""
+        """Wait for signals forever. After the first one, call `_check_end` every 0.02 seconds."""
         poll = select.poll()
         poll.register(self._pipe_reader, select.POLLIN)
         while True:
@@ -347,7 +360,11 @@ class Interrupts:
                 self._check_end()
 
     def _on_signal(self, number: int) -> None:
-        """Record a signal. End the process if the user insists with a second one."""
+        """Record a signal, or end the process if it is a second SIGINT or SIGTERM.
+
+        Two signals within 0.3 seconds count as one. Signals that this object sent itself, and those
+        with another handler, are ignored.
+        """
         if number == self.received and self._is_nudged:
             self._is_nudged = False
             return
@@ -359,7 +376,12 @@ class Interrupts:
         self._record(number)
 
     def _check_end(self) -> None:
-        """End the process if a signal takes too long, or make the main thread try again."""
+        """End the process if the time after a signal is over, otherwise send the signal again.
+
+        The main thread has 1 second to leave JAX, and then 2.5 seconds to clean up. If the command
+        has returned, the process is ended at once. The signal is sent again so that `_handle` looks
+        where the main thread is.
+        """
         assert self.received is not None
         time_s = time.monotonic()
         if self._raised_at is not None:
@@ -373,7 +395,10 @@ class Interrupts:
             signal.pthread_kill(self._main_thread, self.received)
 
     def _leave(self) -> None:
-        """Remove temporary folders, for at most `_WORDS_S` seconds, and end the process."""
+        """Remove temporary folders, for at most `_WORDS_S` seconds, and end the process.
+
+        The exit code is 128 plus the number of the signal.
+        """
         # Removal may block: the main thread may still write there, or the disk may hang.
         cleaning = threading.Thread(target=_remove_temporary_folders, daemon=True)
         cleaning.start()
@@ -381,7 +406,10 @@ class Interrupts:
         leave(128 + (self.received or signal.SIGINT))
 
     def _unless_interrupted(self, hook: Any) -> Any:
-        """Return a hook for exceptions that calls `hook` only if no signal was received."""
+        """Return a hook for exceptions that calls `hook` only if no signal was received.
+
+        After a signal, a KeyboardInterrupt that reaches the hook was lost, and is raised again.
+        """
 
         def show(report: Any) -> None:
             if self.received is None:
@@ -430,7 +458,11 @@ def _write_last_output(text: str) -> None:
 
 
 def _can_unwind(frame: FrameType | None) -> bool:
-    """Return True if an exception in this frame reaches the command, with no C++ in between."""
+    """Return True if an exception raised in this frame can reach the command.
+
+    It cannot from a `__del__`, or with a frame of JAX or a similar library on the stack, because
+    their callers in C++ drop exceptions.
+    """
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package in _NO_UNWINDING or frame.f_code.co_name == "__del__":

@@ -30,7 +30,7 @@ class Lazy(Generic[P, R]):
 
 
 class LazyRegistry(UserDict[str, Callable[P, R]]):
-    """Dict of functions by name, which imports a function when it is looked up.
+    """Dict of functions by name, which imports a function when it is first looked up.
 
     Functions that are set later are returned unchanged.
 

@@ -75,7 +75,10 @@ def columns(stream: TextIO | None = None) -> int:
 
 
 def wrapped(line: str) -> str:
-    """Wrap one line of prose between words, to the width of standard output."""
+    """Return one line of prose wrapped between words, to the width of standard output.
+
+    It is returned unchanged if standard output is a pipe or file.
+    """
     return "\n".join(_wrapped(line, columns()))
 
 
@@ -100,7 +103,8 @@ def _say(text: str, stream: TextIO) -> None:
 def command(line: str) -> str:
     """Return a command as an indented text that a user can copy and run in this folder.
 
-    In a narrow terminal the command is continued on further lines, each after a backslash.
+    In a narrow terminal the command is continued on further lines, each after a backslash. An old
+    spelling is replaced by the present one, and `mupax` by a path if the shell does not find it.
 
     Args:
         line: Command that begins with `mupax`, or an older spelling that a file recorded.
@@ -126,7 +130,10 @@ def command(line: str) -> str:
 
 
 def console() -> Console:
-    """Return a rich console for standard output. In a pipe its width is `UNBOUNDED`."""
+    """Return a rich console for standard output. In a pipe its width is `UNBOUNDED`.
+
+    It raises BrokenPipeError if nobody reads the pipe. Emoji codes are printed unchanged.
+    """
     from rich.console import Console
 
     class Piped(Console):
@@ -160,7 +167,10 @@ def typed(*words: str) -> str:
 
 
 def _reachable(line: str) -> str:
-    """Replace `mupax` at the beginning of a command by the words that start it in this folder."""
+    """Return a command with a leading `mupax` replaced by the words that start this installation.
+
+    Any other command is returned unchanged.
+    """
     program, space, arguments = line.partition(" ")
     if program != "mupax":
         return line
@@ -237,8 +247,8 @@ class EntryPoint:
         """Run the command and return its exit code.
 
         Args:
-            argv: Words of the command line. `None` takes the words of this process, and prepares
-                the process to end.
+            argv: Words of the command line. `None` reads `sys.argv`, installs signal handlers and
+                limits the time that the process may take to end (`whole_process`).
         """
         if argv is not None:
             return exit_code(self.command, argv)
@@ -253,8 +263,8 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
 def whole_process(main: Callable[[list[str]], int], interrupts: Interrupts | None = None) -> int:
     """Run the command line of this process and return its exit code.
 
-    The caller has to end the process: it is ended from here after `_EXIT_S` seconds. After a signal
-    this function does not return, but ends the process at once.
+    A timer ends the process 5 seconds after the return, if the caller has not ended it before.
+    After a signal or a closed pipe, this function ends the process itself and does not return.
 
     Args:
         main: Function of the words of the command line.
@@ -287,7 +297,10 @@ def whole_process(main: Callable[[list[str]], int], interrupts: Interrupts | Non
 
 
 def _escape_unencodable() -> None:
-    """Let standard output escape characters that its encoding lacks, as standard error does."""
+    """Make standard output print characters that its encoding lacks as backslash escapes.
+
+    Without this, printing them would raise UnicodeEncodeError.
+    """
     # A file's name may hold any bytes, and printing one must not raise.
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -298,6 +311,9 @@ def exit_code(
     main: Callable[[list[str]], int], argv: Sequence[str], interrupts: Interrupts | None = None
 ) -> int:
     """Run a command line and return its exit code. Exceptions are printed as messages.
+
+    Ctrl-C (130) and a closed pipe (141) print nothing. Output is flushed, and if that fails, an
+    exit code of 0 becomes 1 or 141.
 
     Args:
         main: Function of the words of the command line.
@@ -323,7 +339,8 @@ def exit_code(
 def _print_error(error: Exception) -> int:
     """Print the message of an exception that ended a command, and return the exit code.
 
-    An exception of an unexpected kind is a fault of mupax: it is printed with its traceback.
+    The code is 2 for bad input, including values of JAX's variables, and 1 for a failure. An
+    exception of an unexpected kind is a fault of mupax: it is printed with its traceback.
     """
     if isinstance(error, MupaxError):
         lines = f"error: {error}".splitlines()
@@ -361,7 +378,7 @@ def _print_error(error: Exception) -> int:
 
 
 def _complain(text: str) -> None:
-    """Print an error on standard error. Do nothing if standard error is closed or full."""
+    """Print an error on standard error. Ignore it if standard error is closed or full."""
     with contextlib.suppress(OSError, ValueError):
         note(text)
 
@@ -386,7 +403,10 @@ def _flushed(code: int) -> int:
 
 
 def _flush(stream: TextIO | None) -> Exception | None:
-    """Flush a stream. If that fails, redirect the stream to /dev/null and return the error."""
+    """Flush a stream. Return the error if that fails, otherwise `None`.
+
+    After an error the stream is redirected to /dev/null.
+    """
     if stream is None:
         return None
     try:
@@ -407,7 +427,7 @@ def table(
     keys: int = 1,
     indent: int = 0,
 ) -> str:
-    """Format rows as aligned columns, no wider than the terminal.
+    """Return rows as a text of aligned columns, no wider than the terminal.
 
     Columns that do not fit are printed as further blocks below, each with the key columns again. A
     cell that is too wide for a line of its own is wrapped between words. So is prose in the last
@@ -474,7 +494,7 @@ def _block_lines(
     left: Collection[str],
     line_width: int,
 ) -> list[str]:
-    """Format one block of columns. A last column that is too wide is wrapped."""
+    """Return the lines of one block of columns. A last column that is too wide is wrapped."""
     head = rows[0]
     last = block[-1]
     start = _start_of_next(block[:-1], widths)
@@ -516,7 +536,10 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def si(number: float) -> str:
-    """Return a count with three digits and the letter of its thousands, such as `124 M`."""
+    """Return a count with three digits and a letter for its power of 1000, such as `124 M`.
+
+    A count below 1000 is rounded to a whole number and has no letter.
+    """
     for letter in ("", "k", "M", "G", "T"):
         # 999.5 would be rounded to 1000.
         if abs(number) < 999.5 or letter == "T":

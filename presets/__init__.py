@@ -97,13 +97,20 @@ def get(
 
 
 class Sized(Protocol):
-    """Object that knows the sizes to scale, such as `mupax.zoo.get("gpt2")`."""
+    """Object whose `base_sizes()` returns a size for each logical axis.
+
+    `mupax.zoo.get("gpt2")` is an example.
+    """
 
     def base_sizes(self) -> dict[str, int]: ...
 
 
 def _measured(path: str, constants: list[str], zero_readout: bool) -> Preset:
-    """Return the preset of a file of measured scales, which has no settings of its own."""
+    """Load a file of measured scales and return its preset.
+
+    Raises:
+        PresetError: A constant or `zero_readout` is set. A file of measured scales takes neither.
+    """
     # Imported late: most presets are tables and read no file.
     from mupax.presets.tuned import measured
 
@@ -118,10 +125,12 @@ def _measured(path: str, constants: list[str], zero_readout: bool) -> Preset:
 
 
 def _sizes(base: Mapping[str, int] | Sized | str | None) -> dict[str, int] | None:
-    """Return the base's sizes by axis.
+    """Return the base's sizes by axis, or `None` without a base.
+
+    A text is parsed, and an object with a method `base_sizes()` is asked for its sizes.
 
     Raises:
-        PresetError: The base is something else, or an axis or size cannot be used.
+        PresetError: The base is of another type, an axis is not in `AXES`, or a size is below 1.
     """
     if base is None:
         return None
@@ -154,7 +163,11 @@ def _sizes(base: Mapping[str, int] | Sized | str | None) -> dict[str, int] | Non
 
 
 def _parsed_sizes(text: str) -> dict[str, int]:
-    """Return the sizes of a text such as "embed=64,layers=2"."""
+    """Parse a text such as "embed=64,layers=2" into sizes by axis. Axis names are not checked.
+
+    Raises:
+        PresetError: A part of the text is not AXIS=INTEGER.
+    """
     sizes = {}
     for part in text.split(","):
         axis, equals, size = part.partition("=")

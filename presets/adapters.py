@@ -31,7 +31,7 @@ from mupax.presets.rule import ONE, Power, Rule, product
 
 
 def pair(matrix: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
-    """Return the declarations of A and B for a matrix of a residual block."""
+    """Return the declarations of the two adapter matrices A and B that are added to `matrix`."""
     a = ParamSpec(
         role=Role.LORA_A,
         axes=(*matrix.copies, *matrix.fan_in, RANK),
@@ -50,7 +50,9 @@ def pair(matrix: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
 
 
 def row(rule: Callable[[ParamSpec], Rule], spec: ParamSpec) -> Rule:
-    """Return the row of an adapter matrix.
+    """Return the row of an adapter matrix, derived from the row of the matrix that it adapts.
+
+    The row has no Muon column: adapters are on Adam.
 
     Args:
         rule: Function from a declaration to its row in the preset's table.
@@ -78,7 +80,7 @@ def row(rule: Callable[[ParamSpec], Rule], spec: ParamSpec) -> Rule:
 
 
 def _on_adam(rule: Rule) -> Rule:
-    """Return the row without what applies only to full matrices: Muon, mean-field and constants."""
+    """Return the row without a Muon column, mean-field factor or constant on the initial std."""
     return dataclasses.replace(rule, muon=None, mean_field=ONE, init_constant=1.0)
 
 

@@ -90,10 +90,13 @@ def read(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]
 
 
 def _number(name: str, value: Any) -> float:
-    """Return the number of one group's constant.
+    """Check the name and value of one group's constant and return the value as a float.
+
+    A factor is from 1e-30 to 1e30, or 0 for `decays` and `stds`. An exponent ("COLUMN.GROUP^AXIS")
+    is any finite number.
 
     Raises:
-        PresetError: Column, group, axis or number cannot be used.
+        PresetError: The column, group or axis is unknown, or the value is out of range.
     """
     column, group, axis = parts(name)
     if column not in COLUMNS:
@@ -128,7 +131,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _float_or_nan(value: Any) -> float:
-    """Return the value as a float, or nan if the value is no number."""
+    """Return the value as a float, or nan if it is a bool or cannot be converted."""
     # float(True) would be 1.
     if isinstance(value, bool):
         return math.nan
@@ -140,6 +143,9 @@ def _float_or_nan(value: Any) -> float:
 
 def means_something(constant: str, specs: Iterable[ParamSpec]) -> bool:
     """Return whether a group's constant would change anything in a model.
+
+    The result is false if the model lacks the group, or if the group has no value of its own in
+    that column. The value of the constant is not looked at.
 
     Args:
         constant: Name of the constant, such as `rates.readout`.
@@ -154,7 +160,7 @@ def means_something(constant: str, specs: Iterable[ParamSpec]) -> bool:
 
 
 def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: str) -> None:
-    """Refuse constants that change nothing in a model.
+    """Raise an error for constants of parameter groups that change nothing in a model.
 
     Args:
         constants: Factors by name, `COLUMN.GROUP`.
@@ -204,7 +210,7 @@ def _reason_without_effect(column: str, spec: ParamSpec, preset: str) -> str | N
 
 
 def _nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return a question that suggests the most similar candidate."""
+    """Return "did you mean ...?" with the most similar candidate, however different it is."""
     # A cutoff of 0 always gives a candidate.
     matches = difflib.get_close_matches(name, [*candidates], n=1, cutoff=0)
     return f"did you mean {matches[0]!r}?"

@@ -85,6 +85,8 @@ class JointRule:
     def cautions(self, ratios: Mapping[str, float]) -> list[str]:
         """Return one sentence for each ratio that is outside of the tested range.
 
+        Without a known range (`limits`) every ratio but 1 counts as outside.
+
         Args:
             ratios: `batch` and `tokens` of the run, divided by the base's.
         """
@@ -121,7 +123,10 @@ class JointRule:
 
     @property
     def of_adam_part(self) -> JointRule:
-        """Rule of Muon for the parameters that it leaves to Adam, as a rule of Adam."""
+        """Copy of this Muon rule for the parameters that Muon leaves to Adam.
+
+        `adam_lr` becomes its `lr`, and its only family is "adam".
+        """
         return dataclasses.replace(
             self,
             name=f"Adam part of {self.name}",

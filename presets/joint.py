@@ -37,6 +37,8 @@ _LABELS = {
 def of(name: str, optimizer: str) -> JointRule:
     """Return the joint rule of this name, if the rule can be applied to the optimizer.
 
+    The rule "none" is returned for every optimizer, also for an unknown one.
+
     Args:
         name: Key of `horizon.RULES`.
         optimizer: Key of `OPTIMIZERS`.
@@ -86,7 +88,8 @@ def scaled(
             weight_decay * w.
 
     Returns:
-        All entries of `numbers`. They are exactly `numbers` if every ratio is 1.
+        All entries of `numbers`, and the `adam_lr` of a rule that has one. They are exactly
+        `numbers` if every ratio is 1. Step counts are rounded; those above 0 stay at least 1.
 
     Raises:
         PresetError: No applicable rule has the name, the rule is not for the optimizer, or a beta
@@ -124,7 +127,11 @@ def scaled(
 def _scaled_beta(
     name: str, ratios: Mapping[str, float], setting: str, beta: float, factor: float
 ) -> float:
-    """Return a beta whose distance from 1 is multiplied by `factor`."""
+    """Return a beta whose distance from 1 is multiplied by `factor`.
+
+    Raises:
+        PresetError: The new beta is outside (0, 1).
+    """
     new_beta = 1 - factor * (1 - beta)
     if 0 < new_beta < 1:
         return new_beta
@@ -139,7 +146,8 @@ def _scaled_beta(
 def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: float) -> list[str]:
     """Return reasons not to apply a rule at some ratios, one sentence each.
 
-    A rule that cannot be applied and the rule "none" have no doubts.
+    The reasons are ratios outside the tested range and a beta that would leave (0, 1). The list is
+    empty for the rule "none" and for a rule that `--joint` does not accept.
 
     Args:
         ratios: `batch` and `tokens` of the run, divided by the base's.
@@ -230,7 +238,10 @@ def path(
     decay: str = "coupled",
     noise_scale: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return one row per doubling from the base to the run, first of the batch, then of tokens.
+    """Return the settings that a rule gives on a path from the base to the run.
+
+    The path has one row per doubling or halving, first of the batch, then of tokens. The first row
+    is the base and the last is the run.
 
     Args:
         batch: Examples per step at the base and in the run.
@@ -295,7 +306,10 @@ def path(
 
 
 def _doublings(start: float, stop: float) -> list[float]:
-    """Return the numbers from `start` to `stop` by doubling or halving."""
+    """Return the numbers from `start` to `stop`, each twice or half the one before.
+
+    The last number is `stop`, so the last step may be smaller.
+    """
     # The tolerance keeps an exact power of two from being rounded up to one more doubling.
     count = math.ceil(abs(math.log2(stop / start)) - 1e-9)
     numbers = []

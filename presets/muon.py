@@ -74,11 +74,15 @@ class MuonRule:
 
     @property
     def changes_steps(self) -> bool:
-        """True if the compiled step differs from the default one, not only its numbers."""
+        """True if Muon's compiled step differs from the default: measured norms, or blocks."""
         return self.scale == "measured" or self.blocks != "matrix"
 
     def block_axes(self, spec: ParamSpec) -> tuple[str, ...]:
-        """Return the axes of a hidden matrix along which the number of blocks grows."""
+        """Return the axes of a hidden matrix that are cut into blocks, empty for a single block.
+
+        Under "tiles" they are all axes of inputs and outputs. Under "heads" they are the axes of
+        heads, and only attention's matrices have them.
+        """
         if self.blocks == "tiles":
             return (*spec.fan_in, *spec.fan_out)
         if self.blocks == "matrix" or spec.role not in _ATTENTION:
@@ -86,19 +90,28 @@ class MuonRule:
         return tuple(axis for axis in (*spec.fan_in, *spec.fan_out) if axis in _HEADS)
 
     def coherence(self, spec: ParamSpec) -> Power:
-        """Return the spectral norm of a step of learning rate 1 whose blocks all agree."""
+        """Return the spectral norm of a step of learning rate 1 whose blocks all agree.
+
+        It is the root of the number of blocks, relative to the base. It is 1 if steps are divided
+        by their measured norm.
+        """
         if self.scale == "measured":
             return ONE
         return product(self.block_axes(spec)) ** 0.5
 
     def lr(self, spec: ParamSpec) -> Power:
-        """Return the factor of the blocks on the learning rate."""
+        """Return the factor on the learning rate that makes up for separate blocks.
+
+        It is 1 / `coherence`, or 1 for "heads-unscaled".
+        """
         if self.blocks == "heads-unscaled":
             return ONE
         return ONE / self.coherence(spec)
 
     def base_lr(self, spec: ParamSpec, base_size: Callable[[str], int]) -> float:
         """Return the learning rate of a hidden matrix at the base, relative to the peak.
+
+        It differs from 1 only with the scale "rms" or the shape "absolute".
 
         Args:
             base_size: Function that returns the base size of an axis.
@@ -128,6 +141,8 @@ class MuonRule:
         self, spec: ParamSpec, sizes: Mapping[str, int], base_size: Callable[[str], int]
     ) -> tuple[int, ...] | None:
         """Return the size of a block along each axis of a matrix, or `None` for the whole matrix.
+
+        Axes that count separate matrices, such as layers, have size 1.
 
         Args:
             sizes: Size of every logical axis of the model.

@@ -126,7 +126,7 @@ WITHOUT_RULES = {"shampoo": _UNVERIFIED, "soap": _UNVERIFIED}
 
 
 def refused(name: str) -> str:
-    """Return an unknown optimizer's name for a message, with the reason if there is one."""
+    """Return an unknown optimizer's name in quotes, and its reason in `WITHOUT_RULES`, if any."""
     reason = WITHOUT_RULES.get(name.lower())
     if reason is None:
         return repr(name)

@@ -88,6 +88,8 @@ class Preset:
     def row(self, spec: ParamSpec) -> Rule:
         """Return the parameter's rule in this preset's form, with the constants of its group.
 
+        The rule is computed once per declaration and cached.
+
         Raises:
             PresetError: The form is plain and the readout is tied: it has no std of its own to
                 carry the scale. Or the form is table-9 and the source has no rule for SGD.
@@ -101,7 +103,7 @@ class Preset:
 
     @functools.cached_property
     def _rows(self) -> dict[ParamSpec, Rule]:
-        """Rows that were computed before, by declaration. Theory asks for each row ten times."""
+        """Cache of `row`: rows by declaration, empty at first."""
         return {}
 
     def _table(self, spec: ParamSpec) -> Rule:
@@ -114,7 +116,13 @@ class Preset:
         return self.rule(spec)
 
     def _native_row(self, spec: ParamSpec) -> Rule:
-        """Return the parameter's rule in the native form, for its own stack and shared axes."""
+        """Return the parameter's rule in the native form, without the constants of its group.
+
+        An encoder's rule has the axis `encoder_layers` in place of `layers`. The gradient of a
+        parameter with `spec.shared` is a sum over these axes, so SGD's learning rate is divided by
+        their product and eps multiplied, unless `by_gradients` is false. A router's bias gets a
+        constant rule without decay, because expert loads update it.
+        """
         if spec.moved_by_loads:
             # A router's bias moves by the loads of experts, which have the order of no size.
             return Rule(decays=False)
@@ -131,7 +139,14 @@ class Preset:
         return rule
 
     def _in_form(self, rule: Rule, spec: ParamSpec) -> Rule:
-        """Return a rule of the native form in the preset's form."""
+        """Return a rule of the native form in the preset's form.
+
+        The rule of a router's bias is returned unchanged.
+
+        Raises:
+            PresetError: The readout is tied and the form is "plain", or the form is "table-9" and
+                the preset has no rule for SGD.
+        """
         if spec.moved_by_loads or self.form is None or self.form == self.native_form:
             return rule
         if self.form == "table-9" and "sgd" in self.no_rule:
@@ -192,7 +207,9 @@ class Preset:
     def grows_evenly(self, sizes: Mapping[str, int]) -> bool:
         """Return whether embed, mlp and either the heads or head_dim grow by one ratio.
 
-        The rules are derived for these two limits: more heads, or larger heads.
+        The rules are derived for these two limits: more heads (query and key-value heads alike) at
+        a fixed head_dim, or larger heads at a fixed number. `mlp` is not compared if the model has
+        experts and no MLP.
         """
         ratios = self.ratios(sizes)
         width = ratios.get("embed", 1)
@@ -273,8 +290,9 @@ class Preset:
         """Return the multiplier and initial std of a parameter at base size.
 
         Matrices start with std fan_in^-1/2, embeddings and gains with 1, biases and `LORA_B` with
-        0. Patch embeddings have std 1 and the multiplier D_in^-1/2. The source's constant and a
-        gain's own start multiply the std.
+        0. Patch embeddings have std 1 and the multiplier D_in^-1/2, and a tied readout likewise
+        with its fan-in. A readout of its own starts at 0 under `zero_readout`. The source's
+        constant and a gain's own start multiply the std.
 
         Args:
             sizes: Size of every logical axis of the model. It is read only for axes that the base
@@ -300,12 +318,14 @@ class Preset:
     def matrix_steps(
         self, specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], optimizer: str
     ) -> MatrixSteps:
-        """Return what Muon does with each matrix besides orthogonalizing the whole of it.
+        """Return the blocks that Muon orthogonalizes apart, and if it divides by measured norms.
+
+        The result is `WHOLE_MATRICES`, Muon's default, for an optimizer of another family.
 
         Args:
-            specs: Declarations by parameter name, which are the names of the result.
+            specs: Declarations by parameter name. `MatrixSteps.blocks` has the same names.
             sizes: Size of every logical axis of the model.
-            optimizer: Name in `Preset.optimizers`. Those of other families have no such steps.
+            optimizer: Name in `Preset.optimizers`.
 
         Raises:
             PresetError: A matrix is not made of whole tiles, or the preset has no base to take
@@ -394,7 +414,7 @@ class Preset:
     # Variants.
 
     def with_logits(self, logits: Power) -> Preset:
-        """Return the same table with another scale of attention logits."""
+        """Return a copy of the preset with another scale of attention logits (`logit_scale`)."""
         # `replace` starts with an empty `_rows`, which is no field.
         preset = dataclasses.replace(self, logits=logits)
         # No row depends on this scale, so the computed rows stay valid.

@@ -204,7 +204,7 @@ class ParamSpec:
         self._check_fields_of_role()
 
     def _check_axes(self) -> None:
-        """Raise `PresetError` if axes are unknown, repeated or inconsistent."""
+        """Raise `PresetError` if axes are unknown, repeated, or do not fit `fan_in` or `shared`."""
         role = self.role.value
         for field in ("axes", "fan_in", "shared"):
             axes = getattr(self, field)
@@ -234,7 +234,7 @@ class ParamSpec:
                 )
 
     def _check_fields_of_role(self) -> None:
-        """Raise `PresetError` if a field does not apply to the role."""
+        """Raise `PresetError` if a field does not apply to the role, or the role lacks one."""
         role = self.role.value
         if self.of is not None and self.role not in VECTORS:
             raise PresetError(
@@ -276,7 +276,7 @@ class ParamSpec:
 
     @property
     def blocks(self) -> str:
-        """Axis that counts the blocks of the parameter's stack."""
+        """Axis that counts the blocks of the parameter's stack: "encoder_layers" or "layers"."""
         # Cross-attention is in the decoder's blocks and counts with them.
         if self.part == "encoder":
             return ENCODER.axis
@@ -284,7 +284,7 @@ class ParamSpec:
 
     @property
     def bias(self) -> ParamSpec:
-        """Declaration of this matrix's bias, which has one entry per output."""
+        """Declaration of this matrix's bias: one entry per output of every copy (`copies`)."""
         axes = (*self.copies, *self.fan_out)
         return dataclasses.replace(
             self, role=Role.BIAS, axes=axes, fan_in=(), of=self.role, tied=False
@@ -292,7 +292,7 @@ class ParamSpec:
 
     @property
     def gain(self) -> ParamSpec:
-        """Declaration of a gain on this matrix's outputs, which has one entry per output."""
+        """Declaration of a gain on this matrix's outputs, with the axes of its bias."""
         return dataclasses.replace(self.bias, role=Role.NORM_GAIN)
 
     @property
@@ -390,7 +390,8 @@ EXPERT_MATRICES = {
 def with_value_dim(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
     """Return the declarations for attention whose values have their own size, `value_dim`.
 
-    Declarations of matrices outside attention are unchanged.
+    Queries and keys get `value_dim=True`. In values and attention outputs the axis `value_dim`
+    replaces `head_dim`. Declarations of other parameters are unchanged.
 
     Args:
         specs: Declarations by any names, which are kept.
@@ -411,7 +412,7 @@ def with_value_dim(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
 def of_encoder(spec: ParamSpec) -> ParamSpec:
     """Return the declaration for a parameter of an encoder-decoder's encoder.
 
-    The layers and positions of the encoder have axes of their own.
+    The axes "encoder_layers" and "source" replace "layers" and "position".
     """
     axes = _renamed(spec.axes, {OWN.axis: ENCODER.axis, "position": "source"})
     return dataclasses.replace(spec, part="encoder", axes=axes)
@@ -420,7 +421,8 @@ def of_encoder(spec: ParamSpec) -> ParamSpec:
 def of_cross(spec: ParamSpec) -> ParamSpec:
     """Return the declaration for a parameter of a decoder's attention to the encoder's output.
 
-    Keys and values read the encoder's residual stream, whose axis is "memory".
+    The part is "cross". In keys and values the axis "memory", the encoder's residual stream,
+    replaces "embed".
     """
     # Queries and outputs are of the decoder's own stream.
     if spec.role not in (Role.KEY, Role.VALUE):

@@ -210,7 +210,11 @@ def _renamed(exponents: Exponents, axis_name: str, new_name: str) -> Exponents:
 
 
 def _ratio(axis_name: str, ratios: Mapping[str, float]) -> float:
-    """Return one axis' ratio of size to base size, or refuse with a message."""
+    """Return one axis' ratio of size to base size.
+
+    Raises:
+        PresetError: `ratios` lacks the axis.
+    """
     if axis_name not in ratios:
         raise PresetError(
             f"the rule needs the size of axis {axis_name!r}; the sizes given are {dict(ratios)}"
@@ -257,10 +261,10 @@ def product(axis_names: Iterable[str]) -> Power:
 
 
 def at_most_one(power: Power) -> Power:
-    """Return the law min(1, x), where x is a product of sizes with the exponents of `power`.
+    """Return the law min(1, x), divided by its value at base size.
 
-    The sizes are absolute, so the clip sets in where x crosses 1, whatever the base. The result is
-    1 at base size. The coefficient and the clips of `power` are left out.
+    x is a product of absolute sizes with the exponents of `power`, so the clip sets in where x
+    crosses 1, whatever the base. The coefficient and the clips of `power` are left out.
     """
     return Power(1.0, (), ((power.exponents, 1.0),))
 
@@ -330,7 +334,10 @@ class Rule:
     mean_field: Power = ONE
 
     def lr(self, family: Family) -> Power:
-        """Return the learning rate column of an optimizer family."""
+        """Return the learning rate column of an optimizer family.
+
+        Lion has Adam's column. So does Muon, for a parameter that Muon leaves to Adam.
+        """
         # Lion takes the sign of a momentum: entries of its steps are of the same order as Adam's.
         muon = self.muon
         if muon is None:
@@ -339,7 +346,10 @@ class Rule:
         return columns[family]
 
     def eps_of(self, family: Family) -> Power:
-        """Return the eps column, or 1 for an optimizer whose eps does not scale."""
+        """Return the eps column of an optimizer family.
+
+        It is 1 for SGD, Lion and the matrices of Muon, whose eps does not scale.
+        """
         left_to_adam = family == "muon" and self.muon is None
         if family == "adam" or left_to_adam:
             return self.eps
@@ -403,6 +413,8 @@ class Rule:
     def with_constants(self, spec: ParamSpec, constants: Mapping[str, float]) -> Rule:
         """Return the rule with the constants of the parameter's group multiplied in.
 
+        A `decays` constant of 0 turns weight decay off.
+
         Args:
             constants: Values by name, such as "rates.readout" (`mupax.presets.constants`).
         """
@@ -428,6 +440,8 @@ class Rule:
         self, ratios: Mapping[str, float], base: Mapping[str, float], family: Family, decay: Decay
     ) -> Scales:
         """Evaluate every column at a size, relative to the base.
+
+        The weight decay is 0 if it does not apply to the parameter (`decays`).
 
         Args:
             ratios: Size divided by base size, by axis.
@@ -478,7 +492,8 @@ def parts(constant_name: str) -> tuple[str, str, str]:
 def names(spec: ParamSpec) -> set[str]:
     """Return the group names by which constants refer to a parameter.
 
-    A matrix or embedding can also be named by its role alone: "query" for "block.query".
+    A matrix or embedding can also be named by its role alone: "query" for "block.query". Every
+    parameter has the name "all", and a tied readout also "tied_readout".
     """
     if spec.tied:
         return {spec.group, TIED, EVERY}

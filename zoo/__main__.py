@@ -10,7 +10,9 @@ from mupax.commands import dispatch
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
-    """Run a command of the zoo and return its exit code.
+    """Run `mupax models`, `import` or `export` by its old spelling, and return its exit code.
+
+    The present spelling is printed on standard error.
 
     Args:
         argv: Words after `python -m zoo`, such as ["models"].

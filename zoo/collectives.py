@@ -15,7 +15,7 @@ from mupax.zoo.partition import ONE_DEVICE, Layout
 
 
 def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
-    """Gather an array along a dimension that mesh axes split. Call inside `shard_map`.
+    """Return an array gathered along a dimension that mesh axes split. Call inside `shard_map`.
 
     Args:
         x: Part of the array on this device, whose dimensions are otherwise those of the array.
@@ -34,8 +34,8 @@ def reduce_scatter(
 ) -> jax.Array:
     """Sum an array over mesh axes, and return this device's part of the sum.
 
-    This is the inverse of `all_gather`. With `Layout.gradient_dtype`, summands are rounded to that
-    type (`Layout.exchange`). Call inside `shard_map`.
+    This is the transpose of `all_gather`. With `Layout.gradient_dtype`, summands are rounded to
+    that type (`Layout.exchange`). Call inside `shard_map`.
 
     Args:
         x: Summand of this device, of full size along the dimension.

@@ -121,8 +121,8 @@ def normals(
     """Draw the standard normal numbers of all parameters in one loop, float32 by name.
 
     The numbers equal those that `initial_value` draws from the same keys, bit for bit. Gains and
-    biases need none. The result is empty if JAX does not use its default generator, Threefry with
-    independent bits for every position.
+    biases, which are not random, are left out. The result is empty if JAX does not use its default
+    generator, Threefry with independent bits for every position (`jax_threefry_partitionable`).
 
     Args:
         keys: Random keys by parameter name, each [].
@@ -235,10 +235,11 @@ class Init:
         return Init(self._config, self._rngs, f"{self._prefix}{name}.")
 
     def param(self, name: str) -> nnx.Param:
-        """Make a declared parameter with its initial value without a preset.
+        """Make the declared parameter of this name, with the initial value used without a preset.
 
-        A matrix has standard deviation fan_in^-1/2, an embedding 1. Gains start at `spec.start`
-        and biases at 0.
+        A matrix has standard deviation fan_in^-1/2, an embedding 1. Gains start at `spec.start`,
+        biases and the second matrix of an adapter (LoRA) at 0. Without `rngs`, the parameter holds
+        a shape.
         """
         spec = self._specs[self._prefix + name]
         shape = tuple(self._sizes[axis] for axis in spec.axes)
@@ -263,7 +264,10 @@ class Init:
         return self.param(name)
 
     def factor(self, name: str) -> Factor:
-        """Make a declared factor with its value without a preset."""
+        """Make the declared factor of this name, with the value that it has without a preset.
+
+        Without `rngs`, the factor holds a shape.
+        """
         spec = self._config.factors()[self._prefix + name]
         if self._rngs is None:
             value = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
@@ -292,7 +296,7 @@ class ScaledParam(NamedTuple):
 
 
 def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Multiply every parameter by its multiplier, in the parameter's dtype.
+    """Return every parameter times its multiplier, in the parameter's dtype.
 
     Args:
         params: Arrays by name as they are stored, without multipliers.
@@ -384,7 +388,7 @@ class Definition:
         *inputs: jax.Array,
         layout: Layout = ONE_DEVICE,
     ) -> Any:
-        """Return `model(params, multipliers, factors, layout=layout)(*inputs)`: float32 logits.
+        """Bind the module as `model` does and call it. Return its result, such as float32 logits.
 
         Args:
             params: Arrays by name as they are stored, without multipliers.
@@ -469,7 +473,11 @@ def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = 
 def _definition_of(module: nnx.Module, sizes: Mapping[str, int]) -> Definition:
     """Split a module, whose leaves are shapes, into a `Definition`.
 
-    `sizes` are sizes of logical axes that are known already.
+    Args:
+        sizes: Sizes of logical axes that are known already. Arrays are checked against them.
+
+    Raises:
+        PresetError: For the reasons that `define` lists.
     """
     graph, state = nnx.split(module)
     specs: dict[str, ParamSpec] = {}

@@ -183,7 +183,10 @@ class ModelConfig(abc.ABC):
         """Return the sizes that a parameterization takes to infinity, by logical axis."""
 
     def finite_sizes(self) -> dict[str, int]:
-        """Return sizes that a parameterization keeps fixed, without those of inputs and outputs."""
+        """Return sizes that a parameterization keeps fixed, by logical axis. None by default.
+
+        Sizes of inputs and outputs, which are fixed too, are not among them.
+        """
         return {}
 
     @abc.abstractmethod
@@ -192,7 +195,11 @@ class ModelConfig(abc.ABC):
 
     @abc.abstractmethod
     def example(self) -> dict[str, ArraySpec]:
-        """Return the arrays of one example: `inputs`, `targets` and the targets' `weights`."""
+        """Return shape and dtype of each array of one example, without the batch dimension.
+
+        The keys are `inputs`, `targets` and `weights` (of the targets), and further inputs if the
+        model has them.
+        """
 
     @property
     @abc.abstractmethod
@@ -200,7 +207,11 @@ class ModelConfig(abc.ABC):
         """Description of the model's input in a few words."""
 
     def factors(self) -> dict[str, FactorSpec]:
-        """Return every number that the forward pass multiplies by, by its path in the module."""
+        """Return the declarations of constant factors in the forward pass, by path in the module.
+
+        A preset sets their values, such as the scale of attention logits. There are none by
+        default.
+        """
         return {}
 
     def applications(self, spec: ParamSpec) -> float:
@@ -211,7 +222,10 @@ class ModelConfig(abc.ABC):
         return self.sizes()["position"] // self.units
 
     def attention_flops(self) -> float:
-        """Return the FLOPs per unit of matrix products without a parameter."""
+        """Return the FLOPs per token or image of matrix products without a parameter.
+
+        It is 0 by default. In transformers these are the two products of attention.
+        """
         return 0.0
 
     def splitting_hint(self, num_shards: int) -> tuple[str, str]:
@@ -239,7 +253,7 @@ class ModelConfig(abc.ABC):
 
     @property
     def absorbs_logit_scale(self) -> bool:
-        """True if some parameter can absorb a factor on the attention logits."""
+        """True if some parameter can absorb a factor on the attention logits, as by default."""
         return True
 
     @property

@@ -36,11 +36,13 @@ def _is_valid(value: Any, kind: type) -> bool:
 
 
 class Fields:
-    """Fields of a config, read by name and checked.
+    """Fields of an untrusted config.json, read by name and checked.
 
-    Fields are named by their keys in config.json. A field that is missing or null has its default,
-    and every value must have the default's type. Every method raises ConfigError for a value that
-    is not allowed.
+    A field that is missing or null has its default, and every value must have the default's type.
+    Every method raises ConfigError for a value that is not allowed.
+
+    Args:
+        fields: Parsed content of config.json. Its values may be of any type.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -50,7 +52,7 @@ class Fields:
         """Return the value of a field, converted to the type of its default.
 
         Args:
-                default: Value of a missing or null field. Its type limits the field's values: an int
+            default: Value of a missing or null field. Its type limits the field's values: an int
                 is from 1 to 2^31 - 1, a float above 0 and at most 1e30.
         """
         value = self.fields.get(name)
@@ -62,10 +64,10 @@ class Fields:
         return kind(value)
 
     def optional(self, name: str, default: T | None) -> T | None:
-        """Return the value of a field that may be null, which means `None`.
+        """Return the value of a field, or `None` if config.json has null for it.
 
         Args:
-                default: Value of a missing field. With `None`, the field's value is a whole number.
+            default: Value of a missing field. If it is `None`, the field must be a whole number.
         """
         if name not in self.fields:
             return default
@@ -77,7 +79,7 @@ class Fields:
         """Return the side of a square, which may be one number or a list of two equal numbers.
 
         Args:
-                default: Value of a missing or null field.
+            default: Value of a missing or null field.
         """
         value = self.fields.get(name)
         if not isinstance(value, list):
@@ -89,10 +91,10 @@ class Fields:
         return Fields({name: value[0]}).read(name, default)
 
     def choice(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
-        """Look up the text of a field in a mapping.
+        """Return the value that a mapping has for the text of a field.
 
         Args:
-                default: Text of a missing or null field.
+            default: Text of a missing or null field.
             choices: Result by allowed text. `default` is one of the texts.
         """
         value = self.read(name, default)
@@ -106,7 +108,7 @@ class Fields:
         """Raise ConfigError if a switch turns on a feature that our models do not have.
 
         Args:
-                plain: Value without the feature, and default of a missing or null field.
+            plain: Value without the feature, and default of a missing or null field.
             feature: Name of the feature, for the message.
         """
         if self.read(name, plain) is not plain:

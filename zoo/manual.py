@@ -33,7 +33,7 @@ def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
 
     The result is `None` if the devices of the batch split no parameter, if devices split anything
     besides examples (such as positions or heads), or if the module lacks the field `layout` or the
-    method `readout_inputs`.
+    method `readout_inputs`. A module with the deprecated attribute `gathers` in their place warns.
 
     Args:
         layout: Layout outside of `shard_map`.
@@ -92,7 +92,13 @@ class ManualFsdpLayout(Layout):
         return self.outer.mesh_axes(axis)
 
     def partition(self, axes: Axes) -> Splits:
-        """Return the mesh axes of the batch that split each dimension of a parameter."""
+        """Return the mesh axes that split each dimension of a parameter.
+
+        A dimension that is not split, also because its size is not divisible, has `()`.
+
+        Args:
+            axes: Logical axis of every dimension, as in `sharding`.
+        """
         shape = tuple(self.sizes[axis or ""] for axis in axes)
         splits = []
         for names in self.outer.sharding(axes, shape).spec:
@@ -103,7 +109,7 @@ class ManualFsdpLayout(Layout):
         return tuple(splits)
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """Return the result of `partition` as a spec for `shard_map`."""
+        """Return the mesh axes that `partition` returns for a parameter, as a `PartitionSpec`."""
         return PartitionSpec(*(names or None for names in self.partition(axes)))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
@@ -118,7 +124,7 @@ class ManualFsdpLayout(Layout):
         return jax.lax.pmean(x, self.batch)
 
     def gather(self, w: jax.Array, axes: Axes, copies: tuple[str, ...] = ()) -> jax.Array:
-        """Gather a parameter.
+        """Return a parameter of full size, gathered from the devices that split it.
 
         Its gradient is summed over the batch's devices, and split like the parameter.
 
@@ -140,9 +146,10 @@ class ManualFsdpLayout(Layout):
         return _gather(self, tuple(splits), summed, w)
 
     def layer(self, state: Any, dtype: Any) -> Any:
-        """Multiply the matrices of one layer by their multipliers and gather them.
+        """Return the state of one layer with its matrices multiplied, cast and gathered.
 
-        Vectors were gathered before (`gather_outside_layers`).
+        A matrix is multiplied by its multiplier first, if it is a `ScaledParam`. Vectors are not
+        changed, because `gather_outside_layers` gathered them.
 
         Args:
             state: `nnx.State` of the layer, whose arrays are this device's parts.
@@ -180,7 +187,11 @@ class ManualFsdpLayout(Layout):
 
     @staticmethod
     def policy(primitive: Any, *_: Any, **__: Any) -> bool:
-        """Return False for gathered matrices, so that no layer's are kept for the backward pass."""
+        """Return whether `jax.checkpoint` keeps the result of a primitive for the backward pass.
+
+        It is False for gathers, reshapes and transposes, so that no layer's gathered matrices are
+        kept, and True for everything else.
+        """
         return primitive.name not in ("all_gather", "reshape", "transpose")
 
     def lookup(self, table: jax.Array, index: jax.Array, axes: Axes) -> jax.Array:
@@ -254,7 +265,7 @@ class ManualFsdpLayout(Layout):
 def _gather_primal(
     layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array
 ) -> jax.Array:
-    """Gather every dimension of w over the mesh axes in `splits`."""
+    """Return w with every dimension gathered over its mesh axes in `splits`."""
     del layout, batch  # Only the gradient needs them.
     for dimension, names in enumerate(splits):
         w = all_gather(w, names, dimension)

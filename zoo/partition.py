@@ -70,7 +70,7 @@ class Layout:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """Mesh of devices."""
+        """Mesh of devices. Without one in the constructor, only the default backend's first one."""
         return Mesh(np.array(jax.devices()[:1]), "data")
 
     @functools.cached_property
@@ -118,7 +118,9 @@ class Layout:
         return NamedSharding(self.mesh, self._spec(axes, shape))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """Constrain the sharding of an array in a function that is being compiled.
+        """Return the array with its sharding constrained, in a function that is being compiled.
+
+        On one device, and under manual FSDP, x is returned unchanged.
 
         Args:
             x: Array in global view, with the shape over all devices.
@@ -167,15 +169,17 @@ class Layout:
     # parts, overrides them with collectives.
 
     def mean(self, x: jax.Array) -> jax.Array:
-        """Return the mean of x over the devices that split examples.
+        """Return x unchanged, because it covers the examples of all devices.
 
-        That is x itself, except inside of `manual.ManualFsdpLayout`, where x is of this device's
-        examples alone.
+        `manual.ManualFsdpLayout`, in which x covers this device's examples only, returns the mean
+        over the devices that split examples.
         """
         return x
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """Return a parameter as a product takes it, gathered under manual FSDP.
+        """Return a parameter with all of its entries.
+
+        It is w itself here. `manual.ManualFsdpLayout` gathers it from all devices.
 
         Args:
             w: Parameter as it is stored. Under manual FSDP it is this device's part.
@@ -185,7 +189,9 @@ class Layout:
         return w
 
     def layer(self, state: Any, dtype: Any) -> Any:
-        """Return the state of one layer with its matrices gathered under manual FSDP.
+        """Return the state of one layer unchanged.
+
+        `manual.ManualFsdpLayout` multiplies its matrices by their multipliers and gathers them.
 
         Args:
             state: `nnx.State` of the layer.
@@ -195,9 +201,13 @@ class Layout:
         return state
 
     def by_layer(self, spec: Any) -> bool:
-        """Return True if a stacked parameter is read through `layer` only.
+        """Return False: no parameter is read through `layer` only.
 
-        Its multiplier can then be applied there, one layer at a time.
+        `manual.ManualFsdpLayout` returns True for stacked matrices. Their multipliers are applied
+        in `layer`, one layer at a time.
+
+        Args:
+            spec: Declaration of the parameter (`ParamSpec`).
         """
         del spec
         return False
@@ -205,9 +215,10 @@ class Layout:
     def gather_outside_layers(
         self, params: Mapping[str, Any], specs: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Gather the parameters that are not gathered where they are used, under manual FSDP.
+        """Return the parameters unchanged.
 
-        Stacked matrices, tables with a vocabulary axis and readouts stay as they are.
+        `manual.ManualFsdpLayout` gathers all of them except stacked matrices, tables with a
+        vocabulary axis and readouts, which it gathers where they are used.
 
         Args:
             params: Parameters by name as they are stored. Under manual FSDP they are parts.
@@ -266,9 +277,9 @@ class Layout:
 
 
 def _is_axes(node: Any) -> bool:
-    """Return True if a node of a pytree is the logical axes of one array.
+    """Return True for a plain tuple of axis names and `None`, the logical axes of one array.
 
-    A named tuple is a node with children.
+    A named tuple is not one: it is a node of the pytree with children.
     """
     return type(node) is tuple and all(axis is None or isinstance(axis, str) for axis in node)
 
@@ -299,7 +310,7 @@ def has_layout(module: Any) -> bool:
 
 
 def current() -> Layout:
-    """Return `ONE_DEVICE`, the layout of a module without a field `layout`.
+    """Return `ONE_DEVICE`, the layout of a module without a field `layout`, and warn.
 
     Deprecated: give the module a field, `layout: Layout = ONE_DEVICE`, and read that.
     """

@@ -68,7 +68,8 @@ class RoutingConfig:
     def capacity(self, tokens: int, experts: int, active: int) -> int | None:
         """Return the largest number of an example's tokens that one expert takes.
 
-        `None` means that an expert takes every token sent to it.
+        That is ceil(capacity_factor * T * a / E), at most T. `None`, without a capacity factor,
+        means that an expert takes every token sent to it.
 
         Args:
             tokens: Number of tokens in an example, `T`.
@@ -101,7 +102,9 @@ class WithExperts(Protocol):
 def check_experts(model: WithExperts) -> None:
     """Raise ConfigError if the fields about experts contradict each other.
 
-    A model without experts must leave all of these fields at their defaults.
+    A model without experts must leave all of these fields at their defaults. With experts, there
+    may be no more active ones than experts. Their number must divide the MLP's hidden size, unless
+    `expert_dim` is given. `compute.product_dtype` must be `None`.
     """
     if model.experts is None:
         values = {
@@ -185,11 +188,13 @@ class LoraConfig:
         return self.alpha / (self.rank or 1)
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of the axis "rank", or nothing if there are no adapters."""
+        """Return the size of the axis "rank" as `{"rank": size}`, or `{}` without adapters."""
         return {"rank": self.rank} if self.rank else {}
 
     def declared(self, matrices: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
-        """Return the declarations of A and B for each adapted matrix, by parameter name.
+        """Return the declarations of A and B for each adapted matrix, or `{}` without adapters.
+
+        The names are that of the matrix plus `_lora.a` and `_lora.b`.
 
         Args:
             matrices: Declarations of a stack's matrices by name, such as "block.mlp.up".
@@ -209,9 +214,7 @@ class LoraConfig:
         return adapters
 
     def modules(self, init: Any, *names: str) -> tuple[Any, ...]:
-        """Build the adapters (`mupax.zoo.lora.layer.Lora`) of some matrices.
-
-        A matrix without an adapter has `None` in its place.
+        """Return an adapter (`mupax.zoo.lora.layer.Lora`), or `None`, for each of some matrices.
 
         Args:
             init: `mupax.zoo.definition.Init` in the scope of the matrices' module.
@@ -313,7 +316,12 @@ class TransformerConfig(ModelConfig):
         check_experts(self)
 
     def _check_attention(self) -> None:
-        """Raise ConfigError if the fields of attention contradict each other."""
+        """Raise ConfigError if the fields of attention contradict each other.
+
+        Heads must divide the width unless `head_dim` is given, and key heads the heads. Refused are
+        `value_dim` with fused projections, `qkv_bias` with `bias`, and `qk_norm_kind` without
+        `qk_norm`.
+        """
         if self.head_dim is None and self.width % self.num_heads:
             near = nearest_divisor(self.width, self.num_heads)
             raise ConfigError(
@@ -344,7 +352,10 @@ class TransformerConfig(ModelConfig):
             )
 
     def _check_mlp(self) -> None:
-        """Raise ConfigError if the MLP's hidden size or norm_eps cannot be used."""
+        """Raise ConfigError unless `mlp_ratio` and `norm_eps` are positive and finite.
+
+        `mlp_ratio` times the width must also be a whole number.
+        """
         if not (0 < self.mlp_ratio < math.inf):
             raise ConfigError(f"model.mlp_ratio is {self.mlp_ratio}; write a number above 0")
         if not (0 < self.norm_eps < math.inf):
@@ -366,12 +377,12 @@ class TransformerConfig(ModelConfig):
 
     @property
     def active(self) -> int:
-        """Number of experts that a token goes to, a."""
+        """Number of experts that a token goes to, a. By default 2, or 1 if there is only one."""
         return self.active_experts or min(2, self.experts or 1)
 
     @property
     def expert_size(self) -> int:
-        """Hidden size of an expert."""
+        """Hidden size of an expert: `expert_dim`, or that of the MLP divided by `active`."""
         return self.expert_dim or self.mlp_dim // self.active
 
     @property
@@ -420,16 +431,19 @@ class TransformerConfig(ModelConfig):
 
     @property
     def rotary_scaling(self) -> RopeScaling | None:
-        """Scaling of the rotary frequencies. `None` leaves them as they are."""
+        """Scaling of the rotary frequencies. `None` for frequencies that are not scaled."""
         return None
 
     def rotary_of(self, attention: AttentionSpec) -> tuple[float | None, RopeScaling | None]:
-        """Return the base wavelength and the frequency scaling of layers with this attention."""
+        """Return the base wavelength and the frequency scaling of layers with this attention.
+
+        By default these are `rotary_theta` and `rotary_scaling` for every layer.
+        """
         return self.rotary_theta, self.rotary_scaling
 
     @property
     def rotary_size(self) -> int:
-        """Number of leading entries of a head that rotary positions turn."""
+        """Number of leading entries of a head that rotary positions rotate."""
         return self.heads_dim
 
     @property
@@ -485,7 +499,10 @@ class TransformerConfig(ModelConfig):
         return self.lora.sizes()
 
     def stack(self) -> dict[str, ParamSpec]:
-        """Return the parameters of the residual stack, including the norm at its end."""
+        """Return the declarations of the residual stack's parameters, with the norm at its end.
+
+        The keys are parameter names, such as "block.attention.query".
+        """
         matrices = self._block_matrices()
         specs = {**matrices, **self.lora.declared(matrices), **self._biases(matrices)}
 
@@ -499,7 +516,7 @@ class TransformerConfig(ModelConfig):
         return specs
 
     def _block_matrices(self) -> dict[str, ParamSpec]:
-        """Return the matrices of the residual blocks, without adapters."""
+        """Return the declarations of the residual blocks' matrices by name, without adapters."""
         matrices = {name: spec for name, spec in MATRICES.items() if spec.in_block}
         if self.value_dim:
             matrices = with_value_dim(matrices)
@@ -521,7 +538,11 @@ class TransformerConfig(ModelConfig):
         return matrices
 
     def _biases(self, matrices: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
-        """Return the biases of the given matrices, by parameter name."""
+        """Return the declarations of the biases that the config gives the matrices, by name.
+
+        A key bias is left out if its gradient would be zero, and a router has none. The bias that
+        balances experts (`block.experts.balance`) is added if the config has it.
+        """
         if self.bias:
             with_bias = tuple(matrices)
         elif self.qkv_bias:
@@ -539,7 +560,10 @@ class TransformerConfig(ModelConfig):
         return biases
 
     def _norms(self) -> dict[str, ParamSpec]:
-        """Return the gains and biases of all norms: of queries and keys, of blocks, of the end."""
+        """Return the declarations of the norms' gains and biases, as far as the config has them.
+
+        The norms are those of queries and keys, before each branch, and at the end of the stack.
+        """
         norms = {}
         if self.qk_norm and self.norm_gain:
             for name in ("query", "key"):
@@ -561,7 +585,7 @@ class TransformerConfig(ModelConfig):
         return norms
 
     def factors(self) -> dict[str, FactorSpec]:
-        """Return the scale of the attention logits and the two scales of every residual addition.
+        """Declare the scale of the attention logits and the two scales of every residual addition.
 
         The logit scale is N^-1/2 until a preset sets it. The scales of the additions are 1.
         """
@@ -602,7 +626,7 @@ def transformer(model: ModelConfig, purpose: str) -> TransformerConfig:
     """Return the model if it is one of the zoo's transformers, and raise ConfigError otherwise.
 
     Args:
-        purpose: What needs a transformer, such as "writing text". The message begins with it.
+        purpose: Use that needs a transformer, such as "writing text". The message begins with it.
     """
     if not isinstance(model, TransformerConfig):
         raise ConfigError(

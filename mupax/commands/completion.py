@@ -37,12 +37,13 @@ SHELLS = {
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the completion script of a shell and return the exit code.
+    """Print the completion script of a shell and return exit code 0.
 
     Args:
         words: Words after `--completion`. The first one names the shell.
 
     Raises:
+        SystemExit: Code 0, after the list of shells was printed, for `--help` or no words.
         UsageError: The first word is no shell of `SHELLS`.
     """
     shell, _ = command_line.first_word("mupax --completion", "shell", SHELLS, words)
@@ -53,7 +54,8 @@ def run(words: Sequence[str]) -> int:
 def completions() -> dict[tuple[str, ...], list[str]]:
     """Return the words that can follow `mupax` and a command, by the words typed after `mupax`.
 
-    The key `()` has all commands. The key `(command,)` has its subcommands and recipes.
+    The key `()` has all commands, `(command,)` its subcommands and recipes, and `(command,
+    subcommand)` recipes. Keys without any words are left out.
     """
     from mupax.train.config.recipes import RECIPES
 

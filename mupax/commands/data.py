@@ -46,7 +46,11 @@ class Prepare:
     """Limits of text:PATH and records:PATH, as data.limits."""
 
     def run(self) -> int:
-        """Prepare the data set. Return exit code 0, or 1 if TFDS could not prepare it."""
+        """Prepare the data set and print its folder or its number of tokens.
+
+        Return exit code 0, or 1 if TFDS could not prepare it. A data set without a step of
+        preparation is only reported.
+        """
         from mupax.train.config.data import source, source_key
         from mupax.train.data import cache
 
@@ -63,7 +67,10 @@ class Prepare:
         return 0
 
     def _tokenize(self) -> int:
-        """Tokenize a user's text, as a run with the same data would, and return exit code 0."""
+        """Tokenize a user's text into the cache, where a run with these settings finds the tokens.
+
+        Print the numbers of training and evaluation tokens, and return exit code 0.
+        """
         from mupax.train.config.data import DataConfig
         from mupax.train.data import load
         from mupax.zoo.configs import DecoderConfig
@@ -89,10 +96,13 @@ class Prepare:
 
 
 def _prepare_published(name: str, data_dir: str | None) -> int:
-    """Let TFDS download and write one of its own data sets, and return the exit code.
+    """Download and write a data set of TFDS. Return exit code 0, or 1 after printing the error.
 
     Args:
         data_dir: Folder of prepared data sets. `None` is the user's cache.
+
+    Raises:
+        DataError: TFDS has no data set of this name.
     """
     from mupax.train.data import cache
     from mupax.train.data.sources import published
@@ -137,7 +147,9 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
 
 
 def _check_hosts(builder: Any, base: Path) -> None:
-    """Check that the hosts of data that must be downloaded can be reached.
+    """Connect to every host that data must be downloaded from, to see that it can be reached.
+
+    Nothing is checked if the data is prepared, if files were downloaded before, or with a proxy.
 
     Raises:
         OSError: A host cannot be reached within 10 seconds.
@@ -155,7 +167,7 @@ def _check_hosts(builder: Any, base: Path) -> None:
 
 
 def _advice(error: BaseException) -> str:
-    """Return what a user can do about an error of TFDS."""
+    """Return a sentence with advice for an error of TFDS, such as a package to install."""
     text = f"{type(error).__name__} {error}".lower()
     if "tensorflow" in text and isinstance(error, ImportError):
         return (

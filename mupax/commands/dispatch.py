@@ -20,7 +20,9 @@ _HELP = {"-h", "--help"}
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command and return its exit code.
+    """Import the plug-ins of a command line, run its command and return the exit code.
+
+    Without words, or with `--help` as the first one, print the overview of all commands.
 
     Args:
         argv: Words after `mupax`. If they begin with an old spelling, the new one is printed on
@@ -102,6 +104,11 @@ def _subcommand(command: Command, words: list[str]) -> tuple[Command, list[str]]
 
     If the first word names no row, return the command itself with all words if it runs without a
     subcommand, otherwise its default subcommand.
+
+    Raises:
+        SystemExit: Code 0, after the subcommands were printed, for `--help` or if there is neither
+            a word nor a default.
+        UsageError: The first word is no subcommand, or nearly the name of one.
     """
     rows = {row.name: row for row in command.subcommands}
     if words and words[0] in rows:
@@ -129,7 +136,10 @@ def _refuse_misspelt(prog: str, words: list[str], names: list[str]) -> None:
 
 
 def _run(command: Command, prog: str, words: list[str], modules: Sequence[str]) -> int:
-    """Make the checks of a command's row, then run the command.
+    """Check paths, memory and JAX's variables as the command's row says, then run the command.
+
+    Return the exit code. If memory runs out, the row's advice is added to the message, except for a
+    training run.
 
     Args:
         modules: Names of the modules of `--plugin`.
@@ -156,7 +166,7 @@ def _run(command: Command, prog: str, words: list[str], modules: Sequence[str]) 
 
 
 def _call(command: Command, prog: str, words: list[str]) -> int:
-    """Import a command and run it on the words after its name."""
+    """Import a command, run it with the words after its name, and return the exit code."""
     assert command.run is not None
     main = command.run()
     if not isinstance(main, type):
@@ -171,7 +181,11 @@ def _call(command: Command, prog: str, words: list[str]) -> int:
 
 
 def _prepare(command: Command, words: list[str]) -> None:
-    """Check paths, memory and JAX's settings before anything slow is imported."""
+    """Raise an error if paths, `ulimit -v` or JAX's variables do not permit the command.
+
+    Also make the C library keep freed memory for reuse, except for commands of kind "weights". The
+    variables are not checked for a training run or `--help`.
+    """
     from mupax.train.config.checks import check_words
     from mupax.train.data import cache
     from mupax.train.parallel import hardware
@@ -188,7 +202,7 @@ def _prepare(command: Command, words: list[str]) -> None:
 
 
 def _plugin_words(modules: Sequence[str]) -> list[str]:
-    """Return the words of a command line that import the modules."""
+    """Return the words `--plugin MODULE` for every module."""
     words: list[str] = []
     for module in modules:
         words += [plugins.FLAG, module]
@@ -196,7 +210,10 @@ def _plugin_words(modules: Sequence[str]) -> list[str]:
 
 
 def _refuse_command(word: str, commands: dict[str, Command]) -> NoReturn:
-    """Raise UsageError for a first word that is no command. The message names the right command."""
+    """Raise UsageError for a first word that is no command.
+
+    The message has the right command for a recipe or subcommand, otherwise the nearest name.
+    """
     from mupax.train.config.recipes import RECIPES
 
     if word in RECIPES:
@@ -214,7 +231,10 @@ def _refuse_command(word: str, commands: dict[str, Command]) -> NoReturn:
 
 
 def _refuse_name(prog: str, word: str) -> None:
-    """Raise UsageError if the word after `presets` or `models` names a preset or a model."""
+    """Raise UsageError if the word after `presets` or `models` names a preset or a model.
+
+    Do nothing for any other word. The message has the command to write instead.
+    """
     from mupax.presets import PRESETS
     from mupax.zoo.configs import CONFIGS
 

@@ -44,7 +44,7 @@ class List:
     """Print JSON."""
 
     def run(self) -> int:
-        """Print the models and return exit code 0."""
+        """Print all named models as a table or as JSON, and return exit code 0."""
         if self.json:
             summaries = [_summary(name, model) for name, model in configs.CONFIGS.items()]
             print(json.dumps(summaries, indent=2))
@@ -72,7 +72,7 @@ class Describe:
     """Print JSON."""
 
     def run(self) -> int:
-        """Print the parameters and return exit code 0."""
+        """Print the model's sizes, parameters and FLOPs, as text or JSON. Return exit code 0."""
         model = cli.model_of(self.name)
         summary = _summary(self.name, model)
         tree = _tree(model)

@@ -221,7 +221,7 @@ class Desiderata(ConstantFlags):
 
 
 def _as_dicts(cells: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return dataclasses by name as dicts by name, for JSON."""
+    """Return a dict of dataclasses with each converted to a dict, for JSON."""
     return {name: dataclasses.asdict(cell) for name, cell in cells.items()}
 
 

@@ -645,7 +645,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 
 
 def commands() -> dict[str, Command]:
-    """Return every command by name."""
+    """Return every command by name, in the order of `mupax --help`, without subcommands."""
     rows: dict[str, Command] = {}
     for group in GROUPS.values():
         rows.update((command.name, command) for command in group)

@@ -48,7 +48,7 @@ class Joint(RunFlags):
     """Print JSON."""
 
     def run(self) -> int:
-        """Print the rules, and return 0."""
+        """Print the joint rules, as JSON if `json` is set, and return the exit code 0."""
         ratios = {}
         for axis, (start, stop) in zip(RUN_AXES, self.ends(), strict=True):
             ratios[axis] = stop / start

@@ -80,7 +80,7 @@ class Cell:
 
     @property
     def holds(self) -> bool:
-        """True if there is an exponent and it is 0."""
+        """True if there is an exponent and it counts as 0, so that `of` is empty."""
         return self.exponent is not None and not self.of
 
     @property
@@ -133,9 +133,10 @@ def _without_part(name: str) -> str:
 
 
 def cell(exponents: Mapping[str, float], tolerance: float = _TOLERANCE) -> Cell:
-    """Return the exponent farthest from 0, and the names that have it.
+    """Return a cell with the exponent farthest from 0, and the names that have it.
 
-    Of two exponents that are as far from 0, the positive one counts.
+    Of two exponents that are as far from 0, the positive one counts. If it counts as 0 the
+    desideratum holds, and no name is given.
 
     Args:
         exponents: Exponents by name of a mapping or weight.
@@ -154,12 +155,18 @@ def cell(exponents: Mapping[str, float], tolerance: float = _TOLERANCE) -> Cell:
 
 
 def growths(*, encoder: bool = False) -> dict[str, dict[str, float]]:
-    """Return the axes that grow with each dimension, and their powers."""
+    """Return the axes that grow with each dimension, and their powers.
+
+    They are `ENCODED` for an encoder-decoder and `GROWTHS` for a decoder.
+    """
     return ENCODED if encoder else GROWTHS
 
 
 def desiderata(preset: Preset, dimension: str, *, encoder: bool = False) -> dict[str, Cell]:
-    """Return the four desiderata of `COLUMNS` as one dimension grows.
+    """Return the result for each of the four desiderata in `COLUMNS` as one dimension grows.
+
+    A cell has the exponent `None` if there is none: all but "signal" if the stream grows with
+    depth, "balance" and "loss decay" if the preset has no rule for SGD.
 
     Args:
         preset: Preset in any form. Balance and loss decay need its SGD learning rates.
@@ -192,6 +199,8 @@ def desiderata(preset: Preset, dimension: str, *, encoder: bool = False) -> dict
 
 def rows(preset: Preset, *, encoder: bool = False) -> list[list[str]]:
     """Return a table of text: a header, then a row per dimension with a cell per desideratum.
+
+    The column "scales" is "can" if all four desiderata hold, otherwise "cannot".
 
     Args:
         preset: Preset in any form. Balance and loss decay need its SGD learning rates.

@@ -64,7 +64,7 @@ class Trouble:
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Judge of a table's rows in one limit.
+    """Checks of the initial size, steps and eps of a preset's rows in one limit.
 
     Attributes:
         preset: Table to judge, in any form.
@@ -109,7 +109,12 @@ class Health:
         return faults
 
     def _judge_init_std(self, spec: ParamSpec) -> Trouble | None:
-        """Return the fault in a parameter's initial size, if any."""
+        """Return the fault in a parameter's initial size, or `None`. Biases have none.
+
+        The initial output must neither grow nor vanish in the limit. That of a readout, a router or
+        an expert may vanish down to the exponent -1/2. The output of a dense block's matrix must
+        not grow if one axis grows alone, either.
+        """
         # A bias starts at zero in every table, so it has no size to judge.
         if spec.role in BIASES:
             return None
@@ -142,10 +147,14 @@ class Health:
         return limit.x(row.multiplier * row.init_std) + _product(spec.fan_in, limit) / 2
 
     def _judge_lr(self, spec: ParamSpec, move: float | None, lazy: bool) -> Trouble | None:
-        """Return the fault in a parameter's steps, if any.
+        """Return the fault in a parameter's steps, or `None`.
+
+        In the limit, steps must not move the stream more and more ("explodes"), nor vanish faster
+        than the preset's source concedes ("lazy" or "frozen"). Steps of a dense block's matrix must
+        not grow if one axis grows alone, either.
 
         Args:
-            move: Result of `_movement`.
+            move: Result of `_movement`. `None`, an unknown movement, is no fault.
             lazy: Whether the steps of all matrices and embeddings before the readout move the
                 stream less and less.
         """
@@ -192,7 +201,12 @@ class Health:
         return exponent + _product(spec.fan_in, limit)
 
     def _judge_eps(self, spec: ParamSpec) -> Trouble | None:
-        """Return the fault in a parameter's eps, if any."""
+        """Return the fault in a parameter's eps, or `None`.
+
+        Gradient over eps must have the exponent 0, or lie between 0 and the exponent that the
+        preset's source concedes. With `Preset.uneven` a dense block's matrix must have the exponent
+        0 also if one axis grows alone. Without eps or a known gradient there is no fault.
+        """
         exponent = self._gradient_over_eps(spec, self.limit)
         if exponent is None:
             return None
@@ -339,7 +353,8 @@ def _vector_movement(spec: ParamSpec, change: float, limit: Limit) -> float | No
 def _through_logits(change: float, limit: Limit) -> float:
     """Return the exponent by which a change of attention logits moves the stream.
 
-    A change that grows is returned as it is, because logits must not explode.
+    The result is relative to the stream. A `change` above 0 is returned unchanged, because logits
+    must not explode.
     """
     if change > 0:
         return change
@@ -348,14 +363,14 @@ def _through_logits(change: float, limit: Limit) -> float:
 
 
 def _bounded(spec: ParamSpec) -> bool:
-    """Return whether the initial size and the steps are bounded if one axis grows alone.
+    """Return whether a parameter is a matrix of a dense block.
 
-    They are for the matrices of a dense block. The rules of experts have m/D in them, which grows
-    without bound.
+    The initial size and the steps of such a matrix stay bounded if one axis grows alone. Those of
+    experts do not: their rules have m/D, which grows without bound.
     """
     return spec.in_block and spec.role in _BOUNDED_ROLES
 
 
 def _product(axes: Iterable[str], limit: Limit) -> float:
-    """Return the exponent of a product of axes."""
+    """Return the exponent of a product of axes: the sum of the powers with which they grow."""
     return sum(limit.growth.get(axis, 0.0) for axis in axes)

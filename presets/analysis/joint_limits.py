@@ -75,9 +75,9 @@ def observables(rule: JointRule) -> dict[str, Power]:
 
 
 def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
-    """Return exponent and word of every observable, by observable and by what grows.
+    """Return exponent and word of every observable, by observable and by "batch" or "tokens".
 
-    The words are those of `mupax.presets.analysis.verdicts`.
+    The words are "stable", "explodes", "vanishes" and "frozen" (of distances that shrink).
     """
     table = {}
     for name, power in observables(rule).items():
@@ -90,7 +90,10 @@ def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
 
 
 def _entry(name: str, growing: str, exponent: float) -> Entry:
-    """Return an observable's rounded exponent with its word."""
+    """Return an observable's rounded exponent with its word.
+
+    A drift that grows with tokens is "stable", because it is intended.
+    """
     # Sums of exponents are not exact, and adding 0.0 turns -0.0 into 0.0.
     rounded = round(exponent, 10) + 0.0
     # A larger drift is what more tokens are for.
@@ -128,7 +131,11 @@ def troubles(rule: JointRule, grows: str) -> dict[str, str]:
 
 
 def limits_text(rule: JointRule) -> str:
-    """Return a table of all observables as B and T grow, and the range in which the rule holds."""
+    """Return a table of all observables as B and T grow, as text.
+
+    A rule that scales betas also gets a line with the range in which it holds. For a rule of Muon
+    the table is about its matrices, and a second one about its Adam part follows.
+    """
     headers = [f"{growing} ({symbol})" for growing, symbol in SYMBOLS.items()]
     rows = [["over a run, noise above the gradient", *headers]]
     for name, by_size in verdicts(rule).items():

@@ -117,7 +117,9 @@ class Limit:
         self._update()
 
     def of(self, part: str) -> Limit:
-        """Return the same limit of another part of an encoder-decoder.
+        """Return the limit of another part of an encoder-decoder, for this preset and growth.
+
+        It is computed once and kept.
 
         Args:
             part: "", "cross" or "encoder", as in `PARTS`.
@@ -174,11 +176,14 @@ class Limit:
         return self.gradient[name] - self.x(self.rows[name].eps_of(self.family))
 
     def _product(self, axes: tuple[str, ...]) -> float:
-        """Return the exponent of a product of axes."""
+        """Return the exponent of a product of axes: the sum of the powers with which they grow."""
         return sum(self.growth.get(axis, 0.0) for axis in axes)
 
     def _initialize(self, preset: Preset) -> None:
-        """Compute the exponents of the forward pass at initialization."""
+        """Compute the exponents of the forward pass at initialization and set them on `self`.
+
+        They are `q` to `contact` in the list of attributes.
+        """
         self.q = self.random("query")
         self.k = self.random("key")
         self.v = self.random("value")
@@ -207,7 +212,10 @@ class Limit:
         self.contact = self.weight("readout") + self.fan_in["readout"] + self.embedded - self.stream
 
     def _differentiate(self) -> None:
-        """Compute gradients of the stored weights, at unit gradient of the output."""
+        """Compute gradients of the stored weights, at unit gradient of the output.
+
+        Sets `gradient`, `aligned` and, in a model with experts, `unaligned`.
+        """
         # By the chain rule a stored weight's gradient has the weight's own multiplier.
         multipliers = {}
         for name, row in self.rows.items():
@@ -256,10 +264,10 @@ class Limit:
             self.unaligned = independent - largest
 
     def direction(self, name: str) -> float:
-        """Return the exponent of the entries of the optimizer's direction.
+        """Return the exponent of the entries of the optimizer's direction for one weight.
 
-        Adam and Lion divide by the gradient's size. Whether Adam's eps follows the gradient is a
-        separate observable.
+        Under SGD it is that of the gradient. Under other optimizers it is 0, because they divide by
+        the gradient's size. Eps is left out.
         """
         if self.family == "sgd":
             return self.gradient[name]
@@ -315,7 +323,11 @@ class Limit:
         return self.family == "muon" and spec.in_block and spec.role is not Role.ROUTER
 
     def _update(self) -> None:
-        """Compute the changes of activations and of the output in one step."""
+        """Compute the changes of activations and of the output in one step.
+
+        Sets `dq`, `dk`, `dv`, `d_attention`, `d_hidden`, `d_block`, `features`, `d_output` and
+        `parts`.
+        """
         self.dq = self.acts("query")
         self.dk = self.acts("key")
         attention = {
@@ -412,7 +424,11 @@ class Limit:
         return norm - (self.weight(name) + max(fan_in, fan_out) / 2)
 
     def observables(self) -> dict[str, float]:
-        """Return the exponent of every observable by the name that reports print."""
+        """Return the exponent of every observable by the name that reports print.
+
+        Observables of experts need a model with experts. "gradient over eps" is there under Adam,
+        and under Muon for weights that stay on Adam.
+        """
         exponents = self._dense_observables()
         if self.routed:
             exponents |= self._expert_observables()

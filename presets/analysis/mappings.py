@@ -193,7 +193,7 @@ class Stack:
         return Attention(q=q, k=k, logits=logits, v=v, o=o, out=out, asking=self.tokens, read=read)
 
     def into(self, powers: Exponents, grad_stream: float) -> float:
-        """Add the exponents of the stack to `powers`.
+        """Add the exponents of the stack to `powers`, which is changed in place.
 
         Args:
             grad_stream: Exponent of the backward signal at the stream.
@@ -234,7 +234,7 @@ class Stack:
     def _add_attention(
         self, powers: Exponents, label: str, attention: Attention, grad_out: float
     ) -> float:
-        """Add the exponents of one attention to `powers`.
+        """Add the exponents of one attention to `powers`, which is changed in place.
 
         Args:
             label: Key of `attentions`: "", "encoder " or "cross ".
@@ -286,7 +286,9 @@ class Stack:
     def _add_part(
         self, powers: Exponents, name: str, grad_output: float, inputs: float, tokens: float
     ) -> None:
-        """Add a weight's part in the loss's decay under SGD, rate * |gradient|^2.
+        """Add a weight's part in the loss's decay under SGD to `powers.parts`.
+
+        The part is rate * |gradient|^2, summed over blocks.
 
         Args:
             grad_output: Exponent of the backward signal at the weight's output.

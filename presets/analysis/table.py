@@ -72,7 +72,11 @@ def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
 
 
 def _branches(preset: Preset, sizes: Mapping[str, int], stack: Stack) -> str:
-    """Return the scales of branches and skips of one stack as text."""
+    """Return the scales of branches and skips of one stack as text.
+
+    It is one number if all branches have the same scale and skips are 1, otherwise those of the
+    first and the last branch.
+    """
     scales = []
     for layer in range(sizes[stack.axis]):
         for branch in stack.branches:
@@ -120,6 +124,7 @@ def constants_text(preset: str, defaults: Mapping[str, Any]) -> str:
 
     Args:
         preset: Name in `mupax.presets.papers.PRESETS`.
+        defaults: Default of each of the preset's constants, by name.
     """
     lines = []
     for constant, default in defaults.items():
@@ -134,7 +139,10 @@ def constants_text(preset: str, defaults: Mapping[str, Any]) -> str:
 
 
 def text(table: list[dict[str, Any]]) -> str:
-    """Return rows as text columns for a terminal or pipe, numbers to four digits."""
+    """Return rows as text columns for a terminal or pipe, numbers to four digits.
+
+    The column "role" is left out. No rows give an empty text.
+    """
     if not table:
         return ""
     columns = [column for column in table[0] if column != "role"]
@@ -145,7 +153,10 @@ def text(table: list[dict[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return one value as text: shapes as 2x3, values per layer as first..last, to four digits."""
+    """Return one value as text, numbers to four digits.
+
+    Shapes are written as 2x3 or "scalar", values per layer as first..last.
+    """
     if isinstance(value, list):
         return "x".join(map(str, value)) or "scalar"
     if isinstance(value, tuple):

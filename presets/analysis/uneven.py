@@ -26,7 +26,8 @@ def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "ad
 
     The limits of `LIMITS` keep F/D, N*H/D and H/H_kv fixed. The same calculation gives the changes
     for widths that grow at any other speeds. Depth is left as it is. The calculation covers growth
-    only: a model with a width below the base's passes.
+    only: a model with a width below the base's passes. So does one in which only `kv_heads` grows,
+    except under SGD.
 
     Args:
         preset: Preset with a base. A preset without one passes.

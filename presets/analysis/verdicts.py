@@ -48,7 +48,7 @@ DESCRIPTIVE = (
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One observable in one limit: its exponent of the size, and the word for it."""
+    """Exponent of one observable in one limit, and its verdict, such as "stable"."""
 
     exponent: float
     verdict: str
@@ -88,6 +88,8 @@ def verdicts(
 def entries(limit: Limit, name: str) -> dict[str, Entry]:
     """Return exponent and word of every observable in one limit.
 
+    A model without experts also gets the observables of attention to an encoder.
+
     Args:
         name: Key of `LIMITS` or `EXPERT_LIMITS` whose words fit the growth of `limit`.
     """
@@ -121,9 +123,10 @@ def _cross_attention(cross: Limit) -> dict[str, float]:
 
 
 def _encoder_signal(limit: Limit) -> dict[str, float]:
-    """Return the backward signal at an encoder's output over the signal at its decoder's output.
+    """Return the exponents of the backward signal at an encoder's output, by observable.
 
-    It is a sum over the decoder's blocks, through W_V^T W_O^T of each block. (Derived.)
+    They are relative to the signal at the decoder's output, at initialization and once weights are
+    aligned. The signal is a sum over the decoder's blocks, through W_V^T W_O^T of each. (Derived.)
     """
     cross = limit.of("cross")
     block = limit.branch - limit.stream
@@ -154,7 +157,7 @@ _FEATURES = (
 def _verdict(
     observable: str, limit: str, exponent: float, exponents: Mapping[str, float], family: str
 ) -> str:
-    """Return the word for one observable.
+    """Return the word for one observable, such as "stable", "explodes" or "lazy".
 
     Args:
         observable: Key of `exponents`.
@@ -182,7 +185,10 @@ def _verdict(
 
 
 def _word_for_decrease(observable: str, limit: str, exponents: Mapping[str, float]) -> str:
-    """Return the word for an observable whose exponent is negative."""
+    """Return the word for an observable that shrinks: its exponent is negative.
+
+    It is "heads collapse", "frozen", "lazy" or "vanishes".
+    """
     if observable in ("attention logits", "cross-attention logits") and limit == "head_dim":
         return "heads collapse"
     if observable == "weight movement, q, k" and exponents["change of attention logits"] >= 0:
@@ -199,7 +205,9 @@ def _word_for_decrease(observable: str, limit: str, exponents: Mapping[str, floa
 
 
 def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, Entry]]]:
-    """Return the judging observables that are not stable, by limit and worst first.
+    """Return the observables that are not stable, by limit and worst verdict first.
+
+    Observables in `DESCRIPTIVE` are left out. A limit without faults has an empty list.
 
     Args:
         optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
@@ -237,7 +245,8 @@ def limits_rows(
 def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
     """Return a table of text that compares presets: a header, then a row per finding.
 
-    A finding is a limit and a judging observable that some preset does not keep stable.
+    A finding is a limit and an observable that some preset does not keep stable. Observables in
+    `DESCRIPTIVE` are left out.
 
     Args:
         optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
@@ -272,7 +281,10 @@ def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
 
 
 def _summary(unstable: Sequence[tuple[str, Entry]], symbol: str) -> str:
-    """Return each verdict once, with the observable that has the largest exponent."""
+    """Return a text with each verdict once and the observable that shows it most.
+
+    The text is "stable" if the list is empty.
+    """
     worst: dict[str, tuple[str, float]] = {}
     for observable, entry in unstable:
         _, largest = worst.get(entry.verdict, ("", 0.0))

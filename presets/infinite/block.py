@@ -174,7 +174,7 @@ class Block:
         return after, np.stack([square, square_of_mean], -1), vjp
 
     def step(self) -> None:
-        """Take a step with the gradients since the last step."""
+        """Update every matrix with the gradients added up since the last step, and clear them."""
         for weight in self.weights.values():
             weight.step()
 

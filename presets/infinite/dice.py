@@ -50,7 +50,7 @@ class Basis:
         return self.rows.shape[-2]
 
     def coordinates(self, x: np.ndarray) -> np.ndarray:
-        """Return the coordinates of vectors, after adding the directions that they need.
+        """Return the coordinates of vectors, after adding the directions that `rows` lacks.
 
         Args:
             x: Vectors [D..., R, size].
@@ -105,6 +105,8 @@ class LazyGaussian:
     def forward(self, coordinates: np.ndarray) -> np.ndarray:
         """Return the products W x [D..., R, m].
 
+        Images of directions that are new in `inputs` are drawn first and kept.
+
         Args:
             coordinates: Result of `inputs.coordinates` for x, [D..., R, r].
         """
@@ -114,6 +116,8 @@ class LazyGaussian:
 
     def backward(self, coordinates: np.ndarray) -> np.ndarray:
         """Return the products W' y [D..., R, n].
+
+        Images of directions that are new in `outputs` are drawn first and kept.
 
         Args:
             coordinates: Result of `outputs.coordinates` for y, [D..., R, r].
@@ -203,7 +207,7 @@ class Weight:
         return product + change @ self.dice.inputs.rows[..., : change.shape[-1], :]
 
     def step(self) -> None:
-        """Take a step with the gradients since the last step."""
+        """Take a heavy-ball step with the gradients since the last step, and clear them."""
         self._sum = _padded_sum(self.momentum * self._sum, self._gradient)
         self._change = _padded_sum(self._change, -self.rate * self._sum)
         self._gradient = np.zeros_like(self._gradient)

@@ -29,7 +29,7 @@ from mupax.presets.infinite.layers import attend
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneBlock:
-    """Model and learning rate.
+    """Constants and learning rate of one attention block with infinitely many heads.
 
     Attributes:
         head_dim: Head dimension N.
@@ -107,6 +107,8 @@ class Output:
     def backward(self, w: np.ndarray) -> np.ndarray:
         """Return the product of the transpose with one vector of the stream, [G N].
 
+        The part along a direction that is new is drawn and kept.
+
         Args:
             w: Vector [M]. Coordinates that it lacks are 0.
         """
@@ -146,6 +148,8 @@ class TrainedOutput:
     def forward(self, y: np.ndarray) -> np.ndarray:
         """Return the products with vectors over heads, [R, M].
 
+        M grows by one coordinate for each new direction of y.
+
         Args:
             y: Vectors over heads [R, G N].
         """
@@ -172,7 +176,7 @@ class TrainedOutput:
         return o
 
     def step(self, error: np.ndarray, readout: np.ndarray, values: np.ndarray) -> None:
-        """Take a step of gradient descent.
+        """Record the change of the matrix by one step of gradient descent.
 
         Args:
             error: Targets minus outputs over the number of examples, [P].
@@ -193,6 +197,8 @@ def train(
     responses: bool = True,
 ) -> Trajectory:
     """Train the infinite model on all examples at every step, and return its trajectory.
+
+    The loss is the mean over examples of (f - target)^2 / 2. All weights but the read-in learn.
 
     Args:
         kernel: Products <h, h'> of the stream before the block, [P, S, P, S].
@@ -233,7 +239,7 @@ def train(
         return x.reshape(heads, examples, positions, n).swapaxes(0, 1)
 
     def correlated(x: np.ndarray) -> np.ndarray:
-        """Return gradients [P, G, S, N] as [G, R, N], as seen by all tokens that are correlated."""
+        """Return gradients [P, G, S, N] as [G, R, N], multiplied by the correlations of tokens."""
         return normed @ x.swapaxes(0, 1).reshape(heads, tokens, n)
 
     outputs = []

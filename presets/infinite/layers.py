@@ -26,6 +26,9 @@ def norm(x: np.ndarray, eps: float, *, centred: bool) -> tuple[np.ndarray, Vjp]:
         x: Inputs [..., width].
         eps: Number added to the mean square, 1e-5 in most models.
         centred: Whether to subtract the mean first. LayerNorm does, RMSNorm does not.
+
+    Returns:
+        The normalized inputs, and the function that takes their gradient to that of `x`.
     """
     y = x - x.mean(-1, keepdims=True) if centred else x
     scale = 1 / np.sqrt((y**2).mean(-1, keepdims=True) + eps)
@@ -42,7 +45,7 @@ def norm(x: np.ndarray, eps: float, *, centred: bool) -> tuple[np.ndarray, Vjp]:
 
 
 def gelu(x: np.ndarray) -> tuple[np.ndarray, Vjp]:
-    """Apply GELU in the tanh form."""
+    """Return GELU of x in the tanh form, and the function that takes its gradient to that of x."""
     t = np.tanh(_GELU_ROOT * (x + _GELU_CUBIC * x**3))
     inner_slope = 1 + 3 * _GELU_CUBIC * x**2
     slope = 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * _GELU_ROOT * inner_slope
@@ -50,7 +53,7 @@ def gelu(x: np.ndarray) -> tuple[np.ndarray, Vjp]:
 
 
 def relu(x: np.ndarray) -> tuple[np.ndarray, Vjp]:
-    """Apply max(x, 0)."""
+    """Return max(x, 0), and the function that takes its gradient to that of x."""
     return np.maximum(x, 0), lambda dy: dy * (x > 0)
 
 

@@ -77,11 +77,11 @@ class Dense:
         self._gradient = np.zeros_like(value)
 
     def add(self, gradient: np.ndarray) -> None:
-        """Add up a gradient until `step`."""
+        """Add a gradient to the sum that the next `step` uses."""
         self._gradient = self._gradient + gradient
 
     def step(self) -> None:
-        """Take a step with the gradients since the last step."""
+        """Take a heavy-ball step with the gradients since the last step, and clear them."""
         # Heavy ball without dampening, as `optax.trace` has it.
         self._sum = self.momentum * self._sum + self._gradient
         self.value = self.value - self.rate * self._sum
@@ -89,7 +89,7 @@ class Dense:
 
 
 class Stack:
-    """Draws of one network, and their training.
+    """Vision transformers side by side, draws of one network, trained by SGD with momentum.
 
     Args:
         patch: Size I of a flattened patch, the last axis of `inputs`.
@@ -137,7 +137,9 @@ class Stack:
         self._reference = np.zeros(0)
 
     def look(self, inputs: np.ndarray, targets: np.ndarray) -> Snapshot:
-        """Evaluate the networks on a batch.
+        """Return the loss, logits, features and attention of the networks on a batch.
+
+        No parameter is changed.
 
         Args:
             inputs: Patches [B, T, I].
@@ -147,7 +149,7 @@ class Stack:
         return snapshot
 
     def step(self, inputs: np.ndarray, targets: np.ndarray) -> Snapshot:
-        """Take a training step on a batch, and return the networks before this step.
+        """Take a training step on a batch, and return the snapshot from before this step.
 
         Args:
             inputs: Patches [B, T, I].
@@ -162,7 +164,11 @@ class Stack:
     def _evaluate(
         self, inputs: np.ndarray, targets: np.ndarray
     ) -> tuple[Snapshot, np.ndarray, Vjp]:
-        """Return the networks on a batch, the gradient of the logits, and `_Forward.vjp`."""
+        """Return the snapshot of a batch, the gradient of the logits, and `_Forward.vjp`.
+
+        The logits at the start, which centred outputs subtract, are kept for the next call with
+        these inputs.
+        """
         inputs = np.asarray(inputs, self.dtype)
         if self.config.centred and not np.array_equal(inputs, self._inputs):
             # Batches are often repeated, and the logits at the start cost a forward pass.

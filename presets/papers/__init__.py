@@ -112,7 +112,7 @@ CONSTANT_FLAGS = ("alpha_a", "alpha_l", "gamma0", "beta0")
 
 
 def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]) -> dict[str, Any]:
-    """Return the constants of a command line by name.
+    """Return the constants of a command line by name. Values of `pairs` stay texts.
 
     Args:
         pairs: Texts NAME=VALUE. A hyphen in NAME is read as an underscore.
@@ -173,7 +173,10 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
 
 
 def _unknown_constant(preset: str, name: str) -> str:
-    """Return the message for a constant that a preset does not take."""
+    """Return the error message for a constant that a preset does not have.
+
+    The message lists the preset's constants and the presets that have this one.
+    """
     owners = []
     for other, function in PRESETS.items():
         if name in inspect.signature(function).parameters:

@@ -21,7 +21,7 @@ Status = Literal["verified", "reported", "derived"]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One value of a constant.
+    """One value of a preset's constant on which sources disagree, with its source.
 
     Attributes:
         constant: Name of the constant.

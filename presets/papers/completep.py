@@ -106,10 +106,13 @@ def completep(
 
 
 def _eps(spec: ParamSpec, family_eps: Power, alpha_l: float, scope: str) -> Power:
-    """Return the column of Adam's eps.
+    """Return a parameter's power law for Adam's eps.
+
+    Experts, routers and their vectors keep `family_eps`. Everything else follows `scope`.
 
     Args:
-        scope: Constant `eps_scope`, a key of `_CONCEDED`.
+        family_eps: Law of the parameter's eps in `infinite_limits`.
+        scope: Constant `eps_scope`: "blocks", "everywhere" or "completed".
     """
     if spec.role in ROUTED or spec.of in ROUTED:
         # No source of this preset has experts.

@@ -48,7 +48,10 @@ They are its C_Q, C_K, C_V, C_U, C_W, C_X, C_patch, C_head and, for vision, C_PE
 
 
 def effective_theory(name: str, s: float, *, alpha_a: float = 0.5, init: str = "paper") -> Preset:
-    """Return a preset of the family of the module's table.
+    """Return a preset of the effective theory of Dinan, Yaida and Zhang (2304.02034).
+
+    The constant s leads from neural tangent to maximal update scaling. The preset has rules for
+    Adam and SGD, not for Muon and Lion.
 
     Args:
         name: Name that the preset prints and that messages have.
@@ -87,7 +90,7 @@ def effective_theory(name: str, s: float, *, alpha_a: float = 0.5, init: str = "
 
 
 def _row(spec: ParamSpec, s: float, constant: float) -> Rule:
-    """Return a parameter's row of the module's table.
+    """Return a parameter's row in the effective theory: std, learning rates and eps.
 
     Args:
         s: 0 (neural tangent) to 1 (maximal update).
@@ -121,7 +124,10 @@ def _row(spec: ParamSpec, s: float, constant: float) -> Rule:
 
 
 def _readout(spec: ParamSpec, s: float, constant: float) -> Rule:
-    """Return the row of a readout, of its bias or of a tied readout, with arguments as `_row`."""
+    """Return the row of a readout, of its bias or of a tied readout, with arguments as `_row`.
+
+    A tied readout has only a multiplier.
+    """
     output = D ** (-(1 + s) / 2)
     if spec.tied:
         return Rule(multiplier=output)

@@ -148,8 +148,8 @@ class Constants:
             name: Name of the preset, for the message.
 
         Raises:
-            PresetError: An exponent is outside [1/2, 1], a factor is not above 0, or initial logits
-                would grow.
+            PresetError: `alpha_a` or `alpha_l` is outside [1/2, 1], a factor is not above 0,
+                initial logits would grow, or two choices for Muon contradict each other.
         """
         for label, value in (("alpha_a", self.alpha_a), ("alpha_l", self.alpha_l)):
             if value is not None and not 0.5 <= value <= 1.0:
@@ -173,7 +173,10 @@ class Constants:
 # Checks of a model ask for the same rows again and again.
 @functools.lru_cache(1024)
 def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
-    """Return a parameter's row of the module's first two tables, at gamma0 = 1.
+    """Return a parameter's row in the infinite limits of 2405.15712, at gamma0 = 1.
+
+    It has the multiplier, std, learning rates and eps in the readout-multiplier form. Rows are
+    cached.
 
     Args:
         spec: Declaration of the parameter. Experts and routers get the row of a block matrix.
@@ -244,7 +247,10 @@ def heads_summed(spec: ParamSpec) -> Power:
 
 
 def _placed(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
-    """Return the row with the factors of the place in a block, for a matrix, its bias or gain.
+    """Return the row with the factors for a place in a block: query, key, value, MLP in and so on.
+
+    They change learning rates, eps and the mean-field factor. Matrices, biases and gains of other
+    places are returned unchanged.
 
     Args:
         row: Row that depends on fan-in and depth only.
@@ -284,7 +290,7 @@ def _placed(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
 def of_experts(spec: ParamSpec, row: Rule, choice: str) -> Rule:
     """Return the row of a router or of experts. Rows of other parameters are returned unchanged.
 
-    Gradients of experts sum over a/E of the tokens, 1/a of each.
+    An expert's gradient sums over a share a/E of the tokens, each with a gate of 1/a.
 
     Args:
         row: Row as a dense matrix of the block.
@@ -366,7 +372,9 @@ _TABLE_GROUPS = _table_groups()
 def _conceded_by_table(
     rule: Callable[[ParamSpec], Rule], alpha_l: float | None
 ) -> dict[str, Power]:
-    """Return the gradient over the table's eps by key of `Preset.vanishing`.
+    """Return the power law of gradient over eps under `table_eps`, by "eps/GROUP".
+
+    The laws are entries of `Preset.vanishing`.
 
     Args:
         rule: Function that returns rows whose eps follows the gradients.
@@ -424,9 +432,11 @@ def _row(name: str, constants: Constants, spec: ParamSpec) -> Rule:
 
 
 def _with_larger_readout(spec: ParamSpec, row: Rule, factor: Power) -> Rule:
-    """Return the row in a model whose readout starts larger by a factor.
+    """Return a parameter's row in a model whose readout starts larger by a factor.
 
-    The gradients of everything before the readout are larger by the same factor.
+    The readout's multiplier carries the factor, and the row of its bias is unchanged. Gradients of
+    everything before the readout grow by the factor, so SGD's learning rate is divided by it and
+    eps multiplied.
     """
     if spec.role is Role.READOUT:
         # Moved into the multiplier, because this family's native form starts the readout at std 1.
@@ -437,7 +447,7 @@ def _with_larger_readout(spec: ParamSpec, row: Rule, factor: Power) -> Rule:
 
 
 def infinite_limits(name: str, constants: Constants) -> Preset:
-    """Return a preset of the family of the module's tables.
+    """Return the preset for an infinite limit of a transformer (2405.15712) at given constants.
 
     Raises:
         PresetError: A constant is out of its range (`Constants.check`).
@@ -488,7 +498,11 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
 
 
 def _without_muon(constants: Constants) -> dict[Family, str]:
-    """Return the reason by optimizer family why constants of Muon's steps exclude the family."""
+    """Return the reason by optimizer family why constants of Muon's steps exclude the family.
+
+    Constants other than the defaults exclude all families but Muon. `muon_scale` = "rms" excludes
+    none.
+    """
     reasons = {}
     for constant, rms in (("muon_scale", "rms"), ("muon_blocks", None), ("muon_shape", None)):
         value = getattr(constants, constant)

@@ -75,7 +75,7 @@ class Tuned:
 
     @property
     def use(self) -> str:
-        """Argument of `--preset`."""
+        """Argument of `--preset` for this tuned preset: PRESET:NAME."""
         return f"{self.preset}:{self.name}"
 
     @property
@@ -127,7 +127,8 @@ def user_folder() -> Path:
 def files() -> dict[str, Path]:
     """Return the files of all tuned presets by PRESET:NAME, sorted.
 
-    Of equal names, mupax's file comes first, then the project's, then the user's.
+    If several files have one name, mupax's is used, then the one in `tuned` of the working
+    directory, then the one in the user's folder.
     """
     paths: dict[str, Path] = {}
     # In rising order of precedence.
@@ -143,7 +144,10 @@ def files() -> dict[str, Path]:
 
 
 def origin(path: Path) -> str:
-    """Return the origin of a tuned preset's file: "mupax", "user, PATH" or "project, PATH"."""
+    """Return the origin of a tuned preset's file: "mupax", "user, PATH" or "project, PATH".
+
+    Every file outside mupax's folders and `user_folder` is of the project.
+    """
     if path.parent in (FOLDER, PUBLISHED):
         return "mupax"
     if path.parent == user_folder():
@@ -158,8 +162,8 @@ def find(word: str) -> Tuned:
         word: Argument of `--preset`.
 
     Raises:
-        PresetError: No tuned preset has the name, the tuned preset no longer comes with mupax, or
-            its file cannot be used.
+        PresetError: No tuned preset has the name, the tuned preset no longer comes with mupax, its
+            file cannot be used, or a file at a path is tuned for another preset.
     """
     preset, _, name = word.partition(":")
     if not name:
@@ -209,7 +213,7 @@ def load(path: str | Path) -> Tuned:
 
 
 def save(tuned: Tuned, path: Path) -> None:
-    """Check a tuned preset and write its file. A missing folder is made.
+    """Check a tuned preset and write it to `path` as JSON. A missing folder is made.
 
     Raises:
         PresetError: `load` would refuse the file.
@@ -224,7 +228,7 @@ def save(tuned: Tuned, path: Path) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise `PresetError` if a tuned preset cannot have the name."""
+    """Raise `PresetError` unless a name is small letters, digits and single hyphens."""
     if not schema.NAME.fullmatch(name):
         raise PresetError(
             f"the name {name!r}: write small letters, digits and single hyphens, "
@@ -233,7 +237,11 @@ def check_name(name: str) -> None:
 
 
 def summary(tuned: Tuned) -> str:
-    """Return one line: the learning rate, the data that it was tuned on, and the verdicts."""
+    """Return one line: the learning rate, the data, and the verdict for each grown axis.
+
+    It also has the result of a search over constants. Published values have a line of their own
+    form (`published.summary`).
+    """
     if tuned.is_published:
         return published.summary(tuned)
     study = tuned.provenance
@@ -248,7 +256,12 @@ def summary(tuned: Tuned) -> str:
 
 
 def described(tuned: Tuned) -> str:
-    """Return everything about a tuned preset, in lines no wider than the terminal."""
+    """Return the full description of a tuned preset as text no wider than the terminal.
+
+    It has the summary, then a table of base, constants, optimizer, optimum, curve, grown axes, run,
+    command, versions and searched constants. Published values are described by
+    `published.described`.
+    """
     if tuned.is_published:
         return published.described(tuned)
     study = tuned.provenance
@@ -279,7 +292,7 @@ def described(tuned: Tuned) -> str:
 
 
 def _curve(study: Mapping[str, Any]) -> str:
-    """Return the mean loss at each learning rate of a study, in words."""
+    """Return the mean loss at each learning rate of a study as text, "diverged" for a null."""
     points = []
     for log2_lr, loss in zip(study["log2_lr"], study["loss"], strict=True):
         result = "diverged" if loss is None else f"{loss:.4f}"
@@ -288,7 +301,9 @@ def _curve(study: Mapping[str, Any]) -> str:
 
 
 def verdict(grown: Mapping[str, Any]) -> str:
-    """Return a study's verdict on one axis, with the drift and its interval.
+    """Return a study's verdict on one axis, with the drift and its interval, as text.
+
+    The text is "undecided" if the file has no drift.
 
     Args:
         grown: Entry of the provenance's `transfer`.
@@ -300,7 +315,10 @@ def verdict(grown: Mapping[str, Any]) -> str:
 
 
 def _verdict(grown: Mapping[str, Any]) -> Verdict:
-    """Return the verdict on one axis by today's definition, not by the definition of the file."""
+    """Return `judge`'s verdict on the drift of one axis, which may differ from the file's.
+
+    "transfers" needs the file's verdict, too. Otherwise it becomes "undecided".
+    """
     drift = grown["drift"]
     verdict = judge(drift["value"], drift["low"], drift["high"])
     # A file that says anything else may be of a study without an optimum at one end.
@@ -339,7 +357,7 @@ def _search_summary(study: Mapping[str, Any]) -> str:
 
 
 def _constant(constant: Mapping[str, Any]) -> str:
-    """Return one searched constant with its winner, range, start and importance."""
+    """Return one searched constant as text: winner, range, start and importance."""
     span = f"from {constant['low']:.4g} to {constant['high']:.4g}, start {constant['start']:.4g}"
     importance = f"importance {constant['importance']:.0%}"
     return f"{constant['word']} = {constant['winner']:.4g} ({span}, {importance})"

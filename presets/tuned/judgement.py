@@ -22,7 +22,10 @@ Verdict = Literal["transfers", "drifts", "undecided"]
 
 
 def judge(value: float | None, low: float | None, high: float | None) -> Verdict:
-    """Return the verdict on a drift.
+    """Return the verdict on a drift of the best learning rate.
+
+    "drifts" is an interval wholly above `TOLERANCE` or below -`TOLERANCE`. "transfers" is an
+    estimate within `TOLERANCE` whose interval is within `BOUND`. All else is "undecided".
 
     Args:
         value: Estimate in octaves per doubling. `None` or nan if nothing could be fitted.

@@ -103,7 +103,10 @@ class Table:
                 _check_number(f"{name} {layer}", branch, may_be_zero=True)
 
     def _check_scales(self, group: str) -> None:
-        """Raise `PresetError` if a group's values do not fit the number of layers or float32."""
+        """Raise `PresetError` if a group's values do not fit the number of layers or float32.
+
+        Only `init_std`, `weight_decay` and `eps` may be 0.
+        """
         stack = OWN
         if group.startswith("encoder."):
             stack = ENCODER
@@ -125,7 +128,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured(Preset):
-    """Preset of a `Table`, made by `measured`."""
+    """Preset that reads its values from a `Table`, at one size. Made by `measured`."""
 
     table: Table
 
@@ -188,7 +191,7 @@ class Measured(Preset):
         return residual[layer][stack.branches.index(branch)]
 
     def with_form(self, form: Form) -> NoReturn:
-        """Refuse every form, because moving multipliers needs the rules behind the values."""
+        """Raise `PresetError` for every form: a table has no rules to move multipliers by."""
         raise PresetError(
             f"measured: a table of numbers has no form {form!r}; "
             "measure a preset that is in that form"
@@ -264,7 +267,11 @@ def _table(contents: Any) -> Table:
 
 
 def _residual(name: str, value: Any) -> Residual:
-    """Return lists of lists of lists as tuples, or raise `PresetError` for anything else."""
+    """Return the JSON lists of residual scales as tuples.
+
+    Raises:
+        PresetError: The value is not a list of lists of lists.
+    """
     residual = _tuples(value)
     if not isinstance(residual, tuple):
         _refuse(f"{name} must be a list of pairs of pairs")
@@ -282,7 +289,12 @@ def _tuples(value: Any) -> Any:
 
 
 def _check_number(name: str, number: Any, *, may_be_zero: bool = False) -> None:
-    """Raise `PresetError` if the value is no number that float32 can hold, negative, or zero."""
+    """Raise `PresetError` unless the value is a number above 0 that float32 can hold.
+
+    Args:
+        name: Name of the value, for the message.
+        may_be_zero: Whether 0 is allowed, too.
+    """
     is_zero = number == 0
     if schema.is_number(number) and number >= 0 and (may_be_zero or not is_zero):
         return

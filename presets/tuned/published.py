@@ -49,7 +49,7 @@ COLUMNS = ("multiplier", "std", "lr", "eps", "wd")
 
 
 def summary(tuned: Published) -> str:
-    """Return one line: the learning rate, the source, its models and the status."""
+    """Return one line: the learning rate, the data, the source, its models and the status."""
     study = tuned.provenance
     optimizer = tuned.optimizer
     models = ", ".join(table["model"] for table in study["tables"])
@@ -58,7 +58,11 @@ def summary(tuned: Published) -> str:
 
 
 def rests_on(tuned: Published) -> str:
-    """Return the evidence for a run with these values, as one or two sentences."""
+    """Return the evidence for a run with these values as text, for the user.
+
+    It names the source and its commit, the status, the data, what is not known, and the command
+    that says more.
+    """
     study = tuned.provenance
     source = study["source"]
     commit = source["commit"][:12]
@@ -72,7 +76,11 @@ def rests_on(tuned: Published) -> str:
 
 
 def described(tuned: Published) -> str:
-    """Return everything about a tuned preset, in lines no wider than the terminal."""
+    """Return the full description of published values as text no wider than the terminal.
+
+    It has the summary, then a table of status, source, base, constants, optimizer, data, run,
+    models, differences and unknown values.
+    """
     study = tuned.provenance
     source = study["source"]
     run = [f"{study[name]:,} {name}" for name in ("steps", "batch") if study[name]]
@@ -102,6 +110,8 @@ def values(
 ) -> dict[str, float]:
     """Return a parameter's absolute values, by `COLUMNS`.
 
+    The learning rate, eps and weight decay are the preset's scales times the optimizer's settings.
+
     Args:
         tuned: Tuned preset, whose optimizer settings are used.
         preset: Preset made from `tuned`.
@@ -119,7 +129,7 @@ def values(
 
 
 def nearest(tuned: Published, width: int) -> Mapping[str, Any]:
-    """Return the source's table of the model whose width is nearest, as a ratio to `width`."""
+    """Return the source's table for the model whose width divided by `width` is nearest to 1."""
 
     def distance(table: Mapping[str, Any]) -> float:
         return abs(table["sizes"]["embed"] / width - 1)

@@ -97,7 +97,7 @@ def _or_null(check: Check) -> Check:
 
 
 def _key_of(table: Collection[str], kind: str) -> Check:
-    """Return the check for a name in a table that plugins may extend."""
+    """Return a check that a value is a key of `table`. Its message also names plugins."""
     return Check(
         lambda value: isinstance(value, str) and value in table,
         f"one of {', '.join(table)}, or {kind} of your own that --plugin MODULE imports",
@@ -243,8 +243,8 @@ def checked(contents: Any) -> dict[str, Any]:
     """Return the contents of a tuned preset's file, after checking every entry.
 
     Raises:
-        PresetError: An entry is missing, unknown or invalid. The message names the entry and says
-            what it must be.
+        PresetError: An entry is missing, unknown or invalid, or the preset has no such constant.
+            The message names the entry and says what it must be.
     """
     is_published = is_of_others(contents)
     if is_published:
@@ -278,7 +278,7 @@ def is_of_others(contents: Any) -> bool:
 
 
 def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
-    """Return the parsed contents of a JSON file.
+    """Read a JSON file and return its contents, parsed by `parse`.
 
     Args:
         path: Path of the file, which messages name.

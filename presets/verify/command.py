@@ -82,7 +82,7 @@ def _is_vector(finding: Finding) -> bool:
 
 
 def _is_hidden(finding: Finding) -> bool:
-    """Return whether a finding is on hidden matrices."""
+    """Return whether a finding is about matrices of blocks or hidden matrices, not vectors."""
     in_block = finding.role.startswith(("block.", "matrices", "hidden"))
     return in_block and not _is_vector(finding)
 
@@ -327,7 +327,10 @@ class Verify:
             raise command_line.UsageError("--constant is a preset's; write --preset too")
 
     def run(self) -> int:
-        """Print the report, and return 1 if something is wrong, else 0."""
+        """Print the report, and return 1 if something is wrong, else 0.
+
+        With `strict` a caution counts as wrong, too.
+        """
         dumps = self._dumps()
         optimizer = self._optimizer(dumps)
         decay = self._decay(dumps)
@@ -367,7 +370,11 @@ class Verify:
                 report.show_table()
 
     def _dumps(self) -> list[Dump]:
-        """Read the files, and set `--head-dim`."""
+        """Read the files as dumps, and set their head size if `--head-dim` is given.
+
+        Raises:
+            UsageError: `--head-dim` is not one number above 0, or one for each file.
+        """
         dumps = formats.read(list(self.files))
         if self.head_dim is None:
             return dumps
@@ -428,25 +435,25 @@ class Report:
 
     @property
     def _reference_label(self) -> str:
-        """Name of the preset, with its constants if several entries of `ORDER` have the name."""
+        """Name of the preset. That of depth-mup has its constants, by which variants differ."""
         preset = self.reference.preset
         return preset.label if preset.name == "depth-mup" else preset.name
 
     @property
     def faults(self) -> list[Finding]:
-        """Findings that make the command fail."""
+        """Findings of the severity "fault", which make the command fail."""
         return [finding for finding in self.findings if finding.severity == "fault"]
 
     @property
     def verdict(self) -> Literal["wrong", "caution", "right"]:
-        """Verdict in a word."""
+        """Verdict: "wrong" with a fault, "caution" with cautions only, otherwise "right"."""
         if self.faults:
             return "wrong"
         return "caution" if self.findings else "right"
 
     @property
     def conclusion(self) -> str:
-        """Verdict in a sentence."""
+        """Sentence with the verdict, the preset, what grows and the first two findings."""
         ratio = f"{self.line.t[-1]:.3g}"
         growth = f"as {self.line.word} grows x{ratio}, held against {self._reference_label}"
         if self.verdict == "right":
@@ -460,7 +467,7 @@ class Report:
         return f"{head}: {counts} {growth}: {subjects}{more}."
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as it is printed with `--json`."""
+        """Return the report as a dict of plain values, which `--json` prints."""
         findings_json = []
         for finding in self.findings:
             sentence = finding.sentence(self.line.word)
@@ -484,7 +491,7 @@ class Report:
         }
 
     def show(self) -> None:
-        """Print the findings, no wider than the terminal."""
+        """Print the findings, published mistakes and consequences, no wider than the terminal."""
         count = len(self.line.models[0].parameters)
         terminal.say(
             f"\n{self.line.grown}, {self.optimizer}, {count} parameters; "
@@ -506,7 +513,7 @@ class Report:
             terminal.say(f"\nso, as {self.line.word} grows, by limits: {'; '.join(clauses)}")
 
     def show_table(self) -> None:
-        """Print every parameter with the exponents of its values."""
+        """Print a table of the compared parameters, with the exponents of their values."""
         terminal.say("\n" + terminal.table(self._rows(), left=("parameter", "role")))
 
     def _rows(self) -> list[list[str]]:
@@ -525,7 +532,10 @@ class Report:
 
 
 def _exponents(difference: differences.Difference | None) -> str:
-    """Return a cell of the table: the exponent, and after "not" the right one if it differs."""
+    """Return a cell of the table: the exponent, and after "not" the right one if it differs.
+
+    The cell is empty without a difference, and an exponent that could not be fitted is 0.
+    """
     if difference is None:
         return ""
     # Adding 0.0 turns -0.0 into 0.
@@ -586,7 +596,10 @@ def _guess_notes(model: axes.Model) -> list[str]:
 
 
 def _unknown_values(models: Sequence[axes.Model]) -> list[str]:
-    """Return the values that a file leaves out, so that they are not judged."""
+    """Return words for the values that are not judged, because a file has none of them.
+
+    They are std, learning rate, the factor on q.k and, if the depth grows, that on branches.
+    """
     unknown = []
     if any(_lacks(model, "std") for model in models):
         unknown.append("std (initial size)")
@@ -621,7 +634,11 @@ def _all_findings(reports: Sequence[Report]) -> list[Finding]:
 
 
 def _next_step(reports: Sequence[Report], strict: bool) -> str:
-    """Return a sentence on what to type next."""
+    """Return a sentence on what to do next: the remedy of the first finding that counts.
+
+    Cautions count only if `strict` is set and there is no fault. Without a finding that counts, the
+    sentence names `mupax check`.
+    """
     all_findings = _all_findings(reports)
     faults = [finding for finding in all_findings if finding.severity == "fault"]
     counted = all_findings if strict and not faults else faults
@@ -638,7 +655,7 @@ def _next_step(reports: Sequence[Report], strict: bool) -> str:
 def _report(
     line: GrowthSeries, optimizer: str, decay: Decay, named: presets.Preset | None
 ) -> Report:
-    """Compare one line of growth with its reference.
+    """Compare the models of one growth series with a preset, and return the report.
 
     Args:
         optimizer: A name of `OPTIMIZERS`.

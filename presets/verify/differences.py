@@ -68,12 +68,15 @@ class Difference:
 
     @property
     def wrong(self) -> bool:
-        """True if the dumps differ from the preset by more than the tolerance."""
+        """True if the dumps disagree with the preset.
+
+        The excess is larger than the tolerance, one size is an outlier, or there is no slope.
+        """
         return self.slope is None or abs(self.excess) > self.tolerance or self.has_outlier
 
     @property
     def has_outlier(self) -> bool:
-        """True if one size is off the law that the others follow."""
+        """True if one size is off the law of the others by more than the factor `OUTLIER`."""
         # By logarithms, so that half of the law counts as much as twice the law.
         return abs(math.log(self.outlier_factor)) > math.log(OUTLIER)
 
@@ -119,7 +122,9 @@ class _Measurement:
 def differences(
     laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay
 ) -> tuple[Difference, ...]:
-    """Compare all known values of the dumps with a preset, right ones too.
+    """Return a difference for every known value of the dumps, also for values that are right.
+
+    Values are those of all parameters, the scales of logits and branches, and a tied readout's.
 
     Args:
         optimizer: A name of `OPTIMIZERS`.
@@ -146,7 +151,10 @@ def differences(
 def _parameter_differences(
     name: str, laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay
 ) -> list[Difference | None]:
-    """Compare all values of one parameter. `None` stands for a value that is not known."""
+    """Return the difference of each value of one parameter for which presets have a rule.
+
+    `None` stands for a value that is unknown or always 0.
+    """
     parameters = [model.parameters[name] for model in line.models]
     spec = parameters[0].spec
     observations = [observed(parameter.entry, laws.family, decay) for parameter in parameters]
@@ -172,7 +180,10 @@ def _parameter_differences(
 def _fused_difference(
     measured: _Measurement, spec: ParamSpec, laws: Laws, line: GrowthSeries
 ) -> Difference | None:
-    """Compare a fused matrix or its bias: once as values, once as queries. Return the worse."""
+    """Compare a fused matrix or its bias, once as values and once as queries.
+
+    Return the difference with the larger excess, or `None` if the value is unknown or always 0.
+    """
     as_values = _difference(measured, laws.by_quantity(spec)[measured.quantity], line)
 
     if spec.role is Role.BIAS:
@@ -189,7 +200,11 @@ def _fused_difference(
 
 
 def _has_rule(spec: ParamSpec, quantity: Quantity, optimizer: str) -> bool:
-    """Return whether presets say anything of a parameter's quantity."""
+    """Return whether presets have a rule for a quantity of a parameter.
+
+    They have none for the weight decay and start of gains and biases, for weight decay under
+    "adam", and for the bias of keys.
+    """
     is_vector = spec.role in VECTORS
     # Vectors do not decay. "adam" adds weight decay to the gradient, which the update normalizes,
     # so that lr * wd is no pull.
@@ -205,7 +220,11 @@ def _has_rule(spec: ParamSpec, quantity: Quantity, optimizer: str) -> bool:
 def _tied_readout_differences(
     preset: Preset, line: GrowthSeries, optimizer: str, decay: Decay
 ) -> list[Difference | None]:
-    """Compare the embedding's table as a readout, whose output has a multiplier of its own."""
+    """Return the differences in start and rate of the embedding's table as a readout.
+
+    The readout's output has a multiplier of its own, `Dump.readout`. `None` stands for an unknown
+    value.
+    """
     tables = [_table(model) for model in line.models]
     family = preset.family(optimizer)
     row = preset.row(_EMBEDDING)
@@ -228,7 +247,7 @@ def _tied_readout_differences(
 
 
 def _table(model: Model) -> Parameter:
-    """Return the first table of token embeddings."""
+    """Return the model's first table of token embeddings, with two dimensions."""
     tables = []
     for parameter in model.parameters.values():
         # A class token has the same role and one dimension.
@@ -238,7 +257,11 @@ def _table(model: Model) -> Parameter:
 
 
 def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Difference | None:
-    """Fit the growth of a value. Return `None` if a value is unknown, or if all values are 0."""
+    """Fit the growth of a value over all sizes, and return its difference from the law.
+
+    Return `None` if a value is unknown, or if all values are 0. If only some are 0, the difference
+    has no slope.
+    """
     values = [number for number in measured.values if number is not None]
     if len(values) < len(measured.values) or not any(values):
         return None
@@ -286,7 +309,7 @@ def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Diffe
 def _log_laws(
     parameters: Sequence[Parameter] | None, law: Power, line: GrowthSeries
 ) -> list[float]:
-    """Return logarithms of a law at every size, relative to the base model."""
+    """Return the natural logarithm of a law at every size, relative to the base model."""
     laws = []
     for index, model in enumerate(line.models):
         parameter = None if parameters is None else parameters[index]

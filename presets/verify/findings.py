@@ -129,7 +129,7 @@ class _NamedDifference(NamedTuple):
 
 
 def _named_differences(wrong: Sequence[Difference], family: Family) -> list[_NamedDifference]:
-    """Name the value of each difference that a finding is about.
+    """Return each difference with the name of the value that its finding is about.
 
     Where one multiplier would set start and rate of a parameter right, the multiplier is named
     and stands for both.
@@ -185,7 +185,9 @@ def _finding(
     line: GrowthSeries,
     family: Family,
 ) -> Finding:
-    """Return the finding on differences of one group.
+    """Return the finding on differences of one group: severity, consequence and remedy.
+
+    A readout that starts smaller, or at order one except under SGD, gets a caution of its own.
 
     Args:
         reference: Preset, with the differences of the dumps from it.
@@ -248,7 +250,7 @@ def _severity(d: Difference) -> tuple[Severity, str]:
 
 
 def _common_role(members: Sequence[Difference]) -> str:
-    """Return words for all parameters of a group."""
+    """Return the role that all differences share, or words for several roles."""
     roles = {d.role for d in members}
     if len(roles) == 1:
         return roles.pop()
@@ -263,15 +265,16 @@ def _common_role(members: Sequence[Difference]) -> str:
 
 
 def _starts_smaller(d: Difference) -> bool:
-    """Return whether a difference is a readout that starts smaller than it should."""
+    """Return whether a difference is an untied readout that starts smaller than it should."""
     is_readout = d.spec is not None and d.spec.role is Role.READOUT and not d.spec.tied
     is_smaller = d.slope is not None and d.excess < -d.tolerance
     return is_readout and d.quantity == "start" and is_smaller
 
 
 def _starts_louder(d: Difference, family: Family) -> bool:
-    """Return whether a difference is a readout whose logits start at order one under Adam.
+    """Return whether a difference is a readout whose logits start at order one, except under SGD.
 
+    Its initial std has an excess of 1/2.
     Under SGD such a readout is a fault: all gradients before it grow with it.
     """
     is_readout = d.spec is not None and d.spec.role is Role.READOUT
@@ -327,7 +330,10 @@ def _loud_readout(d: Difference, names: tuple[str, ...], line: GrowthSeries) -> 
 def _cautions(
     reference: Reference, line: GrowthSeries, family: Family, reported: Sequence[Finding]
 ) -> list[Finding]:
-    """Return cautions on what is as in the preset: attention by 1/sqrt(d), an unstable preset.
+    """Return cautions that need no difference from the preset.
+
+    They are on attention logits that fall slower than 1/head_dim, and on a preset that is itself
+    unstable along the line.
 
     Args:
         reference: Preset, with the differences of the dumps from it.
@@ -352,7 +358,7 @@ _INSTABILITIES = {"explodes": "grows as", "frozen": "freezes as", "lazy": "becom
 
 
 def _unstable_preset(preset: Preset, unstable: Observables, line: GrowthSeries) -> Finding:
-    """Return the caution on a preset that is itself not stable."""
+    """Return the caution on a preset that is itself not stable, with three observables."""
     clauses = []
     for row, entry in unstable[:3]:
         growth = power(line.word, entry.exponent)
@@ -379,7 +385,7 @@ def _unstable_preset(preset: Preset, unstable: Observables, line: GrowthSeries) 
 def _root_attention(
     logits: Difference, reference: Reference, line: GrowthSeries, excess: float
 ) -> Finding:
-    """Return the caution on logits that fall slower than 1/d, as the preset has them.
+    """Return the caution on attention logits that fall slower than 1/head_dim, as in the preset.
 
     Args:
         logits: Difference of `LOGITS`, which is right for the preset.
@@ -472,7 +478,10 @@ def _worst_consequence(
 def _consequence_alone(
     difference: Difference, reference: Reference, line: GrowthSeries, family: Family
 ) -> tuple[str, Entry] | None:
-    """Return the observable that suffers most if this difference alone is in the preset."""
+    """Return the observable that suffers most if this difference alone is in the preset.
+
+    Return `None` if none becomes worse, or if `limits` has no parameter with the role.
+    """
     if difference.spec is not None and difference.spec.role not in _IN_LIMITS:
         return None
     tied = difference.name == TIED
@@ -549,7 +558,10 @@ def _worst_first(rows: Mapping[str, Entry]) -> Observables:
 def _with_differences(
     preset: Preset, differences: Sequence[Difference], line: GrowthSeries
 ) -> Preset:
-    """Return the preset with these values as the dumps have them."""
+    """Return a copy of the preset in which these values grow as they do in the dumps.
+
+    The copy is in the preset's native form.
+    """
     changes = [(d, axis(line.axis) ** d.excess) for d in differences]
     logits = preset.logits
     branch = preset.branch
@@ -586,7 +598,10 @@ def _is_of(spec: ParamSpec, difference: Difference) -> bool:
 
 
 def _with_factor(row: Rule, quantity: Quantity, factor: Power) -> Rule:
-    """Return the row with one quantity multiplied by a factor, and the same multiplier."""
+    """Return the row with one quantity multiplied by a factor, and the same forward multiplier.
+
+    A "start" is `init_std`, a "rate" all learning rates, "eps" `eps`, and a "pull" `decay`.
+    """
     if quantity == "start":
         return dataclasses.replace(row, init_std=row.init_std * factor)
     if quantity == "rate":

@@ -60,14 +60,17 @@ class GrowthSeries:
 
     @property
     def limit(self) -> str:
-        """Name of the limit that this growth leads to, as `analysis.verdicts.entries` takes it."""
+        """Name of the limit that this growth leads to: "depth", "head_dim" or "heads"."""
         if self.axis in ("layers", "encoder_layers"):
             return "depth"
         return "head_dim" if self.growth.get("head_dim") else "heads"
 
     @property
     def grown(self) -> str:
-        """List of the growing axes with their ratios at the largest model, such as "embed x4"."""
+        """List of the growing axes with their ratios at the largest model, such as "embed x4".
+
+        Key heads, `memory` and encoder layers are left out.
+        """
         texts = []
         for axis, exponent in self.growth.items():
             if axis in GROWING[:5]:
@@ -112,7 +115,12 @@ def _total_size(model: Model) -> int:
 
 
 def _direction(base: Model, model: Model) -> tuple[float, ...]:
-    """Return every axis's exponent of growth, relative to the axis that grows fastest."""
+    """Return the exponent of growth of each axis in `GROWING`, relative to the fastest, to 0.1.
+
+    Raises:
+        PresetError: Both models have the same sizes, or an axis of `model` is smaller than the
+            base's.
+    """
     ratios = _ratios(base, model)
     smallest = min(ratios, key=ratios.__getitem__)
     if ratios[smallest] < 0.999:
@@ -135,7 +143,10 @@ def _direction(base: Model, model: Model) -> tuple[float, ...]:
 
 
 def _ratios(base: Model, model: Model) -> dict[str, float]:
-    """Return the size of each growing axis, divided by the base's size."""
+    """Return the size of each axis in `GROWING`, divided by the base's size.
+
+    In a model without blocks heads grow as the width does, and layers do not grow.
+    """
     ratios = {}
     for axis in GROWING:
         ratios[axis] = model.sizes.get(axis, 1) / base.sizes.get(axis, 1)

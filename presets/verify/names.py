@@ -213,7 +213,10 @@ def _split_leaf(dotted: str) -> tuple[str, str]:
 
 
 def _role(words: str, in_block: bool) -> str:
-    """Return the role of the first pattern that fits the last three words, or ""."""
+    """Return the role of the first pattern that fits the end of the name, or "".
+
+    Only the last three words count. Roles of a block's matrices need `in_block`.
+    """
     # Three words are what the longest patterns need, such as "layer.output.dense".
     tail = ".".join(words.split(".")[-3:])
     for pattern, role in _COMPILED:

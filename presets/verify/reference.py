@@ -54,7 +54,10 @@ class Reference:
 
     @property
     def distance(self) -> float:
-        """Weighted number of the kinds of parameters that differ, counted once per quantity."""
+        """Weighted number of the kinds of parameters that differ, counted once per quantity.
+
+        Differences in eps and weight decay have the weight 0.
+        """
         kinds = set()
         for difference in self.differences:
             if difference.wrong:
@@ -89,7 +92,12 @@ def _kind(difference: Difference) -> str:
 def closest(
     line: GrowthSeries, optimizer: str, decay: Decay, named: Preset | None = None
 ) -> Reference:
-    """Return the named preset, else the closest preset that is stable along the line.
+    """Return the named preset or the closest stable one, with the dumps' differences from it.
+
+    The first stable preset of `ORDER` that fits exactly is chosen. If none does, it is the closest
+    of muP's family (`_FAMILY`), or of all if none of the family is stable. For dumps in standard
+    parameterization it is the first of these.
+    Differences in eps and weight decay alone do not count.
 
     Args:
         optimizer: A name of `OPTIMIZERS`.
@@ -189,7 +197,7 @@ def _is_standard_choice(d: Difference) -> bool:
 
 
 def _stable_laws(line: GrowthSeries, optimizer: str) -> tuple[Laws, ...]:
-    """Return the presets of `ORDER` that are stable along the line."""
+    """Return the laws of each preset in `ORDER` that does not explode along the line, in order."""
     # Rounded and sorted, so that similar lines have one key in the cache.
     growth = []
     for axis, power in sorted(line.growth.items()):
@@ -202,7 +210,15 @@ def _stable_laws(line: GrowthSeries, optimizer: str) -> tuple[Laws, ...]:
 def _cached_stable_laws(
     optimizer: str, growth: tuple[tuple[str, float], ...], limit_name: str, tied: bool
 ) -> tuple[Laws, ...]:
-    """Return the presets of `ORDER` that have a rule for the optimizer and do not explode."""
+    """Return the laws of each preset in `ORDER` that does not explode in one limit, in order.
+
+    Presets without a rule for the optimizer or for a tied readout are left out.
+
+    Args:
+        growth: Pairs of an axis and the power by which it grows.
+        limit_name: Name of the limit, as `entries` takes it.
+        tied: Whether the readout is the embedding's table.
+    """
     stable = []
     for name, constants in ORDER:
         preset = presets.get(name, **constants)

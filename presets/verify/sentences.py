@@ -54,7 +54,9 @@ class Finding:
         return 0.0 if self.slope is None else self.slope - self.target
 
     def sentence(self, word: str) -> str:
-        """Return the finding as text for the terminal.
+        """Return the finding as text: how the value grows and should grow, consequence and remedy.
+
+        A caution also has its reason. A finding with a `text` returns that text.
 
         Args:
             word: Word for what grows, such as "width".
@@ -217,7 +219,10 @@ def remedy(d: Difference, value_name: ValueName, line: GrowthSeries) -> str:
 
 
 def _multiply(operand: str, present: float | None, factor: float, place: str) -> str:
-    """Return a sentence with the multiplier that is right, a factor times the present one."""
+    """Return a sentence, without a period, with the right multiplier and the present one.
+
+    The right one is `factor` times the present one.
+    """
     right = (present or 1) * factor
     return f"Multiply {operand} by {right:.3g} {place}, not {present:.3g}"
 

@@ -109,7 +109,11 @@ def _width(shapes: Shapes, labels: Mapping[str, Label]) -> int:
 
 
 def _mlp_size(dump: Dump, name: str, shape: Shape, embed: int) -> int:
-    """Return the dimension of an MLP's matrix that is not the width."""
+    """Return the dimension of an MLP's matrix that is not the width.
+
+    Raises:
+        PresetError: The shape is not two dimensions of which one is the width.
+    """
     if len(shape) == 2 and embed in shape:
         return shape[1] if shape[0] == embed else shape[0]
     remedy = "say what it is with --role"
@@ -126,7 +130,13 @@ def _mlp_size(dump: Dump, name: str, shape: Shape, embed: int) -> int:
 def _head_sizes(
     dump: Dump, shapes: Shapes, parameters: Mapping[str, Parameter], embed: int
 ) -> dict[str, int]:
-    """Return the numbers of heads, and the size of a head."""
+    """Return the sizes "heads", "kv_heads" and "head_dim".
+
+    `Dump.head_dim` comes before what shapes show.
+
+    Raises:
+        PresetError: Nothing shows the size of a head, or it does not divide the queries.
+    """
     if not shapes.get(Role.QUERY) and not shapes.get(Role.VALUE):
         return _head_sizes_by_width(dump, parameters, embed)
 
@@ -164,7 +174,13 @@ def _head_sizes(
 def _head_sizes_by_width(
     dump: Dump, parameters: Mapping[str, Parameter], embed: int
 ) -> dict[str, int]:
-    """Return head sizes of a model in which no name shows queries or values."""
+    """Return head sizes of a model in which no name shows queries or values.
+
+    The size of a head is `Dump.head_dim` or 1, and the width gives the number of heads.
+
+    Raises:
+        PresetError: The dump has a factor on attention logits but no size of a head.
+    """
     has_blocks = any(parameter.spec.in_block for parameter in parameters.values())
     if dump.attention is not None and dump.head_dim is None and has_blocks:
         raise PresetError(

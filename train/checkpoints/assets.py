@@ -57,7 +57,10 @@ class AssetsError(WorkdirError):
 
 @dataclasses.dataclass(frozen=True)
 class Assets:
-    """Assets of one checkpoint, as `find` returns them. A file is verified when it is asked for."""
+    """Assets of one checkpoint, as `find` returns them.
+
+    A file is compared with its recorded size and digest each time a property or method reads it.
+    """
 
     workdir: Path
     entries: Entries
@@ -86,7 +89,7 @@ class Assets:
         """Verified content of assets.json.
 
         Raises:
-            AssetsError: The file is missing or damaged, or of a newer version.
+            AssetsError: The file is missing or damaged, or has the format of another version.
         """
         path = f"{FOLDER}/{RECORD}"
         for listed in self.entries:
@@ -107,12 +110,12 @@ class Assets:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Class names and preprocessing, under the names that `data` of config.json has for them.
+        """Entries `class_names` and `pixels` (image preprocessing) of assets.json, if it has them.
 
         Empty if assets.json is missing, because config.json and manifests have them, too.
 
         Raises:
-            AssetsError: The file assets.json is damaged.
+            AssetsError: The file assets.json is damaged, or has the format of another version.
         """
         path = self._path(RECORD)
         if path is None or disk.status(path) is None:
@@ -139,14 +142,18 @@ class Assets:
         return contents
 
     def in_place_of(self, recorded: DataConfig, current: DataConfig | None = None) -> DataConfig:
-        """Return settings with the run's own tokenizer and chat template in place of their sources.
+        """Return data settings that name the run's own tokenizer and chat template files.
+
+        The files are verified, except for a missing chat template: its path is returned, and
+        reading it fails later.
 
         Args:
-            current: Settings to change; by default those of the run. A tokenizer or template that
-                differs from the run's stays.
+            recorded: Data settings in the config.json of the run.
+            current: Settings to change; by default `recorded`. A tokenizer or template that differs
+                from the recorded one is not replaced.
 
         Raises:
-            AssetsError: A file is missing or damaged.
+            AssetsError: The tokenizer is missing or damaged, or the template is damaged.
         """
         data = recorded if current is None else current
         changed: dict[str, str] = {}
@@ -172,7 +179,11 @@ class Assets:
         return None
 
     def _verified(self, name: str) -> Path | None:
-        """Return the path of a file after verifying it, or `None` if the run has no such file."""
+        """Return the path of a file after verifying it, or `None` if the run has no such file.
+
+        Raises:
+            AssetsError: The file is missing or damaged.
+        """
         for path, entry in self.entries.items():
             if _name(path) == name:
                 _content(self.workdir, path, entry)
@@ -180,12 +191,16 @@ class Assets:
 
 
 def find(workdir: Path, step: int | None = None) -> Assets | None:
-    """Return the assets of a run's checkpoint, or `None` if the run has none.
+    """Return the assets that the manifest of a checkpoint lists. No asset is read.
 
-    A run of an older version has none. Files that somebody put into its folder count.
+    If the manifest lists none, as in older versions, known files in WORKDIR/assets are returned
+    without digests. They are not verified later.
 
     Args:
-        step: Step of the checkpoint; by default the newest one.
+        step: Step of the checkpoint; by default the newest one with a readable manifest.
+
+    Returns:
+        Assets, or `None` if there are neither.
 
     Raises:
         DiskError: The disk cannot be read.
@@ -218,7 +233,7 @@ def write(workdir: Path, files: Mapping[str, bytes], step: int = 0) -> Entries:
     """Write a run's assets, and return the entries that its manifests hold.
 
     Process 0 alone calls this. A resumed run keeps its files, and those that are missing or damaged
-    are written again. Changed content goes into a folder of its own, because earlier checkpoints
+    are written again. Changed content goes into assets/from-step-N, because earlier checkpoints
     need the earlier files.
 
     Args:
@@ -281,10 +296,13 @@ def _named(workdir: Path, step: int | None) -> Entries:
 
 
 def _agrees(workdir: Path, entries: Entries, files: Mapping[str, bytes]) -> bool:
-    """Return whether files have the content that a checkpoint lists.
+    """Return whether new files have the names and contents that a checkpoint lists.
 
-    Another version may write more fields into assets.json. Only the fields of the file on disk are
-    compared.
+    A differing assets.json agrees, too, if the file on disk is undamaged and the new one has all of
+    its fields with the same values: another version may write more fields.
+
+    Args:
+        entries: Size and digest by path, as the manifest of the checkpoint has them.
     """
     if {_name(path) for path in entries} != files.keys():
         return False
@@ -321,7 +339,7 @@ def _content(workdir: Path, path: str, entry: list[Any]) -> bytes:
 
 
 def _problem(path: Path, entry: list[Any]) -> str | None:
-    """Return what is wrong with a file, or `None`.
+    """Read a file, and return what is wrong with it in two reads, or `None` if one is good.
 
     Args:
         entry: Size and digest. If empty, the file only has to be there.

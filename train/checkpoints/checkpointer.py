@@ -65,7 +65,7 @@ Orbax numbers its operations per process. Two at a time would wait for each othe
 
 
 class RankedFolder(CheckpointFolder):
-    """Folder of checkpoints that hold the evaluations of their steps, so that the best can stay.
+    """Checkpoint folder that stores the evaluations of steps, so that the best steps can be kept.
 
     Process 0 alone changes the folder. The arguments are those of `CheckpointFolder`.
     """
@@ -84,10 +84,14 @@ class RankedFolder(CheckpointFolder):
         """Evaluations by step that are not in their checkpoints yet."""
 
     def evaluated(self, measured: Mapping[int, Metrics]) -> None:
-        """Keep the metrics of evaluations, and delete the checkpoints that need not stay any more.
+        """Write evaluation metrics into their checkpoints, and delete checkpoints no longer kept.
 
-        Metrics of a step are written into its checkpoint, now or when the checkpoint is published.
-        They are dropped if the run keeps no best checkpoints.
+        Metrics of a step without a checkpoint wait in memory for `publish`. If the disk fails, a
+        line is printed and the next call tries again. Nothing is done if the run keeps no best
+        checkpoints (`keep_best`).
+
+        Args:
+            measured: Metrics of each evaluated step, by the number of steps done.
         """
         if not self._config.ranks:
             return
@@ -109,7 +113,10 @@ class RankedFolder(CheckpointFolder):
         self._pending_metrics.pop(step, None)
 
     def publish(self, manifest: Manifest) -> None:
-        """Write the metrics of the step into the checkpoint, and then let the checkpoint count."""
+        """Write the pending metrics of the step into its checkpoint, and then commit it.
+
+        `CheckpointFolder.publish` commits it, and deletes the checkpoints that need not be kept.
+        """
         with self._lock:
             # Before `super().publish`, which may delete a checkpoint that was the best so far.
             self._write_metrics(self.layout.written_at(manifest.step), manifest.step)
@@ -137,7 +144,7 @@ class RankedFolder(CheckpointFolder):
 
 
 def write(checkpoint: Path, step: int, metrics: Metrics) -> None:
-    """Write the metrics of an evaluation into a checkpoint, whole or not at all.
+    """Write the metrics of an evaluation into evaluation.json of a checkpoint, atomically.
 
     Args:
         checkpoint: Folder of the checkpoint. Its name may still end in `.saving`.
@@ -161,8 +168,8 @@ def read(checkpoint: Path) -> dict[str, float | None]:
     """Return the metrics of the evaluation that a checkpoint holds.
 
     Returns:
-        Values by metric. Empty if the checkpoint has no evaluation, or if the file is damaged or of
-        another step.
+        Values by metric, `None` for one that was not finite. Empty if the checkpoint has no
+        evaluation, or if the file is damaged or of another step.
 
     Raises:
         DiskError: The disk cannot be read.
@@ -242,17 +249,18 @@ def named_step(path: Path) -> tuple[Path, Step | None]:
 
 
 def branch_off(checkpoints: CheckpointFolder, step: int, files: Sequence[Path]) -> str:
-    """Move what a run did after `step` into a workdir of its own below WORKDIR/branches.
+    """Move the checkpoints after `step` into a new workdir, WORKDIR/branches/NEWEST_STEP.
 
-    The new workdir can be evaluated and continued like any other. Process 0 alone calls this.
+    The new workdir gets copies of `files` and of the assets, and can be evaluated and continued
+    like any other. Process 0 alone calls this.
 
     Args:
-        checkpoints: Checkpoints of the run. Those after `step` are moved.
         step: Step that the run goes back to.
-        files: Metrics and record of the run, which are copied into the new workdir.
+        files: Metrics and config.json of the run, as far as they exist.
 
     Returns:
-        A line for the user that names the new workdir, or "" if no checkpoint is after `step`.
+        A line for the user that names the new workdir, or "" if no checkpoint is after `step` and
+        nothing was moved.
 
     Raises:
         DiskError, OSError: A file cannot be copied or a checkpoint cannot be moved.
@@ -305,6 +313,7 @@ def wait(response: Any, processes: Processes, key: str) -> None:
 
     Raises:
         ElsewhereError: Another process has failed.
+        Exception: Any error with which orbax has failed in this process.
     """
     if processes.count == 1:
         return response.result()
@@ -350,8 +359,8 @@ def merge_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the arrays and files that the processes have written into those of the checkpoint.
 
     Args:
-        parts: For each process, `arrays` and `files` as a manifest has them, or `error`. The first
-            one is changed in place and returned.
+        parts: Result of each process: `arrays` and `files` as a manifest has them, or `error`. The
+            first one is changed in place and returned.
 
     Raises:
         MupaxFailure: One process could not save.
@@ -380,7 +389,7 @@ class NamedSave:
         self._naming = naming
 
     def result(self) -> None:
-        """Wait until orbax has ended, and raise the error that it failed with."""
+        """Wait until orbax has ended and release the stand-in name. Raise orbax' error, if any."""
         with self._naming:
             self._response.result()
 
@@ -406,14 +415,15 @@ class _StartedSave:
 class Checkpoints(RankedFolder):
     """Context manager that saves and restores the checkpoints of one run.
 
-    All processes of the run call every method in the same order. The context ends when every save
-    is on disk.
+    All processes of the run call every method in the same order. The constructor deletes what
+    interrupted saves have left. Leaving the context waits for the save in progress, except after
+    KeyboardInterrupt or SystemExit.
 
     Args:
         processes: Processes of the run; by default this one alone.
         log: Function that prints a line for the user; `print` by default.
-        before_publish: Function called on process 0 when a checkpoint is on disk and does not count
-            yet. If it raises, the save has failed. By default nothing is called.
+        before_publish: Function called on process 0 when a checkpoint is on disk, before it is
+            committed. If it raises, the save has failed. By default nothing is called.
 
     Raises:
         WorkdirError: There are checkpoints, and all are damaged.
@@ -449,14 +459,15 @@ class Checkpoints(RankedFolder):
         """Start to save the state, unless the newest save is of the same step.
 
         The arrays are on the host when this returns, so that the next step may reuse their memory.
-        If the save fails, now or later, the user is told and the run goes on. `wait` returns the
-        failure.
+        A thread writes, verifies and commits the checkpoint. If the save fails, now or later, a
+        line is printed and `wait` returns the reason. No error is raised, but several processes end
+        after `MOST_FAILED` failures in a row, or if orbax cannot start in one of them.
 
         Args:
             step: Optimizer steps done, which is also the position in the data.
             facts: Facts of the data, which `restore` compares.
             last: Wait for the previous save however long it takes. By default this save is left
-                out if the previous one is not on disk after 30 seconds.
+                out, with a printed line, if the previous one is not on disk after 30 seconds.
         """
         # Process 0 decides: its saves may fail alone, and all processes must save the same steps.
         if self._broadcast(lambda: step == self._saved):
@@ -514,7 +525,10 @@ class Checkpoints(RankedFolder):
         self._thread.start()
 
     def _previous_is_slow(self) -> bool:
-        """Wait up to `_PATIENCE_S` for the previous save. Return whether it still goes on."""
+        """Wait up to `_PATIENCE_S` seconds for the previous save to end.
+
+        Return, on every process, whether process 0 is still saving.
+        """
         if self._thread is not None:
             self._thread.join(_PATIENCE_S)
         return self._broadcast(lambda: self._thread is not None and self._thread.is_alive())
@@ -527,22 +541,25 @@ class Checkpoints(RankedFolder):
         return self._failure
 
     def latest_of_all(self) -> int | None:
-        """Return the step of the newest checkpoint that process 0 sees, on every process."""
+        """Return the step of the newest checkpoint that process 0 sees, or `None`.
+
+        All processes call this, and get the same step.
+        """
         return self._broadcast(lambda: self.latest)
 
     def restore(
         self, abstract: TrainState, facts: dict[str, Any] | None, only_step: int | None = None
     ) -> TrainState:
-        """Return the newest state that is bitwise as it was saved.
+        """Load and return the newest state whose files and arrays have their recorded digests.
 
-        Each array is restored straight into its sharding. A damaged checkpoint on the way is set
-        aside, and the user is told.
+        First wait for the save in progress. Each array is loaded straight into its sharding. A
+        damaged checkpoint is quarantined with a printed line, and the one before it is tried.
 
         Args:
             abstract: State of this run without values: shapes, dtypes and shardings.
             facts: Facts of this run's data, or `None` to accept a checkpoint of any data.
-            only_step: Step of the only checkpoint to try. It is not set aside if it is damaged. By
-                default the newest is tried, then the one before it.
+            only_step: Step of the only checkpoint to try. It is not quarantined if it is damaged.
+                By default the newest is tried, then the one before it.
 
         Raises:
             WorkdirError: All checkpoints are damaged, or the checkpoint has other data or other
@@ -580,6 +597,8 @@ class Checkpoints(RankedFolder):
     ) -> tuple[dict[str, Any] | None, str]:
         """Load the arrays of a checkpoint, and compare them with the digests of its manifest.
 
+        Arrays that differ are loaded a second time.
+
         Returns:
             Arrays as `TrainState` takes them and "", or `None` and the problem, on every process.
         """
@@ -595,7 +614,7 @@ class Checkpoints(RankedFolder):
         return None, problem
 
     def _verified(self, checkpoint: Path) -> tuple[Manifest | None, str]:
-        """Read the manifest of a checkpoint, and compare its files with it.
+        """Read the manifest of a checkpoint, and compare the files with its sizes and digests.
 
         Each process reads a part of the files.
 
@@ -637,7 +656,15 @@ class Checkpoints(RankedFolder):
     def _check_fits(
         self, manifest: Manifest, abstract: TrainState, facts: dict[str, Any] | None
     ) -> None:
-        """Refuse a checkpoint that has other data or other arrays than this run."""
+        """Refuse a checkpoint that has other data or other arrays than this run.
+
+        Args:
+            abstract: State of this run, whose dtypes and shapes are compared by name.
+            facts: Facts of this run's data, whose digest is compared, or `None` to accept any data.
+
+        Raises:
+            WorkdirError: The digest, or the name, dtype or shape of an array differs.
+        """
         saved = manifest.data
         if facts is not None and saved.get("digest") != facts.get("digest"):
             raise WorkdirError(
@@ -664,9 +691,10 @@ class Checkpoints(RankedFolder):
             )
 
     def _finish(self, started: _StartedSave) -> None:
-        """Wait for orbax, verify the files, and publish the checkpoint.
+        """Wait for orbax, verify the files, and commit the checkpoint.
 
-        Every process runs this in a thread. Process 0 publishes when it has all parts.
+        Every process runs this in a thread. Process 0 collects the digests of all processes, writes
+        the manifest and commits. A failure is printed and kept for `wait`, not raised.
         """
         processes = self._processes
         part: dict[str, Any]
@@ -699,7 +727,10 @@ class Checkpoints(RankedFolder):
             self._handle_failure(started.step, error)
 
     def _written_part(self, started: _StartedSave) -> dict[str, Any]:
-        """Wait for orbax. Return the arrays and files of this process for the manifest.
+        """Wait until orbax has written, read the arrays back and compare them with memory.
+
+        Returns:
+            `arrays` and `files` of this process, with their digests, as a manifest lists them.
 
         Raises:
             OSError: The files hold other arrays than were saved.
@@ -723,7 +754,10 @@ class Checkpoints(RankedFolder):
         return {"arrays": arrays, "files": files}
 
     def _handle_failure(self, step: int, error: Exception) -> None:
-        """Log a failed save, delete what it wrote, and end a run whose saves keep failing."""
+        """Print why a save failed, keep the reason for `wait`, and delete what the save wrote.
+
+        End a run of several processes after `MOST_FAILED` failures in a row.
+        """
         reason = folder.reason(error, self.folder)
         self._failure = f"checkpoint {step} could not be saved: {reason}"
         # So that a later call of `save` tries the same step again.

@@ -54,7 +54,7 @@ _BLOCK = 2**20
 
 
 def quiet() -> None:
-    """Keep the messages of orbax and tensorstore from the terminal.
+    """Silence log messages and warnings of orbax and tensorstore in this process.
 
     Orbax logs every save, and a failure with a traceback of each of its threads. Tensorstore warns
     about event loops that have ended.
@@ -166,7 +166,16 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[s
 
 
 def _damaged_arrays(folder: Path, base: str, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return the names of damaged arrays, read from the URL `base`."""
+    """Return the names of arrays whose files at the URL `base` hold other values than were saved.
+
+    An array counts as damaged if two reads agree.
+
+    Args:
+        arrays: Arrays as the manifest lists them (`describe_arrays`).
+
+    Raises:
+        DiskError: The disk cannot be read.
+    """
     import tensorstore as ts
 
     patience = disk.Patience()
@@ -271,11 +280,11 @@ class CheckpointFolder:
 
     @property
     def latest(self) -> int | None:
-        """Step of the newest checkpoint."""
+        """Step of the newest checkpoint on disk, or `None` if there is none."""
         return max(steps(self.folder), default=None)
 
     def publish(self, manifest: Manifest) -> None:
-        """Let a checkpoint count whose arrays are written, and delete those that need not stay.
+        """Commit a checkpoint whose arrays are written, and delete those that need not be kept.
 
         The manifest is written before the checkpoint gets its name, and older checkpoints are
         deleted last, so that a kill at any time leaves a complete checkpoint.
@@ -288,9 +297,10 @@ class CheckpointFolder:
         self.prune()  # raises nothing: the new checkpoint is good whatever happens to an older one
 
     def prune(self) -> None:
-        """Delete the checkpoints that need not stay.
+        """Delete the checkpoints that no setting keeps, and what is left of half-deleted ones.
 
-        If one cannot be deleted, the user is told and the next save tries again.
+        If one cannot be deleted, a line is printed and the next save tries again. Nothing is raised
+        if the disk fails.
         """
         failed: dict[int, str] = {}
         try:
@@ -320,7 +330,7 @@ class CheckpointFolder:
         self._undeleted = failed
 
     def leaving(self, record: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the steps of the checkpoints that need not stay, oldest first.
+        """Return the steps of the checkpoints that no setting keeps, oldest first.
 
         Args:
             record: Content of config.json with the settings of earlier parts of the run
@@ -332,11 +342,16 @@ class CheckpointFolder:
         return [step for step in saved if step not in staying]
 
     def measured(self, saved: list[int]) -> Measured:
-        """Return the evaluations that the checkpoints of these steps hold, by step."""
+        """Return the evaluation metrics that the checkpoints of these steps hold, by step.
+
+        Empty in this class, whose checkpoints hold none. `RankedFolder` reads them.
+        """
         return {}
 
     def quarantine(self, step: int, problem: str) -> None:
-        """Set a damaged checkpoint aside, and tell the user.
+        """Quarantine a damaged checkpoint, and print a line that says which one is used instead.
+
+        The checkpoint is moved to set-aside/, or marked where folders cannot be renamed.
 
         Raises:
             WorkdirError: The checkpoint cannot be moved.
@@ -355,7 +370,9 @@ class CheckpointFolder:
         self._log(f"checkpoint {step} is damaged: {problem}; set aside as {mark}, {fallback}")
 
     def tidy(self) -> None:
-        """Delete what interrupted saves left, and set folders without a manifest aside.
+        """Delete what interrupted saves left, and quarantine folders without a manifest.
+
+        If no checkpoint is left then, restore the good ones among those in quarantine.
 
         Raises:
             WorkdirError: There are checkpoints, and all are damaged.
@@ -377,10 +394,10 @@ class CheckpointFolder:
             raise self.none_good()
 
     def newest(self) -> int | None:
-        """Return the step of the newest checkpoint.
+        """Return the step of the newest checkpoint, or `None` if there is no good one.
 
-        If there is none, all that were set aside are read again. Those that are good are restored
-        first: a disk that was unwell for a while makes good checkpoints look damaged.
+        If there is none, all quarantined checkpoints are verified again. Good ones are restored,
+        with a printed line: a disk that fails for a while makes good checkpoints look damaged.
         """
         if self.latest is not None:
             return self.latest
@@ -405,7 +422,7 @@ class CheckpointFolder:
         return self.latest
 
     def none_good(self) -> WorkdirError:
-        """Return the error of a run whose checkpoints are all damaged, those set aside included."""
+        """Return an error that all checkpoints are damaged. It names those in quarantine."""
         names = ", ".join(path.name for path in quarantined(self.folder))
         return WorkdirError(
             f"no good checkpoint is left in {self.folder}; those set aside ({names}) were read "
@@ -417,7 +434,7 @@ class CheckpointFolder:
 def steps(folder: Path) -> list[int]:
     """Return the steps of the checkpoints in a folder, oldest first.
 
-    A checkpoint has a manifest and was not set aside.
+    A checkpoint has a manifest and is not quarantined as damaged.
     """
     candidates = []
     for name in disk.names(folder):

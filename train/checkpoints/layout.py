@@ -110,7 +110,7 @@ class Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write a manifest into the folder of its checkpoint, whole or not at all.
+    """Write a manifest with its digest into manifest.json of its checkpoint, atomically.
 
     The arrays and files of the checkpoint must already be there.
     """
@@ -146,7 +146,13 @@ def read(folder: Path, run: str | None = None) -> Manifest:
 
 
 def _read(folder: Path) -> Manifest:
-    """Read a manifest once."""
+    """Return the manifest of a checkpoint after checking its digest, form and step in one read.
+
+    Raises:
+        DamagedError: The manifest is missing, edited, of another form or of another step.
+        ForeignError: The manifest has the format of another version.
+        DiskError: The disk cannot be read.
+    """
     path = folder / MANIFEST
     if disk.status(path) is None:
         raise DamagedError(f"{MANIFEST} is missing")
@@ -244,7 +250,7 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 
 def host_shards(arrays: Mapping[str, Any]) -> list[Shard]:
-    """Copy the shards that this process saves to the host.
+    """Return host copies of the shards that this process saves.
 
     Of several replicas of a shard only the first is saved, by the process that holds it.
 
@@ -269,7 +275,9 @@ def host_shards(arrays: Mapping[str, Any]) -> list[Shard]:
 def describe_arrays(
     arrays: Mapping[str, Any], shards: Sequence[Shard]
 ) -> dict[str, dict[str, Any]]:
-    """Return the manifest's list of arrays, with the shards of this process.
+    """Return shape, dtype and shards of each array by name, as a manifest lists them.
+
+    All arrays are listed, but only shards of this process, each as its index and its digest.
 
     Args:
         arrays: All arrays of the state by their names on disk (`by_name`).
@@ -294,8 +302,8 @@ def array_digest(data: np.ndarray) -> str:
 def check_loaded(arrays: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) -> list[str]:
     """Return the names of loaded arrays that are not as they were saved.
 
-    The mesh may be another one. A saved shard is compared if it lies in one array or one shard of
-    this process.
+    The mesh may differ from that of the save. A saved shard is compared only if this process holds
+    the whole array, or all of that shard in one of its own.
 
     Args:
         arrays: Loaded arrays by their names on disk.
@@ -318,7 +326,9 @@ def check_loaded(arrays: Mapping[str, Any], saved: Mapping[str, dict[str, Any]])
 
 
 def _part(array: Any, index: Sequence[Sequence[int]]) -> np.ndarray | None:
-    """Return the part of an array at `index`, or `None` if this process does not hold all of it.
+    """Return the part of an array at `index`, copied to the host.
+
+    Return `None` if this process holds neither the whole array nor all of the part in one shard.
 
     Args:
         index: Start and stop along each axis, as `Shard.index` has them.
@@ -351,7 +361,7 @@ def in_threads(function: Callable[..., Any], *columns: Iterable[Any]) -> list[An
 
 
 class RenameCommit:
-    """Commit of a checkpoint by renaming its folder, on a disk.
+    """Operations on checkpoint folders of a disk, which commit a checkpoint by renaming its folder.
 
     Process 0 alone calls the methods that change something.
 
@@ -365,7 +375,7 @@ class RenameCommit:
         self.folder = folder
 
     def context(self) -> Any:
-        """Return the orbax context in which arrays are saved."""
+        """Return the orbax context in which arrays are saved: uncompressed, and atomically."""
         from orbax.checkpoint import v1 as ocp
 
         # Uncompressed: weights hardly shrink, and packing would take the cores from training.
@@ -379,27 +389,27 @@ class RenameCommit:
         )
 
     def written_at(self, step: int) -> Path:
-        """Return the folder that the arrays of a checkpoint are written into."""
+        """Return the path of the folder that the arrays are written into: STEP.saving."""
         return self.folder / f"{step}{SAVING}"
 
     def begin(self, step: int) -> None:
-        """Delete what is in the way of a new checkpoint."""
+        """Prepare a save of a step: delete what an earlier save has left where it is written."""
         remove_tree(self.written_at(step))
 
     def abandon(self, step: int) -> None:
-        """Delete what a failed save has written."""
+        """Delete what a failed save of a step has written, with the temporary folders of orbax."""
         # Orbax has a temporary folder with a longer name until its save has ended.
         for path in self.folder.glob(f"{step}{SAVING}*"):
             remove_tree(path)
 
     def publish(self, step: int) -> None:
-        """Let a checkpoint count that has its manifest."""
+        """Commit a checkpoint that has its manifest, by renaming STEP.saving to STEP."""
         self.written_at(step).replace(self.folder / str(step))
         # Without this a power cut may bring back the old name.
         disk.sync_folder(self.folder)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint. It stops counting before its files are deleted.
+        """Delete a checkpoint. Its folder is renamed to STEP.deleting before files are deleted.
 
         Raises:
             OSError: The checkpoint, or a part of it, cannot be deleted.
@@ -422,7 +432,7 @@ class RenameCommit:
         delete_tree(self.folder / f"{step}{DELETING}")
 
     def move(self, step: int, target: Path) -> None:
-        """Move a checkpoint out of the folder.
+        """Move a checkpoint to `target`, outside of the folder, and flush the move to the disk.
 
         Args:
             target: Path of the checkpoint afterwards. Nothing is there yet.
@@ -437,17 +447,19 @@ class RenameCommit:
         disk.sync_folder(self.folder)
 
     def clear(self, name: str) -> None:
-        """Delete what an interrupted save or deletion has left under a name such as STEP.saving."""
+        """Delete the entry that an interrupted save or deletion has left, such as STEP.saving."""
         remove_tree(self.folder / name)
 
     def quarantine(self, step: int, problem: str) -> Path:
-        """Set a damaged checkpoint aside, so that it does not count any more.
+        """Quarantine a damaged checkpoint, so that it is no longer used: move it to set-aside/.
+
+        Where folders cannot be renamed, it stays in place and gets a file damaged.json.
 
         Args:
-            problem: Damage in one line. It is recorded only where the folder cannot be moved.
+            problem: Damage in one line. It is recorded only in damaged.json.
 
         Returns:
-            Folder or file that shows that the checkpoint was set aside.
+            New folder of the checkpoint, or the file damaged.json.
 
         Raises:
             OSError: The folder cannot be moved or marked.
@@ -462,11 +474,11 @@ class RenameCommit:
         return (self.folder / str(step)).replace(target)
 
     def restore_quarantined(self, checkpoint: Path, step: int) -> None:
-        """Let a checkpoint that was set aside count again.
+        """Undo `quarantine`: move the checkpoint back to STEP, or delete its damaged.json.
 
         Args:
             checkpoint: Folder of the checkpoint, as `quarantined` lists it.
-            step: Name that the checkpoint gets back. No other checkpoint may have it.
+            step: Step of the checkpoint. No other checkpoint of this step may exist.
         """
         if checkpoint.parent.name == QUARANTINE:
             checkpoint.replace(self.folder / str(step))
@@ -475,9 +487,9 @@ class RenameCommit:
 
 
 class MarkerCommit(RenameCommit):
-    """Commit of a checkpoint by its manifest, which is written last.
+    """Operations on checkpoint folders that cannot be renamed, as in a bucket.
 
-    Used where no folder can be renamed, as in a bucket.
+    A checkpoint is committed by its manifest, which is written last.
     """
 
     renames = False
@@ -533,12 +545,12 @@ class MarkerCommit(RenameCommit):
         return mark
 
     def _marker(self, step: int) -> Path:
-        """Return the empty file that stands beside a checkpoint while it is written or deleted."""
+        """Return the path of STEP.saving, an empty file that exists during a save or deletion."""
         return self.folder / f"{step}{SAVING}"
 
 
 def _steps_with_ending(folder: Path, ending: str) -> list[int]:
-    """Return STEP for every name STEP plus `ending` in a folder."""
+    """Return the steps of a folder's entries whose name is a step plus `ending`, as 500.saving."""
     steps: list[int] = []
     for name in disk.names(folder):
         step = name.removesuffix(ending)
@@ -548,24 +560,30 @@ def _steps_with_ending(folder: Path, ending: str) -> list[int]:
 
 
 def counts(checkpoint: Path) -> bool:
-    """Return whether a folder is a checkpoint: it has a manifest and was not set aside."""
+    """Return whether a folder is a checkpoint in use: with a manifest, and not quarantined.
+
+    The manifest is not read.
+    """
     return disk.status(checkpoint / MANIFEST) is not None and not is_quarantined(checkpoint)
 
 
 def is_quarantined(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was set aside as damaged."""
+    """Return whether a checkpoint is quarantined: it is in set-aside/ or has a damaged.json."""
     is_moved = checkpoint.parent.name == QUARANTINE
     return is_moved or disk.status(checkpoint / DAMAGED) is not None
 
 
 def is_being_saved(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is being written or deleted where folders cannot be renamed."""
+    """Return whether a file STEP.saving exists beside a checkpoint that has no manifest.
+
+    If folders cannot be renamed, such a checkpoint is being written or deleted, or a kill left it.
+    """
     marker = checkpoint.with_name(f"{checkpoint.name}{SAVING}")
     return disk.status(marker) is not None and disk.status(checkpoint / MANIFEST) is None
 
 
 def quarantined(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder that were set aside: those moved, then those marked."""
+    """Return the quarantined checkpoints: all entries of set-aside/, then those marked in place."""
     marked: list[Path] = []
     for name in disk.names(folder):
         if name.isdigit() and is_quarantined(folder / name):
@@ -575,9 +593,10 @@ def quarantined(folder: Path) -> list[Path]:
 
 
 def renames_folders(path: Path) -> bool:
-    """Return whether folders can be renamed in this folder, which is made if missing.
+    """Return whether folders can be renamed in `path`, by renaming a small test folder there.
 
-    They cannot be renamed in a bucket, nor in every bucket that is mounted.
+    Make `path` if it is missing. The result is False in a bucket and in some mounted buckets. It is
+    True if the test fails by an error that may pass, such as a full disk (`_TEMPORARY_ERRORS`).
     """
     if is_remote(path):
         return False
@@ -604,9 +623,10 @@ def _remove_probes(path: Path) -> None:
 
 
 def locks_files(file: Path) -> bool:
-    """Return whether a file, which is made if missing, can be locked.
+    """Return whether a file can be locked (flock), by locking it and releasing the lock.
 
-    Files cannot be locked in a bucket, mounted or not, nor on some network file systems.
+    Make the file if it is missing. True also if another process has locked it. Files cannot be
+    locked in a bucket, mounted or not, nor on some network file systems.
     """
     if is_remote(file):
         return False
@@ -621,9 +641,9 @@ def locks_files(file: Path) -> bool:
 
 
 def missing_capabilities(path: Path, file: Path) -> list[str]:
-    """Return a line for each thing that the file system of a folder cannot do.
+    """Return a line each if a folder's file system cannot rename folders or lock files.
 
-    Each line says what the run does instead. A bucket has none.
+    Each line says what the run does instead. A bucket has no lines.
 
     Args:
         path: Folder, in which a probe is made and removed.

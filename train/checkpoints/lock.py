@@ -37,18 +37,22 @@ The age is by the owner's clock, which may be wrong by minutes."""
 
 
 class Owned:
-    """Context manager of an object that this process owns. The object is deleted at the end.
+    """Context manager of a lock: an object that a thread of this process rewrites every `BEAT_S`.
+
+    The constructor takes the lock. It waits up to `STALE_S` seconds for a sign of life if another
+    process may still own the object, and otherwise takes the object over. Leaving the context ends
+    the thread and deletes the object, unless another process owns the object by then.
 
     Args:
-        folder: Folder that is kept for one run.
+        folder: Folder that is locked for one run.
         name: Name of the object in the folder.
-        on_lost: Function called in a thread, with a message, when another process has taken the
+        on_lost: Function called in the thread, with a message, when another process has taken the
             object over because it heard nothing from this one.
-        log: Function that prints a line for the user: who is waited for, and who is replaced. By
-            default a line on standard error.
+        log: Function that prints a line when this process waits for an owner or replaces one. By
+            default the line goes to standard error.
 
     Raises:
-        WorkdirError: Another run owns the object.
+        WorkdirError: The owner is alive, or another process took the object at the same time.
     """
 
     def __init__(
@@ -80,10 +84,14 @@ class Owned:
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def _free(self) -> Any:
-        """Wait until nobody owns the object. Return its entry in the store.
+        """Wait until no living process owns the object, and return the object's entry in the store.
+
+        If the owner is not known to have ended and has written within `_LONG_S` seconds, wait up to
+        `STALE_S` seconds for it to write again. Print a line about an owner that is replaced. The
+        entry has no value if there is no object.
 
         Raises:
-            WorkdirError: The owner is alive.
+            WorkdirError: The owner has written again, so it is alive.
         """
         entry = self._store.read(self._name).result()
         if entry.state != "value":
@@ -108,7 +116,10 @@ class Owned:
         return entry
 
     def _write(self, generation: bytes) -> bytes:
-        """Write the object if it is still of `generation`.
+        """Write this process as the owner into the object, if it still has this generation.
+
+        Args:
+            generation: Version of the object in the store when it was read.
 
         Returns:
             New generation, or `b""` if another process has written the object meanwhile.
@@ -124,14 +135,18 @@ class Owned:
         return written.result().generation
 
     def _in_use(self, content: bytes) -> WorkdirError:
-        """Return the error that names the owner."""
+        """Return an error that the folder is in use by the owner that `content` names."""
         return WorkdirError(
             f"the workdir {self._folder} is in use by another run ({_owner(content)['who']}); "
             "wait for it or stop it, or give --workdir another folder"
         )
 
     def _beat(self) -> None:
-        """Write the object every `BEAT_S`, until the end or until another process owns it."""
+        """Write the object every `BEAT_S` seconds until the context ends.
+
+        If another process owns the object, call `on_lost` with a message and return. Errors of the
+        network are ignored.
+        """
         while not self._released.wait(BEAT_S):
             with contextlib.suppress(Exception):  # of the network; another beat follows
                 entry = self._store.read(self._name).result(timeout=BEAT_S)
@@ -161,7 +176,10 @@ class Owned:
 
 
 def end_at_once(text: str) -> None:
-    """Print an error and end this process with exit code 1, without another step or file."""
+    """Print an error on standard error, and end this process at once with exit code 1.
+
+    No `finally` block and no exit handler runs, so nothing more is written.
+    """
     terminal.note(f"error: {text}")
     # Not `sys.exit`: another run owns the folder, and no handler may write into it.
     os._exit(1)
@@ -171,10 +189,12 @@ def end_at_once(text: str) -> None:
 def workdir_lock(
     folder: Path, name: str, on_lost: Callable[[str], None] = end_at_once
 ) -> Iterator[None]:
-    """Keep a folder for this process alone while entered.
+    """Lock a folder for this process while entered, by an object that is rewritten (`Owned`).
+
+    Entering may wait up to `STALE_S` seconds for a sign of life from an earlier owner.
 
     Args:
-        folder: Folder on a file system that cannot lock files.
+        folder: Folder in a bucket, or on a file system that cannot lock files.
         name: Name of the object in the folder that serves as the lock.
         on_lost: Function called when another process has taken the lock over, as `Owned` calls it.
             By default this process ends.
@@ -196,10 +216,11 @@ def workdir_lock(
 
 
 def _store(folder: str, remote: bool) -> Any:
-    """Open a folder as a key-value store whose writes can depend on the content being unchanged.
+    """Open a folder as a tensorstore key-value store, with writes that need an unchanged value.
 
     Args:
         folder: Plain name (`plainly_named`), with the separator at its end.
+        remote: True for a folder in a bucket.
     """
     import tensorstore as ts
 
@@ -211,7 +232,11 @@ def _store(folder: str, remote: bool) -> Any:
 
 
 def _owner(content: bytes) -> dict[str, Any]:
-    """Return the owner that an object names, or an unknown process if the object is damaged."""
+    """Return the fields `token`, `at`, `machine`, `pid` and `who` of a lock object's owner.
+
+    A missing field gets a default. A damaged object gives the defaults alone, whose `who` is "an
+    unknown process".
+    """
     unknown = {"token": "", "at": 0.0, "machine": "", "pid": 0, "who": "an unknown process"}
     try:
         fields = json.loads(content)
@@ -225,7 +250,10 @@ def _owner(content: bytes) -> dict[str, Any]:
 
 
 def _has_ended(owner: dict[str, Any]) -> bool:
-    """Return whether the owner was a process of this machine and has ended."""
+    """Return whether the owner was a process of this machine and has ended.
+
+    False for a process of another machine or container, about which nothing is known.
+    """
     # A process id of another machine or container says nothing here.
     if not _machine() or owner["machine"] != _machine() or owner["pid"] < 1:
         return False
@@ -239,9 +267,9 @@ def _has_ended(owner: dict[str, Any]) -> bool:
 
 
 def _machine() -> str:
-    """Return a name of this machine since its last boot, together with its process namespace.
+    """Return an id of this boot of the machine and of this process' PID namespace.
 
-    A process id means one process only within both. Empty if the machine does not tell.
+    A process id is unique only within both. "" on systems without `/proc`.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

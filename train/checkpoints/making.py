@@ -50,17 +50,21 @@ class OutError(MupaxError):
 
 
 def is_made(target: Path, command: Sequence[str]) -> bool:
-    """Refuse a folder that cannot be made, before work is spent on it.
+    """Check that a command can make a folder, before work is spent on it.
+
+    If a complete folder still has its lock file, because its command was killed before `finish`,
+    the lock file and the temporary folder in it are deleted.
 
     Args:
         command: Words of the command, as `making` takes them.
 
     Returns:
-        True if this very command made the folder, and was killed after the folder was complete and
-        before it told the user so (`finish`). Then nothing is left to do.
+        True if this very command made the folder and was killed before `finish`. The user is told
+        that the folder is complete, and nothing is left to do. Otherwise False: the folder is still
+        to be made.
 
     Raises:
-        OutError: The folder holds something, or cannot be made.
+        OutError: The folder is complete, holds something else, or cannot be made.
         HalfMadeError: Another command is making the folder.
     """
     if target.exists() and not target.is_dir():
@@ -100,7 +104,11 @@ def is_made(target: Path, command: Sequence[str]) -> bool:
 
 
 def _check_not_running(target: Path) -> None:
-    """Refuse a folder that another command is making."""
+    """Refuse a folder that another running command is making, also in the temporary one beside it.
+
+    Raises:
+        HalfMadeError: A running command has locked one of the two.
+    """
     places = [target] if is_remote(target) else [target, _sibling(target)]
     for folder in places:
         if disk.status(folder / LOCK) is not None:
@@ -110,15 +118,16 @@ def _check_not_running(target: Path) -> None:
 
 @contextlib.contextmanager
 def making(target: Path, command: Sequence[str], in_bucket: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield a folder to write into. It becomes `target` when the block ends.
+    """Yield a folder to write into. Its entries become the complete `target` when the block ends.
 
-    If the block fails, what it wrote is deleted.
+    If the block fails, what it wrote is deleted. The lock file of a folder on this machine stays
+    until `finish`.
 
     Args:
         target: Folder that is missing, empty, or left by a command that was killed (`is_made`).
         command: Words that the user is told to write again after a kill.
-        in_bucket: Names that the block writes straight into a folder of a bucket. By default the
-            block writes a folder of this machine, which is copied.
+        in_bucket: Names that the block writes straight into `target` if that is in a bucket. By
+            default the block writes a folder of this machine, which is then copied to the bucket.
 
     Raises:
         HalfMadeError: Another command is making the folder.
@@ -149,9 +158,10 @@ def making(target: Path, command: Sequence[str], in_bucket: Sequence[str] = ()) 
 
 
 def finish(target: Path) -> None:
-    """Delete the lock of a complete folder, when the command has told the user that it is done.
+    """Delete the lock file of a complete folder, when the command has printed that it is done.
 
-    After a kill before this, `is_made` finds the lock and knows that nothing is left to do.
+    After a kill before this, `is_made` finds the lock file and knows that nothing is left to do. A
+    folder in a bucket has no lock file any more, and is not changed.
     """
     if not is_remote(target):
         (target / LOCK).unlink(missing_ok=True)
@@ -159,7 +169,11 @@ def finish(target: Path) -> None:
 
 @contextlib.contextmanager
 def _made_here(target: Path, command: Sequence[str]) -> Iterator[Path]:
-    """Make a folder of this machine in a temporary one, beside it or inside it."""
+    """Yield a temporary folder whose entries become `target` on this machine when the block ends.
+
+    It is inside `target` if `target` exists, and otherwise beside it. First delete what a killed
+    command has left. If the block fails, what it wrote is deleted.
+    """
     inside = target.exists()
     sibling = _sibling(target)
     if inside:
@@ -196,7 +210,10 @@ def _made_here(target: Path, command: Sequence[str]) -> Iterator[Path]:
 
 
 def _clean_up(staging: Path, target: Path, locked: Path) -> None:
-    """Delete what a failed command has made. The next command deletes what cannot be deleted."""
+    """Delete what a failed command has written, and its lock file, in up to three tries.
+
+    Errors are ignored: the next command deletes what is left.
+    """
     for pause in (0.0, 0.2, 1.0):  # threads of a library may write a little longer
         time.sleep(pause)
         with contextlib.suppress(OSError, MupaxError):
@@ -211,7 +228,11 @@ def _clean_up(staging: Path, target: Path, locked: Path) -> None:
 
 @contextlib.contextmanager
 def _made_in_place(target: Path, command: Sequence[str], names: Sequence[str]) -> Iterator[None]:
-    """Make a folder of a bucket, where only the mark says whether the folder is complete."""
+    """Lock a folder in a bucket, and mark it incomplete while the block writes `names` into it.
+
+    First delete what a killed command has left. The folder is marked complete when the block ends.
+    If the block fails, the entries `names` are deleted.
+    """
     with _locked(target, target):
         _delete_half(target)
         workdir.write_mark(target, command, names, complete=False)
@@ -226,19 +247,20 @@ def _made_in_place(target: Path, command: Sequence[str], names: Sequence[str]) -
 
 
 def _sibling(target: Path) -> Path:
-    """Return the temporary folder beside a missing one, on the same file system."""
+    """Return the path of the hidden temporary folder beside `target`. Nothing is created."""
     return disk.hidden_beside(target.absolute(), PART)
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, target: Path) -> Iterator[None]:
-    """Keep a folder that is being made for this process alone while entered.
+    """Hold the lock file of a folder that is being made, so that no other command makes it.
 
     Args:
         folder: Folder to lock, which may be a temporary one.
 
     Raises:
-        HalfMadeError: Another process has the folder, or has just renamed it.
+        HalfMadeError: Another process has the lock or has just renamed the folder, or the folder
+            cannot be locked.
     """
     in_use = (
         f"--out {target} is being made by another command; wait for it or stop it, or give another "
@@ -265,9 +287,9 @@ def _locked(folder: Path, target: Path) -> Iterator[None]:
 
 
 def _delete_temporary(staging: Path, target: Path) -> None:
-    """Delete what a killed command has left in its temporary folder.
+    """Delete what a killed or failed command has left in its temporary folder, the mark last.
 
-    The lock stays, because this process holds it.
+    The lock file stays, because this process holds it.
 
     Raises:
         OutError: The temporary folder is not of a command: it has no mark.
@@ -290,7 +312,13 @@ def _delete_temporary(staging: Path, target: Path) -> None:
 
 
 def _delete_half(target: Path) -> None:
-    """Delete the entries that the mark of an incomplete folder names, and then the mark."""
+    """Delete the entries that the mark of an incomplete folder names, and then the mark.
+
+    A complete folder and a folder without a mark are not changed.
+
+    Raises:
+        OutError: The folder also holds entries that the mark does not name.
+    """
     mark = workdir.read_mark(target)
     if mark is None or mark["complete"]:
         return
@@ -305,6 +333,9 @@ def _check_own(target: Path, names: Iterable[str]) -> None:
 
     Args:
         names: Entries that the mark of the folder names.
+
+    Raises:
+        OutError: The folder has another entry than these, the mark, the lock and temporary ones.
     """
     made_names = {*names, MARK, _HALF_MARK, LOCK, PART}
     foreign = [name for name in disk.names(target) if name not in made_names]
@@ -318,7 +349,13 @@ def _check_own(target: Path, names: Iterable[str]) -> None:
 
 
 def _move_up(staging: Path, target: Path, command: Sequence[str]) -> None:
-    """Move the entries of a temporary folder into `target`, and then mark `target` as complete."""
+    """Move the entries of a temporary folder into `target`, and then mark `target` as complete.
+
+    A file system that cannot rename them gets copies.
+
+    Raises:
+        OutError: An entry of that name is already in `target`.
+    """
     names = [name for name in disk.names(staging) if name not in (LOCK, MARK)]
     # With the names, so that the next command can delete what a kill leaves of them.
     workdir.write_mark(target, command, names, complete=False)
@@ -340,7 +377,11 @@ def _move_up(staging: Path, target: Path, command: Sequence[str]) -> None:
 
 
 def _rename(staging: Path, target: Path, command: Sequence[str]) -> None:
-    """Rename a complete folder to `target`. If no folder can be renamed, move what is in it."""
+    """Rename a complete folder to `target`. If it cannot be renamed, move its entries.
+
+    Raises:
+        OutError: There is a `target` already.
+    """
     if target.exists():
         raise OutError(f"{target} has come meanwhile; move it away, or give another folder")
     try:
@@ -356,18 +397,18 @@ def _rename(staging: Path, target: Path, command: Sequence[str]) -> None:
 
 
 def _copy_entries(folder: Path, target: Path) -> None:
-    """Copy the entries of a folder into a bucket, the files that make it a model last."""
+    """Copy the entries of a folder into a bucket. The files of `_LAST`, as config.json, go last."""
     for name in sorted(disk.names(folder), key=_rank):
         copy(folder / name, target / name)
 
 
 def _rank(name: str) -> int:
-    """Return the rank of a name in the order in which the entries of a folder are moved."""
+    """Return a key that sorts the names in `_LAST`, in their order, behind all others (-1)."""
     return _LAST.index(name) if name in _LAST else -1
 
 
 def _sync(folder: Path) -> None:
-    """Put all files below a folder, and the lists of their names, on the disk."""
+    """Flush a folder and every file and folder below it to the disk (fsync)."""
     for path in [*folder.rglob("*"), folder]:
         if path.is_dir() or path.is_file():
             disk.sync_folder(path)
@@ -375,9 +416,9 @@ def _sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield an empty folder of this machine, and delete it at the end.
+    """Yield an empty temporary folder of this machine, and delete it when the block ends.
 
-    Folders that killed processes have left are deleted first.
+    First delete the temporary folders that killed processes of this user have left.
     """
     root = Path(tempfile.gettempdir())
     for name in disk.names(root):
@@ -399,7 +440,8 @@ def scratch() -> Iterator[Path]:
 def _delete_abandoned(holder: Path) -> None:
     """Delete a folder of `scratch` whose process has ended.
 
-    A running process holds the lock of its folder, so that `flock` raises and nothing is deleted.
+    A folder stays if a running process holds its lock, if it is another user's, or if it was
+    changed less than `_RUNNING_S` seconds ago. Errors of the disk are ignored.
     """
     with contextlib.suppress(OSError):
         status = holder.stat()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LoadedRun(NamedTuple):
-    """Run with one of its steps, whose arrays are loaded when they are asked for."""
+    """Run with one of its checkpoints. Only `params` loads arrays."""
 
     workdir: Path
     config: Config
@@ -39,9 +39,9 @@ class LoadedRun(NamedTuple):
     """Name of the run, or `None` for a run of an older version."""
 
     def assets(self) -> Assets | None:
-        """Return the run's tokenizer, chat template and class names, or `None` if it has none.
+        """Return the assets of the checkpoint: tokenizer, chat template, class names.
 
-        A run of an older version has none.
+        Their files are not read yet. `None` if there are none, as in a run of an older version.
         """
         return assets.find(self.workdir, self.step)
 
@@ -64,7 +64,9 @@ class LoadedRun(NamedTuple):
         return checkpoint
 
     def params(self, abstract: Any) -> Arrays:
-        """Load the parameters or their average, each array straight into its sharding.
+        """Load the parameters, or their moving average if `weights` is "ema", by name.
+
+        The files are verified first. Each array is loaded straight into its sharding.
 
         Args:
             abstract: State of a program of `config` without values: shapes, dtypes and shardings.

@@ -63,7 +63,9 @@ class HalfMadeError(MupaxError):
 def write_mark(
     folder: Path, command: Sequence[str], names: Sequence[str] = (), *, complete: bool
 ) -> None:
-    """Write the mark of a folder, whole or not at all.
+    """Write the mark of a folder: .mupax-made.json, which says whether the folder is complete.
+
+    The file is written atomically.
 
     Args:
         folder: Folder that exists, or any folder of a bucket.
@@ -85,7 +87,9 @@ def write_mark(
 
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a folder's mark, or `None` if the folder has none.
+    """Return the content of a folder's mark (.mupax-made.json), or `None` if it has none.
+
+    Flags in `command` are changed to their current spelling.
 
     Raises:
         JsonError: The mark is damaged.
@@ -111,6 +115,8 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
 def check_complete(folder: Path) -> None:
     """Refuse a folder that a command has not finished, before anything is read from it.
 
+    A folder without a mark (.mupax-made.json) is not refused.
+
     Raises:
         HalfMadeError: The mark says that the folder is not complete.
         JsonError, DiskError: The mark is damaged or cannot be read.
@@ -126,7 +132,8 @@ def check_complete(folder: Path) -> None:
 def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
     """Make the folder of a run, or check that the run may go on in the folder that is there.
 
-    Process 0 does that. The others wait until they see its folder.
+    Process 0 does that. It also tests that the storage works, and restores a damaged config.json
+    from the newest checkpoint. The others wait up to 10 seconds until they see its folder.
 
     Args:
         config: Config of the run: its `workdir`, and whether to `resume` in it.
@@ -137,7 +144,9 @@ def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
 
     Raises:
         WorkdirError: The folder cannot be used. It holds something and `resume` is off, it holds no
-            run, it cannot be written, or this process does not see the folder of process 0.
+            run or a run with another model or data, it cannot be written, or this process does not
+            see the folder of process 0.
+        HalfMadeError: Another command has not finished the folder.
     """
     name, resumed = processes.broadcast("workdir", lambda: _claim(config))
     path = path_of(name)
@@ -166,7 +175,16 @@ def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
 
 
 def _claim(config: Config) -> tuple[str, bool]:
-    """Do what `claim` does in process 0."""
+    """Check on process 0 that a run may use its folder, make the folder, and test its storage.
+
+    Print cautions. Write a damaged config.json again from the newest checkpoint.
+
+    Returns:
+        Absolute path, and whether an earlier part of the run is in the folder.
+
+    Raises:
+        WorkdirError, HalfMadeError: The folder cannot be used (`claim`).
+    """
     name = config.workdir if config.workdir is not None else f"runs/{config.recipe}"
     path = path_of(name).absolute()
     if path.exists() and not path.is_dir():
@@ -215,12 +233,16 @@ def _claim(config: Config) -> tuple[str, bool]:
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name matches one of some patterns."""
+    """Return whether a name matches one of some glob patterns."""
     return any(Path(name).match(pattern) for pattern in patterns)
 
 
 def _check_storage(path: Path) -> None:
-    """Refuse a folder in which the libraries that save checkpoints do not read what they wrote."""
+    """Refuse a folder if tensorstore cannot write a small array there and read it back.
+
+    Raises:
+        WorkdirError: The array cannot be written, or is read back with other values.
+    """
     try:
         folder.check_storage(path, _STORAGE)
     except Exception as error:  # tensorstore raises many types for what disk and network do
@@ -231,7 +253,10 @@ def _check_storage(path: Path) -> None:
 
 
 def _unstarted(path: Path) -> bool:
-    """Return whether a folder holds only a run that ended before its first step was done."""
+    """Return whether a folder holds only a run that ended before its first step was done.
+
+    It then has a config.json, no checkpoint, no row of metrics, and no file of another program.
+    """
     written_early = (*_FIRST, *_BEFORE_STEPS)
     if not all(_matches(name, written_early) for name in disk.names(path)):
         return False
@@ -242,7 +267,9 @@ def _unstarted(path: Path) -> bool:
 
 
 def start_anew(path: Path) -> None:
-    """Delete what a run has left in a locked folder that ended before its first step was done.
+    """Delete the files of a run that ended before its first step, from a locked folder.
+
+    Print a line about the deletion. Do nothing if there are no such files.
 
     Raises:
         WorkdirError: Another run has done steps in the folder since it was claimed.
@@ -262,9 +289,10 @@ def start_anew(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, processes: Processes) -> Iterator[None]:
-    """Keep the folder for this run alone while entered.
+    """Lock the folder of a run for this run alone while entered.
 
-    Process 0 holds the lock. The system gives the lock back when that process ends, even by a kill.
+    Process 0 holds the lock, the others do nothing. The system releases the lock when process 0
+    ends, even by a kill. Where files cannot be locked, `lock.workdir_lock` is used.
 
     Args:
         path: Folder as `claim` returns it.
@@ -300,7 +328,7 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
 
 
 def _check_same_run(config: Config, path: Path, previous: dict[str, Any]) -> None:
-    """Refuse to continue a run whose arrays or batches would have another meaning.
+    """Refuse to resume a run with a config whose changes do not fit its saved arrays or batches.
 
     Raises:
         WorkdirError: A field differs that must not change. The text names the flag.
@@ -332,12 +360,14 @@ def with_tokenizer_of_source(
 ) -> dict[str, Any]:
     """Return a resumed run's config with the tokenizer of the weights that the run started from.
 
-    At its start a run that names no tokenizer takes the one of those weights (`init_from.settled`).
-    The config that is asked for at a resume does not name it either. If it names another tokenizer,
-    it is returned as it is.
+    At its start a run that names no tokenizer uses the one of those weights (`init_from.settled`).
+    The config that is asked for at a resume does not name it either, so the recorded tokenizer and
+    separator replace the default. `current` itself is returned if it names another tokenizer, or if
+    the recorded one is not from such weights.
 
     Args:
         current: Config as it is asked for, as JSON.
+        previous: Config that the run has recorded, as JSON.
     """
     data = previous.get("data") or {}
     source = (previous.get("init") or {}).get("init_from")
@@ -393,7 +423,11 @@ def record(
 
     Args:
         config: Config of this part of the run.
+        step: Steps done when this part of the run begins. Default 0.
         environment: Facts of the process, as `surroundings` takes them.
+
+    Raises:
+        DiskError: The file cannot be written.
     """
     content = {
         "config": to_json(config),
@@ -439,8 +473,8 @@ def with_earlier_parts(
 def read_record(path: Path) -> dict[str, Any]:
     """Return the content of a run's config.json.
 
-    If the file is lost or damaged, the copy in the newest checkpoint is returned, and the user is
-    told.
+    If the file is lost or damaged, the copy in the newest checkpoint is returned, and a caution is
+    printed.
 
     Raises:
         WorkdirError: The folder holds no run.
@@ -452,7 +486,13 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    """Return the record of a run, even if a command is still making its folder."""
+    """Return the content of a run's config.json, or of the copy in the newest checkpoint.
+
+    The copy comes with a printed caution. A command may still be making the folder.
+
+    Raises:
+        WorkdirError: The folder holds no run.
+    """
     content, problem = _recorded(path)
     if not content:
         raise WorkdirError(f"{_shown(path)} holds no run ({problem}); write the workdir of one")
@@ -462,10 +502,14 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """Return the record of a run, even if a command is still making its folder.
+    """Return the content of a run's config.json, even if a command is still making its folder.
 
     Returns:
-        Content of config.json, or of the copy in the newest checkpoint. Empty if there is neither.
+        Content of config.json or, with a printed caution, of the copy in the newest checkpoint.
+        Empty if there is neither.
+
+    Raises:
+        WorkdirError: config.json is damaged and no checkpoint has a copy.
     """
     if disk.status(path / RECORD) or newest_record(path / CHECKPOINTS):
         return _read_record(path)
@@ -473,9 +517,9 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 def _recorded(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the record of a run, and what is wrong with its config.json, or "".
+    """Return the content of a run's config.json, and what is wrong with the file, or "".
 
-    If something is wrong, the record is that of the newest checkpoint, or empty.
+    If something is wrong, the content is the copy in the newest checkpoint, or empty.
     """
     try:
         content = disk.read_json(path / RECORD)

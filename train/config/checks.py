@@ -175,7 +175,10 @@ def chosen(patterns: Sequence[str], specs: Mapping[str, ParamSpec], flag: str) -
 
 
 def _roles_of(specs: Mapping[str, ParamSpec]) -> list[str]:
-    """Return the roles that a pattern may name, in the order of `Role`."""
+    """Return the roles of the parameters, and those that their biases belong to, as texts.
+
+    The order is that of `Role`.
+    """
     words: set[str] = set()
     for spec in specs.values():
         words |= _words(spec)

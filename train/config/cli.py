@@ -45,12 +45,14 @@ def section_of(flag: str) -> str:
 
 
 def is_listed(field: FlagField) -> bool:
-    """Return whether the short help of a recipe lists a flag. The flag's field declares it."""
+    """Return whether the short help of a recipe lists a flag, whose field is then `Listed`."""
     return isinstance(affects_of(field.hint), Listed)
 
 
 def flag_help(argv: Sequence[str], fields: Sequence[FlagField], prog: str) -> FlagHelp | None:
-    """Return what `--help` among the words lists.
+    """Return the flags that `--help`, if it is among the words, lists for a recipe.
+
+    `--help` alone lists the flags in use, and `--help SECTION` all flags of a section.
 
     Args:
         prog: Words before the flags, such as "mupax train lm-tiny".
@@ -141,6 +143,9 @@ def parse(
 ) -> Command:
     """Return the recipe with the flags of `argv` applied, checked as far as JAX is not needed.
 
+    Notes, such as sizes that come from the data, are printed on standard error. The flag
+    `--compilation-cache` sets the environment variable MUPAX_COMPILATION_CACHE of this process.
+
     Args:
         name: Name of the recipe or path of the config file, for messages.
         recipe: Function that makes the config that the flags change.
@@ -209,7 +214,10 @@ def parse(
 
 
 def _with_durations(config: Config, command: Command, argv: Sequence[str]) -> Config:
-    """Return the config with warm-up and weight decay from the command's duration flags."""
+    """Return the config with `--warmup-tokens` and `--decay-timescale` applied to its optimizer.
+
+    They set `warmup_steps` and `weight_decay`. Without them the config is unchanged.
+    """
     if command.warmup_tokens is None and command.decay_timescale is None:
         return config
     from mupax.train.config import joint
@@ -226,6 +234,8 @@ def is_file(word: str) -> bool:
 
 def with_file_first(argv: Sequence[str]) -> list[str]:
     """Return a command line with the path of `--config PATH` first, where a recipe's name stands.
+
+    The flag itself is left out. A command line without it is returned as a copy.
 
     Raises:
         UsageError: No config file follows `--config`, or another word also says what to train.
@@ -264,7 +274,7 @@ def _check_config_file(path: str) -> None:
 
 
 def _refuse_folder(path: str) -> None:
-    """Raise UsageError if a path is the folder of a run. Its config.json is meant."""
+    """Raise UsageError if a path is a folder with a config.json. The text names that file."""
     record = path_of(path) / "config.json"
     if record.is_file():
         raise command_line.UsageError(
@@ -279,7 +289,7 @@ def recipe(name: str) -> Callable[[], Config]:
         name: Name of a recipe, or path of a config file.
 
     Raises:
-        UsageError: No recipe has the name.
+        UsageError: No recipe has the name, or it is the folder of a run.
         ConfigError: The file does not exist, or holds no config.
     """
     if is_file(name):
@@ -310,8 +320,9 @@ def model_of(name: str) -> configs.ModelConfig:
 def recipe_of_points(name: str) -> Callable[[], Config]:
     """Return the function that makes the config of a study's points.
 
-    It is the recipe without further evaluation sets and early stopping, which a config file may
-    have for a run by itself. A line on standard error says what was left out.
+    It makes the config of the recipe or file `name`. If that has further evaluation sets or early
+    stopping, these and best checkpoints are left out, and a line on standard error says so at
+    every call.
     """
     start = recipe(name)
 
@@ -362,9 +373,10 @@ def value_of(flag: str, argv: Sequence[str]) -> str | None:
 
 
 def _with_model(config: Config, argv: Sequence[str]) -> Config:
-    """Return the recipe with the model that `--model NAME` names.
+    """Return the recipe with the model, and the data, that `--model` and `--data.name` name.
 
-    The name is read before all other flags, because the sizes of the model are their defaults.
+    The model keeps the recipe's dtype and kernels. Without `--model` the config is unchanged. The
+    name is read before all other flags, because the sizes of the model are their defaults.
     """
     name = value_of("--model", argv)
     # tyro refuses the missing name with a message of its own.
@@ -395,7 +407,8 @@ def _with_mix(config: Config, argv: Sequence[str]) -> Config:
 def _with_sizes_of_data(config: Config, name: str, argv: Sequence[str]) -> Config:
     """Return the recipe with the classes, channels and image size of its data.
 
-    A size that a flag or a config file sets stays.
+    A size that a flag or a config file sets stays. The config is unchanged if its model is not of
+    images, or if it is a recipe without `--data.name`, `--model` and `--resume`.
     """
     from_file = is_file(name)
     may_differ = from_file or any(word.partition("=")[0] in _SIZE_FLAGS for word in argv)
@@ -413,7 +426,7 @@ def _with_sizes_of_data(config: Config, name: str, argv: Sequence[str]) -> Confi
 
 
 def _check_read(config: Config, argv: Sequence[str]) -> None:
-    """Raise ConfigError for a flag that the run would silently ignore.
+    """Raise ConfigError for a flag that the chosen optimizer, schedule or data do not read.
 
     A value in the recipe that the run ignores is no error.
     """
@@ -450,9 +463,9 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
 
 
 def _unread_optimizer_fields(config: Config) -> dict[str, str]:
-    """Return the fields of the optimizer that a run ignores.
+    """Return the fields of the optimizer that a run ignores, each with a flag that would read it.
 
-    Each has the flag, without `--optimizer.`, and its value with which the field would be read.
+    The flag is a text such as `schedule wsd`, for `--optimizer.schedule wsd`.
     """
     opt = config.optimizer
     optimizer = OPTIMIZERS[opt.name]

@@ -337,7 +337,9 @@ class PixelsConfig:
             raise ConfigError(f"data.pixels.std is {self.std}; write numbers above 0")
 
     def resolved(self, size: int) -> PixelsConfig:
-        """Return the same settings with the default of `resize` written out.
+        """Return the settings with the default of `resize` for the fit `edge` written out.
+
+        Other fits, and a `resize` that is given, stay.
 
         Args:
             size: Pixels on a side of the images that the model reads.
@@ -601,7 +603,11 @@ class DataConfig:
             check_place(f"data.evaluate {name}", place)
 
     def _check_text(self) -> None:
-        """Refuse counts below 1, noise out of its range, and positions without a document mask."""
+        """Refuse counts below 1, a negative seed, and noise and positions that do not fit.
+
+        A noise rate must be in (0, 1), settings of noise need noise, and positions that begin anew
+        in each document need a document mask.
+        """
         at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples", "noise_span")
         if self.noise_rate is not None and not 0 < self.noise_rate < 1:
             raise ConfigError(
@@ -621,7 +627,7 @@ class DataConfig:
             )
 
     def _check_images(self) -> None:
-        """Refuse transforms of images that these data do not scale."""
+        """Refuse jitter, and mirroring turned off, for data that do not read `data.pixels`."""
         # Data that read `pixels` scale and crop images. Others have only `augment`.
         scales_images = "pixels" in source(self.name).reads
         if self.transforms.jitter is not None and not scales_images:

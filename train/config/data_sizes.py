@@ -67,8 +67,10 @@ def _flags(argv: Sequence[str]) -> _Flags:
 def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Config:
     """Return the config with the sizes that its data ask of its model.
 
-    Sizes that a flag or a config file sets stay. A run that continues keeps the sizes that it
-    recorded. If an older version recorded it, it also keeps how images were made square then.
+    Sizes that a flag or a config file sets stay. Changed sizes are printed on standard error. For a
+    small folder of images the result may be the config of another recipe. A run that continues
+    keeps the sizes that it recorded. If an older version recorded it, it also keeps how images were
+    made square then. A model that is not of images stays.
 
     Args:
         config: Config of a recipe or file, before flags, with the model that `--model` names.
@@ -118,7 +120,11 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
 def _may_choose_recipe(
     config: Config, data_name: str, flags: _Flags, in_file: frozenset[str]
 ) -> bool:
-    """Return whether a recipe for a small folder may take the place of the user's recipe."""
+    """Return whether a recipe for a small folder may take the place of the user's recipe.
+
+    The data must be a folder of images, the recipe one of `small_folders.RECIPES`, no config file
+    may set the model, and no flag may design the run (`small_folders.designs`).
+    """
     if in_file or source_key(data_name) != "images:PATH":
         return False
     # Imported here, because runs on other data do not need it.
@@ -128,7 +134,10 @@ def _may_choose_recipe(
 
 
 def _free_fields(flags: _Flags, in_file: frozenset[str]) -> list[str]:
-    """Return the fields of the model that its data may set."""
+    """Return the fields of `SIZES_OF_IMAGES` that neither a flag nor a config file sets.
+
+    With `--init-from` at most `num_classes` is left.
+    """
     fields = []
     for field in SIZES_OF_IMAGES:
         if not flags.has(f"model.{field}") and field not in in_file:
@@ -148,10 +157,12 @@ def _with_sizes(
 ) -> ImageModel:
     """Return the model with the sizes that its data ask for.
 
+    A model that was chosen by its name keeps its image size if the images can be scaled.
+
     Args:
         free_fields: Fields of the model that the data may set.
         flags: Flags of the command line. A patch size among them stays.
-        is_named: True if the model was chosen by its name, which says how large its images are.
+        is_named: True if the model was chosen by its name.
     """
     fields: dict[str, Any] = {}
     if "num_classes" in free_fields:
@@ -168,7 +179,12 @@ def _with_sizes(
 def _square(
     model: ImageModel, sizes: ImageSizes, patch_is_free: bool, flags: _Flags
 ) -> dict[str, int]:
-    """Return the image size and the patch size for images of the side that `sizes` has."""
+    """Return `image_size` and `patch_size` for images of the side that `sizes` has.
+
+    Images that are not scaled keep their side. Others are scaled to at most `_MAX_SIDE` pixels and
+    to a multiple of the patch. A free patch size is changed if it does not divide the side of
+    images that are not scaled, or makes more than `_MAX_PATCHES` patches along a side.
+    """
     assert sizes.side is not None
     patch = _size_flag(flags, "patch-size", model.patch_size)
     if not sizes.scaled:
@@ -204,8 +220,8 @@ def _size_flag(flags: _Flags, name: str, default: int) -> int:
 def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) -> Config | None:
     """Return the run of the recipe for a small folder, and print what was chosen.
 
-    Returns `None` for a folder that is not small. The recipe is chosen by the sizes that flags
-    set, if they do.
+    Returns `None` for a folder that is not small or whose sizes are unknown, and if flags set a
+    patch size that does not divide the image size. Sizes that flags set take precedence.
     """
     if sizes.train_images is None or sizes.channels is None or sizes.side is None:
         return None
@@ -239,7 +255,7 @@ def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) ->
 
 
 def _line(data_name: str, model: ImageModel) -> str:
-    """Return the line that says which sizes came from the data."""
+    """Return a line with the model's classes, channels, image size and patch size."""
     colours = {1: "1 channel (grey)", 3: "3 channels (colour)"}
     channels = colours.get(model.channels, f"{model.channels} channels")
     size = model.image_size
@@ -253,7 +269,10 @@ def _line(data_name: str, model: ImageModel) -> str:
 
 
 def _recorded(config: Config, flags: _Flags) -> dict[str, Any]:
-    """Return the config that the run in the workdir recorded, as JSON, or {} without a record."""
+    """Return the config that the run in the workdir recorded, as JSON.
+
+    The result is {} if there is no record or it cannot be read.
+    """
     # As `Config.resolved` has it, which needs the sizes that are found here.
     workdir = flags.value("workdir") or config.workdir or f"runs/{config.recipe}"
     try:
@@ -270,12 +289,13 @@ def _as_recorded(
 ) -> Config:
     """Return the config with the sizes of a recorded run.
 
-    If an older version recorded the run, the config also has its pixels.
+    If an older version recorded the run, the config also has its pixels. If its recipe was chosen
+    for a small folder, the recorded config is returned in place of `config`.
 
     Args:
         recorded: Config of the run, as `to_json` gave it.
-        was_chosen: True if its recipe may have been chosen for the folder. A run of a chosen
-            recipe continues as it was recorded.
+        was_chosen: True if its recipe may have been chosen for a small folder. A recorded model
+            with a stem of convolutions shows that it was.
     """
     # Imported late, because most starts continue no run.
     from mupax.train.config.record import from_json, pixels_from_json

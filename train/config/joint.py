@@ -119,7 +119,7 @@ def described(run: Run) -> str:
 
 
 def numbers_text(opt: OptimizerConfig) -> str:
-    """Return the values that joint rules scale, in a line."""
+    """Return learning rates, betas, eps, weight decay and warm-up as one line of text."""
     adam_peak = ""
     if opt.adam_peak is not None:
         adam_peak = f"adam_lr {opt.adam_peak:.4g}, "
@@ -130,7 +130,11 @@ def numbers_text(opt: OptimizerConfig) -> str:
 
 
 def cautions(run: Run) -> list[str]:
-    """Return what to know before the rule is trusted at this batch and these tokens."""
+    """Return sentences on why the joint rule may not hold at this batch and these tokens.
+
+    One of them asks for the noise scale if the batch differs from the base's and the scale is not
+    known.
+    """
     ratio = ratios(run)
     sentences = list(horizon.rule(run.preset.joint).cautions(ratio))
     if run.preset.noise_scale is None and ratio["batch"] != 1:
@@ -142,7 +146,7 @@ def cautions(run: Run) -> list[str]:
 
 
 def decay_text(optimizer: OptimizerConfig, steps: int) -> str:
-    """Return weight decay as a timescale, as a share of the run and in steps.
+    """Return a text with the timescale of weight decay, as a share of the run and in steps.
 
     Args:
         optimizer: Optimizer that the run trains with. Its weight decay is above 0.

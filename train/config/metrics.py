@@ -108,13 +108,13 @@ class Metric:
         return self.unit == "%"
 
     def text(self, value: float) -> str:
-        """Return a value as people read it. 0.25 is 25.00 % for a share; others have no unit."""
+        """Return a value as text without its unit. A share of 0.25 is 25.00 %."""
         if self.share:
             return f"{100 * value:.2f} %"
         return f"{value:{self.form}}"
 
     def text_with_unit(self, value: float) -> str:
-        """Return a value as people read it, with its unit."""
+        """Return a value as text with its unit, such as "1.2345 nats" or "25.00 %"."""
         if self.share or not self.unit:
             return self.text(value)
         return f"{self.text(value)} {self.unit}"
@@ -238,7 +238,7 @@ def check_table() -> None:
 
 
 def on_devices(*, training: bool) -> dict[str, Metric]:
-    """Return the metrics that the compiled step sums, by name.
+    """Return the metrics that the compiled step sums, which have `total`, by name.
 
     Args:
         training: True for the metrics of training batches, False for those of evaluations.
@@ -291,7 +291,9 @@ def row_name(name: str, data_set: str | None = None) -> str:
 
 
 def evaluation_row(scores: Mapping[str, float], data_set: str | None = None) -> dict[str, float]:
-    """Return the part of an evaluation's row that is of one data set, by the names in the row.
+    """Return an evaluation's values of one data set by their names in a row of metrics.jsonl.
+
+    Metrics that only `mupax eval` shows are left out.
 
     Args:
         scores: Values by name of the metric, such as `{"loss": 1.2}`.

@@ -110,10 +110,10 @@ def preset_of(config: Parameterized) -> presets.Preset:
 
 
 def rules_of(config: Parameterized) -> tuple[Any, ...]:
-    """Return everything that decides how a run's values change with size, except the base.
+    """Return name, joint rule, `zero_readout` and constants of a run's preset, for comparisons.
 
-    Two runs have equal rules if they have one preset. A constant that is written with its default
-    value counts as left out.
+    The base is left out. Two runs have equal rules if they have one preset. A constant that is
+    written with its default value counts as left out.
 
     Raises:
         PresetError, ConfigError: The preset cannot be made (`preset_of`).
@@ -129,10 +129,10 @@ def rules_of(config: Parameterized) -> tuple[Any, ...]:
 
 
 def preset_of_step(config: Parameterized) -> PresetConfig:
-    """Return the part of a run's preset that its compiled step depends on.
+    """Return a preset config with only the settings that a run's compiled step depends on.
 
-    Most presets are only numbers to a step. Blocks of Muon's matrices and their measured norms are
-    parts of the program.
+    These are the blocks of Muon's matrices, their measured norms and, for tiles, the base. All else
+    has its default, because a step takes it as numbers.
 
     Raises:
         PresetError, ConfigError: The preset cannot be made (`preset_of`).
@@ -422,7 +422,7 @@ def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> li
 
 
 def _pop_values(words: list[str]) -> list[str]:
-    """Remove and return the words before the next flag."""
+    """Remove the words before the next flag from the front of the list, and return them."""
     values: list[str] = []
     while words and not words[0].startswith("--"):
         values.append(words.pop(0))

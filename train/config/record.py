@@ -71,6 +71,8 @@ class Extension(NamedTuple):
 def load(modules: Sequence[str]) -> None:
     """Import plugins by their names, after the plugins of installed packages.
 
+    A named plugin that provides no line of a table gets a caution on standard error.
+
     Raises:
         PluginError: A plugin cannot be imported.
     """
@@ -90,7 +92,10 @@ def _entry_points() -> tuple[str, ...]:
 
 
 def extensions(config: Config) -> list[Extension]:
-    """Return the extensions that a config uses, each once."""
+    """Return the table lines that a config uses and that do not come with mupax, each once.
+
+    All metrics count as used. A named model of a plugin counts if it is the preset's base.
+    """
     modules = _modules_of_lines(config)
     result: list[Extension] = []
     for (table, name), module_name in modules.items():
@@ -129,10 +134,13 @@ def _modules_of_lines(config: Config) -> dict[tuple[str, str], str]:
 
 
 def record(config: Config) -> dict[str, dict[str, Any]]:
-    """Return what a run records of its extensions.
+    """Return the modules behind the extensions of a config, as a run records them.
+
+    An extension that only this session defines is left out, with a caution on standard error.
 
     Returns:
-        Name of each module to its file, a digest of its source and the lines that it provides.
+        Name of each module to its `file`, a `digest` of its source and the lines that it
+        `provides`.
     """
     content: dict[str, dict[str, Any]] = {}
     for extension in extensions(config):
@@ -152,9 +160,9 @@ def record(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def remember_run(run: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
-    """Remember on this account that it trained a run with these modules.
+    """Write into the user's folder that this account trained a run with these modules.
 
-    Later commands on this account may then import them.
+    Later commands on this account may then import them. Modules without a file are left out.
 
     Args:
         run: Name of the run, which `restore` looks up.
@@ -174,7 +182,8 @@ def restore(run_record: Mapping[str, Any]) -> None:
     """Import the modules that a run's record names, and warn if they have changed.
 
     Nothing in the record is trusted. A module is imported only if the user named it in this
-    command, or trained this run on this account.
+    command, or trained this run on this account. A metric by which the run neither ranks
+    checkpoints nor stops is not needed: if its module may not be imported, a caution is printed.
 
     Args:
         run_record: Content of config.json, perhaps of a stranger.
@@ -244,7 +253,10 @@ def _ranking_metrics(run_record: Mapping[str, Any]) -> list[str]:
 
 
 def _import(name: str, folder: str | None = None) -> bool:
-    """Import a plugin and return whether it added lines to the tables, which are remembered."""
+    """Import a plugin, and return whether it added lines to the tables.
+
+    The lines are stored in `_registered_by` with the plugin's name.
+    """
     # A module does not say what it registers: the difference of the tables does.
     earlier_lines = _lines()
     import_plugin(name, folder)
@@ -290,7 +302,7 @@ def _lines() -> set[tuple[str, str]]:
 
 
 def _is_known(item: str) -> bool:
-    """Return whether this process has an extension, written as `TABLE NAME`."""
+    """Return whether this process already has an extension, written as `TABLE NAME`."""
     table, _, name = item.rpartition(" ")
     # MODULE:CLASS has no line in a table, so the module alone is looked for.
     if table == "model" and ":" in name:
@@ -336,6 +348,8 @@ def model_from_json(fields: Mapping[str, Any]) -> ModelConfig:
 def from_json(fields: Mapping[str, Any]) -> Config:
     """Return the config that `to_json` wrote. A field that is left out takes its default.
 
+    Settings of images and tuned presets that an older version recorded are converted first.
+
     Raises:
         ConfigError: A field that no config has, a missing field without a default, a value of
             another type, or values that do not fit together.
@@ -368,6 +382,8 @@ means them."""
 def pixels_from_json(fields: Mapping[str, Any], image_size: int) -> PixelsConfig:
     """Return the `PixelsConfig` whose fields a record holds.
 
+    A record without `background` is of an older version, whose defaults it gets.
+
     Args:
         fields: Fields of the record, perhaps of an older version.
         image_size: Pixels on a side of the images that the model reads.
@@ -382,12 +398,15 @@ def pixels_from_json(fields: Mapping[str, Any], image_size: int) -> PixelsConfig
 
 
 def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> dict[str, Any]:
-    """Return a config with the `data.pixels` that mean today what the recorded ones meant then.
+    """Return a config in which `data.pixels` of an older version has today's fields.
+
+    Older pixels have no `background`. They get the defaults of that version, or are dropped if the
+    data do not read them. A config with today's pixels, or without data or model, is returned
+    unchanged, as a copy. So is a file that a person wrote without all of the older fields.
 
     Args:
         config: Config as `to_json` gave it when it was recorded.
-        is_record: True if every field of the older version is there. A file that a person wrote
-            has only some of them.
+        is_record: False for a file that a person wrote, which may have only some of the fields.
     """
     data = config.get("data")
     model = config.get("model")
@@ -410,7 +429,11 @@ def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> di
 
 
 def _older_pixels(fields: Mapping[str, Any], image_size: int) -> dict[str, Any]:
-    """Return the fields of older pixels with the settings that were not written out then."""
+    """Return the fields of an older `data.pixels` with that version's defaults written out.
+
+    The defaults are those of `fit` and `background` in `OLDER_PIXELS`, and for `resize` the image
+    size if the fit is `edge`.
+    """
     older = {"fit": OLDER_PIXELS.fit, "background": OLDER_PIXELS.background, **fields}
     # The older default was the image size. Today's is 8/7 of it.
     if older["fit"] == "edge" and older.get("resize") is None:
@@ -419,9 +442,9 @@ def _older_pixels(fields: Mapping[str, Any], image_size: int) -> dict[str, Any]:
 
 
 def with_current_preset(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config whose preset comes with mupax today, with the values that it had.
+    """Return a config in which a tuned preset that mupax no longer has is replaced by its values.
 
-    A tuned preset that mupax no longer has is replaced by its values (`tuned.without_moved`).
+    Any other config is returned unchanged, as a copy (`tuned.without_moved`).
 
     Args:
         config: Config as `to_json` gave it when it was recorded.
@@ -444,9 +467,10 @@ def preset_from_json(fields: Mapping[str, Any]) -> PresetConfig:
 
 
 def completed(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `current`, with the values of `recorded` for the fields that it has.
+    """Return the fields of `current`, with the values of `recorded` where that has the field.
 
-    Another version may have recorded other fields.
+    Fields that only `recorded` has are left out. Pixels and presets that an older version recorded
+    are converted first.
 
     Args:
         recorded: Config as `to_json` gave it when it was recorded.
@@ -489,7 +513,7 @@ def differences(
 
 
 def text_of(value: Any) -> str:
-    """Return a field's value as a command line has it. An empty list is `nothing`."""
+    """Return a value as text, the items of a list joined by spaces. An empty list is `nothing`."""
     if isinstance(value, list):
         return " ".join(map(str, value)) or "nothing"
     return str(value)
@@ -506,6 +530,9 @@ def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
 
     Args:
         prefix: Text before a field's name in messages, such as "data.".
+
+    Raises:
+        ConfigError: A field is unknown or missing, or a value has another type.
     """
     fields_of_owner = dataclasses.fields(owner)  # pyright: ignore[reportArgumentType]
     names = [field.name for field in fields_of_owner]
@@ -539,7 +566,11 @@ def _object(name: str, fields: Any) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value that JSON may hold is of an annotated type."""
+    """Return whether a value that JSON may hold is of an annotated type.
+
+    An integer is also a float. Numbers from 2^53 on, NaN and infinity fit no type, and a bool is no
+    number.
+    """
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, part) for part in get_args(hint))
@@ -565,7 +596,8 @@ def _type_name(hint: Any) -> str:
 def command_of(config: Config) -> str:
     """Return the command that trains a config, quoted for a shell.
 
-    Returns "" if no recipe has the config's name, or a value has no flag.
+    Fields on one start of a run, such as `workdir`, `resume` and `init_from`, are left out. Returns
+    "" if no recipe has the config's name, or a value has no flag.
     """
     flags = words(config)
     if flags is None:
@@ -589,6 +621,9 @@ def words_of(command: str) -> list[str]:
 
 def words(config: Config) -> list[str] | None:
     """Return the flags that turn the recipe's config into this one, quoted for a shell.
+
+    They include `--model NAME` for a model of the zoo and `--plugin` for extensions. Fields on one
+    start of a run, such as `workdir`, `resume` and `init_from`, are left out.
 
     Returns `None` if no recipe has the config's name, or a value has no flag.
     """
@@ -650,7 +685,10 @@ def _model_flags(config: Config, recipe: Config) -> tuple[list[str], Config]:
 
 
 def _fields_of_one_start(config: Config) -> set[str]:
-    """Return the fields that say where and how a run was started, and not what it trains."""
+    """Return the paths of fields on where and from what a run was started, and by which processes.
+
+    Examples are `workdir`, `resume`, `init.init_from` and `distributed.coordinator`.
+    """
     paths = set()
     for field in config_fields(config):
         affects = field.affects
@@ -660,7 +698,7 @@ def _fields_of_one_start(config: Config) -> set[str]:
 
 
 def _plugin_flags(config: Config) -> list[str]:
-    """Return the flags that import the extensions of a config."""
+    """Return `--plugin MODULE` for every module behind an extension of a config, sorted."""
     modules = set()
     for extension in extensions(config):
         if extension.module:

@@ -299,7 +299,7 @@ class Config:
         self._check_noise_and_documents()
 
     def _check_resume(self) -> None:
-        """Refuse options of a resumed run in a run that does not resume."""
+        """Refuse options of a resumed run in a run that does not resume, or with wrong values."""
         choices = get_args(ResumeChange)
         wrong = [name for name in self.resume_change if name not in choices]
         if wrong:
@@ -318,7 +318,10 @@ class Config:
             at_least("", self, 1, "resume_from")
 
     def _check_numbers(self) -> None:
-        """Refuse a number out of its range, and a batch that its microbatches do not divide."""
+        """Refuse a number out of its range, and a batch that its microbatches do not divide.
+
+        A workdir in a bucket that mupax cannot write is refused, too.
+        """
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
         at_least("", self, 1024, "vmem_kib")
@@ -393,7 +396,11 @@ class Config:
             )
 
     def _check_model_options(self) -> None:
-        """Refuse adapters without anything frozen, and options that this kind of model lacks."""
+        """Refuse options that do not fit the kind of model.
+
+        They are adapters without anything frozen, QK-clip where it cannot act, transforms for a
+        model of text, layer decay for two stacks, and soft labels with a loss in chunks.
+        """
         model = self.model
         transforms = self.data.transforms
         freezes = bool(self.train_only or self.freeze)
@@ -423,7 +430,7 @@ class Config:
             )
 
     def _check_qk_clip(self) -> None:
-        """Refuse a limit of attention logits that scaling queries and keys cannot reach."""
+        """Refuse QK-clip for normalized queries and keys, and for adapters on the attention."""
         model = self.model
         if self.optimizer.qk_clip is None or not isinstance(model, TransformerConfig):
             return
@@ -439,7 +446,11 @@ class Config:
             )
 
     def _check_noise_and_documents(self) -> None:
-        """Refuse noise without an encoder, and document masks without a decoder."""
+        """Refuse noise and document masks that do not fit the model.
+
+        Noise needs an encoder-decoder, which needs noise. A document mask needs a decoder, and
+        positions that begin anew in each document must be learned.
+        """
         model = self.model
         data = self.data
         if model.denoises and data.noise is None:
@@ -465,7 +476,10 @@ class Config:
             )
 
     def _check_metrics(self) -> None:
-        """Refuse a wrong table of metrics, and a metric that no evaluation measures."""
+        """Refuse a wrong table of metrics, and best checkpoints or early stopping without a metric.
+
+        Both need `log.eval_every_steps`, and a metric that the run's evaluations measure.
+        """
         check_table()
         metrics = metrics_of(self.data.evaluation_sets)
         readers = (
@@ -514,7 +528,10 @@ class Config:
         return self.data.eval_batch_size or self.data.batch_size
 
     def evaluates_after(self, step: int) -> bool:
-        """Return whether an evaluation is due after `step` optimizer steps."""
+        """Return whether an evaluation is due after `step` optimizer steps.
+
+        One is due every `log.eval_every_steps` steps and after the last step, and never at step 0.
+        """
         if step <= 0:
             return False
         interval = self.log.eval_every_steps
@@ -522,7 +539,11 @@ class Config:
         return step == self.steps or (interval is not None and step % interval == 0)
 
     def save_need(self, step: int) -> SaveNeed:
-        """Return whether a checkpoint is due after `step`, and whether it may be skipped."""
+        """Return whether a checkpoint is due after `step`, and whether it may be skipped.
+
+        The last step requires one. With `faults.bad_numbers` "rollback", one that is due may not be
+        skipped.
+        """
         if step == self.steps:
             return SaveNeed.REQUIRED
         need = self.checkpoint.save_need(step, evaluates=self.evaluates_after(step))
@@ -532,7 +553,7 @@ class Config:
         return need
 
     def resolved(self) -> Config:
-        """Return the same run with the defaults that depend on other fields written out."""
+        """Return the config with the defaults of `workdir` and `eval_batch_size` written out."""
         return dataclasses.replace(
             self,
             workdir=self.workdir or str(Path("runs") / self.recipe),

@@ -245,7 +245,9 @@ is."""
 
 
 def metrics_of(sets: Iterable[str]) -> list[str]:
-    """Return the names of an evaluation's metrics, as metrics.jsonl has them.
+    """Return the names of metrics that may rank checkpoints or stop a run, as in metrics.jsonl.
+
+    They are all metrics that are shown everywhere, of the run's own data and of each further set.
 
     Args:
         sets: Names of the run's further evaluation sets.
@@ -259,7 +261,7 @@ def metrics_of(sets: Iterable[str]) -> list[str]:
 def cost(metric: str, value: float | None) -> float:
     """Return a metric as a number that is better the smaller it is.
 
-    A value that is not finite becomes inf.
+    A metric of which higher values are better is negated. A value that is not finite becomes inf.
 
     Args:
         metric: Name in a row of metrics.jsonl. `METRICS` says which direction is better.
@@ -466,7 +468,7 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def staying(self, saved: Sequence[int], measured: Measured) -> Collection[int]:
-        """Return the steps that stay.
+        """Return the steps of the saved checkpoints that the policy keeps.
 
         Args:
             saved: Steps of the checkpoints on disk, oldest first.
@@ -474,7 +476,7 @@ class Policy(abc.ABC):
         """
 
     def requires_save(self, step: int, *, evaluates: bool) -> bool:
-        """Return whether the policy needs a checkpoint after a step.
+        """Return whether the policy needs a checkpoint after a step. By default it needs none.
 
         Args:
             step: Number of optimizer steps done.
@@ -588,6 +590,8 @@ class CheckpointConfig:
     def save_need(self, step: int, *, evaluates: bool) -> SaveNeed:
         """Return whether a checkpoint is due after a step that is not the last one.
 
+        It is required if a policy needs it, and optional at other multiples of `every_steps`.
+
         Args:
             step: Number of optimizer steps done.
             evaluates: True if the run evaluates after this step.
@@ -610,6 +614,8 @@ class RunPart(NamedTuple):
 
 def run_parts(record: Mapping[str, Any], current: CheckpointConfig | None = None) -> list[RunPart]:
     """Return the parts of a run, oldest first.
+
+    Segments of the record that are damaged are left out.
 
     Args:
         record: Content of config.json, perhaps of another version. Its `segments` list earlier

@@ -173,6 +173,9 @@ def _with_experts(model: TransformerConfig, axis: str, size: int) -> Transformer
     """Return the model with `size` experts, or with experts of that hidden size.
 
     Each token still goes to the same share of the experts.
+
+    Raises:
+        ConfigError: That share of `size` experts is no whole number.
     """
     assert model.experts is not None
     if axis == "expert_dim":

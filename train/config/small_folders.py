@@ -63,7 +63,7 @@ class FolderRecipe(NamedTuple):
 
 
 def choose(facts: FolderFacts) -> FolderRecipe | None:
-    """Return the recipe for a folder, or `None` if it is not small.
+    """Return the recipe for a folder, or `None` if it has more than `MOST_IMAGES` images.
 
     * Tiny drawings (up to 16 pixels) keep their size, in patches of 2. Small images (up to 40)
       keep theirs, in patches of 4. Both are rounded down to whole patches. Larger ones are scaled
@@ -112,6 +112,8 @@ def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name
     """Return the config of a chosen recipe.
 
     Args:
+        recipe: Sizes, transforms and steps of the run.
+        facts: Number of classes and channels of the folder.
         name: Name of the recipe that the user wrote, which the run keeps.
         data_name: Value of `data.name`, images:FOLDER.
     """

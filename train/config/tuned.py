@@ -133,9 +133,9 @@ def _preset_config(study: Tuned) -> PresetConfig:
 def fitted(config: Config, study: Tuned) -> Config:
     """Return the config without the published constants that its model has no parameters for.
 
-    A published table is for the models of its source. Another model may have rotary positions, or
-    a readout of its own. Constants that the command line names are kept, and refused elsewhere if
-    they do not apply.
+    The config is unchanged if the tuned preset is not a published one. A published table is for the
+    models of its source. Another model may have rotary positions, or a readout of its own.
+    Constants that the command line names are kept, and refused elsewhere if they do not apply.
     """
     if not study.is_published:
         return config
@@ -146,7 +146,7 @@ def fitted(config: Config, study: Tuned) -> Config:
 
 
 def _idle_constants(config: Config, study: Tuned) -> list[str]:
-    """Return the constants that the run's model has no parameters for, as NAME=VALUE."""
+    """Return the tuned preset's group constants that match no parameter, as NAME=VALUE."""
     _, groups = read(study.constants)
     specs = list(config.model.parameters().values())
     if config.model.tied_readout:
@@ -162,7 +162,8 @@ def _idle_constants(config: Config, study: Tuned) -> list[str]:
 def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded `preset` with a tuned preset that mupax no longer has written out.
 
-    The base and constants that the record itself has take precedence, as they did then.
+    Any other preset is returned unchanged, as a copy. The base and constants that the record itself
+    has take precedence, as they did then.
     """
     moved = _MOVED.get(str(preset.get("name")))
     if moved is None:
@@ -187,7 +188,10 @@ def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_moved(argv: Sequence[str]) -> str | None:
-    """Return the tuned preset that the words name if mupax no longer has it, and no folder does."""
+    """Return the last tuned preset of `find.MOVED`, which mupax no longer has, among the words.
+
+    The result is `None` if the words name none, or if a file of tuned presets has the name.
+    """
     from mupax.presets.tuned import find
 
     names = [word for word in _named(argv) if word in find.MOVED]
@@ -205,7 +209,7 @@ def _named(argv: Sequence[str]) -> Iterator[str]:
 
 
 def without_preset(argv: Sequence[str]) -> list[str]:
-    """Return the words without the flags that name a preset."""
+    """Return the words without the flags that name a preset, and without their values."""
     words: list[str] = []
     is_value = False
     for word in argv:
@@ -218,7 +222,7 @@ def without_preset(argv: Sequence[str]) -> list[str]:
 
 
 def check(study: Tuned, config: Config) -> None:
-    """Refuse an optimizer of another family than the tuned one, and print what to be aware of.
+    """Refuse an optimizer of another family than the tuned one, and print notes and warnings.
 
     A note on standard error says what a published preset rests on. A warning says that the model
     is more than `FAR` doublings beyond the studied sizes.
@@ -264,7 +268,8 @@ def with_run_base(config: Config, start: Config, study: Tuned | None) -> Config:
     """Return the config with a base that names batch and tokens, which joint rules need.
 
     Batch and tokens that the base names stay. The others are those of the recipe that the base
-    names, or of the tuned preset, or of this run's recipe.
+    names, or of the tuned preset, or of this run's recipe. The config is unchanged if the base
+    names a recipe whose model is of another family.
 
     Args:
         start: Config of the run's recipe, before flags.

@@ -178,7 +178,11 @@ def draw_of(name: str) -> np.ndarray:
 
 
 def _shared_draws(preset: Preset, definition: Definition) -> ParamValues:
-    """Return the draw of the query parameter for every key parameter, by `SHARED_INIT` + name."""
+    """Return the name hash (`draw_of`) of the query parameter that each key parameter copies.
+
+    The result is keyed by `SHARED_INIT` + name of the key parameter. A key parameter that has no
+    query parameter of its shape in its module raises `PresetError`.
+    """
     query_names = {}
     for name, spec in definition.specs.items():
         if spec.role is Role.QUERY:
@@ -200,7 +204,7 @@ def _shared_draws(preset: Preset, definition: Definition) -> ParamValues:
 
 
 def _module_of(name: str) -> str:
-    """Return the path of the module that a parameter is in."""
+    """Return a parameter's dotted name without its last part: the path of its module."""
     return name.rpartition(".")[0]
 
 
@@ -213,9 +217,10 @@ def check_run(
         factors: Result of `resolve` for this preset and model.
 
     Raises:
-        PresetError: Widths have not grown together and something explodes for that reason. Or the
-            lr*wd of a parameter is not what it is at the base, unless a constant of the preset that
-            asks for this was named.
+        PresetError: Widths have grown so unevenly that the change of an activation in one step
+            becomes too large (`refuse_uneven`). Or the lr*wd of a parameter differs from that at
+            the base. The second check is left out without weight decay, for the preset `measured`,
+            and if the constant `decay` or `decay_width` was chosen.
     """
     if not preset.grows_evenly(definition.sizes):
         from mupax.presets.analysis.uneven import refuse_uneven
@@ -246,7 +251,11 @@ def check_run(
 
 
 def _per_layer(value: Number, spec: ParamSpec, definition: Definition) -> np.ndarray:
-    """Return a value as float32 [] or, for a stacked parameter, broadcast to [layers]."""
+    """Return a value as float32 [] or, for a stacked parameter, broadcast to [layers].
+
+    Raises:
+        PresetError: The value is neither a scalar nor one number per layer of the parameter.
+    """
     shape = (definition.sizes[spec.blocks],) if spec.stacked else ()
     if np.shape(value) not in ((), shape):
         raise PresetError(
@@ -290,7 +299,8 @@ def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarr
 def hyperparams(config: OptimizerConfig, steps: int) -> OptimizerHyperparams:
     """Return the optimizer's hyperparameters for a whole run, on the host.
 
-    `weight_decay` is 0 for an optimizer that reads none.
+    `weight_decay` is 0 for an optimizer that reads none. The schedule is padded with its last value
+    to `length(steps)` entries.
 
     Args:
         config: Hyperparameters, and the name of the schedule.
@@ -310,7 +320,7 @@ def hyperparams(config: OptimizerConfig, steps: int) -> OptimizerHyperparams:
 
 
 def length(steps: int) -> int:
-    """Return the length of the schedule array for a run of this many steps."""
+    """Return the length of the schedule array of a run: a power of two, at least `LEAST_STEPS`."""
     return max(LEAST_STEPS, 1 << (steps - 1).bit_length())
 
 

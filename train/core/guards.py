@@ -54,9 +54,9 @@ def check_chain(
 
     Raises:
         PresetError: The ratio of a parameter's learning rate, or of its lr*wd, to those of the
-            other parameters is not that of the preset, in the first step or later. Or a learning
-            rate depends on those of other parameters, or eps is not small against gradients of
-            norm 1.
+            other parameters is not that of the preset, in the first step or later. Or learning
+            rates are applied before a global norm, weight decay acts on gains or biases, or eps is
+            not small against gradients of norm 1.
     """
     # These arrays are numpy's, so that nothing is compiled but the chain.
     params = {}
@@ -124,7 +124,7 @@ def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
 
 
 def _rms_sizes(updates: Arrays) -> dict[str, float]:
-    """Return the root mean square of every array."""
+    """Return the root mean square of every array, by name."""
     sizes = {}
     for name, array in updates.items():
         # Squares of small float32 updates would underflow.
@@ -139,7 +139,9 @@ def _norm(*arrays: np.ndarray) -> float:
 
 
 def _check_rates(ratios: dict[str, float], lr: dict[str, float], preset: Preset) -> None:
-    """Refuse a chain that does not move all parameters of a group as the preset asks.
+    """Raise `PresetError` if the chain's steps are not in proportion to the preset's.
+
+    The ratio of a parameter may be neither 0 nor more than `TOLERANCE` away from the median.
 
     Args:
         ratios: Size of the chain's update over that of the preset's, by name.
@@ -185,10 +187,10 @@ def _check_later(
     params: Arrays,
     groups: Sequence[Sequence[str]],
 ) -> None:
-    """Refuse a schedule that changes the learning rates of a group by different factors.
+    """Raise `PresetError` if a schedule changes the steps of a group by different factors.
 
-    All counters of the optimizer state are set to a later step. A schedule may then change all
-    learning rates of a group, but none alone.
+    All counters of the optimizer state are set to each step of `LATER` in turn. The ratio of a
+    parameter's later step to its first step may differ by at most 10 % from the group's median.
     """
 
     @jax.jit
@@ -227,7 +229,7 @@ def _check_later(
 
 
 def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) -> None:
-    """Refuse a chain whose learning rates are applied before a global norm.
+    """Raise `PresetError` if learning rates are applied before a global norm is taken.
 
     The step of one parameter is measured while one other parameter at a time has the rest of a
     gradient of fixed norm. The step must not depend on which other parameter it is.
@@ -263,10 +265,11 @@ def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) 
 def _check_eps(
     update: Update, grads: Arrays, params: Arrays, eps: Mapping[str, np.ndarray]
 ) -> None:
-    """Refuse an eps that is not small against gradients of global norm 1.
+    """Raise `PresetError` if eps is not small against gradients of global norm 1.
 
-    Adam's steps for such gradients and for a sixteenth of them have to be equal. The gradients are
-    as large relative to each other as the preset's eps.
+    The step of a parameter for a sixteenth of such gradients must be at least half of the step for
+    the gradients themselves. With a small eps, Adam's two steps are equal. The gradients are scaled
+    in proportion to the preset's eps.
     """
     scaled_grads = {}
     for name, grad in grads.items():
@@ -296,7 +299,7 @@ def _check_eps(
 
 
 def _check_decay(update: Update, definition: Definition, preset: Preset, params: Arrays) -> None:
-    """Refuse weight decay on gains and biases, and an lr*wd that differs between parameters."""
+    """Raise `PresetError` if gains or biases decay, or if lr*wd differs between parameters."""
     # Without gradients an update is decay alone, and of ones it is the decay's factor.
     ones = jax.tree.map(np.ones_like, params)
     no_grads = jax.tree.map(np.zeros_like, params)
@@ -324,5 +327,5 @@ def _check_decay(update: Update, definition: Definition, preset: Preset, params:
 
 
 def _equal(numbers: Mapping[str, float]) -> bool:
-    """Return whether positive numbers are equal up to `TOLERANCE`."""
+    """Return whether the largest of positive numbers is within `TOLERANCE` of the smallest."""
     return max(numbers.values()) / min(numbers.values()) - 1 <= TOLERANCE

@@ -73,7 +73,10 @@ class ReadoutShape(NamedTuple):
 
     @property
     def balance(self) -> float:
-        """FLOPs that the device computes in the time in which it moves one byte of main memory."""
+        """FLOPs that the device computes in the time in which it moves one byte of main memory.
+
+        A device that `chips.CHIPS` does not have counts as a TPU v5e.
+        """
         # Imported only here, because most losses never ask for a chip's balance.
         from mupax.train.parallel import chips
 
@@ -230,6 +233,8 @@ def cross_entropy(
 ) -> LossSums:
     """Return the summed cross-entropy (nats) of a readout, and the sums of metrics.
 
+    The loss includes the z-loss. The readout matrix is gathered from the devices that split it.
+
     Args:
         readout_inputs: Features [B, D] or [B, T, D] and readout matrix [D, V] of the model.
         targets: int32, one per feature vector.
@@ -286,6 +291,8 @@ def cross_entropy_from_logits(
 ) -> LossSums:
     """Return the summed cross-entropy (nats) of given logits, and the sums of metrics.
 
+    The loss includes the z-loss.
+
     Args:
         logits: float32 [B, V] or [B, T, V].
         targets: int32, one per vector of logits.
@@ -306,7 +313,10 @@ def token_statistics(
     *,
     with_rank: bool = True,
 ) -> TokenStatistics:
-    """Return the loss and other statistics of every target, of given logits.
+    """Return loss, log-partition, correctness and rank of every target, from given logits.
+
+    Correct means that the target is the first of the largest logits. The rank is `None` without
+    `with_rank`.
 
     Args:
         logits: float32 [B, V] or [B, T, V].
@@ -376,7 +386,7 @@ class LossPlan:
 def _plan(
     readout_inputs: ReadoutInputs, targets: jax.Array, axes: tuple[str, str], layout: Layout
 ) -> LossPlan:
-    """Return the distribution of a loss over the devices of a layout.
+    """Return the distribution of a loss over the devices of a layout, without metrics.
 
     Args:
         readout_inputs: Inputs of the loss, before the readout matrix is gathered.
@@ -491,7 +501,7 @@ def _in_parts(plan: LossPlan, inputs: LossInputs) -> LossSums:
 
 
 def _forward(plan: LossPlan, inputs: LossInputs) -> tuple[LossSums, ReadoutInputs]:
-    """Return the loss sums, and the gradients of the readout inputs as residuals."""
+    """Return the loss sums, and gradients of the readout inputs as residuals of `_backward`."""
     sums, grads = _on_devices(plan, inputs, with_grads=True)
     assert grads is not None
     # A gradient has the dtype of its array. The weight was cast to the products' dtype before.
@@ -503,7 +513,10 @@ def _forward(plan: LossPlan, inputs: LossInputs) -> tuple[LossSums, ReadoutInput
 
 
 def _backward(plan: LossPlan, grads: ReadoutInputs, cotangent: LossSums) -> tuple[LossInputs]:
-    """Return the gradients times the cotangent of the loss."""
+    """Return the gradients of the readout inputs times the cotangent of the loss.
+
+    All other inputs have the gradient `None`.
+    """
     # Only the loss is differentiated; `LossSums` stops the gradients of its other sums.
     readout_grads = jax.tree.map(lambda grad: (cotangent.loss * grad).astype(grad.dtype), grads)
     input_grads = LossInputs(

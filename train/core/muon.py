@@ -106,11 +106,12 @@ class ScaleByMeasuredMuonState(NamedTuple):
 def muon(
     config: OptimizerConfig, specs: Specs, steps: MatrixSteps = WHOLE_MATRICES
 ) -> optax.GradientTransformationExtraArgs:
-    """Return Muon's direction: orthogonalized Nesterov momentum for every hidden matrix.
+    """Return a transformation to Muon's update: each hidden matrix's momentum, orthogonalized.
 
-    All other parameters get Adam's direction. The direction has no factor that depends on a
-    matrix's shape, as `optax.contrib.muon` has (sqrt(max(1, out/in))). The preset's learning rate
-    has that factor, once.
+    The momentum is Nesterov's. All other parameters get Adam's update. Learning rate, weight decay
+    and sign are applied later in the chain (`optimizer.build`). Unlike `optax.contrib.muon`, the
+    update has no factor for a matrix's shape (sqrt(max(1, out/in))): the preset's learning rate has
+    that factor.
 
     Args:
         config: `momentum` is for the matrices, `b1` and `b2` for the other parameters.
@@ -193,7 +194,8 @@ def muon(
 def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
     """Return the specs of the matrices that Muon orthogonalizes.
 
-    A matrix is its fan-in axes against its fan-out axes. Other axes ("layers") count matrices.
+    They are all parameters but embeddings, readout, routers, adapters, gains and biases. A matrix
+    is its fan-in axes against its fan-out axes. Other axes ("layers") count matrices.
     """
     # Jordan et al. (2024) leave embeddings, readout and vectors to Adam.
     not_hidden = VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
@@ -207,7 +209,8 @@ def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
 def first_vector(shape: tuple[int, ...]) -> jax.Array:
     """Return a vector to begin a power iteration with, float32, of any shape.
 
-    It has no structure that a matrix could be orthogonal to.
+    Its numbers are fixed, from 0.5 to 1.5, and have no pattern that a matrix is likely to be
+    orthogonal to.
     """
     position = jnp.arange(math.prod(shape), dtype=jnp.float32)
     # Fractional parts of multiples of the golden ratio are spread evenly over [0, 1).
@@ -215,7 +218,10 @@ def first_vector(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _vector_dims(spec: ParamSpec) -> tuple[int, ...]:
-    """Return the dimensions of a matrix that its vector has: the stack's and the fan-in's."""
+    """Return the dimensions that the power-iteration vector of a parameter has.
+
+    They are the dimensions that count matrices, followed by those of the fan-in.
+    """
     fan_in = tuple(spec.axes.index(axis) for axis in spec.fan_in)
     fan_out = {spec.axes.index(axis) for axis in spec.fan_out}
     stack = tuple(i for i in range(len(spec.axes)) if i not in (*fan_in, *fan_out))
@@ -267,10 +273,11 @@ class Sides:
 
 
 def sides(spec: ParamSpec, layout: Layout) -> Sides:
-    """Return which dimensions of a parameter are the two sides of its matrices.
+    """Return which dimensions of a parameter are the two sides, s and t, of its matrices.
 
-    The sides follow from the rules of the layout and not from the mesh, so that a matrix is
-    computed in the same way, and has the same bits, on every mesh.
+    Side s is the fan-in, unless the layout's rules split the fan-out by fsdp and not the fan-in.
+    The size of the mesh does not count, so a matrix is computed in the same way, and has the same
+    bits, on every mesh.
 
     Args:
         spec: Spec of a hidden matrix. Its fan-in is one side, its fan-out the other.
@@ -386,11 +393,14 @@ def matrix_steps(
     vectors: Vectors | None = None,
     num_iterations: Any = None,
 ) -> tuple[dict[str, jax.Array], Vectors | None]:
-    """Return every matrix orthogonalized as by `orthogonalize`, and the next vectors.
+    """Return every matrix orthogonalized as by `orthogonalize`, and vectors for the next call.
+
+    With `vectors`, each result is also divided by its spectral norm, which power iterations
+    measure. Without them the second result is `None`.
 
     Args:
-        vectors: Vector of every array's matrices for the power iteration, [stack axes, fan-in
-            axes]. Each matrix is then divided by its measured spectral norm. `None` measures none.
+        vectors: Vectors that the power iterations start from, by name, [stack axes, fan-in axes].
+            `None` measures no norm.
         num_iterations: Number of power iterations, int32 [].
     """
     if not arrays:
@@ -435,7 +445,7 @@ def _parameter(
     block: tuple[int, ...] | None,
     measured: bool,
 ) -> Parameter:
-    """Return how one parameter is split over the mesh while it is orthogonalized.
+    """Return the sides, the mesh axes and the rule with which a parameter is orthogonalized.
 
     Args:
         block: Size of a block along each axis. `None` is the whole matrix.
@@ -497,11 +507,12 @@ def _orthogonalize_parts(
     vectors: Vectors | None,
     num_iterations: Any,
 ) -> tuple[dict[str, jax.Array], Vectors | None]:
-    """Orthogonalize matrices of which this device holds parts.
+    """Return this device's parts of the orthogonalized matrices, and the next vectors.
 
     Matrices of equal shape are one stack, which zeros fill up to a multiple of the devices, so
-    that every device has as many matrices. A parameter whose own matrices fill the devices is a
-    stack of its own, which needs no copy.
+    that every device has as many matrices. A parameter whose number of matrices is a multiple of
+    the devices is a stack of its own, which needs no copy. If `vectors` is `None`, no norm is
+    measured and the second result is `None`.
     """
     stacks: dict[Any, list[str]] = {}
     matrices: dict[str, jax.Array] = {}
@@ -540,7 +551,7 @@ def _orthogonalize_parts(
 
 
 def _joined(arrays: list[jax.Array]) -> jax.Array:
-    """Return arrays as one along their first axis."""
+    """Return arrays concatenated along their first axis."""
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
 
 
@@ -553,7 +564,10 @@ def _as_matrices(part: jax.Array, dimensions: Sides) -> jax.Array:
 
 
 def _from_matrices(matrices: jax.Array, like: jax.Array, dimensions: Sides) -> jax.Array:
-    """Return matrices as the array that `_as_matrices` took apart, with the shape of `like`."""
+    """Return matrices [number of matrices, s, t] as an array of the shape of `like`.
+
+    This is the inverse of `_as_matrices`.
+    """
     order = dimensions.order
     ordered = matrices.reshape([like.shape[i] for i in order])
     return ordered.transpose(sorted(range(len(order)), key=order.__getitem__))
@@ -585,7 +599,10 @@ class _Stack:
     def orthogonalized(
         self, matrices: jax.Array, vectors: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the stack orthogonalized, one matrix per device at a time, and the next vectors.
+        """Return this device's parts of the orthogonalized stack, and the next vectors.
+
+        Each device computes one matrix at a time. With `vectors`, each matrix is also divided by
+        its measured spectral norm. Without them the second result is `None`.
 
         Args:
             matrices: This device's parts of the matrices, [number of matrices, s, t].
@@ -610,7 +627,7 @@ class _Stack:
 
     @property
     def _devices(self) -> tuple[str, ...]:
-        """Mesh axes of the devices, in the order in which these have the matrices of a round."""
+        """Mesh axes that number the devices of a stack: device i computes matrix i of a round."""
         return (*self.split.shared, *self.split.t, *self.split.s)
 
     def _own(self, vectors: jax.Array) -> jax.Array:
@@ -627,14 +644,16 @@ class _Stack:
         )
 
     def _of_all(self, own_vectors: jax.Array) -> jax.Array:
-        """Return the vectors of all matrices, as `_own` takes them."""
+        """Return the vectors of all matrices, [rounds * devices, s or t], gathered from devices."""
         if not self._devices:
             return own_vectors
         by_round = jax.lax.all_gather(own_vectors, self._devices, axis=1)
         return by_round.reshape(-1, own_vectors.shape[1])
 
     def _one_each(self, matrices: jax.Array) -> jax.Array:
-        """Orthogonalize as many matrices as there are devices.
+        """Orthogonalize as many matrices as there are devices, one on each device.
+
+        Return this device's parts of all of them, [devices, s, t].
 
         Args:
             matrices: This device's parts of the matrices, [devices, s, t].
@@ -648,7 +667,10 @@ class _Stack:
     def _one_each_measured(
         self, matrices_and_vector: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Orthogonalize as many matrices as there are devices, and divide by their norms.
+        """Orthogonalize one matrix per device, and divide each by its spectral norm.
+
+        Return this device's parts of all these matrices, [devices, s, t], and the next vector of
+        the matrix that this device computed.
 
         Args:
             matrices_and_vector: This device's parts of the matrices, [devices, s, t], and the
@@ -665,7 +687,11 @@ class _Stack:
         return self._parted(x, matrices.shape[1:]), vector
 
     def _gathered(self, matrices: jax.Array) -> jax.Array:
-        """Return the complete matrix [s, t] that this device orthogonalizes."""
+        """Exchange parts with other devices, and return this device's complete matrix, [s, t].
+
+        Args:
+            matrices: This device's parts of as many matrices as there are devices, [devices, s, t].
+        """
         split = self.split
         num_s = math.prod(self.layout.mesh.shape[name] for name in split.s)
         num_t = math.prod(self.layout.mesh.shape[name] for name in split.t)
@@ -686,7 +712,9 @@ class _Stack:
         return x.reshape(num_s * part_s, num_t * part_t)
 
     def _parted(self, x: jax.Array, part_shape: tuple[int, ...]) -> jax.Array:
-        """Send the results back in the opposite order of `_gathered`.
+        """Return this device's parts of the results of all devices, [devices, s, t].
+
+        The results are exchanged in the opposite order of `_gathered`.
 
         Args:
             x: Complete matrix of this device, [s, t].
@@ -709,13 +737,16 @@ class _Stack:
 
 
 def _filled(stack: jax.Array, missing: int) -> jax.Array:
-    """Return a stack with as many zeros after it as matrices or vectors are missing."""
+    """Return a stack with `missing` matrices or vectors of zeros appended."""
     zeros = jnp.zeros((missing, *stack.shape[1:]), stack.dtype)
     return jnp.concatenate([stack, zeros])
 
 
 def _orthogonalized(x: jax.Array, grid: Grid | None, coefficients: Coefficients) -> jax.Array:
-    """Return a complete matrix [s, t] whose blocks are orthogonalized apart."""
+    """Return a matrix [s, t] with every block of `grid` orthogonalized on its own.
+
+    Without a grid the whole matrix is orthogonalized.
+    """
     if grid is None:
         return newton_schulz(x, coefficients)
     pairs = (*grid.s, *grid.t)
@@ -739,14 +770,14 @@ def _orthogonalized(x: jax.Array, grid: Grid | None, coefficients: Coefficients)
 def spectral_norm(
     x: jax.Array, vector: jax.Array, num_iterations: jax.typing.ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the spectral norm of a matrix by power iteration, and the vector to go on with.
+    """Estimate the spectral norm of a matrix by power iteration, and return the last vector too.
 
-    The estimate is never above the norm, but for rounding. Zeros have norm 0 and leave the vector
-    as it is.
+    The next call for the matrix can start from that vector. The estimate is never above the norm,
+    but for rounding. A matrix of zeros has norm 0 and leaves the vector unchanged.
 
     Args:
         x: Matrix [n, m]. It is read as float32.
-        vector: Vector to begin with, float32 [n]. Its length does not matter.
+        vector: Vector to begin with, float32 [n], of any norm above 0.
         num_iterations: Number of iterations, int32 [], at least 1.
     """
     wide = x.astype(jnp.float32)

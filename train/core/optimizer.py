@@ -42,7 +42,9 @@ _LOW_BITS = 0xFFFF
 
 
 def sgd(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Return a direction that is the gradient, or its heavy-ball sum.
+    """Return a transformation to the update of SGD: the gradient, or its heavy-ball sum.
+
+    Learning rate, weight decay and sign are applied later in the chain (`build`).
 
     Args:
         config: Its `momentum` is the decay of the sum. 0 gives the bare gradient.
@@ -53,7 +55,9 @@ def sgd(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
 
 
 def lion(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """Return a direction that is the sign of an interpolated momentum (Chen et al. 2023).
+    """Return a transformation to Lion's update, the sign of a momentum (Chen et al. 2023).
+
+    Learning rate, weight decay and sign are applied later in the chain (`build`).
 
     Args:
         config: `b1` interpolates, `b2` is the decay of the momentum.
@@ -63,9 +67,10 @@ def lion(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
 
 
 def adam(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationExtraArgs:
-    """Return Adam's direction, m_hat / (sqrt(v_hat) + eps), with eps scaled per parameter.
+    """Return a transformation to Adam's update, m_hat / (sqrt(v_hat) + eps).
 
-    The eps of a parameter is hyper.eps * factors.eps, which `optax.scale_by_adam` does not support.
+    Learning rate, weight decay and sign are applied later in the chain (`build`). The eps of a
+    parameter is hyper.eps * factors.eps, which `optax.scale_by_adam` does not support.
 
     Args:
         config: `b1` and `b2` are the decays of the moments. The eps comes with `hyper`.
@@ -93,9 +98,9 @@ def adam(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
 def stored(
     direction: optax.GradientTransformation, moment: str, dtype: str
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep one moment of a direction in another dtype between updates.
+    """Return the transformation with one of its moments kept in another dtype between updates.
 
-    The moment is still updated in the dtype of the gradients.
+    During an update the moment has the dtype of the gradients.
 
     Args:
         direction: Transformation whose state, or a part of whose state, has a field `moment`.
@@ -161,10 +166,11 @@ def widened(tree: Any) -> Any:
 
 
 def narrowed(tree: Any, like: Any, rounding: Rounding) -> Any:
-    """Round float32 arrays stochastically where `like` has bfloat16.
+    """Round float32 arrays stochastically to bfloat16 where `like` has bfloat16.
 
-    The result is a function of the values, the seed, the step, and each array's position in the
-    tree. It does not depend on the mesh, and a resumed run rounds as an uninterrupted one.
+    Other arrays are returned unchanged. The result is a function of the values, the seed, the step,
+    and each array's position in the tree. It does not depend on the mesh, and a resumed run rounds
+    as an uninterrupted one.
 
     Args:
         tree: Arrays that were computed in float32.
@@ -189,6 +195,8 @@ def narrowed(tree: Any, like: Any, rounding: Rounding) -> Any:
 
 def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
     """Round to bfloat16, up or down by chance, such that the expectation is `x`.
+
+    Numbers that are not finite stay as they are. The bits depend on key and position only.
 
     Args:
         x: float32, of any shape.
@@ -251,8 +259,10 @@ def build(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer chain of a config.
 
-    Clipping is by the global norm of the loss's raw gradients. Every later transformation treats
-    each parameter on its own.
+    It clips if `clip_norm` is set, applies the optimizer, and scales by the preset, the schedule
+    and the negative peak learning rate. Weight decay is added before these scales if coupled,
+    otherwise after them. Clipping is by the global norm of the loss's raw gradients. Every later
+    transformation treats each parameter on its own.
 
     Args:
         config: Name of the optimizer, and its constants.
@@ -352,7 +362,10 @@ def apply_gradients(
 
 
 def _scaled(params: Any, scales: Mapping[str, jax.Array] | None) -> Any:
-    """Return parameters times the factors of `apply_gradients`."""
+    """Return parameters times the `param_scales` of `apply_gradients`.
+
+    Parameters that `scales` does not name are unchanged, as are all if it is `None`.
+    """
     if scales is None:
         return params
     return {**params, **{name: params[name] * scale for name, scale in scales.items()}}

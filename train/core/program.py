@@ -119,7 +119,10 @@ class Store:
         self._full = False
 
     def get(self, key: str) -> bytes | None:
-        """Return the program of a key, or `None` if it is missing or damaged."""
+        """Return the program of a key, or `None` if it is missing or damaged.
+
+        The time of its file is set to now, as the time of last use.
+        """
         path = self._file(key)
         try:
             content = path.read_bytes()
@@ -135,9 +138,10 @@ class Store:
         return program
 
     def put(self, key: str, program: bytes) -> None:
-        """Write a program.
+        """Write a program, and delete those used longest ago if the folder exceeds its limit.
 
-        After the first program that cannot be written, one line is logged and no other is tried.
+        A program larger than the limit is not written. After the first one that cannot be written,
+        one line is printed, and later calls do nothing.
         """
         if self._full or len(program) > self._limit:
             return
@@ -175,7 +179,7 @@ class Store:
         self._bytes += size
 
     def _stored_files(self) -> list[_StoredFile]:
-        """Return the files of all keys."""
+        """Return the programs in this folder and in those of other keys (`programs-KEY`)."""
         files = []
         for path in self._path.parent.glob("programs-*/*-cache*"):
             with contextlib.suppress(OSError):  # deleted by another process
@@ -228,7 +232,8 @@ def use(
 def _folder(root: Callable[[], Path]) -> Path | None:
     """Make and return the folder for programs of this machine.
 
-    Return `None` if no programs are kept, or if JAX's own folder is set.
+    Return `None` if no programs are kept, or if JAX's own folder is set. If the folder cannot be
+    made or written, turn the cache off, print a caution and return `None`.
     """
     choice = os.environ.get(VARIABLE)
     if choice == "none":
@@ -256,7 +261,7 @@ def _folder(root: Callable[[], Path]) -> Path | None:
 
 
 def _caution(folder: Path | None, error: Exception) -> None:
-    """Log that compiled programs are not kept, and why."""
+    """Print that compiled programs are not kept in a folder, and why."""
     location = f" in {folder}" if folder else ""
     reason = getattr(error, "strerror", None) or error
     terminal.note(
@@ -266,7 +271,11 @@ def _caution(folder: Path | None, error: Exception) -> None:
 
 
 def _shared(folder: Path | None, processes: Processes) -> bool:
-    """Return whether all processes see the folder of process 0. All processes call it together."""
+    """Return whether all processes see the folder of process 0. All processes call it together.
+
+    Process 0 makes a file in its folder for the test, and deletes it. If a process does not see the
+    file, process 0 prints a caution.
+    """
     mark = folder / f"shared-{secrets.token_hex(4)}" if folder else None
     if processes.leader and mark is not None:
         with contextlib.suppress(OSError):
@@ -292,7 +301,10 @@ def _shared(folder: Path | None, processes: Processes) -> bool:
 
 
 def _appears(path: Path) -> bool:
-    """Return whether a file exists within 1.2 s. A network file system may show it late."""
+    """Wait up to 1.2 s for a file, and return whether it exists.
+
+    A network file system may show a file late.
+    """
     for wait_s in (0, 0.2, 1):
         time.sleep(wait_s)
         if path.exists():
@@ -322,7 +334,7 @@ def _cpu() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Everything that `assemble` makes of a config, with no array on a device yet."""
+    """Model, preset, mesh, optimizer and step inputs of a config, with no array on a device yet."""
 
     config: Config
     definition: Definition
@@ -387,14 +399,17 @@ class Program:
         return sum(frozen_sizes)
 
     def step_inputs(self) -> StepInputs:
-        """Return `inputs` on the mesh, with the initial parameters if the output is centred."""
+        """Return the step inputs on the mesh, with initial parameters if the output is centred."""
         inputs = jax.device_put(self.inputs, self.layout.replicated)
         if not self.config.model.centered:
             return inputs
         return inputs._replace(reference=self.initializer.params(self.config.seed, self.stds))
 
     def abstract_inputs(self) -> StepInputs:
-        """Return `inputs`, with the shapes of the reference parameters if the output is centred."""
+        """Return the step inputs on the host, to trace a step with.
+
+        If the output is centred they have the shapes of the reference parameters.
+        """
         if not self.config.model.centered:
             return self.inputs
         return self.inputs._replace(reference=self.abstract.params)
@@ -446,7 +461,7 @@ class Program:
         )
 
     def compiler_options(self) -> dict[str, Any]:
-        """Return the XLA flags of the training step."""
+        """Return the XLA flags of the training step by name, without those that the user sets."""
         device = self.mesh.devices.flat[0]
         config = self.config
         return hardware.compiler_options(
@@ -523,9 +538,9 @@ def _formats(step: jax.stages.Compiled) -> Any:
 def assemble(
     config: Config, devices: Sequence[Any] | None = None, *, swept: bool = False
 ) -> Program:
-    """Return the program of a config.
+    """Return the program of a config, with no state on a device and no step compiled.
 
-    Every error of input is raised here, before anything is allocated.
+    Every error of input is raised here. JAX keeps compiled programs on disk from then on (`use`).
 
     Args:
         devices: Devices of the mesh. Default: all devices.
@@ -593,7 +608,7 @@ def assemble(
 
 
 def _check_attention_logits(config: Config, model: Definition, trained: Collection[str]) -> None:
-    """Refuse a model whose attention logits are not measured or cannot be clipped."""
+    """Raise `ConfigError` if attention logits cannot be measured or, with QK-clip, clipped."""
     # Imported only here, because most runs do not measure attention logits.
     from mupax.train.core import qk_clip
 
@@ -621,7 +636,10 @@ def _stores_bfloat16(model: Definition) -> bool:
 def _inputs(
     config: Config, preset: Preset, model: Definition, trained: Collection[str]
 ) -> StepInputs:
-    """Return the step inputs of a config on the host, after a check against the preset.
+    """Return the step inputs of a config on the host, without reference parameters.
+
+    The preset's rules are checked (`check_run`) before the second peak learning rate and layer
+    decay are applied.
 
     Args:
         trained: Names of the parameters that are not frozen.

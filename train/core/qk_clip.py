@@ -40,7 +40,9 @@ def param_scales(
 ) -> dict[str, jax.Array]:
     """Return the factors of the query and key parameters, by name, float32.
 
-    A factor has the rank of its parameter, with a size of 1 along all axes but layers and heads.
+    With S the largest logit of a head, queries and keys get sqrt(tau / max(S, tau)) each. If query
+    heads share key heads, queries get tau / max(S, tau) and keys have no entry. A factor has the
+    rank of its parameter, with a size of 1 along all axes but layers and heads.
 
     Args:
         attention_logits: Largest logits [L, H] by the name of the attention, "block.attention".
@@ -63,7 +65,7 @@ def param_scales(
 
 
 def _names(specs: Mapping[str, ParamSpec], role: Role, attention: str) -> list[str]:
-    """Return the names of an attention's matrix of a role and of its bias."""
+    """Return the names of an attention's matrix with a role, and of the bias of that matrix."""
     names = []
     for name, spec in specs.items():
         scope = name.rpartition(".")[0]
@@ -89,7 +91,7 @@ def check_measures(definition: Definition, setting: str) -> None:
     """Refuse a model whose attention logits cannot be measured.
 
     Args:
-        setting: Field that needs them, for the message.
+        setting: Config field that asks for the logits, such as `optimizer.qk_clip`.
 
     Raises:
         ConfigError: The module has no method `readout_inputs` with an argument `measure_logits`.

@@ -67,7 +67,10 @@ A model reads other arrays by name:
 
 
 class Health(NamedTuple):
-    """Counters of the state, all []. Every checkpoint has them, so a resumed run counts on."""
+    """Counters of skipped steps and spikes, and running statistics of the loss, all [].
+
+    Every checkpoint has them, so a resumed run counts on.
+    """
 
     skipped: Any = np.int32(0)
     """Number of steps whose update was skipped."""
@@ -99,9 +102,10 @@ def check_step(
 ) -> tuple[jax.Array, jax.Array, Health]:
     """Return whether to apply the update and whether the loss is a spike, bool [], and counters.
 
-    A loss is a spike if it exceeds the running mean by more than `limits.deviations` running
-    standard deviations. Mean and variance are plain ones at first, exponential ones later (West
-    1979).
+    The update is not applied if loss or gradient norm is not finite, or if the loss is a spike and
+    `limits.skip_spikes` is set. A finite loss is a spike if it exceeds the running mean by more
+    than `limits.deviations` running standard deviations, and `SPIKE_WARM_UP` losses came before.
+    Mean and variance are plain ones at first, exponential ones later (West 1979).
 
     Args:
         loss: Mean over the batch's targets in nats, float32 [].
@@ -289,13 +293,16 @@ class LossSums(NamedTuple):
     """
 
     def plus(self, other: LossSums) -> LossSums:
-        """Return the sums over the targets of both."""
+        """Return the sums over the targets of both, and the larger of their attention logits."""
         total = jax.tree.map(jnp.add, self._without_logits(), other._without_logits())
         largest = jax.tree.map(jnp.maximum, self.attention_logits, other.attention_logits)
         return total._replace(attention_logits=largest)
 
     def over_devices(self, mesh_axes: tuple[str, ...]) -> LossSums:
-        """Return the sums over the targets of all devices along mesh axes, inside `shard_map`."""
+        """Return the sums over the devices along mesh axes, and the largest attention logits.
+
+        Call this inside `shard_map`.
+        """
         total = jax.lax.psum(self._without_logits(), mesh_axes)
         if self.attention_logits is None:
             return total
@@ -311,7 +318,7 @@ def sums_of(
     metrics: Mapping[str, Metric],
     z_loss: jax.Array | None = None,
 ) -> LossSums:
-    """Return the weighted sums of per-target statistics.
+    """Return the loss, the weights and the metrics summed over targets, each times its weight.
 
     Args:
         weights: float32 of the targets' shape, 0 where a target does not count.
@@ -342,7 +349,7 @@ def no_sums(metrics: Mapping[str, Metric], z_loss: jax.Array | None) -> LossSums
 
 
 def reads_ranks(metrics: Mapping[str, Metric]) -> bool:
-    """Return whether a metric needs the ranks of targets, which take a pass over all logits."""
+    """Return whether any metric needs the ranks of targets, which take a pass over all logits."""
     return any(metric.needs_rank for metric in metrics.values())
 
 
@@ -369,7 +376,11 @@ def count_ranks(
 
 
 def _total(name: str, metric: Metric, statistics: TokenStatistics, weights: jax.Array) -> jax.Array:
-    """Return the total of a metric, float32 []."""
+    """Return the total of a metric over targets, float32 [].
+
+    Raises:
+        MetricError: The metric's `total` returns no scalar.
+    """
     assert metric.total is not None, name
     if not metric.needs_rank:
         # The rank that another metric needs is hidden, so that a missing `needs_rank` always fails.
@@ -575,12 +586,15 @@ def fresh_params(
 
 
 def _draw(device: Any) -> Any:
-    """Return the function that draws normals on this device's platform. `None` is the default."""
+    """Return the argument `draw` of `Definition.initialize` for a device.
+
+    It is `normals`, which draws all numbers in one loop, on CPU, and `None` on other platforms.
+    """
     return normals if device.platform == "cpu" else None
 
 
 def _only_trained(params: Arrays, trained: Collection[str] | None) -> Arrays:
-    """Return the parameters that the optimizer moves."""
+    """Return the parameters named in `trained`, or all parameters if it is `None`."""
     if trained is None:
         return params
     return {name: param for name, param in params.items() if name in trained}
@@ -596,7 +610,7 @@ def average_of(params: Arrays) -> Arrays:
 
 
 def averaged(average: Arrays, params: Arrays, decay: jax.Array, step: jax.Array) -> Arrays:
-    """Update the exponential moving average of the parameters (Polyak and Juditsky 1992).
+    """Return the exponential moving average after a step (Polyak and Juditsky 1992).
 
         average + (1 - d_t) (params - average),    d_t = min(decay, (1 + t) / (10 + t))
 
@@ -605,6 +619,8 @@ def averaged(average: Arrays, params: Arrays, decay: jax.Array, step: jax.Array)
     about a tenth of the run so far, until `decay` is the smaller of the two.
 
     Args:
+        average: Average before the step, float32, by name.
+        params: Parameters after the step, by name, of which those in `average` are read.
         decay: float32 [].
         step: Number of steps done before this one, t, int32 [].
     """

@@ -57,10 +57,10 @@ def trace_train_step(
     free: bool = False,
     measure_logits: bool = False,
 ) -> jax.stages.Traced:
-    """Trace the training step for a mesh.
+    """Trace the training step of `make_train_step` for a mesh, without compiling it.
 
-    The state is donated and the batch is sharded as the layout says. Factors, hyperparameters and
-    metrics are replicated.
+    The state is donated and keeps its shardings. The batch is sharded as the layout says. Step
+    inputs and metrics are replicated, except reference parameters, which are sharded as parameters.
 
     Args:
         tx: Optimizer of the parameters that are trained (`optimizer.build`).
@@ -99,9 +99,10 @@ def compile_eval_step(
     batch: Batch,
     formats: TrainState | None = None,
 ) -> jax.stages.Compiled:
-    """Compile the evaluation step, (params, step_inputs, batch) -> `LossSums` with all metrics.
+    """Compile the evaluation step, (params, step_inputs, batch) -> `LossSums`.
 
-    It takes the parameters that `TrainState.evaluated` returns.
+    The step takes the parameters that `TrainState.evaluated` returns. The sums cover the global
+    batch, include the metrics of evaluations, leave out the z-loss, and are replicated.
 
     Args:
         abstract: Shapes, dtypes and shardings of the state.
@@ -139,7 +140,8 @@ def compile_logits(
 ) -> jax.stages.Compiled:
     """Compile a function (params, step_inputs, batch) -> logits, float32 [B, classes].
 
-    The logits are those of the batch's inputs. They are replicated on all devices.
+    The model gets the array `inputs` of the batch and no other. It has the parameters that
+    `TrainState.evaluated` returns. The logits are replicated on all devices.
 
     Args:
         abstract: Shapes, dtypes and shardings of the state.
@@ -163,7 +165,10 @@ def compile_logits(
 def _shardings_of_inputs(
     step_inputs: StepInputs, abstract: TrainState, layout: MeshLayout
 ) -> StepInputs:
-    """Return the shardings of step inputs: all replicated, but the reference sharded as params."""
+    """Return the sharding of every step input.
+
+    All inputs are replicated, except reference parameters, which are sharded as the parameters.
+    """
     without_reference = step_inputs._replace(reference=None)
     shardings: Any = jax.tree.map(lambda _: layout.replicated, without_reference)
     if step_inputs.reference is None:
@@ -172,7 +177,7 @@ def _shardings_of_inputs(
 
 
 def _unplaced(abstract: Any) -> Any:
-    """Return shapes and dtypes without shardings."""
+    """Return the tree with each leaf replaced by its shape and dtype, without a sharding."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
 
 
@@ -219,14 +224,18 @@ def batch_sums(
 ) -> LossSums:
     """Return the summed cross-entropy (nats) of a batch or microbatch, and sums of metrics.
 
+    With a centred output, the logits of the reference parameters are subtracted first. For a model
+    with experts the sums include routing statistics. Under manual FSDP they cover the examples of
+    this device only.
+
     Args:
         params: All parameters as stored, frozen ones too.
         step_inputs: Has the multipliers and the reference parameters.
-        z_loss: Weight of the squared log-partition (`cross_entropy`), float32 []. Evaluations
-            leave it out.
+        z_loss: Weight of the squared log-partition (`cross_entropy`), float32 []. `None` leaves the
+            z-loss out, as evaluations do.
         metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
         measure_logits: `True` fills the sums' `attention_logits`. The model's `readout_inputs`
-            then takes this argument too.
+            must then take this argument too. A model that has only logits ignores it.
     """
     inputs = batch["inputs"]
     targets = batch["targets"]
@@ -297,6 +306,9 @@ def gradients(
 ) -> tuple[Arrays, LossSums]:
     """Return gradients of the mean loss over the batch's targets, and the sums over the batch.
 
+    The differentiated loss includes the z-loss and the balance losses of experts. The `loss` of the
+    sums includes neither.
+
     Args:
         params: All parameters as stored. Gradients are taken for those with a learning rate
             (`step_inputs.factors.lr`).
@@ -326,7 +338,11 @@ def gradients(
 
 
 def _manual_layout(definition: Definition, layout: Layout) -> ManualFsdpLayout | None:
-    """Return the layout for manual FSDP, or `None` if no parameter is split by batch devices."""
+    """Return the layout for manual FSDP, or `None` if the compiler is to shard the gradients.
+
+    It is `None` if the devices that split the batch split no parameter, or if manual FSDP does not
+    support the layout or the model (`mupax.zoo.manual.inside`).
+    """
     batch_axes = set(layout.mesh_axes("batch"))
     if not any(batch_axes.intersection(layout.mesh_axes(axis)) for axis in definition.sizes):
         return None
@@ -392,10 +408,12 @@ def _summed_gradients(
     measure_logits: bool,
     layout: Layout,
 ) -> tuple[Arrays, LossSums]:
-    """Return gradients of the summed loss, not yet divided by the number of targets, and the sums.
+    """Return gradients of the summed loss, not yet divided by the targets' weight, and the sums.
 
-    Under a `ManualFsdpLayout` the gradients are already summed over devices, and the sums cover
-    this device's examples only.
+    Only trained parameters have gradients. Microbatches run one after another, and their gradients
+    and sums are added. The differentiated loss includes the z-loss and the balance losses of
+    experts, but the `loss` of the sums does not. Under a `ManualFsdpLayout` the gradients are
+    already summed over devices, and the sums cover this device's examples only.
     """
     trained = step_inputs.factors.lr
     trained_params = {name: param for name, param in params.items() if name in trained}
@@ -476,7 +494,8 @@ def make_train_step(
 ) -> Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """Return the training step, a function (state, step_inputs, batch) -> (state, metrics).
 
-    A step that `check_step` rejects changes only `step` and `health` of the state.
+    The function is not jitted. A step that `check_step` rejects changes only `step` and `health` of
+    the state.
 
     Metrics, float32 [] unless stated otherwise:
 
@@ -575,7 +594,10 @@ def make_train_step(
 
 
 def _with_drop_path(batch: Batch, drop: Drop, step: jax.Array, layout: Layout) -> Batch:
-    """Add "scales" to the batch: a factor for every residual branch of every example."""
+    """Return the batch with "scales" added: a factor for every residual branch of every example.
+
+    A factor is 0 for a branch that is dropped. Seed and step alone determine which are dropped.
+    """
     # Imported only here, because most runs have no drop path.
     from mupax.zoo.layers import drop_path
 
@@ -586,7 +608,11 @@ def _with_drop_path(batch: Batch, drop: Drop, step: jax.Array, layout: Layout) -
 
 
 def _metrics_of_sums(sums: LossSums) -> dict[str, jax.Array]:
-    """Return those metrics of a step that follow from the sums over its batch alone."""
+    """Return the metrics of a step that follow from its sums, except the loss, by name.
+
+    They are the targets' weight, means of the metrics and, if the sums have them, routing metrics,
+    the mean squared log-partition and the largest attention logit.
+    """
     metrics = {"weight": sums.weight}
     for name, total in sums.metrics.items():
         metrics[name] = total / sums.weight

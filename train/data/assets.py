@@ -34,7 +34,8 @@ def files_of(data: Data, config: DataConfig, note: cache.Note = print) -> dict[s
         note: Function that takes one line of text if the chat template cannot be used.
 
     Raises:
-        DataError: The tokenizer's file has changed since the data was opened.
+        DataError: The tokenizer's file has changed since the data was opened, or the data is
+            chat:PATH and its chat template cannot be used.
     """
     record: dict[str, Any] = {"format": FORMAT}
     files: dict[str, bytes] = {}
@@ -56,7 +57,9 @@ def files_of(data: Data, config: DataConfig, note: cache.Note = print) -> dict[s
 
 
 def end_ids(name: str, tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end a text: the tokenizer's separator, and eos ids of files next to it.
+    """Return the ids that end a text: the tokenizer's separator, and end ids of files next to it.
+
+    The files are generation_config.json, config.json, tokenizer_config.json and assets.json.
 
     Args:
         name: Value of data.tokenizer. Files next to it count if it is the path of a tokenizer.json.
@@ -91,12 +94,15 @@ def end_ids(name: str, tokenizer: Any) -> frozenset[int]:
 
 
 def _whole_numbers(values: list[Any]) -> list[int]:
-    """Return the whole numbers among values of JSON. A bool is none."""
+    """Return the integers among values of JSON. Booleans are left out."""
     return [value for value in values if type(value) is int]
 
 
 def _described(data: Data, config: DataConfig) -> dict[str, Any]:
-    """Return the description of the tokenizer in assets.json."""
+    """Return the tokenizer's entry in assets.json: name, key, vocabulary size and special tokens.
+
+    The ids that end a text include those of files next to the tokenizer, unless one is damaged.
+    """
     tokenizer = data.tokenizer
     try:
         ends = end_ids(data.config.tokenizer, tokenizer)
@@ -119,7 +125,11 @@ def _described(data: Data, config: DataConfig) -> dict[str, Any]:
 
 
 def _tokenizer_content(tokenizer: Any) -> bytes | None:
-    """Return the content of a tokenizer's file, or None for bytes and ids."""
+    """Return the content of a tokenizer's file, or None for a tokenizer without one (bytes, ids).
+
+    Raises:
+        DataError: The file is gone or has changed since the tokenizer was opened.
+    """
     path = getattr(tokenizer, "path", None)
     if path is None:
         return None
@@ -135,7 +145,14 @@ def _tokenizer_content(tokenizer: Any) -> bytes | None:
 
 
 def _chat_files(data: Data, record: dict[str, Any], note: cache.Note) -> dict[str, bytes]:
-    """Return the chat template's file, if there is a template. Add its tokens to `record`."""
+    """Return the chat template's file by its name, or no file. Add template tokens to `record`.
+
+    If the template cannot be used, `note` gets a caution and there is no file. For the data
+    chat:PATH this is an error.
+
+    Raises:
+        DataError: The data is chat:PATH and its template cannot be used.
+    """
     config = data.config
     if not config.tokenizer.endswith(".json") and config.chat_template is None:
         return {}

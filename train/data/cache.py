@@ -30,7 +30,13 @@ PATIENCE_S = 5.0
 
 
 def root() -> Path:
-    """Return the cache folder: `MUPAX_DATA`, or the user's cache folder for mupax."""
+    """Return the cache folder: `MUPAX_DATA`, or the user's cache folder for mupax.
+
+    It may not exist yet.
+
+    Raises:
+        ConfigError: `MUPAX_DATA` is an address, such as gs://bucket.
+    """
     path = os.environ.get("MUPAX_DATA")
     if path:
         check_local("MUPAX_DATA", path)
@@ -41,7 +47,7 @@ def root() -> Path:
 
 
 def data_sets(data_dir: str | None) -> Path:
-    """Return the folder of prepared data sets: data.data_dir, or a folder in the cache."""
+    """Return the folder of prepared data sets: data.data_dir, or "tfds" in the cache folder."""
     check_local("data.data_dir", data_dir)
     return Path(data_dir).expanduser() if data_dir else root() / "tfds"
 
@@ -80,7 +86,11 @@ def fetched(folder: Path, note: Note) -> Path:
 
 
 def prepare_again(name: str) -> str:
-    """Return the advice of an error message about a data set whose folder is damaged."""
+    """Return a sentence for an error message: delete the damaged folder and prepare it again.
+
+    Args:
+        name: Name of the data set, as `mupax data prepare` takes it.
+    """
     return f"Delete that folder and prepare it again (mupax data prepare {name})"
 
 
@@ -88,11 +98,14 @@ def prepare_again(name: str) -> str:
 def whole(folder: Path, name: str) -> Iterator[None]:
     """Raise `DataError` in place of errors of TFDS, protobuf and array_record about damaged files.
 
+    Any other error in the block counts as damage, too, such as a missing file. Errors of mupax and
+    of the disk pass unchanged.
+
     Args:
         name: Name of the data set, as `mupax data prepare` takes it.
 
     Raises:
-        DataError: The block raised an error that is neither of the disk nor of this project.
+        DataError: The folder is damaged. The message has the command that prepares it again.
     """
     try:
         yield
@@ -165,7 +178,7 @@ def lock(
 
 
 def _locked_within(file: IO[str], seconds: float) -> bool:
-    """Try to lock a file for some seconds. Return whether it is locked."""
+    """Try to take the exclusive lock of a file for up to `seconds`. Return whether it worked."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(BlockingIOError):
@@ -206,6 +219,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Return named numbers from the cache. Compute and cache them if they are not there.
+
+    Numbers that cannot be written to the cache are still returned.
 
     Args:
         name: Name of the file without its suffix. It must tell apart everything that the numbers

@@ -31,6 +31,8 @@ _LONGEST = 32
 class RandomCrop:
     """View of a random resized crop (Szegedy et al. 2015), mirrored half of the time.
 
+    The crop has 8 to 100 % of the image's area, and an aspect ratio from 3/4 to 4/3.
+
     Args:
         size: Pixels on a side of the result.
         interpolation: Method that scales the crop to `size`.
@@ -61,7 +63,10 @@ class RandomCrop:
     def _crop(
         self, image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float
     ) -> np.ndarray:
-        """Return one crop. The numbers are place down and right, mirror, area and aspect ratio."""
+        """Return one crop of an image, scaled to float32 [size, size, C] and perhaps mirrored.
+
+        The numbers are place down and right, mirror (below a half), area and aspect ratio.
+        """
         H, W, _ = image.shape
         share, ratio = _area_and_ratio(a, r)
         area = H * W * share
@@ -156,7 +161,7 @@ def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.n
 
 
 def _unmirrored(view: View) -> View:
-    """Return a view that does what a random crop does and never mirrors."""
+    """Wrap the view of a random crop, so that its images are never mirrored."""
 
     def unmirrored(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
         uniforms = uniforms.copy()
@@ -167,10 +172,13 @@ def _unmirrored(view: View) -> View:
 
 
 def training(config: DataConfig, size: int) -> View:
-    """Return the view of training images of any size that data.transforms asks for.
+    """Return the view of training images: a random crop, or the fit of data.pixels with jitter.
+
+    The images may have any size. They are mirrored half of the time if `transforms.mirror`.
 
     Args:
-        config: Data settings, of which `transforms` and `pixels` are used.
+        config: Data settings, of which `transforms` and `pixels` are used. A `transforms.jitter` of
+            None chooses the random crop.
         size: Pixels on a side of the result.
     """
     transforms = config.transforms
@@ -184,7 +192,7 @@ def training(config: DataConfig, size: int) -> View:
 
 
 def _random_crop(config: DataConfig, size: int) -> View:
-    """Return the random crop that data.transforms asks for."""
+    """Return the crop of data.transforms.crop: `inception_crop` or `RandomCrop`."""
     if config.transforms.crop == "inception":
         return inception_crop(size)
     return RandomCrop(size, config.pixels.interpolation)
@@ -222,7 +230,10 @@ def inception_crop(size: int) -> View:
 def _inception_crop(
     image: np.ndarray, size: int, u: float, v: float, mirror: float, a: float, r: float
 ) -> np.ndarray:
-    """Return one crop. The numbers are place down and right, mirror, height and aspect ratio."""
+    """Return one crop of an image, scaled to float32 [size, size, C] and perhaps mirrored.
+
+    The numbers are place down and right, mirror (below a half), height and aspect ratio.
+    """
     H, W, _ = image.shape
     height, width = _inception_size(H, W, a, r)
     top = int(u * (H - height))
@@ -232,7 +243,10 @@ def _inception_crop(
 
 
 def _inception_size(H: int, W: int, a: float, r: float) -> tuple[int, int]:
-    """Return the height and the width of a crop of an image of H x W pixels, from two uniforms."""
+    """Return the height and the width of a crop of an image of H x W pixels, from two uniforms.
+
+    It is (H, W) if no crop has the ratio and 5 to 100 % of the area.
+    """
     ratio = _INCEPTION_RATIO[0] + r * (_INCEPTION_RATIO[1] - _INCEPTION_RATIO[0])
     least = _INCEPTION_AREA[0] * H * W
     most = _INCEPTION_AREA[1] * H * W
@@ -263,7 +277,9 @@ def _pointwise(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def _neighbours(length: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the pixels before and after each of `size` points, and the weight of the latter.
+    """Return the pixels before and after each of `size` points, and the weight of the pixel after.
+
+    The points are evenly spread along one axis.
 
     Args:
         length: Pixels of the image along the axis.
@@ -276,7 +292,9 @@ def _neighbours(length: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def fitted(pixels: PixelsConfig, size: int) -> View:
-    """Return the view that makes each image a square by the fit of `data.pixels`. It draws nothing.
+    """Return the view that makes each image a square by `pixels.fit`: centre, edge or squash.
+
+    The view uses no random numbers.
 
     Args:
         size: Pixels on a side of the result.
@@ -288,7 +306,7 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
 
 
 def _centre(image: np.ndarray, size: int, pixels: PixelsConfig) -> np.ndarray:
-    """Return the middle of an image, scaled to size x size."""
+    """Return the central square of 7/8 of the shorter side, scaled to float32 [size, size, C]."""
     H, W, _ = image.shape
     side = max(1, round(_EVAL_CROP * min(H, W)))
     top = (H - side) // 2
@@ -342,7 +360,12 @@ def _resized(
     size: tuple[int, int],
     interpolation: Interpolation,
 ) -> np.ndarray:
-    """Resize the box (left, top, right, bottom) of an image [H, W, C] to float32 [*size, C]."""
+    """Resize the box (left, top, right, bottom) of an image [H, W, C] to float32 [*size, C].
+
+    Args:
+        size: (height, width) of the result in pixels.
+        interpolation: "area" for the mean of covered pixels, otherwise a method of PIL.
+    """
     if interpolation == "area":
         left, top, right, bottom = (round(edge) for edge in box)
         return _by_area(image[top:bottom, left:right], size)
@@ -372,7 +395,10 @@ def _by_area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def _area_shares(length: int, count: int) -> np.ndarray:
-    """Return the weights of old pixels in new ones along an axis, float32 [count, length]."""
+    """Return the weights of old pixels in new ones along an axis, float32 [count, length].
+
+    A weight is the share of the new pixel that the old pixel covers. Each row adds up to 1.
+    """
     start = np.arange(count)[:, None] * (length / count)
     pixel = np.arange(length)
     covered = np.minimum(pixel + 1, start + length / count) - np.maximum(pixel, start)

@@ -129,7 +129,7 @@ def _nearest(coordinates: np.ndarray) -> np.ndarray:
 
 
 def _signed(size: float, u: list[float]) -> float:
-    """Return the size with a random sign."""
+    """Return `size` with a random sign: positive if the first uniform number is below a half."""
     return size if u[0] < 0.5 else -size
 
 
@@ -147,7 +147,10 @@ def _equalize(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
 
 
 def _equalized(channel: np.ndarray) -> np.ndarray:
-    """Return a channel [H, W] whose histogram is equalized."""
+    """Return a channel uint8 [H, W] with an equalized histogram, as PIL does it.
+
+    The channel is returned unchanged if fewer than 255 pixels are below its largest level.
+    """
     counts = np.bincount(channel.ravel(), minlength=256)
     # As in PIL, the largest level does not count.
     step = (channel.size - counts[channel.max()]) // 255
@@ -254,6 +257,9 @@ class Mix(NamedTuple):
     def image(self, own: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return images mixed from two arrays of images.
 
+        mixup returns the mean with the weight `share` of `own`. cutmix returns `own` with the box
+        of `other`.
+
         Args:
             own: float32 [b, H, W, C], images of the rows.
             other: float32 [b, H, W, C], images of the rows that are mixed in.
@@ -265,7 +271,7 @@ class Mix(NamedTuple):
         return mixed
 
     def label(self, own: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return labels mixed from two arrays of labels.
+        """Return the weighted mean of two arrays of labels. `own` has the weight `share`.
 
         Args:
             own: float32 [b, classes], labels of the rows.
@@ -278,9 +284,9 @@ def drawn(transforms: TransformsConfig, rng: np.random.Generator, height: int, w
     """Draw the mixup or cutmix of one batch. If both are on, each has a chance of one half.
 
     mixup: the share is max(l, 1 - l) with l ~ Beta(alpha, alpha), so that a row's own label has the
-    larger share (big_vision). cutmix (Yun et al. 2019, algorithm 1): a box of area 1 - l with
-    l ~ Beta(alpha, alpha), about a point drawn evenly, is cut at the image's edge. The share is the
-    part of the image outside of the box.
+    larger share (big_vision). cutmix (Yun et al. 2019, algorithm 1): a box of area 1 - l with l ~
+    Beta(alpha, alpha), about a point drawn evenly, is cut at the image's edge. The share is the
+    part of the image outside of the box. If both are off, the share is 1 and there is no box.
 
     Args:
         transforms: Settings, of which `mixup` and `cutmix` (each an alpha, 0 is off) are used.
@@ -339,7 +345,7 @@ class LabelledData(Data):
     def shown(
         self, k: int, rows: np.ndarray, examples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return raw images float32 [b, H, W, C] from 0 to white, and classes int32 [b].
+        """Return raw images of batch k, float32 [b, H, W, C] from 0 to white, and classes int32.
 
         Args:
             rows: int64 [b], rows of the global batch.
@@ -379,7 +385,14 @@ class LabelledData(Data):
         return {"inputs": inputs, "targets": targets, "weights": weights, "labels": labels}
 
     def _transformed(self, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return augmented and normalized images float32 [b, H, W, C], and classes int32 [b]."""
+        """Return rows of training batch k after the view, RandAugment and normalization.
+
+        Args:
+            rows: int64 [b], rows of the global batch.
+
+        Returns:
+            Images float32 [b, H, W, C], and classes int32 [b].
+        """
         transforms = self.config.transforms
         # With repeats, a batch shows each of its distinct examples several times.
         distinct = self.batch_size // transforms.repeats
@@ -435,12 +448,12 @@ class ScalableImages(Images, Protocol):
 
 @runtime_checkable
 class ScaledView(Protocol):
-    """View that scales images down and knows how large an image must be for this."""
+    """View that scales images down, and tells the smallest image size that it needs for this."""
 
     def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray, /) -> np.ndarray: ...
 
     def least_side(self, uniforms: np.ndarray, /) -> int:
-        """Return the fewest pixels that the shorter side of an image must have.
+        """Return the fewest pixels of an image's shorter side for which it is not scaled up.
 
         Args:
             uniforms: float64 [NUMBERS], uniform numbers of the image.
@@ -530,7 +543,12 @@ class ImageData(LabelledData):
     def _batch(
         self, source: Images, positions: np.ndarray, view: View, uniforms: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return raw images float32 [b, H, W, C] and classes int32 [b] at these positions."""
+        """Return images seen through a view, raw float32 [b, H, W, C], and their classes int32 [b].
+
+        Args:
+            positions: Positions in `source`, int64 [b].
+            uniforms: float64 [b, NUMBERS], random numbers of the view.
+        """
         if isinstance(source, ScalableImages):
             # One image at a time: photographs of 100 megapixels do not fit into memory together.
             viewed = []

@@ -119,7 +119,10 @@ class DataError(MupaxError):
 
 
 class ReadError(MupaxFailure):
-    """Error for data that the machine cannot read, now or for good. The message has the cause."""
+    """Error for data files that cannot be read because of an `OSError`, for now or for good.
+
+    The message has the cause.
+    """
 
 
 @contextlib.contextmanager
@@ -225,7 +228,7 @@ class Data(abc.ABC):
         """
 
     def train_batches(self, start: int, *rows: slice) -> Generator[Batch, None, None]:
-        """Yield training batches without end. Threads make them ahead of time.
+        """Yield training batches from batch `start` on, without end. Threads make them early.
 
         Closing the generator ends the threads.
 
@@ -237,7 +240,7 @@ class Data(abc.ABC):
             yield from self._ahead(self.train_batch, rows, start, _FOREVER)
 
     def preparing(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context that is held open while training batches are read.
+        """Return the context manager that is held open while training batches are read.
 
         It does nothing by default. Streaming sources run their tokenizer thread in it.
         """
@@ -256,10 +259,10 @@ class Data(abc.ABC):
         return self._ahead(self.eval_batch, rows, 0, count)
 
     def references(self) -> list[Reference]:
-        """Return results of simple models on the evaluation examples.
+        """Return results of simple models on the evaluation examples. The default is an empty list.
 
-        The models are trained on the training data. Their results are cached on disk. A data set
-        without such models returns an empty list.
+        Sources that have such models train them on the training data, and cache the results on
+        disk.
         """
         return []
 
@@ -272,7 +275,8 @@ class Data(abc.ABC):
     ) -> Generator[Batch, None, None]:
         """Yield batches start to stop - 1 in order. grain threads make them ahead of time.
 
-        The threads end with the generator.
+        A batch has the parts `rows` concatenated, or all rows if `rows` is empty. The threads end
+        with the generator.
         """
         import grain
         import numpy as np
@@ -319,7 +323,7 @@ class Prefetch(Generic[S, T]):
         self._thread.start()
 
     def ready(self, seconds: float = 0.0) -> bool:
-        """Return whether `next` would answer without waiting.
+        """Return whether `next` would answer at once, after waiting up to `seconds` for that.
 
         Args:
             seconds: Longest time to wait until a batch or an error is there. The default is 0.
@@ -339,7 +343,10 @@ class Prefetch(Generic[S, T]):
         return item[0]
 
     def close(self) -> None:
-        """End the thread and the source. A second call does nothing."""
+        """Stop the thread, which then closes the source. Drop the batches that wait.
+
+        Waits at most `_PATIENCE_S` seconds for the thread. A second call does nothing.
+        """
         self._stop.set()
         deadline = time.monotonic() + _PATIENCE_S
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -355,7 +362,11 @@ class Prefetch(Generic[S, T]):
         self.close()
 
     def _run(self) -> None:
-        """Put batches into the queue, and the error or `StopIteration` that ends them."""
+        """Put batches on the devices and into the queue until the source ends or `close` is called.
+
+        The source is closed then. The error or `StopIteration` that ended it is the last entry of
+        the queue, except after `close`.
+        """
         last: Exception = StopIteration()
         try:
             with contextlib.closing(self._source):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Data:
     """Return the data of an evaluation set. Prepare it if needed.
 
-    Its evaluation examples are those that the source has as the data of a run.
+    Its evaluation examples are those of a run that trains on this source.
 
     Args:
         name: Key of `config.data.evaluation_sets`.
@@ -51,7 +51,11 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
 
 
 def _set_config(source: str, run_data: DataConfig, data: Data) -> DataConfig:
-    """Return the data settings of an evaluation set, made from those of the run."""
+    """Return the data settings of an evaluation set: the run's settings with the name of the set.
+
+    Mixture and streaming are off. The set uses the tokenizer file that the run's data has opened.
+    `field` has its default if it names a field that the set's format does not have.
+    """
     set_config = dataclasses.replace(run_data, name=source, evaluate=(), mix=(), stream=False)
     tokenizer_path = getattr(data.tokenizer, "path", None)
     if tokenizer_path is not None:
@@ -72,7 +76,13 @@ def _set_config(source: str, run_data: DataConfig, data: Data) -> DataConfig:
 def _load_folder(
     source: str, set_config: DataConfig, config: Config, data: Data, note: cache.Note
 ) -> Data:
-    """Return a folder's images with the run's labels. The folder may have fewer classes."""
+    """Load a folder's images with the run's labels and return its data.
+
+    The folder may have only some of the run's classes.
+
+    Raises:
+        DataError: The folder has a class that the run does not have.
+    """
     from mupax.train.data.sources import folders
 
     folder = folders.to_evaluate(source, data.facts)
@@ -116,6 +126,6 @@ def _check_classes(
 
 
 def _listed(names: list[str]) -> str:
-    """Return the first eight names, for a message."""
+    """Return the first eight names, joined by commas, with "…" if there are more."""
     listed = ", ".join(names[:8])
     return f"{listed} …" if len(names) > 8 else listed

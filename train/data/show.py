@@ -48,7 +48,7 @@ class Show:
     """Measure what count models and copying reach on 512 examples."""
 
     def run(self) -> int:
-        """Print the examples and return 0."""
+        """Print the lengths, the examples and, with --baselines, reference losses. Return 0."""
         from mupax.train.config.checks import at_least
         from mupax.train.config.data import DataConfig
         from mupax.train.data.text.denoising import denoising
@@ -84,7 +84,7 @@ def examples_text(data: Denoising, count: int, width: int = 80) -> str:
     """Return the first evaluation examples in columns: corrupted input, target and original text.
 
     Args:
-        count: Number of examples, at most a batch.
+        count: Number of examples. At most one evaluation batch is returned.
         width: Characters per line. The default is 80.
     """
     pieces = data.tokenizer.pieces()
@@ -111,7 +111,8 @@ def examples_text(data: Denoising, count: int, width: int = 80) -> str:
 def restored(inputs: np.ndarray, targets: np.ndarray, ids: SpecialIds) -> list[int]:
     """Return the text of an example: its inputs with each sentinel replaced by its target span.
 
-    Tokens after eos and targets before the first sentinel are left out.
+    Tokens after eos and targets before the first sentinel are left out. A sentinel without a span
+    in the targets is removed.
 
     Args:
         inputs: int [tokens], inputs of the example.
@@ -160,7 +161,11 @@ def visible(ids: Iterable[int], pieces: list[str], names: Mapping[int, str]) -> 
 
 
 def _sign(character: str) -> str:
-    """Return a printable form of one character of a piece."""
+    """Return a printable form of one character of a piece.
+
+    Spaces, line ends and control characters are signs, and bytes 0x80 to 0xA0 hexadecimal. All
+    other characters are unchanged.
+    """
     if character < " ":
         # U+2400 and up are pictures of the control characters.
         return _SIGNS.get(character, chr(0x2400 + ord(character)))

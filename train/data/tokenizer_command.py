@@ -92,7 +92,12 @@ class TrainTokenizer:
         return 0
 
     def _file(self) -> Path:
-        """Return the file to write, after a check that it is new and has the suffix .json."""
+        """Return --out as a path, after a check that it is a new .json file on this machine.
+
+        Raises:
+            UsageError: The path has another suffix, or exists.
+            ConfigError: The path is an address, such as gs://bucket/tokenizer.json.
+        """
         from mupax.train.config.checks import check_local
 
         check_local("--out", self.out)
@@ -108,7 +113,10 @@ class TrainTokenizer:
         return file
 
     def _data_flags(self) -> str:
-        """Return flags of a run on the sources, or on the first one if they have no weights."""
+        """Return the flags of `mupax train` for data made of the sources, as one quoted string.
+
+        Sources with weights are a mixture. Without weights only the first source is used.
+        """
         if self._is_mixture():
             read = self.sources
             flags = ["--data.mix", *read]
@@ -132,7 +140,15 @@ class TrainTokenizer:
         return bool(weighted)
 
     def _texts(self) -> TrainingTexts:
-        """Return the training texts of all sources, in the shares of their weights."""
+        """Return the training texts of all sources, in the shares of their weights.
+
+        Without weights each source is read once.
+
+        Raises:
+            UsageError: There is no source, only some have weights, or --chat-template does not fit
+                the sources.
+            DataError: A source cannot be read.
+        """
         from mupax.train.config.data import DataConfig
         from mupax.train.data import mix
         from mupax.train.data.interface import DataError

@@ -36,22 +36,24 @@ _PATIENCE_S = 120.0
 
 
 class AgreementError(MupaxError):
-    """Processes that cannot train one model together.
+    """Error about processes that cannot train one model together.
 
     The text names the process, its host and the difference.
     """
 
 
 def check(config: Config, processes: Processes, local_facts: dict[str, Any] | None = None) -> None:
-    """Refuse to start if the facts of a process differ from those of process 0.
+    """Compare config, versions, code, options, variables and devices of all processes.
 
-    All processes raise the same error.
+    Every process calls this and waits for the result. If a process differs from process 0, all
+    processes raise the same error.
 
     Args:
         local_facts: Facts of this process; by default those of `facts`.
 
     Raises:
         AgreementError: Two processes differ. The text names the first difference.
+        DistributedError: Another process does not answer in time.
     """
     part = {"host": socket.gethostname(), **(local_facts or facts(config))}
     parts = processes.gather("agreement", part, _PATIENCE_S)
@@ -63,7 +65,11 @@ def check(config: Config, processes: Processes, local_facts: dict[str, Any] | No
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """Return the facts of this process that must be the same in all, in groups."""
+    """Return the facts of this process that must be equal in all processes, in groups.
+
+    The groups are config (without the fields on how a process joined or resumed), versions of
+    packages, digests of source files, JAX's options, environment variables, and devices.
+    """
     local = jax.local_devices()
     devices: dict[str, Any] = {"kind": local[0].device_kind, "number": len(local)}
     variables = environment.variables()

@@ -59,7 +59,10 @@ _WAITS = "mupax/waits"
 
 
 def listen(coordinator: str | None, tell: Callable[[str], object]) -> None:
-    """Let an abort of this process tell the reason, to the other processes and on the screen.
+    """Install a handler that ends this process with a message and exit code 1 when it aborts.
+
+    If this is process 0, or process 0 still answers, the handler tells the other processes first.
+    Otherwise its message is that process 0 failed.
 
     Args:
         coordinator: Address HOST:PORT of process 0, or `None` on process 0 itself.
@@ -98,7 +101,10 @@ def listen(coordinator: str | None, tell: Callable[[str], object]) -> None:
 
 @contextlib.contextmanager
 def without_trace() -> Iterator[None]:
-    """Let JAX's clients that are made while this is entered abort without a stack trace."""
+    """Context manager in which JAX makes clients that abort without a stack trace.
+
+    Such a client still ends the process when the coordinator is lost.
+    """
     library: Any = _distributed._jax  # pyright: ignore[reportPrivateImportUsage]
     make: Callable[..., Any] = library.get_distributed_runtime_client
 
@@ -126,7 +132,7 @@ def _answers(address: str) -> bool:
 
 
 class Cluster(Processes):
-    """Processes of a run, as one of them sees them.
+    """Communication of one process with the others of a run, by JAX's coordination service.
 
     Two threads watch over the run. One posts that this process is alive, and reads failures of the
     others. The other one ends this process if the coordinator does not answer.
@@ -179,7 +185,11 @@ class Cluster(Processes):
         return values
 
     def _wait_for(self, key: str, index: int, seconds: float | None) -> Any:
-        """Wait for the value that process `index` sets under a key."""
+        """Wait for the value that process `index` sets under a key, and return it.
+
+        Raises:
+            DistributedError: No value came within `seconds`, by default a week.
+        """
         wait_ms = _FOREVER_MS if seconds is None else round(1000 * seconds)
         try:
             with self._asking():
@@ -195,7 +205,7 @@ class Cluster(Processes):
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Note, while entered, that the main thread waits for another process.
+        """Context manager that records since when the main thread waits for another process.
 
         Waits of other threads, such as that of a save, hold up no step and do not count.
         """
@@ -241,9 +251,10 @@ class Cluster(Processes):
     def fail(self, error: BaseException) -> None:
         """Tell the others why this process ends. They then end with the same exit code.
 
-        The exit code is 2 for bad input, which no restart can mend, and 1 otherwise. If `error` may
-        only say that another process went away, this process first waits for that process' reason
-        and ends with it. The wait takes `heartbeat_seconds` and 3 seconds at most.
+        The code is 2 for bad input, which no restart can mend, and 1 otherwise. An exit handler of
+        Python ends this process with it. If `error` may only say that another process went away,
+        this process first waits for that process' reason and ends with it. The wait takes
+        `heartbeat_seconds` and 3 seconds at most.
         """
         if _may_follow_from_another(error):
             # The watch ends this process if another one is found to have failed.
@@ -265,7 +276,11 @@ class Cluster(Processes):
         self.post(f"{_FAILED}/first", json.dumps([index, host, reason, code]))
 
     def _watch(self) -> None:
-        """Post beats and waits, and end this process when a failure is posted."""
+        """Every second, post that this process is alive, and end it if a failure was posted.
+
+        How long this process has waited is posted, too. Process 0 also looks for silent processes
+        and for a stall of all. Errors of the network are ignored.
+        """
         beat = 0
         last_beats: dict[str, tuple[str, float]] = {}
         while not self._done.wait(_POLL_S):
@@ -289,7 +304,7 @@ class Cluster(Processes):
                 self._leave(reason, code)
 
     def _guard(self) -> None:
-        """End this process when the coordinator does not answer.
+        """End this process if the coordinator has not answered for `heartbeat_seconds`.
 
         In a thread of its own: a question to a coordinator that is stopped may never return.
         """
@@ -323,7 +338,11 @@ class Cluster(Processes):
                 )
 
     def _tell_wait(self) -> None:
-        """Tell process 0 for how long this process has waited for a program and for a word."""
+        """Post how long this process has waited, in seconds, for process 0 to read.
+
+        The waits are for a program, beyond the longest such wait before, and for a message of
+        another process. Nothing is posted before `end_stalled` was called.
+        """
         if self._excess is None:
             return
         program_seconds = self._excess()
@@ -332,10 +351,11 @@ class Cluster(Processes):
         self._client.key_value_set(f"{_WAITS}/{self.index}", json.dumps(wait), True)
 
     def _look_for_stall(self) -> None:
-        """End all processes if every one waits for others, and one too long in a program.
+        """Post a failure of all processes if every one waits, and one too long for a program.
 
-        Process 0 calls this. A process that compiles, reads data or saves does not wait. It may
-        take its time, and so may those that wait for it.
+        Process 0 calls this. Too long is above the `seconds` of `end_stalled`, and each of the
+        others must have waited for at least half as long. A process that compiles, reads data or
+        saves does not wait, so all may go on.
         """
         waits = []
         for _, text in self._client.key_value_dir_get(_WAITS):
@@ -378,8 +398,9 @@ def _may_follow_from_another(error: BaseException) -> bool:
 def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Cluster]:
     """Join the other processes while entered. Enter this before JAX is asked for its devices.
 
-    An exception that leaves the context is told to the others. They end within seconds, with the
-    same exit code and text.
+    The process ends with exit code 1 if the others do not come within `config.timeout_seconds`. An
+    exception that leaves the context is told to the others. They end within seconds, with the same
+    exit code and text. Without an exception, the end of the context waits for all processes.
 
     Args:
         address: Arguments of `jax.distributed.initialize` (`processes.place`).
@@ -439,7 +460,7 @@ def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Clust
 
 
 def _too_late(address: dict[str, Any], seconds: int) -> None:
-    """End this process, because the others have not come within `seconds`."""
+    """Print that the others have not come within `seconds`, and end this process with code 1."""
     process = "this process"
     place = ""
     if address.get("coordinator_address"):

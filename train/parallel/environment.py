@@ -99,7 +99,7 @@ def options() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return an option's value as JSON can hold it."""
+    """Return an option's value for JSON: an enum's value, a plain value, or any other as text."""
     if isinstance(value, enum.Enum):
         return str(value.value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -122,7 +122,8 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def _flags(text: str) -> str:
     """Return XLA's flags in the order of their names, without harmless ones.
 
-    If a flag is written twice, the last one holds.
+    If a flag is written twice, the last one holds. A text that begins with no dash is the path of a
+    file with flags. It is returned unchanged if there is no such file.
     """
     if text and not text.lstrip().startswith("-"):
         # XLA takes a text that is no flag for the name of a file with flags.
@@ -139,7 +140,10 @@ def _flags(text: str) -> str:
 
 
 def processor(file: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Return the `model` and the vector `instructions` of this machine's processor."""
+    """Return the `model` and the sorted vector `instructions` of this machine's processor.
+
+    The list of instructions is empty if `file` cannot be read, as on macOS.
+    """
     try:
         lines = file.read_text().partition("\n\n")[0].splitlines()
     except OSError:  # macOS, whose machines have one instruction set
@@ -164,7 +168,7 @@ def cores() -> int:
 
 
 def sources() -> dict[str, str]:
-    """Return a digest of every source file by its path in the project."""
+    """Return a digest of every Python file of `presets`, `zoo` and `train`, by its path."""
     root = Path(mupax.__file__).parent
     files: list[Path] = []
     for package in _CODE:
@@ -258,7 +262,11 @@ def changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[Cha
 
 
 def _groups(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all facts of a record's environment by the names that they are printed under."""
+    """Return all facts of a record in one flat dict, by the names that they are printed under.
+
+    They are versions, JAX's options, variables, devices, processor, compiler options, platform and
+    the digest of mupax's code.
+    """
     environment = record["environment"]
     values = dict(record.get("versions") or {})
     for group in ("options", "variables", "devices"):

@@ -112,8 +112,9 @@ def keep_freed_memory() -> bool:
     machine. Call this before JAX is imported.
 
     Returns:
-        Whether the memory is kept. False on other systems than Linux, without glibc, and if the
-        package of an accelerator is installed, whose hosts do not need it.
+        Whether the memory is kept. False on other systems than Linux, without glibc, if JAX was
+        imported before, and if the package of an accelerator is installed, whose hosts do not need
+        it.
     """
     if "jax" in sys.modules or sys.platform != "linux":
         return False
@@ -337,7 +338,7 @@ def compiler_options(
     kind: str = "",
     vmem_kib: int | None = None,
 ) -> dict[str, Any]:
-    """Return the flags for a backend, without those that the user's environment sets.
+    """Return the XLA flags for a backend, by name, without those that the user's environment sets.
 
     Args:
         platform: `jax.Device.platform` of the devices to compile for. An unknown one has no flags.

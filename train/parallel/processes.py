@@ -106,17 +106,25 @@ class StopRequest:
         return 0 if self.received is None else 128 + self.received
 
     def join(self, processes: Processes) -> None:
-        """Let the run stop together with the other processes from now on."""
+        """Start a thread by which this process agrees with the others on when to stop.
+
+        A process that is alone starts none.
+        """
         self._processes = processes
         if processes.count > 1:
             threading.Thread(target=self._talk, name="stopping", daemon=True).start()
 
     def defer(self) -> None:
-        """Only note a first signal from now on, because there is something to save."""
+        """From now on, let a first signal set `received` and not end the process.
+
+        Call this once the run has something to save.
+        """
         self._saves = True
 
     def release(self) -> None:
         """Let a signal end the process again, because everything is saved on all processes.
+
+        With several processes, a signal that was noted before ends all of them soon after.
 
         Raises:
             SystemExit: A signal was noted, and this process is alone.
@@ -132,7 +140,8 @@ class StopRequest:
     def deferring(self) -> Iterator[None]:
         """Context manager of work that saves: a first signal is only noted.
 
-        Before and after it a signal ends the process.
+        Before and after it a signal ends the process. A signal that was noted inside stays in
+        `received`, and does not end the process by itself.
         """
         self.defer()
         try:
@@ -141,7 +150,11 @@ class StopRequest:
             self._saves = False
 
     def now(self) -> bool:
-        """Return whether to stop after the programs that were dispatched so far."""
+        """Return whether to stop after the programs that were dispatched so far.
+
+        A process that is alone stops once it has received a signal. Several processes stop once all
+        have agreed on a number of programs and this one has dispatched as many.
+        """
         if self._processes.count == 1:
             return self.received is not None
         with self._changed:
@@ -150,8 +163,10 @@ class StopRequest:
     def claim(self) -> bool:
         """Return whether this process may run one more program. Call `done` when it is dispatched.
 
-        All processes claim the same programs in the same order. While a stop is agreed on, this
-        waits for the others: a program that only some of them ran would never end.
+        A program is a training step or a batch of an evaluation. A process that is alone may run it
+        if it has received no signal. All processes claim the same programs in the same order. While
+        a stop is agreed on, this waits for the others: a program that only some of them ran would
+        never end.
         """
         if self._processes.count == 1:
             return self.received is None
@@ -162,7 +177,7 @@ class StopRequest:
             return self._is_running
 
     def _must_wait(self) -> bool:
-        """Return whether this process has run what it promised, and not all have agreed yet."""
+        """Return whether this process has run as many programs as it posted, before all agree."""
         has_reached_bound = self._bound is not None and self._num_done >= self._bound
         return has_reached_bound and self._agreed is None
 
@@ -206,7 +221,11 @@ class StopRequest:
     # In the main thread, as soon as it is back in Python
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal, as its handler."""
+        """Store the signal in `received`, unless an earlier one is there, as Python's handler.
+
+        In an interactive session SIGINT raises `KeyboardInterrupt`, unless it is the first signal
+        and there is something to save.
+        """
         is_first = not self.received
         if number == signal.SIGINT and self._interactive and not (is_first and self._saves):
             raise KeyboardInterrupt
@@ -216,14 +235,19 @@ class StopRequest:
     # In the thread that listens
 
     def _listen(self) -> None:
-        """Handle signals until the context ends."""
+        """Read the numbers of signals from the socket, and handle each, until the context ends."""
         while not self._ended.is_set():
             for number in self._wakeup_reader.recv(64):
                 if number in _SIGNALS:
                     self._hear(signal.Signals(number))
 
     def _hear(self, number: signal.Signals) -> None:
-        """Note a signal. End the process if there is nothing to save or if it is a second one."""
+        """Store a signal in `received`, and end the process if it must not wait.
+
+        A second SIGINT or SIGTERM, more than 0.3 seconds after the first, ends it at once. Any
+        signal ends it if there is nothing to save: a process that is alone at once, several within
+        seconds. SIGINT in an interactive session is left to `_note`.
+        """
         if number == signal.SIGINT and self._interactive:
             return  # `_note` handles it in the main thread
         self.received = self.received or number
@@ -245,7 +269,7 @@ class StopRequest:
             late.start()
 
     def _leave_at_once(self, number: signal.Signals) -> None:
-        """End all processes, this one last, without saving."""
+        """End this process without saving, after telling the others to end."""
         text = f"stopped at once by a second {number.name}"
         if not self._processes.closed:
             # In a thread, because the coordination service may not answer.
@@ -325,13 +349,14 @@ class StopRequest:
 
 
 class DistributedError(MupaxError):
-    """Failure of processes to find each other. The text says what to write instead."""
+    """Failure of processes to find, or to hear from, each other. The text says what to do."""
 
 
 class Processes:
-    """Processes of a run that has only this one: it waits for nobody and talks to nobody.
+    """Communication between the processes of a run, implemented for a run of one process.
 
-    `distributed.Cluster` is the same for several processes.
+    Here nothing is sent and nothing waits. `distributed.Cluster` implements the methods for several
+    processes.
     """
 
     index = 0
@@ -341,7 +366,7 @@ class Processes:
 
     @property
     def closed(self) -> bool:
-        """True if there is nobody to talk to, or nobody any more."""
+        """True if this process is alone, or has ended its communication with the others."""
         return True
 
     @property
@@ -391,7 +416,8 @@ class Processes:
     def leader_first(self, name: str) -> Iterator[None]:
         """Context manager of work that process 0 does first, and whose results the others find.
 
-        The others begin when process 0 is done, or after `LEAD_S` to help it.
+        The others begin when process 0 is done, or after `LEAD_S` seconds if it is not done by
+        then.
         """
         if not self.leader:
             with contextlib.suppress(DistributedError):
@@ -401,21 +427,26 @@ class Processes:
             self.broadcast(name, lambda: None)
 
     def post(self, key: str, value: str) -> None:
-        """Leave a value for all processes. The first value under a key stays.
+        """Store a value that all processes can read (`posts`). The first value under a key stays.
 
         Args:
             key: Folders and a name, joined by `/`, which `posts` of the folder returns.
         """
 
     def posts(self, folder: str) -> dict[str, str]:
-        """Return the values of a folder by the rest of their keys."""
+        """Return the values that processes have posted in a folder, by the rest of their keys."""
         return {}
 
     def post_failure(self, reason: str) -> None:
-        """Tell the others that this process ends, and why. They then end with exit code 1."""
+        """Tell the others that this process ends, and why. They then end with exit code 1.
+
+        This process goes on. Nothing is sent if it is alone.
+        """
 
     def end_stalled(self, excess: Callable[[], float], seconds: float | None) -> None:
-        """End all processes once every one waits for another and none goes on.
+        """From now on, end all processes if every one of them waits for another for too long.
+
+        Nothing happens if this process is alone.
 
         Args:
             excess: Function that returns for how many seconds this process has waited for a program
@@ -435,6 +466,8 @@ def place(
     config: DistributedConfig, environ: Mapping[str, str] = os.environ, tpu: bool | None = None
 ) -> dict[str, Any] | None:
     """Return the arguments of `jax.distributed.initialize`, or `None` if this process is alone.
+
+    Arguments that JAX finds in the environment by itself are left out, so the dict may be empty.
 
     Args:
         config: Settings of the run. The environment stands in for those that are `None`.
@@ -482,7 +515,13 @@ def place(
 
 
 def _values_by_hand(config: DistributedConfig, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return coordinator, number of processes and number of this one, each `None` if not given."""
+    """Return coordinator, number of processes and number of this one, each `None` if not given.
+
+    A field of the config takes precedence over its environment variable.
+
+    Raises:
+        DistributedError: A variable that should be a number is none.
+    """
     values: dict[str, Any] = {}
     for field, variable in _BY_HAND.items():
         value = getattr(config, field)
@@ -497,7 +536,12 @@ def _values_by_hand(config: DistributedConfig, environ: Mapping[str, str]) -> di
 
 
 def _place_by_hand(coordinator: str, processes: int, process: int) -> dict[str, Any]:
-    """Return the arguments of `jax.distributed.initialize` from an address, after checking it."""
+    """Return the arguments of `jax.distributed.initialize` from values that were all given.
+
+    Raises:
+        DistributedError: The address is not HOST:PORT, or the number of this process is not below
+            the number of processes.
+    """
     host, _, port = coordinator.rpartition(":")
     if not (host and port.isdecimal()):
         raise DistributedError(
@@ -518,7 +562,10 @@ def _place_by_hand(coordinator: str, processes: int, process: int) -> dict[str, 
 def _place_by_open_mpi(
     count: int, environ: Mapping[str, str], coordinator: str | None
 ) -> dict[str, Any]:
-    """Return the arguments of `jax.distributed.initialize` for a process that mpirun started."""
+    """Return the arguments of `jax.distributed.initialize` for a process that mpirun started.
+
+    Open MPI 4 gets {}, because JAX finds its processes by itself.
+    """
     launcher = _OPEN_MPI_5.match(environ.get("PMIX_NAMESPACE", ""))
     if "OMPI_MCA_orte_hnp_uri" in environ or launcher is None:
         return {}  # Open MPI 4, which JAX knows
@@ -534,7 +581,10 @@ def _place_by_open_mpi(
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """Let the run go on, while entered, when the terminal or pipe of its output is closed."""
+    """Context manager that keeps a closed terminal or pipe from ending the run.
+
+    While entered, text for a closed standard output or standard error is dropped.
+    """
     stderr: Any = _Lasting(sys.stderr)
     stdout: Any = _Lasting(sys.stdout, log=lambda text: print(text, file=stderr))
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):

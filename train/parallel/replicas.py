@@ -26,10 +26,13 @@ def by_name(tree: Any) -> dict[str, jax.Array]:
 
 
 def checksums(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
-    """Return the sums of bit patterns on each device of this process, by the device's id.
+    """Return a checksum per array on each device of this process, by the device's id.
+
+    A checksum is a sum of the bit patterns of the device's part of the array, modulo 2^32.
 
     Args:
-        arrays: Arrays on one mesh. Each row of sums has one sum per array, in this order.
+        arrays: Arrays on one mesh. The list of each device has one checksum per array, in this
+            order.
     """
     shardings = []
     for array in arrays:
@@ -46,9 +49,10 @@ def checksums(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
 
 @functools.lru_cache(maxsize=4)
 def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
-    """Return the program that maps arrays to sums, uint32 [devices, arrays], a row on each device.
+    """Return a jitted function that maps arrays to checksums, uint32 [devices, arrays].
 
-    The program is kept for later calls, because a run compares its arrays at every save.
+    Each device computes its own row, without communication. The function is kept for later calls,
+    because a run compares its arrays at every save.
     """
 
     def local(arrays: list[jax.Array]) -> jax.Array:
@@ -61,7 +65,10 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
 
 
 def _sum(array: jax.Array) -> jax.Array:
-    """Return the sum of all bit patterns modulo 2^32, each times an odd number from its place."""
+    """Return the sum modulo 2^32 of all bit patterns, each times an odd factor for its position.
+
+    A change of one pattern always changes the sum.
+    """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:

@@ -58,7 +58,8 @@ def make_mesh(
 
     Raises:
         MeshError: The product of the sizes is not the number of devices, more than one size is -1,
-            a mesh without a sweep has a sweep axis, or the axes do not divide over the islands.
+            a mesh without a sweep has a sweep axis, islands differ in their number of devices, or
+            the axes do not divide over the islands.
     """
     devices = jax.devices() if devices is None else devices
     sizes = _sizes(config, len(devices))
@@ -115,7 +116,11 @@ def make_mesh(
 
 
 def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
-    """Return the attribute that tells islands of devices apart, and each island's device count."""
+    """Return the attribute of a device that names its island, and each island's device count.
+
+    The attribute is `slice_index` or, if devices have none, `process_index`. A TPU topology without
+    slices is one island.
+    """
     # A slice has many processes on TPU and is one host on GPU. GPUs that are compiled for without
     # having them say slice 0 on every host.
     client = type(getattr(devices[0], "client", None)).__name__
@@ -145,7 +150,13 @@ def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _across(config: MeshConfig, sizes: dict[str, int], num_islands: int) -> dict[str, int]:
-    """Return the number of islands along every mesh axis. The product is `num_islands`."""
+    """Return the number of islands along every mesh axis. The product is `num_islands`.
+
+    Without `config.slices`, as many islands as possible are along data and the rest along fsdp.
+
+    Raises:
+        MeshError: The islands do not fit `config.slices`, or do not divide data and fsdp.
+    """
     slices = parse_slices(config.slices)
     across = {axis: slices.get(axis, 1) for axis in MESH_AXES}
     if slices:
@@ -178,7 +189,12 @@ def _across(config: MeshConfig, sizes: dict[str, int], num_islands: int) -> dict
 
 
 def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
-    """Return the number of devices along every mesh axis, with -1 replaced."""
+    """Return the number of devices along every mesh axis, with -1 replaced.
+
+    Raises:
+        MeshError: Several sizes are -1, a size is 0 or below -1, or the product does not match the
+            number of devices.
+    """
     sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
     for axis, size in sizes.items():
         if size < 1 and size != -1:
@@ -242,9 +258,10 @@ class MeshLayout(Layout):
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """Return the shardings of a batch (`mupax.train.core.state.Batch`).
+        """Return the shardings of a batch (`mupax.train.core.state.Batch`), by name.
 
-        Every array is split along B, its first axis. Arrays [B, T] are also split along T.
+        Every array is split along B, its first axis. Arrays [B, T] are also split along T, except
+        labels. An axis that its devices do not divide is not split.
         """
         shardings: dict[str, NamedSharding] = {}
         for name, array in batch.items():
@@ -256,6 +273,8 @@ class MeshLayout(Layout):
 
     def parameters(self, definition: Definition) -> dict[str, NamedSharding]:
         """Return the sharding of every parameter by name.
+
+        An axis in `MAY_STAY_WHOLE` that the mesh does not divide is replicated.
 
         Raises:
             MeshError: The mesh does not divide an axis that must be split.

@@ -94,6 +94,9 @@ def problems(
 ) -> list[str]:
     """Return one line per fault of a compiled step.
 
+    Faults are gathers of all layers at once, optimizer state that is less split than its parameter,
+    unnecessary traffic in the layer loop, and padded arguments.
+
     Args:
         state_shardings: Shardings with which the compiled step takes its state.
         arguments: Bytes of the step's arguments on a device.
@@ -460,7 +463,7 @@ def _computation_of(instruction: hlo.Instruction, module: hlo.Module) -> str:
 def _first_user(
     result: hlo.Instruction, instructions: dict[str, hlo.Instruction]
 ) -> hlo.Instruction:
-    """Return the first instruction that has a result as operand, or its own if there is none."""
+    """Return the first instruction that has `result` as an operand, otherwise `result` itself."""
     for instruction in instructions.values():
         if result.name in instruction.operands:
             return instruction
@@ -554,8 +557,8 @@ class Compiled:
             GPUs also the workspace of attention, which the compiler does not know.
         limit_bytes: Main memory that arrays of a device can take.
         workspace_bytes: Part of `used_bytes` for the workspace of attention on GPUs.
-        module: Optimized program. `module` and all fields after it are empty if the step does not
-            fit.
+        module: Optimized program. `module` and all fields after it are empty if the compiler found
+            that the step does not fit. Programs for GPUs are compiled even then.
         text: HLO text of the optimized program.
         memory: Bytes of arguments, outputs, aliased arrays, temporaries and code.
         live: Temporaries at the peak, largest first.
@@ -577,7 +580,7 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """True if the compiler fitted the step into a device's memory."""
+        """True if the step compiled and `used_bytes` is at most `limit_bytes`."""
         return self.module is not None and self.used_bytes <= self.limit_bytes
 
     @cached_property
@@ -592,7 +595,10 @@ class Compiled:
         return collectives(self.module, dict(mesh.shape), topology.across(mesh), hosts)
 
     def roofline(self) -> Roofline | None:
-        """Return the least time of a step, or `None` if the step does not fit."""
+        """Return the least times of a step, or `None` without a compiled program.
+
+        A TPU step that does not fit has no program.
+        """
         if self.module is None:
             return None
         chip = self.chip
@@ -632,7 +638,7 @@ class Compiled:
         """Return how the loss is computed.
 
         For `auto`, `raises_peak_by` has the bytes by which each implementation would raise the
-        peak, the one taken first.
+        peak, the selected one first. For other losses it is empty.
         """
         config = self.program.config
         definition = self.program.definition
@@ -708,7 +714,9 @@ class Compiled:
 
 
 def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
-    """Compile a config's training step for a topology.
+    """Compile a config's training step for a topology of devices that are not here.
+
+    A step that exceeds a chip's memory is no error: the result has `fits` False.
 
     Args:
         name: Topology, such as v5e:16x16.
@@ -849,7 +857,7 @@ def array_bytes_of_gpu(
 
 
 def _traced_flops(program: Program, traced: Any) -> float:
-    """Return the FLOPs of all matrix products of a traced step."""
+    """Return the FLOPs of all matrix products of a traced step, over all devices."""
     model = program.config.model
     device_kind = program.mesh.devices.flat[0].device_kind
     length = model.sizes()["position"]

@@ -92,7 +92,7 @@ def compile_seconds(program_bytes: int, kib: int) -> float:
 
 
 def expected(program: Program) -> dict[str, int]:
-    """Return the bytes at a step's peak, by content.
+    """Estimate the bytes on one device at a step's peak, by content. Nothing is compiled.
 
     The peak is the fuller of two moments: the loss, or the backward pass of one layer.
     """
@@ -137,6 +137,8 @@ def expected(program: Program) -> dict[str, int]:
 
 def model_flops(config: Config) -> float:
     """Return the FLOPs that the model needs for a step, counted from sizes (`mupax.zoo.families`).
+
+    They are of the global batch on all devices, without recomputation.
 
     Utilization (MFU) is relative to them.
     """
@@ -209,6 +211,8 @@ def attention_waste(program: Program, chip: Chip) -> float:
 def attention_share(program: Program, block: int, *, of_grid: bool = False) -> float:
     """Return the share of its pairs of positions that the slowest device computes, in (0, 1].
 
+    It is 1 without a causal mask.
+
     Args:
         block: Side of the kernel's blocks, in positions.
         of_grid: `True` returns the share of the kernel's grid as traced. A ring's grid leaves out
@@ -234,7 +238,8 @@ def attention_share(program: Program, block: int, *, of_grid: bool = False) -> f
 def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:
     """Return the FLOPs (two per multiply-add) of the matrix products in one run of a jaxpr.
 
-    Recomputation is counted. Elementwise operations are not.
+    Recomputation is counted. Elementwise operations are not. Of a `cond`, the branch with the most
+    FLOPs counts.
 
     Args:
         jaxpr: Jaxpr from `jax.stages.Traced.jaxpr` or `jax.make_jaxpr`.

@@ -229,7 +229,7 @@ def _collective(
 
 
 def _chain(instruction: Instruction) -> str | None:
-    """Return the text that is equal in all parts of a cut-up collective, or `None` if it is not."""
+    """Return the `chain_id` text that all parts of a cut-up collective share, otherwise `None`."""
     match = re.search(r'chain_id="(\d+)"', instruction.attributes)
     return match[0] if match else None
 
@@ -237,7 +237,8 @@ def _chain(instruction: Instruction) -> str | None:
 def _hidden(module: Module, computation: Mapping[str, Instruction], start: Instruction) -> bool:
     """Return whether products or kernels run between a collective's start and its end.
 
-    Instructions run in the order of the text.
+    Instructions run in the order of the text. A collective without a start of its own (an opcode
+    that ends with "-start") is never hidden.
     """
     # A collective that is one instruction runs alone.
     if not start.opcode.endswith("-start"):
@@ -374,7 +375,8 @@ def axes_of(
 ) -> tuple[tuple[str, ...], int]:
     """Return the mesh axes along which a group's devices differ, and the group's size.
 
-    For a permute, the size is the number of devices along these axes.
+    For a permute, the size is the number of devices along these axes. If no group has two devices,
+    the result is `((), 1)`.
 
     Args:
         groups: Partition numbers, which count through the mesh in C order. Groups of one device
@@ -519,11 +521,19 @@ class Module:
 
     @cached_property
     def executed(self) -> list[Executed]:
-        """Instructions that one run executes, in order, with their loops."""
+        """Instructions that one run executes, in order, once each with their loops' trip counts.
+
+        Instructions inside fusions are left out. Of a conditional, only the branch with the most
+        clock cycles is followed.
+        """
         return list(self._walk(self.entry, ()))
 
     def _walk(self, computation: str, trips: tuple[int, ...]) -> Iterator[Executed]:
-        """Yield the instructions of a computation and of those that it calls."""
+        """Yield the instructions of a computation and of those that it calls outside fusions.
+
+        Args:
+            trips: Trip counts of the loops around the computation, outermost first.
+        """
         for instruction in self.computations[computation].values():
             yield Executed(instruction, computation, trips)
             if instruction.opcode not in _CALLING:
@@ -615,7 +625,7 @@ class Module:
         return total
 
     def _moved(self, instruction: Instruction, computation: str) -> int:
-        """Return the bytes that one execution of an instruction reads and writes."""
+        """Return the bytes of main memory that one execution of an instruction reads and writes."""
         # The bytes of an asynchronous operation are counted at its -start.
         if instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             return 0
@@ -644,10 +654,13 @@ class Module:
         return self._moved_by_fusion(instruction, written, read)
 
     def _moved_by_fusion(self, fusion: Instruction, written: int, read: list[int]) -> int:
-        """Return the bytes that a fusion reads and writes.
+        """Return the bytes of main memory that one execution of a fusion reads and writes.
+
+        Of an operand that is only sliced or updated in place, the slices count.
 
         Args:
-            fusion: Instruction of opcode `fusion`.
+            fusion: Instruction of opcode `fusion` or `fusion-start`.
+            written: Bytes of the result in main memory.
             read: Bytes of each operand in main memory, 0 for operands on the chip.
         """
         inner = self.computations[fusion.called()[0]]

@@ -13,7 +13,9 @@ class RefusedError(MupaxError):
 
 
 def refused(topology: str, message: str, attention_block: int | None) -> RefusedError:
-    """Return the error for a step that does not compile.
+    """Return the error for a step that does not compile, with the compiler's words.
+
+    If a core's own memory (vmem) is too small, the message has a hint on flags.
 
     Args:
         topology: Topology that the step was compiled for.

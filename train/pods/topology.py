@@ -155,13 +155,15 @@ def size(topology: str) -> int:
 
 
 def ready(topology: str = "v5e:2x2") -> None:
-    """Set up the compiler of a topology's chip. Call this before JAX is imported.
+    """Set environment variables for compiling for a topology. Call this before JAX is imported.
+
+    Variables that the user has set stay. For GPUs, JAX is imported here, without its warnings.
 
     Args:
         topology: Topology that `chip_of` accepts. By default one of TPUs.
 
     Raises:
-        TopologyError: The compiler's packages are not installed.
+        TopologyError: The compiler's packages, or for GPUs cuDNN, are not installed.
     """
     if chip_of(topology).gpu is None:
         extras.require("tpu", "compiling for a TPU, which needs no TPU,", TopologyError)
@@ -300,7 +302,7 @@ def wraps(topology: str) -> list[bool]:
 
 
 def across(mesh: Any) -> dict[str, int]:
-    """Return the number of islands along each mesh axis that crosses islands.
+    """Return the number of TPU slices or GPU hosts along each mesh axis that crosses them.
 
     The mapping is empty on one slice of TPUs, or one host of GPUs.
 
@@ -320,7 +322,7 @@ def across(mesh: Any) -> dict[str, int]:
 
 
 def islands(devices: Iterable[Any]) -> list[int]:
-    """Return the island of fast links of every device: its TPU slice, or its host of GPUs."""
+    """Return a number per device for its island of fast links: its TPU slice, or its GPU host."""
     numbers = []
     for device in devices:
         if device.platform == "gpu":
@@ -368,7 +370,7 @@ def kernels_of(chip: Chip) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that hides what a compiler writes to the process's stderr."""
+    """Context manager that discards all output to the process's stderr, also of C++ libraries."""
     # The library writes to the file descriptor, so replacing `sys.stderr` hides nothing.
     sys.stderr.flush()
     saved = os.dup(2)

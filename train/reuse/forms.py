@@ -41,10 +41,14 @@ class Convert:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mupax convert` and return its exit code, 0.
+    """Run `mupax convert`: write a run in another form to `--out`. Return the exit code, 0.
+
+    The command does nothing if it made `--out` before and was killed only after the folder was
+    complete.
 
     Raises:
         UsageError, WorkdirError, WeightsError: wrong flags, or no run that can be converted.
+        OutError, HalfMadeError: `--out` is not empty, or another command is writing it.
     """
     args = command_line.parse(Convert, "mupax convert", argv)
     from mupax.train.checkpoints.making import finish, is_made
@@ -102,6 +106,9 @@ def convert(
 ) -> TrainState:
     """Return the state of a run under `preset` as the state of the same run under `new_preset`.
 
+    Weights and their moving average are divided by theta, the ratio of the multipliers. First
+    moments are multiplied by theta, second moments by theta^2. Dtypes and the step stay.
+
     Args:
         state: parameters and optimizer state trained under `preset`.
 
@@ -138,7 +145,8 @@ def theta(
     The multiplier under `new_preset` is divided by the one under `preset`.
 
     Raises:
-        PresetError: the presets differ by more than the abc symmetry.
+        PresetError: a learning rate or epsilon does not change with the multiplier as the abc
+            symmetry requires.
     """
     from mupax.train.core.factors import resolve
 

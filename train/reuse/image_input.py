@@ -21,14 +21,14 @@ _SHOWN = 3
 
 
 class ImageInput(NamedTuple):
-    """Class names and preprocessing that travel with the weights of an image model."""
+    """Class names and preprocessing that are stored together with an image model's weights."""
 
     class_names: tuple[str, ...] | None
     """One name per class. `None` if the classes have no names."""
     pixels: PixelsConfig
 
     def to_json(self) -> dict[str, Any]:
-        """Return class names and preprocessing in the JSON of a run's record."""
+        """Return the fields `class_names`, if the classes have names, and `pixels` as JSON."""
         fields: dict[str, Any] = {}
         if self.class_names is not None:
             fields["class_names"] = list(self.class_names)
@@ -36,7 +36,10 @@ class ImageInput(NamedTuple):
         return fields
 
     def difference(self, classes: Sequence[str]) -> str:
-        """Return a clause on how other classes differ from these, or "" if they are equal.
+        """Return a clause that says how other classes differ from these, or "" if they are equal.
+
+        The clause begins with "since". Classes in another order, or with another case of their
+        letters, differ.
 
         Args:
             classes: class names in the order of their labels.
@@ -79,16 +82,19 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def printable(name: str) -> str:
-    """Return a name with control characters, which a terminal would obey, replaced by U+FFFD."""
+    """Return a name with every unprintable character, such as a control code, as U+FFFD."""
     return "".join(c if c.isprintable() else "\ufffd" for c in name)
 
 
 def recorded(fields: Mapping[str, Any], model: ImageModel, record_name: str) -> ImageInput:
     """Return the class names and preprocessing in the record of a run or an imported folder.
 
-    Runs of older versions recorded neither, but the name of their data.
+    A record without names gives `class_names` None. For a record without preprocessing (older
+    versions), images are cropped to the centre if `name` in the record begins with "images:" or
+    "imagenet", and squashed to the model's size otherwise.
 
     Args:
+        fields: record, of which `class_names`, `pixels` and `name` are read. Each may be absent.
         model: config of the model that the record belongs to.
         record_name: name of the record in error messages.
 

@@ -85,9 +85,10 @@ class Model:
         top_p: float | None = None,
         seed: int = 0,
     ) -> str:
-        """Return the text that `mupax generate` adds to a prompt.
+        """Return the text that `mupax generate` adds to a prompt, without the prompt.
 
-        An encoder-decoder returns its answer to a prompt with `<mask>` (or `<0>`, `<1>`) in it.
+        A decoder always adds `tokens` tokens, also beyond the end of a document. An encoder-decoder
+        returns its answer to a prompt with `<mask>` (or `<0>`, `<1>`) in it.
 
         Args:
             prompt: Text to continue; "" begins a document.
@@ -134,7 +135,8 @@ class Model:
     ) -> list[Prediction]:
         """Return the classes of image files with probabilities, as `mupax predict` prints them.
 
-        Images of any size and mode are read as evaluation reads them.
+        Images of any size and mode are read as evaluation reads them. One image without an answer
+        fails the call.
 
         Args:
             images: Path of an image file, or several paths.
@@ -142,7 +144,7 @@ class Model:
 
         Raises:
             WeightsError: The model reads text.
-            DataError: A file is missing or cannot be read.
+            DataError: A file is missing or cannot be read, or the logits are not finite.
         """
         from mupax.train.data import DataError
         from mupax.train.reuse.predict.command import ranked
@@ -170,7 +172,11 @@ class Model:
         return answers
 
     def _text_generator(self, sampling: Sampling) -> Generator:
-        """Return the generator for a sampling. All samplings without top_k share one program."""
+        """Return the generator for a sampling, made at its first use and then kept.
+
+        All samplings without `top_k` share one generator. The first call loads the weights, and
+        prints a note if any are NaN or infinite.
+        """
         from mupax.train.reuse import runs, source
         from mupax.train.reuse.generate.decode import Generator
 
@@ -215,7 +221,9 @@ def load(
     tokenizer: str | None = None,
     separator: str | None = None,
 ) -> Model:
-    """Open a trained model for use in Python.
+    """Open a trained model for use in Python. Its weights are loaded at the first use.
+
+    A model of the Hugging Face hub is downloaded first.
 
     Args:
         run: Run that `fit` returned, its workdir, WORKDIR/checkpoints/STEP, a folder of weights

@@ -19,7 +19,7 @@ def settings(
     assets: Assets | None,
     current: DataConfig | None = None,
 ) -> DataConfig:
-    """Return settings of data whose tokenizer and chat template are the run's own files.
+    """Return data settings with the paths of the run's own tokenizer and chat template.
 
     A run of an older version has no files of its own. The tokenizer that its `bpe:SIZE` once made
     is looked up in the cache. If the cache does not have it, the settings stay unchanged.

@@ -47,6 +47,9 @@ class AbsorbError(MupaxError):
 def scales(definition: Definition, factors: Factors) -> Scales:
     """Return the factor that turns each stored weight into a weight of the plain network.
 
+    For a tied readout with a multiplier other than 1, the result has an entry `norm.gain` even if
+    the model has no such parameter.
+
     If queries are normalized without a gain (qk_norm, norm_gain false), no weight can hold the
     scale of the logits. A definition does not show this case, so callers must compare the two
     scales themselves (`logits_of`).
@@ -88,7 +91,11 @@ def scales(definition: Definition, factors: Factors) -> Scales:
 
 
 def _absorbing_role(spec: ParamSpec) -> Role:
-    """Return the role that decides which forward factors a parameter absorbs."""
+    """Return the role by which `scales` selects the forward factors that a parameter absorbs.
+
+    A gain or bias has the role of its matrix, LoRA's B the role of the adapted matrix, and the
+    output matrix of an expert the role `MLP_OUT`.
+    """
     role = spec.of or spec.role
     if role is Role.LORA_B and spec.adapts:
         # A absorbs its own multiplier, so B absorbs the rest of the adapted matrix' scale.
@@ -102,7 +109,8 @@ def _absorbing_role(spec: ParamSpec) -> Role:
 def absorb_multipliers(params: Mapping[str, Any], by_name: Scales) -> dict[str, np.ndarray]:
     """Return the weights of the plain network: float32, each stored weight times its scale.
 
-    The last norm's gain is added if it has a scale and the model has no such parameter.
+    If `by_name` has a scale for the last norm's gain and the model has no such parameter, a gain
+    filled with that scale is added.
 
     Args:
         by_name: result of `scales` for the model and preset of the weights.
@@ -197,14 +205,16 @@ def preset_record(
 
 
 def number(values: np.ndarray) -> Any:
-    """Return values per layer as JSON: one number if all have the same bits, otherwise a list."""
+    """Return values per layer as JSON: one number if all are equal, otherwise a list."""
     if np.ptp(values) == 0:
         return float(values.flat[0])
     return np.asarray(values).tolist()
 
 
 def _branch(definition: Definition, factors: Factors, block: str, module: str) -> np.ndarray:
-    """Return the factor of a branch in a stream divided by its skips so far, [layers].
+    """Return a branch's factor divided by the product of the skips so far, [layers].
+
+    The result is a scalar 1 if the model has no branch factors.
 
     Args:
         block: name prefix of the stack, such as "block.".
@@ -223,7 +233,7 @@ def _branch(definition: Definition, factors: Factors, block: str, module: str) -
 
 
 def _factor(definition: Definition, factors: Factors, name: str) -> np.ndarray:
-    """Return a forward factor, or ones if the preset or the model does not have it."""
+    """Return a forward factor as float64, or ones if the preset or the model does not have it."""
     if name in factors.forward:
         return np.asarray(factors.forward[name], np.float64)
     declared = definition.factors.get(name)

@@ -28,23 +28,24 @@ _ENTRIES = (workdir.RECORD, assets.FOLDER, workdir.CHECKPOINTS)
 
 
 def on_one_device(config: Config) -> Program:
-    """Return the program of a config on one device.
+    """Return the program of a config on this process's first device, whatever mesh it names.
 
-    It can restore the checkpoint of any mesh, because restoring places the arrays anew.
+    The program can restore the checkpoint of any mesh, because restoring places the arrays anew.
     """
     # In a run of several processes, `jax.devices()` begins with a device of process 0.
     return assemble(dataclasses.replace(config, mesh=MeshConfig(data=1)), jax.local_devices()[:1])
 
 
 def whole_state(folder: Path, program: Program) -> TrainState:
-    """Return the complete training state of a run's checkpoint.
+    """Return the training state of a run's checkpoint, read onto one device.
 
     Args:
         folder: folder of the checkpoint, workdir/checkpoints/STEP, with complete files.
         program: program of the run's config on one device (`on_one_device`).
 
     Raises:
-        WeightsError: the state in the checkpoint is not the one that the config describes.
+        WeightsError: array shapes in the checkpoint are not those that the config describes.
+        MemoryLimitError: the state does not fit into the host's memory.
     """
     # Checked before anything is read: a clear error in place of a process that the system kills.
     abstract = program.abstract.arrays()

@@ -81,7 +81,7 @@ class WeightsSource(NamedTuple):
 
     @property
     def logits(self) -> Any:
-        """Scale of the attention logits: a number, or one per layer."""
+        """Scale of the attention logits: a number, or one per layer. By default head_dim^-0.5."""
         factors = self.preset.get("factors")
         standard = self.model.sizes().get("head_dim", 1) ** -0.5
         if not isinstance(factors, dict):
@@ -94,7 +94,7 @@ def check_finite(params: Params, path: Path, *, is_run: bool) -> None:
 
     Args:
         path: path of the weights in the message.
-        is_run: whether a run holds the weights. An earlier step of it may have finite ones.
+        is_run: whether a run holds the weights. The message then advises an earlier step.
 
     Raises:
         WeightsError: a parameter has such values; the message names the parameters.
@@ -140,14 +140,16 @@ def _count_not_finite(value: np.ndarray) -> int:
 
 
 def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> WeightsSource:
-    """Return the weights in a folder that `mupax import` wrote.
+    """Return the weights in a folder that `mupax import` wrote, as stored, with their scales.
 
     Args:
         path: the folder, or its file of tensors.
         model: config of the model that model.json describes.
+        record: content of model.json, of which `preset` is read.
 
     Raises:
         WeightsError: tensors and model.json do not fit together.
+        MemoryLimitError: the weights do not fit into memory as float32.
     """
     preset = record.get("preset")
     files = Tensors(path)
@@ -165,10 +167,14 @@ def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> Weigh
 
 
 def published(path: Path, fields: Mapping[str, Any]) -> WeightsSource:
-    """Return the weights in a folder of Hugging Face.
+    """Return the weights in a folder of Hugging Face, renamed to mupax's parameters.
+
+    They are weights of the plain network, so every scale is 1. The notes name tensors that were
+    not read and parameters that the file lacks, which are zero.
 
     Args:
         path: the folder, or its file of tensors.
+        fields: content of `config.json`.
     """
     described = huggingface.from_huggingface(fields)
     files = Tensors(path)
@@ -185,7 +191,10 @@ def published(path: Path, fields: Mapping[str, Any]) -> WeightsSource:
 
 
 def trained(run: LoadedRun) -> WeightsSource:
-    """Return the weights of a run's step, with adapters merged into their matrices."""
+    """Return the weights of a run's step on the host, with adapters merged into their matrices.
+
+    `run.weights` says whether the parameters or their moving average are read.
+    """
     config = run.config
     preset = preset_for(config.preset, config.model)
     model = definition(config.model)
@@ -213,7 +222,9 @@ def trained(run: LoadedRun) -> WeightsSource:
 
 
 def _scales(preset: Any, files: Tensors) -> plain.Scales:
-    """Return the scales in a preset's record as arrays, [] or [layers].
+    """Return the scales in a preset's record as arrays, [] or [layers], for every tensor.
+
+    The last norm's gain is included without a tensor if its recorded scale is not 1.
 
     Args:
         preset: JSON value of any type from model.json.
@@ -254,7 +265,7 @@ def _is_scale(number: Any) -> bool:
 
 
 def _check_memory(files: Tensors, path: Path) -> None:
-    """Refuse weights that do not fit into memory as float32."""
+    """Raise `MemoryLimitError` if the weights do not fit into host memory as float32."""
     count = sum(math.prod(shape) for shape in files.shapes.values())
     # Arrays become float32 when multipliers are absorbed, whatever dtype the file has.
     bytes_needed = count * np.dtype(np.float32).itemsize

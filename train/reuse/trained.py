@@ -110,6 +110,9 @@ def locate(path: Path) -> Place:
 def _folder_of(path: Path) -> Path:
     """Return the model's folder for a path that is not a step of a run.
 
+    The folder of a safetensors file and of a run's `checkpoints` is the parent. Any other path is
+    returned unchanged, even if nothing is there.
+
     Raises:
         WeightsError: the path is a file that holds no weights.
         WorkdirError: the path is in the folder of a run's checkpoints and is not a checkpoint.
@@ -140,7 +143,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _nothing_at(path: Path) -> WeightsError:
-    """Return the error for a path at which there is no model."""
+    """Return the error for a path without a model, with advice on what to give instead."""
     name = str(path)
     if name in RECIPES:
         return WeightsError(
@@ -203,12 +206,12 @@ class TrainedModel:
 
     @property
     def weights(self) -> Literal["params", "ema"]:
-        """Part of the checkpoint that is meant: the parameters, or their moving average."""
+        """Part of the checkpoint that `params` reads. Always "params" for weights without a run."""
         return "params" if self.run is None else self.run.weights
 
     @property
     def described(self) -> str:
-        """Path, step and part of the weights in words."""
+        """Path, step and part of the weights in words. Without a run, the path alone."""
         if self.step is None:
             return str(self.path)
         part = "its moving average" if self.weights == "ema" else "its parameters"
@@ -299,6 +302,8 @@ class TrainedModel:
 
     def asset_files(self) -> dict[str, bytes]:
         """Return the content of the run's assets by file name, to copy into a new run.
+
+        The result is empty for weights and for a run of an older version, which have no assets.
 
         Raises:
             AssetsError: an asset is missing or damaged.
@@ -401,7 +406,9 @@ class TrainedModel:
 def describe(
     path: Path, step: Step | None = None, average: bool | None = None, *, needs_run: bool = False
 ) -> TrainedModel:
-    """Open the model at a path. The config of a run is returned as it was recorded.
+    """Return the model at a path: its config and small files are read, its arrays are not.
+
+    The config of a run is returned as it was recorded.
 
     Args:
         path: a run's workdir, one of its steps (workdir/checkpoints/STEP,
@@ -441,10 +448,11 @@ def open_model(
     tokenizer: str | None = None,
     separator: str | None = None,
 ) -> TrainedModel:
-    """Open the model at a path for use, with the tokenizer and chat template that belong to it.
+    """Return the model at a path, with the tokenizer and chat template that belong to it.
 
-    The config of a run names the files that the run keeps, if it keeps them. `describe` returns
-    the names that were recorded, which may stand for other files on this machine.
+    Its arrays are not read. The config of a run names the files that the run keeps, if it keeps
+    them. `describe` returns the names that were recorded, which may stand for other files on this
+    machine.
 
     Args:
         path, step, average, needs_run: See `describe`.
@@ -573,7 +581,11 @@ def _of_weights(path: Path, place: Place) -> TrainedModel:
 def _text_settings(
     folder: Path, model: ModelConfig, reads_bytes: bool, ids: TextIds
 ) -> dict[str, Any]:
-    """Return the fields of `DataConfig` for the text of weights without a run. Empty for images."""
+    """Return the tokenizer, separator or chat template of weights, as fields of `DataConfig`.
+
+    The result is empty for a model of images. A model of bytes without a tokenizer.json has at
+    most the chat template of its folder.
+    """
     file = folder / tokenizer_files.TOKENIZER
     if model.task != "tokens":
         return {}
@@ -611,7 +623,8 @@ def _published_images(
 ) -> tuple[ImageInput | None, list[str]]:
     """Return class names and preprocessing beside Hugging Face's weights, and notes on defaults.
 
-    The result is `None` for a model of text. There is a note if no preprocessor file is there.
+    For a model of text, the result is `(None, [])`. There is a note if no preprocessor file is
+    there.
     """
     if not isinstance(model, ImageModel):
         return None, []
@@ -629,7 +642,10 @@ def _published_images(
 
 
 def _published_ids(folder: Path, fields: Mapping[str, Any], model: ModelConfig) -> TextIds:
-    """Return the token ids that start, end and pad the texts of Hugging Face's weights."""
+    """Return the token ids that start, end and pad texts of Hugging Face's weights, by name.
+
+    The result is empty for a model of images.
+    """
     if model.denoises:
         return dict(text_ids.recorded(folder, fields))
     if model.task != "tokens":

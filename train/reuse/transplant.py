@@ -72,7 +72,10 @@ class ParamTransfer:
     def weights(self, old: Any, fresh: np.ndarray | None) -> np.ndarray:
         """Return the new parameter, float32, with initial values where no old entry is transferred.
 
+        With `copies_axis`, initial values are also added to the transferred entries.
+
         Args:
+            old: parameter of the source, an array of any dtype.
             fresh: initial values in the new shape. `None` if every entry comes from the source.
         """
         prepared = self.prepare(_float32(old))
@@ -88,13 +91,19 @@ class ParamTransfer:
         """Return a bool mask of the entries that come from the source.
 
         The mask broadcasts against the new parameter.
+
+        Args:
+            along: indices to use in place of the transfer's own, such as `moments_along`.
         """
         return functools.reduce(np.logical_and, in_source(along or self.along), np.True_)
 
     def moment(self, old: Any, power: int) -> np.ndarray:
         """Return the moment of the new parameter, float32, with 0 for new entries (`overshoot`).
 
+        Transferred entries are divided by `copies` and by the scale to that power.
+
         Args:
+            old: moment of the source's parameter, an array of any dtype.
             power: power of the gradient in the moment, 1 or 2.
         """
         along = self.moments_along or self.along
@@ -108,7 +117,7 @@ class ParamTransfer:
         return plain.times(values, self.scale**-power)
 
     def _entries(self, array: np.ndarray, along: tuple[Index, ...]) -> np.ndarray:
-        """Return the old entry of every new one. New entries hold arbitrary values."""
+        """Return the old values in the new shape. Entries without an old value are arbitrary."""
         if self.transposed:
             array = array.T
         if self.inserted_axis is not None:
@@ -180,7 +189,10 @@ class Plan:
     rows: list[Row]
 
     def fresh(self) -> set[str]:
-        """Return the names of parameters that need initial values for some or all entries."""
+        """Return the names of parameters that need initial values for some or all entries.
+
+        Copies that must be told apart (`copies_axis`) need initial values, too.
+        """
         transferred = set()
         for name, move in self.moves.items():
             if np.all(move.transplanted()) and move.copies_axis is None:
@@ -213,7 +225,7 @@ def check_unmovable(source: ScaledModel, target: ScaledModel) -> None:
 
 
 def role_of(spec: ParamSpec) -> str:
-    """Return the role of a parameter for the table. A bias is listed with its matrix' role."""
+    """Return the text for a role in the table. A bias or gain also names its matrix' role."""
     if spec.of:
         return f"{spec.of.value} {spec.role.value}"
     return spec.role.value
@@ -232,7 +244,10 @@ def in_source(along: Sequence[Index]) -> list[np.ndarray]:
 
 
 def first_entries(old_size: int, new_size: int) -> Index:
-    """Return the index of an axis that keeps its first entries; further ones are cut off or new."""
+    """Return the index of an axis that keeps its first entries, [new_size].
+
+    Entries after the first `old_size` are -1 (new). A smaller new axis cuts old entries off.
+    """
     return np.where(np.arange(new_size) < old_size, np.arange(new_size), -1)
 
 
@@ -253,8 +268,9 @@ def ratio(source: np.ndarray, target: np.ndarray, layers: Index | None = None) -
 def resized(position_TD: np.ndarray, source: ModelConfig, target: ModelConfig) -> np.ndarray:
     """Return an image model's positions for another grid of patches, float32 [T', D].
 
-    Positions for a grid of the same size stay unchanged. Tokens before the patches that only
-    `target` has get zeros.
+    Patches are resampled bicubically; a grid of the same size stays unchanged. Of the tokens
+    before the patches, those that only `target` has get zeros, and those that only `source` has are
+    dropped.
 
     Args:
         position_TD: positions of `source`, [T, D].
@@ -287,6 +303,8 @@ def state(
 ) -> TrainState:
     """Return the training state of the new run, made from the source's state.
 
+    Parameters, moments and moving average are transferred, as float32. Step counts are kept.
+
     Args:
         fresh: initial parameters for new entries (see `parameters`).
         opt_state: optimizer state, or its shapes, in the form of the result.
@@ -302,7 +320,7 @@ def state(
 
 
 def parameters(moves: Mapping[str, ParamTransfer], old: Mapping[str, Any], fresh: Params) -> Params:
-    """Return all parameters of the new model, float32.
+    """Return the parameters named in `moves` or `fresh`, float32: transferred, or initial values.
 
     Args:
         fresh: initial values of new parameters and of parameters with new entries.
@@ -362,7 +380,7 @@ def overshoot(config: OptimizerConfig) -> float:
 
 
 def overshoot_notes(config: OptimizerConfig) -> list[str]:
-    """Return a warning about large first steps of new entries, or no line if they are small."""
+    """Return one warning if `overshoot` gives 1.2 or more, otherwise an empty list."""
     times = overshoot(config)
     if times < 1.2:
         return []
@@ -393,7 +411,7 @@ def powers_of(opt_state: Any, optimizer: str) -> dict[str, int]:
 def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, optimizer: str) -> Any:
     """Return the optimizer state of the new model, with the source's moments transferred.
 
-    Moments of parameters without a transfer are 0.
+    Moments of parameters without a transfer are 0. Step counts are those of the source.
 
     Args:
         new: optimizer state of the new model, or its shapes, in the form of the result.
@@ -440,7 +458,11 @@ def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, opti
 def _vectors(
     moves: Mapping[str, ParamTransfer], old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the vectors of Muon's power iterations. Those of other sizes begin anew."""
+    """Return the vectors of Muon's power iterations by parameter name.
+
+    Vectors of the source are kept. A parameter without one, or with another size, gets the initial
+    vector.
+    """
     # Imported only here, because most runs have no such vectors.
     from mupax.train.core.muon import first_vector
 
@@ -457,7 +479,10 @@ def _vectors(
 
 
 def _moment(move: ParamTransfer | None, old: Mapping[str, Any], power: int, leaf: Any) -> Any:
-    """Return one parameter's moment, or its masked node if the transformation leaves it out."""
+    """Return one parameter's moment, or zeros if the source has none to transfer.
+
+    A `MaskedNode` is returned unchanged: the optimizer keeps no such moment of this parameter.
+    """
     if isinstance(leaf, optax.MaskedNode):
         return leaf
     old_moment = None if move is None else old.get(move.source)
@@ -506,7 +531,7 @@ def place(source: WeightsSource, definition: Definition, factors: Factors) -> di
 
 
 def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return an array of the host on its devices. Every process places its own shards.
+    """Place an array of the host onto devices and return it. Every process places its own shards.
 
     Args:
         value: the complete array, equal on every process of the run.

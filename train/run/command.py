@@ -83,10 +83,12 @@ def start(command: cli.Command, words: Sequence[str]) -> int:
 def _recipe_or_record(
     name: str, words: Sequence[str]
 ) -> tuple[Callable[[], Config], Sequence[str]]:
-    """Return a function that makes the config which the words change, and the words.
+    """Return a function that makes the config before flags are applied, and the flags.
 
-    The config is that of the recipe. Only a resumed run whose tuned preset no longer comes with
-    mupax starts from its own record instead, which has the values of that preset.
+    The function makes the config of the recipe, and the flags are `words`. Only if a resumed run
+    names a tuned preset that no longer comes with mupax, the function makes the recorded config of
+    the run, which has the preset's values. Then a note is printed, and the flags are without the
+    preset.
     """
     recipe = cli.recipe(name)
     # A tuned preset is written PRESET:NAME, so words without a colon name none.
@@ -111,9 +113,9 @@ def _recipe_or_record(
 
 
 def _run_to_resume(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:
-    """Return the recipe's name and the recorded config of the run in `--workdir`.
+    """Return the recipe's name of the run in `--workdir`, and a function that makes its config.
 
-    This is for a command line that names no recipe.
+    This is for a command line that names no recipe. The config is the recorded one.
 
     Raises:
         UsageError: The flags do not say which run to resume.

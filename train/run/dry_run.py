@@ -41,9 +41,10 @@ _MAX_BYTES = 128 * 2**20
 
 
 def rows(workdir: str, state: Any) -> dict[str, str]:
-    """Return the row on saves of the table of costs, with a caution if a save takes long.
+    """Measure the time of a save, and return it as the row "a save" of the table of costs.
 
-    A small state is saved into the workdir and deleted again.
+    A small state is saved into the workdir and deleted again. The text has a caution if a save may
+    take too long after SIGTERM. If the measurement fails, the text says why.
 
     Args:
         workdir: Workdir of the run. If it does not exist yet, its nearest parent is used.
@@ -89,13 +90,14 @@ def saved_bytes(state: Any) -> int:
 
 
 def seconds(workdir: str, size: int) -> float:
-    """Measure the seconds that a save takes, by saving smaller states into the workdir.
+    """Estimate the seconds that a save takes, by saving small states and deleting them again.
 
-    The result is the time of a save of next to nothing, plus the time of a save of at most
-    128 MiB, scaled to the size.
+    The result is the time of a save of 8 bytes, plus the time of a save of at most 128 MiB, scaled
+    to `size`.
 
     Args:
         workdir: Workdir of the run. If it does not exist yet, its nearest parent is used.
+        size: Bytes that this process writes in a save.
 
     Raises:
         OSError: The workdir cannot be written, or the disk is nearly full.
@@ -131,7 +133,7 @@ class _State:
 
 
 def _save_seconds(checkpoints: Checkpoints, step: int, array_bytes: int) -> float:
-    """Return the seconds that it takes to save a state with arrays of so many bytes each.
+    """Save `_NUM_ARRAYS` random arrays of `array_bytes` each. Return the seconds until on disk.
 
     Raises:
         OSError: The save failed.
@@ -148,7 +150,9 @@ def _save_seconds(checkpoints: Checkpoints, step: int, array_bytes: int) -> floa
 
 
 def run(config: Config, published_use: str | None = None) -> int:
-    """Print the run's parameters, its preset, its cost and its memory. Return the exit code 0.
+    """Print the run's preset, parameters, cautions, cost and memory. Return the exit code 0.
+
+    Nothing is trained. A small state is saved into the workdir and deleted, to measure a save.
 
     Args:
         published_use: Name of the published preset that the command line names. The table of its
@@ -211,14 +215,17 @@ def _shape(program: Program, leaf: Any) -> str:
 
 
 def _value(layers: np.ndarray) -> str:
-    """Return a value in three digits, or those of the first and last layer if they differ."""
+    """Return the value of all layers in three digits, or `FIRST..LAST` in two if they differ."""
     first = float(layers.flat[0])
     last = float(layers.flat[-1])
     return f"{first:.3g}" if first == last else f"{first:.2g}..{last:.2g}"
 
 
 def _print_beside_source(program: Program, published_use: str) -> None:
-    """Print the values of every group beside those of the nearest model of a published source."""
+    """Print the values of every group, and in brackets those of a published source.
+
+    The source's model with the nearest width is shown. Print nothing if the name is a path.
+    """
     from mupax.presets.tuned import find, published
 
     if published_use not in find.files():  # a file that was named by its path
@@ -247,7 +254,10 @@ def _print_beside_source(program: Program, published_use: str) -> None:
 
 
 def _costs(program: Program) -> str:
-    """Return the table of costs: parameters, batch, steps, FLOPs, mesh, memory and saves."""
+    """Return the table of costs: parameters, batch, steps, FLOPs, mesh, memory and saves.
+
+    A small state is saved into the workdir and deleted, to measure the time of a save.
+    """
     config = program.config
     model = config.model
     unit = model.unit
@@ -287,7 +297,10 @@ def _costs(program: Program) -> str:
 
 
 def _memory_costs(program: Program) -> dict[str, str]:
-    """Return the rows on the memory of a step; none if the compiler does not say what it needs."""
+    """Return the rows on the memory of a step per device, and whether the run fits.
+
+    Empty if the compiler does not report its memory.
+    """
     usage = fit.needs(program)
     if not usage:
         return {}

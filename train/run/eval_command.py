@@ -121,7 +121,9 @@ def _write_json(args: Evaluate, numbers: dict[str, Any]) -> None:
 
 
 def _run_tasks(args: Evaluate, run_flags: Sequence[str]) -> int:
-    """Run tasks of the lm-eval harness and print their numbers. Return the exit code 0.
+    """Run tasks of the lm-eval harness and print their scores. Return the exit code 0.
+
+    With `--json` the scores are also written to a file.
 
     Raises:
         UsageError: A flag is not one that tasks read.
@@ -171,7 +173,10 @@ def check_read(command: str, takes: str, run_flags: Sequence[str]) -> None:
 
 
 def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> TrainedModel:
-    """Return the model to measure, with the run's flags of a command line in its config.
+    """Return the model to measure, with its config changed by the run's flags of a command line.
+
+    If `--data.tokenizer` names the recorded tokenizer of the run, the run's own file is used. If
+    `--data.name` names other data, settings that fit only the run's data are dropped.
 
     Args:
         command: Name of the command, such as `eval`.
@@ -192,9 +197,9 @@ def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> T
 
 
 def _on_all_images(saved: TrainedModel) -> TrainedModel:
-    """Return the model without the run's limit of evaluation examples, for another image folder.
+    """Return the model with `data.eval_examples` set to `None` if its data is another image folder.
 
-    In any other case the model is returned as it is.
+    If the data is not an image folder, or the folder of the run, return the model unchanged.
     """
     data = saved.config.data
     if not data.name.startswith("images:") or data.name == saved.facts.get("name"):
@@ -204,7 +209,11 @@ def _on_all_images(saved: TrainedModel) -> TrainedModel:
 
 
 def recorded_tokenizer(workdir: Path) -> str | None:
-    """Return `data.tokenizer` as the command line of the run gave it."""
+    """Return `data.tokenizer` as config.json of the run has it, or `None` if it has none.
+
+    Raises:
+        WorkdirError: The folder holds no run.
+    """
     from mupax.train.checkpoints.workdir import read_record
 
     return read_record(workdir)["config"].get("data", {}).get("tokenizer")
@@ -212,6 +221,9 @@ def recorded_tokenizer(workdir: Path) -> str | None:
 
 def with_other_data(config: Config, words: Sequence[str]) -> Config:
     """Return the config without settings that fit only the run's data, if flags name other data.
+
+    These are `data.mix`, and `data.field` if the new kind of data has another or none. The name
+    itself is not changed. Without such flags the config is returned unchanged.
 
     Args:
         words: Flags of the command. `--data.name` names the data.
@@ -296,7 +308,7 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
 
 
 def _load_data(saved: Any, console: Any) -> Any:
-    """Load the data that a checkpoint's config names.
+    """Load the data that a checkpoint's config names, and check that it fits the model.
 
     Raises:
         DataError: The data has other tokens or classes than the model.
@@ -326,7 +338,9 @@ def _load_data(saved: Any, console: Any) -> Any:
 
 
 def _load_sets(config: Config, data: Any, console: Any, skip: bool) -> dict[str, Any]:
-    """Load the further evaluation sets by name, leaving out with a note what fails if `skip`.
+    """Load the further evaluation sets of a config, by name.
+
+    With `skip`, a set that cannot be opened is left out and a note is printed.
 
     Raises:
         DataError: A set cannot be opened, and `skip` is off.
@@ -423,7 +437,7 @@ def check_classes(
 
 
 def _listed(classes: Sequence[str]) -> str:
-    """Return the names of at most eight classes."""
+    """Return the names of the first eight classes, joined by commas, with "…" if there are more."""
     from mupax.train.reuse.image_input import printable
 
     text = ", ".join(classes[:8])

@@ -88,10 +88,10 @@ class HookRun:
         self._reason = ""
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Write numbers as a row of metrics.jsonl with the step, and to the run's trackers.
+        """Log numbers of this step to metrics.jsonl and to the run's trackers.
 
-        Call this on every process. Process 0 writes its own numbers, those of the others are
-        dropped.
+        Call this on every process. Process 0 writes its numbers in one row after the hooks of the
+        step, those of the others are dropped. A second value for a name replaces the first.
 
         Args:
             values: Numbers by name, scalars or arrays of one element. A name with a `/`, such as
@@ -124,7 +124,10 @@ class HookRun:
         self._reason = reason.strip() or "a hook stopped the run"
 
     def take(self) -> tuple[dict[str, float], str]:
-        """Return the values logged since the last call, and the reason to stop or ""."""
+        """Return and clear the values logged since the last call. Return also the reason to stop.
+
+        The reason is "" if no hook has asked to stop.
+        """
         values = self._values
         self._values = {}
         return values, self._reason
@@ -176,14 +179,15 @@ class Hooks:
         return self
 
     def due(self, step: int) -> list[Hook]:
-        """Return the hooks to call after a step."""
+        """Return the hooks to call after a step: those whose `steps` divide its number."""
         return [hook for hook in self._hooks if step % hook.steps == 0]
 
     def call(self, context: RunContext, state: TrainState, step: int) -> Outcome:
-        """Call the hooks that are due after a step, and agree on failures and stops.
+        """Call the hooks that are due after a step, and share their outcome with all processes.
 
-        Every process of the run calls this. If a hook asks to stop on any process, `stopped` has
-        the reason on all of them afterwards.
+        Every process of the run calls this. An exception of a hook is returned, not raised, and
+        further hooks of the step are not called on that process. If no hook failed and one asks to
+        stop on any process, `stopped` has the reason on all of them afterwards.
 
         Args:
             step: Number of steps done.

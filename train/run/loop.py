@@ -65,7 +65,10 @@ _POLL_SECONDS = 0.1
 
 
 def run(config: Config, hooks: Hooks | None = None) -> int:
-    """Train a config to its last step.
+    """Train a config to its last step, with evaluations and checkpoints, and write its results.
+
+    With `resume` the run in the workdir goes on. A loss curve, a sample and a summary are made only
+    if the run neither failed nor was stopped by a signal.
 
     Args:
         config: Config with a workdir (`Config.resolved`).
@@ -268,10 +271,12 @@ def next_batch(
 ) -> Batch:
     """Wait for the next batch and return it, on the devices.
 
+    If the batch is not ready, first wait for all steps on the devices and report them.
+
     Args:
         batches: Prefetched batches. The next one belongs to `step`.
-        report: Receives the seconds in which the devices had to wait for the batch.
-        context: Has the watchdog, and the stop signal that ends the wait.
+        report: Report that counts the seconds in which the devices wait for the batch.
+        context: Context with the watchdog, and with the stop signal that ends the wait.
         step: Step that the batch is for, counted from 1.
 
     Raises:
@@ -294,7 +299,7 @@ def next_batch(
 
 
 def save_and_evaluate(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
-    """Save and evaluate if they are due after a step.
+    """Save a checkpoint, then evaluate, each if it is due after a step.
 
     Args:
         session: Compiled run. Its config says when to save and to evaluate.
@@ -315,11 +320,11 @@ def save_and_evaluate(session: CompiledRun, report: Report, state: TrainState, s
 
 
 def save(session: CompiledRun, report: Report, state: TrainState, step: int, *, wait: bool) -> None:
-    """Start saving a checkpoint.
+    """Write all rows of metrics to disk, and start saving a checkpoint of the state.
+
+    With several processes, first check that their copies of the state are equal.
 
     Args:
-        session: Compiled run. The state joins its checkpoints.
-        report: Rows of metrics, which are flushed first.
         step: Number of steps done.
         wait: Whether to wait for the previous save for as long as it takes. Otherwise this
             checkpoint is left out if the previous save takes too long.
@@ -337,6 +342,8 @@ def save(session: CompiledRun, report: Report, state: TrainState, step: int, *, 
 
 def call_hooks(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
     """Call the user's hooks that are due after a step, and write the values that they log.
+
+    Without such hooks nothing happens. With them, all steps on the devices are waited for first.
 
     Args:
         step: Number of steps done.
@@ -356,7 +363,7 @@ def call_hooks(session: CompiledRun, report: Report, state: TrainState, step: in
 
 
 def stopped_early(session: CompiledRun) -> str:
-    """Return the reason why a run ends before its last step, or an empty string if it goes on."""
+    """Return why a hook or the evaluations (`stop.patience`) end the run early, or ""."""
     if session.hooks is not None and session.hooks.stopped:
         return session.hooks.stopped
     return session.evaluations.stopped
@@ -365,7 +372,11 @@ def stopped_early(session: CompiledRun) -> str:
 def _stop_early(
     session: CompiledRun, report: Report, state: TrainState, step: int, *, write_row: bool
 ) -> None:
-    """Save at the step at which early stopping or a hook ends the run, and print how to go on."""
+    """Save at the step at which early stopping or a hook ends the run, and print how to go on.
+
+    Args:
+        write_row: Whether to write a row with the reason to metrics.jsonl.
+    """
     reason = stopped_early(session)
     if write_row:
         report.stopped(step, reason)
@@ -385,8 +396,11 @@ def interrupted(
 ) -> None:
     """Save after a signal, a data error or a hook's error ended the run, and say how to go on.
 
+    After a data error with several processes nothing is saved, because others may wait for this
+    one. Otherwise this waits until the checkpoint is on disk, or has failed.
+
     Args:
-        report: Shows how to go on after a signal.
+        report: Report that prints how to go on after a signal.
         step: Number of steps done. Nothing is saved at step 0.
         reason: `Interrupted` after a signal, otherwise the error of a hook or of the data.
 
@@ -452,7 +466,7 @@ def evaluate(
     dispatching: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     observer: Callable[[Batch], None] | None = None,
 ) -> Scores:
-    """Return the metrics averaged over all evaluation examples.
+    """Run the evaluation step on all evaluation examples. Return metrics averaged over targets.
 
     Every process of a run calls this function. Each reads its own rows of every batch.
 
@@ -487,7 +501,10 @@ def evaluate(
 
 
 def evaluation(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
-    """Evaluate a state on the run's data and its further sets, and write one row about all of them.
+    """Evaluate a state on the run's data and its further sets, and write one row of metrics.
+
+    Images and histograms are shown if the config asks for them. The metrics are also added to
+    `session.evaluations`, which may stop the run early, and to the checkpoint of the step.
 
     Args:
         session: Compiled run with its data and its further evaluation sets.

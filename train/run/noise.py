@@ -71,7 +71,8 @@ def noise_scale(products: np.ndarray, batch: int) -> Scale:
     """Estimate the noise scale and its 95 % interval from gradients of independent batches.
 
     Args:
-        products: Products of every two gradients, float64 [J, J].
+        products: Inner products of every two gradients, float64 [J, J].
+        batch: Batch size in examples, by which the result is scaled.
     """
     from scipy.special import stdtrit
 
@@ -166,9 +167,9 @@ def _show(
 def measured(
     saved: TrainedModel, batches: int
 ) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
-    """Compute the inner products of the gradients of training batches, each with each.
+    """Compute the inner product of every two gradients of consecutive training batches.
 
-    All gradients are taken at the same parameters, those of the checkpoint.
+    All gradients are taken at the parameters of the checkpoint and stay on the devices together.
 
     Args:
         batches: Number of training batches, from the step of the checkpoint on.
@@ -228,7 +229,7 @@ def measured(
 
 
 def _finite(value: Any) -> Any:
-    """Return a JSON value with null in place of every number that is not finite."""
+    """Return a value with `None` in place of floats that are not finite, also in dictionaries."""
     if isinstance(value, Mapping):
         return {name: _finite(entry) for name, entry in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

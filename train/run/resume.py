@@ -35,7 +35,7 @@ JUMP = 1.5
 
 
 class DriftError(MupaxFailure):
-    """Processes whose copies of one array have come apart. The text names the array and process."""
+    """Error about processes that hold different copies of one array. The text names the array."""
 
 
 class CopyCheck:
@@ -104,7 +104,7 @@ class CopyCheck:
         )
 
     def _first_difference(self, tree: Any) -> str:
-        """Return in words which array differs on which process, or "" if all copies are equal."""
+        """Return a text on which array differs on which process, or "" if all copies are equal."""
         arrays = replicas.by_name(tree)
         own_part = {
             "host": socket.gethostname(),
@@ -113,7 +113,7 @@ class CopyCheck:
         return self._compared(own_part, lambda parts: replicas.difference(arrays, parts))
 
     def _check_batch(self, data: Data, index: int) -> None:
-        """Compare the training batch of an index.
+        """Compare the first `_ROWS` rows of a training batch between all processes.
 
         Streamed text is not compared, because there each process reads its own rows alone.
 
@@ -143,7 +143,14 @@ class CopyCheck:
     def _compared(
         self, own_part: dict[str, Any], compare: Callable[[list[dict[str, Any]]], str]
     ) -> str:
-        """Gather a part of each process, and return on all what process 0 says of the parts."""
+        """Gather a value of each process on process 0, and call `compare` with them there.
+
+        Return the text of `compare` on every process.
+
+        Args:
+            own_part: Value of this process, which must survive JSON.
+            compare: Function from the values, in the order of processes, to a text.
+        """
         # Each exchange between processes needs a name of its own.
         self._comparisons += 1
         name = f"copies/{self._comparisons}"
@@ -152,7 +159,7 @@ class CopyCheck:
 
 
 def _batch_digest(data: Data, index: int) -> str:
-    """Return a digest of the first rows of a training batch, after shuffling and augmentation."""
+    """Return a digest of a training batch's first `_ROWS` rows, shuffled and augmented."""
     # All processes read the same rows here, also those that train on others.
     rows = data.train_batch(index, slice(0, min(_ROWS, data.batch_size)))
     digest = hashlib.sha256()
@@ -293,6 +300,9 @@ def announce(
     surroundings: Mapping[str, Any],
 ) -> None:
     """Print where a resumed run goes on and what has changed since it was recorded.
+
+    Cautions name evaluation sets with other data, and checkpoints that new settings will delete.
+    If a step is done, first refuse a run that cannot go on.
 
     Args:
         config: Config of this part of the run.

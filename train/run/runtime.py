@@ -45,11 +45,14 @@ if TYPE_CHECKING:
 
 
 class Interrupted(Exception):
-    """Signal that asked the run to stop, after all its processes have run the same programs."""
+    """Exception that ends training after a signal, after the same step on all processes."""
 
 
 class HookError(MupaxFailure):
-    """Exception of a user's hook, which is the cause of this one."""
+    """Error of a run whose user hook raised an exception, which is the cause of this one.
+
+    Processes on which the hook did not fail have no cause.
+    """
 
 
 class Watchdog:
@@ -73,7 +76,7 @@ class Watchdog:
         self._ended = threading.Event()
 
     def waiting(self, awaited: str) -> None:
-        """Note that something was finished, and what the run waits for next."""
+        """Restart the time of silence, and set the text on what the run waits for next."""
         self._since = time.monotonic()
         self._awaited = awaited
 
@@ -89,7 +92,10 @@ class Watchdog:
         self._ended.set()
 
     def _watch(self, seconds: float) -> None:
-        """Check ten times in `seconds` whether to print, until the context manager is left."""
+        """Print the awaited text and all stacks after each `seconds` of silence, in a thread.
+
+        Check ten times in `seconds`, until the context manager is left.
+        """
         last_report = 0.0
         while not self._ended.wait(seconds / 10):
             now = time.monotonic()
@@ -144,7 +150,7 @@ class Patience:
         self.took(kind, time.monotonic() - began)
 
     def took(self, kind: str, seconds: float) -> None:
-        """Note how long a program took.
+        """Record how long a program took, if it is the longest of its kind so far.
 
         Args:
             seconds: Time from its beginning, or from the end of the program before it.
@@ -152,9 +158,9 @@ class Patience:
         self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
 
     def beyond(self) -> float:
-        """Return the seconds by which the present wait exceeds the longest one so far.
+        """Return the seconds by which the present wait exceeds the longest one of its kind so far.
 
-        The result is 0 or less while the wait is shorter, and while there is no wait.
+        The result is 0 or less while the wait is shorter. It is -inf while there is no wait.
         """
         return time.monotonic() - self._since - self._longest.get(self._kind, 0.0)
 
@@ -189,14 +195,16 @@ class RunContext:
 
     @property
     def files(self) -> Path:
-        """Folder on this machine for rows, pictures and traces."""
+        """Folder for rows, pictures and traces: the workdir, or a local one before upload."""
         return self.spool.folder if self.spool else self.folder
 
     def send(self) -> None:
-        """Upload the rows of metrics to the bucket of the workdir, if it is in one.
+        """Upload changed files, such as metrics.jsonl, if the workdir is in a bucket.
+
+        Only process 0 uploads. On other processes nothing happens.
 
         Raises:
-            OSError: The rows cannot be uploaded.
+            OSError: The rows of metrics cannot be uploaded.
         """
         if self.spool:
             self.spool.send()
@@ -220,7 +228,7 @@ class RunContext:
         self.stop.done()
 
     def fail(self, text: str) -> int:
-        """Print an error on the screen of every process, and return the exit code 1."""
+        """Print an error on this process' standard error, and return the exit code 1."""
         # `self.console` is quiet except on process 0, and an error belongs on its own process.
         rich_console(stderr=True).print(
             f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True
@@ -230,7 +238,10 @@ class RunContext:
 
 @contextlib.contextmanager
 def runtime(config: Config) -> Iterator[RunContext]:
-    """Context manager that owns the processes, the signals, the locked workdir and the watchdog.
+    """Context manager that joins the processes, receives signals, and makes and locks the workdir.
+
+    It yields the `RunContext`, whose config has the recorded `init` if the run is resumed. What is
+    left of a run that ended before its first step is deleted from the workdir.
 
     Raises:
         AgreementError, DistributedError: Processes differ, or cannot find one another.
@@ -288,7 +299,10 @@ def runtime(config: Config) -> Iterator[RunContext]:
 def _spool(
     folder: Path, processes: Processes
 ) -> contextlib.AbstractContextManager[UploadBuffer | None]:
-    """Return the upload buffer of a workdir in a bucket, on process 0. Other workdirs have none."""
+    """Return a context manager that yields the upload buffer of a workdir in a bucket.
+
+    It yields `None` for other workdirs, and on processes other than 0.
+    """
     if not processes.leader or not is_remote(folder):
         return contextlib.nullcontext()
     from mupax.train.run.report import spool
@@ -299,7 +313,7 @@ def _spool(
 def _joined(
     address: dict[str, Any] | None, config: Config
 ) -> contextlib.AbstractContextManager[Processes]:
-    """Return a context manager that joins the other processes of the run.
+    """Return a context manager that joins the other processes of the run, and yields them all.
 
     Args:
         address: Arguments of `jax.distributed.initialize`, or `None` if this process is alone.
@@ -412,7 +426,9 @@ class Report(contextlib.ExitStack):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager for work while the devices have no steps to do. Its time counts nowhere.
+        """Context manager that waits for all steps in flight before the work inside of it.
+
+        The time of the work is not counted in step times.
 
         Raises:
             RejectedStep: A step that was added ends the run under its policy.
@@ -454,7 +470,10 @@ class Report(contextlib.ExitStack):
             raise self._rejected
 
     def fetch(self, keep: int = 0) -> None:
-        """Report finished steps, waiting until at most `keep` steps are still on the devices."""
+        """Report finished steps, waiting until at most `keep` steps are still on the devices.
+
+        Steps after a step that ends the run are dropped. `check` raises the error of that step.
+        """
         while len(self._pending) > keep:
             pending = self._pending.popleft()
             # Steps after a bad one are dropped: the run goes back or ends.
@@ -462,7 +481,7 @@ class Report(contextlib.ExitStack):
                 self._finish_step(pending)
 
     def _finish_step(self, pending: _PendingStep) -> None:
-        """Wait for a step, write its row, and show it or note that it ends the run."""
+        """Wait for a step, write its row, and show it. Keep its error if it ends the attempt."""
         step = pending.step
         metrics = pending.metrics
         # Without the squares, which stay on the devices unless the step is bad.
@@ -513,14 +532,18 @@ class Report(contextlib.ExitStack):
             self._write_speed(step)
 
     def _culprit(self, squares: jax.Array) -> str | None:
-        """Return a description of the parameter whose gradient is not finite, if there is one."""
+        """Return a description of the first parameter whose gradient is not finite, or `None`.
+
+        Args:
+            squares: Squared gradient norms of the trained parameters, still on the devices.
+        """
         definition = self._program.definition
         trained = self._program.trained
         specs = {name: spec for name, spec in definition.specs.items() if name in trained}
         return culprit(np.asarray(jax.device_get(squares)), specs, definition.abstract)
 
     def evaluated(self, row: dict[str, Any]) -> None:
-        """Write and show the row of an evaluation."""
+        """Write and print the row of an evaluation, and start its upload to a bucket, if any."""
         self._write(row)
         if self._spool is not None:
             self.flush()
@@ -555,12 +578,16 @@ class Report(contextlib.ExitStack):
         self._write({"step": step, "stopped": reason})
 
     def flush(self) -> None:
-        """Wait until every row so far is on disk."""
+        """Wait until every row so far is on disk. Do nothing on processes other than 0.
+
+        Raises:
+            DiskError, RuntimeError: A row could not be written.
+        """
         if self._writer is not None:
             self._writer.flush()
 
     def finish(self) -> None:
-        """Wait for all steps, and write what is left of their rows.
+        """Wait for all steps, write their rows, end an open trace, and write the last speed row.
 
         Raises:
             RejectedStep: A step that was added ends the run under its policy.
@@ -571,7 +598,11 @@ class Report(contextlib.ExitStack):
         self._write_speed(self._newest)
 
     def _ends_run(self, values: Mapping[str, float], in_a_row: int) -> bool:
-        """Return whether a skipped step ends this attempt under the run's policy."""
+        """Return whether a skipped step ends this attempt.
+
+        It does after `faults.most_in_a_row` skipped steps in a row, or if loss or gradient is not
+        finite and `faults.bad_numbers` is not "skip".
+        """
         if in_a_row >= self._faults.most_in_a_row:
             return True
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])

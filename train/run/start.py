@@ -180,7 +180,8 @@ def compiled(
 ) -> CompiledRun:
     """Compile the training step and the evaluation step, and return the run with both.
 
-    A run compiles nothing else later, except the programs for images and histograms.
+    A run compiles nothing else later, except the programs for images and histograms. With several
+    processes, compare their states, inputs and first batches.
 
     Args:
         context: Context of the run. All its processes wait for the slowest compiler.
@@ -243,7 +244,10 @@ def compiled(
 def _earlier_evaluations(
     context: RunContext, start: StartState, checkpoints: Checkpoints
 ) -> Evaluations:
-    """Return the evaluations up to the start step, and add their metrics to the checkpoints."""
+    """Return the evaluations in metrics.jsonl up to the start step, empty for a new run.
+
+    Process 0 reads them for all processes, and writes metrics that checkpoints on disk lack.
+    """
 
     def earlier_rows() -> list[dict[str, Any]]:
         if not start.keep_metrics:
@@ -313,10 +317,12 @@ def own_settings(config: Config, context: RunContext) -> tuple[DataConfig, str]:
     """Return the data settings with the tokenizer and the chat template that the run keeps.
 
     A resumed run keeps its own: `bpe:SIZE` would make another tokenizer if the text has grown. A
-    new run that starts from another run with the same `data.tokenizer` takes those of that run.
+    new run that starts from another run with the same `data.tokenizer` uses those of that run. All
+    other settings are unchanged.
 
     Returns:
-        Settings, and a problem with the files of the resumed run, or "".
+        Settings, and a problem with the files of the resumed run, or "". Files with a problem are
+        not used.
     """
     folder = context.folder
     continues = context.resumed and (steps(folder / CHECKPOINTS) or assets.find(folder) is not None)
@@ -401,7 +407,7 @@ def load_sets(program: Program, data: Data, context: RunContext) -> dict[str, Da
 
 
 def check_data(data: Data, processes: Processes, name: str = "") -> None:
-    """Refuse to start if this process, whose host prepared its own data, differs from process 0.
+    """Refuse to start if the data of this process has another digest than that of process 0.
 
     Args:
         processes: Processes of the run, which all call this.
@@ -428,7 +434,9 @@ def start_state(
     checkpoints: Checkpoints,
     context: RunContext,
 ) -> StartState:
-    """Return the state from which the run starts, after writing config.json.
+    """Return the state from which the run starts, after announcing it and writing config.json.
+
+    With `resume_from`, checkpoints of later steps are moved to a workdir in WORKDIR/branches.
 
     In the workdir           State                                         Metrics
     a whole checkpoint       the newest that is whole, or `resume_from`    kept up to its step
@@ -472,7 +480,7 @@ def start_state(
 
 
 def _new_start(program: Program, data: Data, context: RunContext) -> StartState:
-    """Return the state of step 0, after announcing the run."""
+    """Return the state of step 0, after printing what is trained and from which parameters."""
     # A source that does not fit is refused here, before anything is written or announced.
     source = _read_source(program, data)
     console = context.console
@@ -493,7 +501,10 @@ def _resumed_start(
     context: RunContext,
     resume_step: int | None,
 ) -> StartState:
-    """Return the state of the checkpoint of `resume_step`, or of the newest one that is whole."""
+    """Return the state of the checkpoint of `resume_step`, or of the newest undamaged one.
+
+    `evaluated` of the result is False if the evaluation of that step is due and not yet written.
+    """
     state = restore_latest(program, data, checkpoints, resume_step)
     step = int(state.step)  # an earlier one if the newest checkpoint is damaged
     evaluated = True
@@ -506,7 +517,10 @@ def _resumed_start(
 
 
 def _branch_off(checkpoints: Checkpoints, context: RunContext, step: int) -> None:
-    """Move what the run did after `step` into a branch of the workdir, and say so."""
+    """Move the checkpoints after `step` into a new workdir in WORKDIR/branches, and print a line.
+
+    Process 0 moves them, and the others wait. Nothing happens without such checkpoints.
+    """
     files = [context.files / metrics.FILE_NAME, context.folder / workdir.RECORD]
     # Only process 0 moves files. The others wait here until they are in place.
     line = context.processes.broadcast(
@@ -525,7 +539,10 @@ def _write_record(
     step: int,
     environment_facts: Mapping[str, Any],
 ) -> None:
-    """Write config.json and the data's own files, such as a tokenizer, for all checkpoints."""
+    """Write config.json and the assets of the data, such as a tokenizer, into the workdir.
+
+    Both are also set on `checkpoints`, whose manifests list them.
+    """
     facts = dict(data.facts)
     if sets:
         facts["sets"] = {name: loaded.facts for name, loaded in sets.items()}
@@ -545,7 +562,7 @@ def _write_record(
 def restore_latest(
     program: Program, data: Data, checkpoints: Checkpoints, only_step: int | None = None
 ) -> TrainState:
-    """Return the state of the newest checkpoint, or the state of step 0 if there is none yet.
+    """Return the state of the newest undamaged checkpoint, or of step 0 if there is none yet.
 
     Args:
         data: Data that the checkpoint must have been trained on, unless `resume_change` has `data`.
@@ -564,7 +581,7 @@ def restore_latest(
 
 
 def _read_source(program: Program, data: Data) -> Start | None:
-    """Read and return the parameters that `--init-from` names; `None` without that flag."""
+    """Return the parameters that `--init-from` names, checked; `None` without that flag."""
     if program.config.init.init_from is None:
         return None
     from mupax.train.reuse.start import init_from
@@ -573,7 +590,10 @@ def _read_source(program: Program, data: Data) -> Start | None:
 
 
 def _initial_state(program: Program, source: Start | None, console: Console) -> TrainState:
-    """Return the state of step 0. If it starts from other parameters, print where they are from."""
+    """Return the state of step 0, with random parameters or with those of `source`.
+
+    If there is a source, print where each parameter comes from.
+    """
     if source is None:
         return program.initial_state()
     from mupax.train.reuse import transplant

@@ -24,7 +24,7 @@ pre { padding: .6rem; overflow-x: auto } .transfers { color: #00704a } .drifts {
 
 
 class Step(NamedTuple):
-    """Sentence on what to do next, and the command that does it. Without a command it is ""."""
+    """Sentence on what to do next, and the command to type, "" if there is none."""
 
     sentence: str
     command: str = ""
@@ -59,7 +59,7 @@ class Section:
             terminal.say(f"  {line}")
 
     def html(self) -> str:
-        """Return the section as HTML."""
+        """Return the section as HTML, with the picture embedded and all text escaped."""
         title = html.escape(self.title)
         parts = [f"<h2>{title}</h2>"]
         if self.picture is not None:
@@ -90,7 +90,11 @@ class Report:
     remarks: Sequence[str] = ()
 
     def show(self) -> None:
-        """Print the report. Only commands to copy may be wider than the terminal."""
+        """Print answers, next steps, tables and remarks to the terminal.
+
+        A command is continued after backslashes, so that it can be copied. Only a command may have
+        a line that is wider than the terminal.
+        """
         for answer in self.answers:
             terminal.say(answer)
         for sentence, command in self.steps:
@@ -108,10 +112,13 @@ class Report:
     def write_page(
         self, path: Path, title: str, command: str, facts: Iterable[tuple[str, Any]]
     ) -> None:
-        """Write one HTML page that opens without a server or a network.
+        """Write the report as one self-contained HTML page, with its pictures embedded.
 
         Args:
-            facts: (name, value) of all else that the numbers come from.
+            path: File of the page. Its folder must exist.
+            title: Heading of the page.
+            command: Command that made the report, printed below it.
+            facts: Rows (name, value) of a table at the end, such as versions and data.
         """
         body = [f"<h1>{html.escape(title)}</h1>"]
         answers = []
@@ -138,7 +145,7 @@ class Report:
 
 
 def html_table(rows: Iterable[Iterable[Any]]) -> str:
-    """Return rows of cells as an HTML table."""
+    """Return rows of cells as an HTML table without a head; cells become escaped text."""
     lines = []
     for row in rows:
         cells = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row)
@@ -147,7 +154,7 @@ def html_table(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def write_json(path: Path | str, content: Any) -> Path:
-    """Write plain values as JSON, and make the folder if it is missing. Return the path."""
+    """Write a value as an indented JSON file, make its folder if missing, and return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     disk.write_whole(path, json.dumps(content, indent=1) + "\n")

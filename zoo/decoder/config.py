@@ -85,7 +85,11 @@ class DecoderConfig(TokenModel, TransformerConfig):
             self._check_rope_scaling()
 
     def _check_rotary_size(self) -> None:
-        """Raise ConfigError if rotary positions would turn an odd number of a head's entries."""
+        """Raise ConfigError if rotary positions cannot rotate the entries of a head in pairs.
+
+        The head dimension must be even. `rotary_fraction` must be at most 1 and above 0, and make
+        an even number of entries.
+        """
         if self.positions == "rotary" and self.heads_dim % 2:
             raise ConfigError(
                 f"rotary positions need an even head dimension, not {self.heads_dim}; write "
@@ -102,7 +106,7 @@ class DecoderConfig(TokenModel, TransformerConfig):
             )
 
     def _check_window(self) -> None:
-        """Raise ConfigError if `full_every` or `window_theta` do not fit the other fields."""
+        """Raise ConfigError if `full_every` or `window_theta` is wrong or set without `window`."""
         if self.full_every is not None and (self.window is None or self.full_every < 2):
             raise ConfigError(
                 f"model.full_every is {self.full_every} with window {self.window}; it says which "
@@ -117,7 +121,7 @@ class DecoderConfig(TokenModel, TransformerConfig):
             )
 
     def _refuse_scaling_fields(self) -> None:
-        """Raise ConfigError if a field of scaled frequencies is not at its default."""
+        """Raise ConfigError if a field that only `rope_scaling` reads is not at its default."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         names = (
             "rope_factor",
@@ -134,7 +138,10 @@ class DecoderConfig(TokenModel, TransformerConfig):
                 )
 
     def _check_rope_scaling(self) -> None:
-        """Raise ConfigError if rotary frequencies cannot be scaled with these fields."""
+        """Raise ConfigError unless the fields of `rope_scaling` are in range.
+
+        Positions must be rotary, the factor at least 1, and the low limit below the high one.
+        """
         if self.positions != "rotary":
             raise ConfigError(
                 f"model.rope_scaling {self.rope_scaling} is of rotary positions; write positions "

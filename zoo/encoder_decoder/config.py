@@ -86,7 +86,10 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
             self._check_distances()
 
     def _check_distances(self) -> None:
-        """Refuse numbers of buckets that do not halve twice, and ranges without a shared bucket."""
+        """Raise ConfigError if the buckets of relative positions are impossible.
+
+        `distance_buckets` must be a multiple of 4, and `longest_distance` above half of it.
+        """
         count = self.distance_buckets
         if count < 4 or count % 4:
             near = max(1, round(count / 4)) * 4
@@ -114,7 +117,7 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
 
     @property
     def rotary_theta(self) -> float | None:
-        """Base theta of rotary positions, such as 10000; `None` for other positions."""
+        """Base wavelength of rotary positions, such as 10000. `None` for other positions."""
         return self.rope_theta if self.positions == "rotary" else None
 
     def base_sizes(self) -> dict[str, int]:
@@ -166,10 +169,12 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
         return {**embeddings, **encoder, **stack, **self._cross_attention(stack), **readout}
 
     def _cross_attention(self, stack: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
-        """Return the parameters of cross-attention, made from those of self-attention.
+        """Return the declarations of cross-attention, made from those of self-attention.
+
+        The key bias is left out without `qk_norm`, because its gradient would be zero.
 
         Args:
-            stack: Parameters of the decoder's stack, by name.
+            stack: Declarations of the decoder's stack, by name.
         """
         cross = {}
         for name, spec in stack.items():
@@ -235,7 +240,7 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
 
 
 def _bart(width: int, depth: int, num_heads: int) -> EncoderDecoderConfig:
-    """Return a BART as Dinan, Yaida and Zhang trained it."""
+    """Return the config of a BART as Dinan, Yaida and Zhang trained it: no biases, no gains."""
     return EncoderDecoderConfig(
         width=width,
         depth=depth,
@@ -251,7 +256,12 @@ def _bart(width: int, depth: int, num_heads: int) -> EncoderDecoderConfig:
 def _t5(
     width: int, depth: int, num_heads: int, mlp_dim: int, *, v1_1: bool = False
 ) -> EncoderDecoderConfig:
-    """Return a T5. T5 v1.1 has a gated MLP and a readout of its own."""
+    """Return the config of a T5.
+
+    Args:
+        v1_1: `True` for T5 v1.1, which has a gated MLP and a readout of its own. `False` for the
+            first version, with ReLU and a tied readout.
+    """
     return EncoderDecoderConfig(
         width=width,
         depth=depth,

@@ -102,7 +102,7 @@ class SelfAttention(Attention):
     def with_logits(
         self, x_BTD: jax.Array, mask_BS: jax.Array | None, bias_HTS: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the branch [B, T, D] and the largest logit of each head, float32 [H].
+        """Return the attention output [B, T, D] and the largest logit of each head, float32 [H].
 
         The bias of relative positions is not part of the largest logit.
 
@@ -116,7 +116,9 @@ class SelfAttention(Attention):
     def cached(
         self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, bias_HTS: jax.Array | None
     ) -> tuple[jax.Array, Cache]:
-        """Return the attention branch [B, T, D] of T new positions, and the cache with them.
+        """Return the attention output [B, T, D] of T new positions, and the updated cache.
+
+        The returned cache has their keys and values, but the length of the given one.
 
         Args:
             x_BTD: Residual stream after the block's norm, at the positions after those in `cache`.
@@ -137,7 +139,13 @@ class SelfAttention(Attention):
         mask_BS: jax.Array | None,
         bias_HTS: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the branch [B, T, D] from queries, keys and values."""
+        """Return the attention output, projected to the residual stream's width, [B, T, D].
+
+        Args:
+            q_BTHN: Queries without the logit scale, which is applied here.
+            mask_BS: Bool [B, S], False at padding. `None` attends to all positions.
+            bias_HTS: Bias of the attention logits. `None` adds nothing.
+        """
         y_BTHN = attend(
             self._scaled(q_BTHN),
             k_BSKN,
@@ -193,7 +201,7 @@ class CrossAttention(SelfAttention):
         keys_and_values: tuple[jax.Array, jax.Array],
         mask_BS: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the branch [B, T, D] and the largest logit of each head, float32 [H].
+        """Return the cross-attention output [B, T, D] and each head's largest logit, float32 [H].
 
         Args:
             x_BTD, keys_and_values, mask_BS: Same as in `attend_to`.
@@ -265,7 +273,7 @@ class EncoderBlock(nnx.Module):
         return h_BSD, BlockStatistics(attention_logits={"attention": logits_H})
 
     def _add_branches(self, h_BSD: jax.Array, attention_BSD: jax.Array) -> jax.Array:
-        """Add the attention branch, then the MLP branch."""
+        """Return the residual stream after the attention branch and then the MLP branch."""
         h_BSD = self.add_branch(h_BSD, 0, attention_BSD)
         mlp_BSD = self.mlp(self.mlp_norm(h_BSD))
         h_BSD = self.add_branch(h_BSD, 1, mlp_BSD)
@@ -350,6 +358,8 @@ class DecoderBlock(EncoderBlock):
     ) -> tuple[jax.Array, Cache]:
         """Return the residual stream after the block at T new positions, and the updated cache.
 
+        The returned cache has their keys and values, but the length of the given one.
+
         Args:
             h_BTD: Residual stream before the block, at the positions after those in `cache`.
             cache: Keys and values of the decoder's self-attention in all layers.
@@ -370,12 +380,12 @@ class DecoderBlock(EncoderBlock):
         keys_and_values: tuple[jax.Array, jax.Array],
         mask_BS: jax.Array | None,
     ) -> jax.Array:
-        """Add the cross-attention branch, then the MLP branch."""
+        """Compute cross-attention and the MLP. Return the residual stream after both branches."""
         cross_BTD = self.cross.attend_to(self.cross_norm(h_BTD), keys_and_values, mask_BS)
         return self._add_cross_branch_and_mlp(h_BTD, cross_BTD)
 
     def _add_cross_branch_and_mlp(self, h_BTD: jax.Array, cross_BTD: jax.Array) -> jax.Array:
-        """Add the output of the cross-attention branch, then the MLP branch."""
+        """Add cross-attention's output, then the MLP branch. Return the residual stream."""
         h_BTD = self.add_branch(h_BTD, 1, cross_BTD)
         mlp_BTD = self.mlp(self.mlp_norm(h_BTD))
         h_BTD = self.add_branch(h_BTD, 2, mlp_BTD)
@@ -423,6 +433,8 @@ class StackInputOutput(nnx.Module):
         self, table: nnx.Param, tokens_BT: jax.Array, start: jax.Array | None = None
     ) -> jax.Array:
         """Embed tokens. Return the residual stream before the first block, [B, T, D].
+
+        Learned positions are added, and the sum is normalized, if the config has it so.
 
         Args:
             table: Token embeddings [V, D].
@@ -514,7 +526,10 @@ class EncoderDecoder(StackInputOutput):
         *,
         measure_logits: bool = False,
     ) -> ReadoutInputs:
-        """Run the model up to its readout, so that the loss can form logits in chunks.
+        """Run the model up to its readout.
+
+        Return the final hidden states and the readout matrix, so that a loss can form logits in
+        chunks.
 
         Args:
             inputs: Tokens of the encoder, int32 [B, S].
@@ -580,7 +595,11 @@ class EncoderDecoder(StackInputOutput):
     def _decoder_context(
         self, memory_BSD: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return the arguments of every decoder block after the stream."""
+        """Return the arguments of every decoder block after the stream.
+
+        These are the encoder output, its padding mask, and the bias of relative positions or
+        `None`.
+        """
         length = decoder_inputs.shape[1]
         return memory_BSD, input_mask > 0, self.bias(length, length)
 
@@ -646,7 +665,7 @@ class EncoderDecoder(StackInputOutput):
     def cached(
         self, tokens_BT: jax.Array, cache: Cache, memory: EncoderOutput
     ) -> tuple[jax.Array, Cache]:
-        """Run the decoder on the tokens that follow those in the cache.
+        """Run all decoder blocks, without the readout, on the tokens that follow the cached ones.
 
         Args:
             tokens_BT: Next tokens, int32. T is at most the room that is left in the cache.

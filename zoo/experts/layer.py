@@ -106,7 +106,7 @@ class Experts(nnx.Module):
         return self.layout.constrain(y_BTD, ("batch", "sequence", None)), routing
 
     def _single_expert(self, x_BTD: jax.Array) -> jax.Array:
-        """Return the output of the only expert."""
+        """Return the output of the only expert for all tokens, [B, T, D], without a router."""
 
         def multiply(x: jax.Array, w_1IO: jax.Array) -> jax.Array:
             return project(x, w_1IO[0], layout=self.layout)
@@ -171,7 +171,7 @@ class Experts(nnx.Module):
         return by_slots(expert, x_BTD, choice, capacity, self._weights(x_BTD.dtype), layout=layout)
 
     def _weights(self, dtype: Any) -> Weights:
-        """Return the weights that the experts have, by name, cast to the type of products."""
+        """Return the weights and biases that the experts have, by name, cast to `dtype`."""
         weights = {}
         for name in AXES:
             variable = getattr(self, name)
@@ -239,6 +239,8 @@ def by_slots(
     layout: Layout,
 ) -> jax.Array:
     """Put tokens into slots of experts, apply the experts, and sum the outputs of every token.
+
+    Outputs of experts that have no slot left for a token are left out of its sum.
 
     Args:
         expert: Function of tokens in slots [N, E, C, D], their gates [N, E, C] and the weights of E

@@ -43,7 +43,7 @@ class Routing(NamedTuple):
         )
 
     def weighed(self, weight: jax.Array) -> Routing:
-        """Multiply all statistics but the count of dropped tokens by the number of targets.
+        """Return the statistics multiplied by the number of targets, except dropped tokens.
 
         The results of several batches can then be added up.
 
@@ -71,7 +71,7 @@ class Routing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Experts of every token."""
+    """Experts chosen for every token, with the weights of their outputs."""
 
     experts_BTA: jax.Array
     """Index of each expert, int32, the one with the highest score first."""
@@ -85,7 +85,7 @@ class Choice(NamedTuple):
 
 
 def single_expert_routing() -> Routing:
-    """Return the statistics of a layer with one expert: perfectly balanced, nothing dropped."""
+    """Return the statistics of a layer with one expert: balance 1, and 0 for all others."""
     zero = jnp.zeros(())
     one = jnp.ones(())
     return Routing(penalty=zero, balance=one, z=zero, dropped=zero)

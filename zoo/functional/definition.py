@@ -73,7 +73,7 @@ class FunctionDefinition(Definition):
         return jax.tree.unflatten(structure, leaves)
 
     def forward(self, params: Mapping[str, Any], factors: Mapping[str, Any]) -> Any:
-        """Return the tree that the function is called with.
+        """Return the tree that the function is called with, with forward multipliers folded in.
 
         Args:
             params: Arrays by name, already multiplied by their multipliers.
@@ -104,6 +104,8 @@ class FunctionDefinition(Definition):
         self, params: Mapping[str, Any], factors: Mapping[str, Any], *, layout: Layout = ONE_DEVICE
     ) -> Any:
         """Return the model with these values, a function *inputs -> float32 logits.
+
+        If the definition has `inside`, the model has a method `internals` (*inputs -> activations).
 
         Args:
             params: Arrays by name, already multiplied by their multipliers.

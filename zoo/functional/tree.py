@@ -102,7 +102,7 @@ def declarations(names: Iterable[str], specs: Specs) -> dict[str, ParamSpec]:
 
 
 def _matching_patterns(name: str, specs: Mapping[str, ParamSpec]) -> list[str]:
-    """Return the keys of `specs` that declare a name."""
+    """Return the keys of `specs` that declare a name: the name itself, or else every pattern."""
     # A pattern such as "*" would otherwise contest the declaration of one array.
     if name in specs:
         return [name]
@@ -110,7 +110,7 @@ def _matching_patterns(name: str, specs: Mapping[str, ParamSpec]) -> list[str]:
 
 
 def _undeclared(name: str, specs: Specs) -> PresetError:
-    """Return the error for an array without a declaration."""
+    """Return the error for an array without a declaration. It suggests the nearest key."""
     hint = ""
     if not callable(specs):
         nearest = difflib.get_close_matches(name, specs, n=1)
@@ -123,7 +123,7 @@ def _undeclared(name: str, specs: Specs) -> PresetError:
 
 
 def _unused(pattern: str, names: list[str]) -> PresetError:
-    """Return the error for a declaration that matches no array."""
+    """Return the error for a declaration that matches no array. It suggests the nearest name."""
     nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0)
     if not nearest:
         return PresetError("the tree is empty")

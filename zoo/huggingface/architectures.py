@@ -184,11 +184,16 @@ class Published(NamedTuple):
 def read_stack(
     config: Fields, family: Family, defaults: StackDefaults | None = None
 ) -> dict[str, Any]:
-    """Return the values of a stack's fields, by the names of `StackFields`.
+    """Return the values that a config.json has for a stack, by the names of `StackFields`.
+
+    A field that the family does not have is left out.
 
     Args:
         family: Key of `FIELDS`.
-        defaults: Values of fields that are left out. `None` is those of the family.
+        defaults: Values of fields that config.json leaves out. `None` is those of the family.
+
+    Raises:
+        ConfigError: A value is of the wrong kind.
     """
     defaults = defaults or DEFAULTS[family]
     stack: dict[str, Any] = {}

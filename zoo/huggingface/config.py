@@ -55,13 +55,13 @@ def to_huggingface(
     dtype: str = "float32",
     tokens: Mapping[str, int | list[int] | None] | None = None,
 ) -> dict[str, Any]:
-    """Return the config.json of a model.
+    """Return the content of config.json for a model, as a dict.
 
     Args:
         model: Model whose parameters are written beside the config.json.
         dtype: Type of the stored weights, by default "float32".
         tokens: Ids of special tokens by their names in config.json, such as eos_token_id, where
-            generation stops. Ids that are left out are written as null.
+            generation stops. Ids that are left out are written as null. Not read for image models.
 
     Raises:
         ConfigError: The family's code cannot compute this model. The text has every reason.
@@ -113,10 +113,12 @@ def _stack_fields(model: TransformerConfig, family: Family) -> dict[str, Any]:
 
 
 def _with_image_fields(fields: dict[str, Any], model: ImageModel, family: Family) -> dict[str, Any]:
-    """Return the fields of config.json with those that only ViTs have.
+    """Add the fields of config.json that only ViTs have to `fields`, in place, and return it.
+
+    For a SigLIP, the fields of the stack are moved into `vision_config`.
 
     Args:
-        fields: Fields of config.json that all families have.
+        fields: Fields of config.json that all families have. The dict is changed.
         model: Model of one of the families in `_VITS`.
         family: Result of `family_of`.
     """
@@ -158,7 +160,7 @@ def _no_token_ids(*tokens: str) -> dict[str, None]:
 
 
 def from_huggingface(fields: Mapping[str, Any]) -> Published:
-    """Return the model that a config.json describes.
+    """Return the config of the model that a config.json describes, and how its code differs.
 
     Args:
         fields: Content of config.json. Fields left out have the defaults of `transformers`.
@@ -196,7 +198,7 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
 
 
 def _read(config: Fields, model_type: str) -> Published:
-    """Return the model of a config.json by the function for its family.
+    """Read a config.json with the function for its `model_type`.
 
     Args:
         model_type: One of `_READABLE`.
@@ -220,7 +222,7 @@ def _read(config: Fields, model_type: str) -> Published:
 
 
 def _reasons(model: TransformerConfig) -> list[str]:
-    """Return why the code of the model's family cannot compute the model; empty if it can."""
+    """Return the reasons why the code of the model's family cannot compute it, `[]` if it can."""
     family = family_of(model)
     problems = _common_reasons(model, family)
     if isinstance(model, EncoderDecoderConfig):
@@ -235,7 +237,10 @@ def _reasons(model: TransformerConfig) -> list[str]:
 
 
 def _common_reasons(model: TransformerConfig, family: Family) -> list[str]:
-    """Return the reasons of `_reasons` that can hold in any family."""
+    """Return the reasons why a family's code cannot compute a model, from fields of all models.
+
+    They are about options such as `centered`, `qk_norm`, `experts` and soft caps.
+    """
     problems = []
     if model.centered:
         problems.append(
@@ -279,7 +284,10 @@ def _common_reasons(model: TransformerConfig, family: Family) -> list[str]:
 
 
 def _gpt2_and_vit_reasons(model: TransformerConfig) -> list[str]:
-    """Return the reasons of `_reasons` for models without rotary positions and one stack."""
+    """Return the reasons why the code of GPT-2 or a ViT cannot compute a model, `[]` if it can.
+
+    Those of `_common_reasons` and `_image_reasons` are not among them.
+    """
     width = model.width
     heads = model.num_heads
     size = model.heads_dim
@@ -301,7 +309,7 @@ def _gpt2_and_vit_reasons(model: TransformerConfig) -> list[str]:
 
 
 def _image_reasons(model: ViTConfig, family: Family) -> list[str]:
-    """Return the reasons of `_reasons` that only ViTs can have."""
+    """Return the reasons, from fields that only ViTs have, why a family cannot compute a ViT."""
     problems = []
     if model.sincos:
         problems.append(
@@ -335,7 +343,11 @@ def _image_reasons(model: ViTConfig, family: Family) -> list[str]:
 
 
 def _read_gpt2(config: Fields) -> Published:
-    """Return the model that the config.json of a GPT-2 describes."""
+    """Return the model that the config.json of a GPT-2 describes.
+
+    Raises:
+        ConfigError: A field is on that our models lack, such as cross-attention, or is wrong.
+    """
     config.refuse("scale_attn_weights", True, "attention logits without head_dim^-1/2")
     config.refuse(
         "scale_attn_by_inverse_layer_idx", False, "attention logits divided by the layer's number"
@@ -355,10 +367,14 @@ def _read_gpt2(config: Fields) -> Published:
 
 
 def _read_vit(config: Fields, family: Family) -> Published:
-    """Return the model that the config.json of a ViT describes.
+    """Return the model that the config.json of a ViT, DeiT, SigLIP or DINOv2 describes.
 
     Args:
         family: One of `_VITS`.
+
+    Raises:
+        ConfigError: The model has a feature that ours lack, such as a second classifier, or a field
+            is wrong.
     """
     labels = config.fields.get("id2label")
     architectures = config.fields.get("architectures")

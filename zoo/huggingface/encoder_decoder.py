@@ -44,7 +44,10 @@ _EPS = 1e-5
 
 
 def reasons(model: EncoderDecoderConfig) -> list[str]:
-    """Return why the code of `transformers` cannot compute a model; empty if it can."""
+    """Return the reasons why the code of MBart or T5 cannot compute a model, `[]` if it can.
+
+    A model with relative positions is compared with T5, any other with MBart.
+    """
     problems = []
     if model.kv_heads != model.num_heads:
         problems.append(
@@ -61,7 +64,7 @@ def reasons(model: EncoderDecoderConfig) -> list[str]:
 
 
 def _reasons_of_t5(model: EncoderDecoderConfig) -> list[str]:
-    """Return why T5's code cannot compute a model; empty if it can."""
+    """Return the reasons why T5's code cannot compute a model, `[]` if it can."""
     problems = []
     if model.norm != "rmsnorm":
         problems.append(f"it has rmsnorm, and model.norm is {model.norm}")
@@ -75,7 +78,7 @@ def _reasons_of_t5(model: EncoderDecoderConfig) -> list[str]:
 
 
 def _reasons_of_mbart(model: EncoderDecoderConfig) -> list[str]:
-    """Return why MBart's code cannot compute a model; empty if it can."""
+    """Return the reasons why MBart's code cannot compute a model, `[]` if it can."""
     width = model.width
     heads = model.num_heads
     size = model.heads_dim
@@ -108,7 +111,7 @@ def _reasons_of_mbart(model: EncoderDecoderConfig) -> list[str]:
 
 
 def fields_of(model: EncoderDecoderConfig) -> dict[str, Any]:
-    """Return the fields of config.json that not all families have."""
+    """Return the fields of config.json that only T5 (relative positions) or MBart (others) has."""
     if model.positions == "relative":
         return {
             "is_encoder_decoder": True,
@@ -132,7 +135,11 @@ def fields_of(model: EncoderDecoderConfig) -> dict[str, Any]:
 
 
 def read_mbart(config: Fields) -> Published:
-    """Return the model that the config.json of an MBart describes."""
+    """Return the model that the config.json of an MBart describes.
+
+    Raises:
+        ConfigError: Encoder and decoder have different sizes, or a field is wrong.
+    """
     stack = _read_stack(config, "mbart")
     # Our encoder and decoder have the same sizes but for their depths.
     defaults = DEFAULTS["mbart"]
@@ -155,7 +162,7 @@ def read_mbart(config: Fields) -> Published:
 
 
 def _check_encoder_size(config: Fields, field: str, decoder_size: int, default: int) -> None:
-    """Refuse an MBart whose encoder has another size than its decoder.
+    """Raise ConfigError if an MBart's encoder has another size than its decoder.
 
     Args:
         field: Name of the field without `encoder_` or `decoder_`.
@@ -173,8 +180,11 @@ def read_t5(config: Fields, *, is_mt5: bool) -> Published:
     """Return the model that the config.json of a T5 or an mT5 describes.
 
     Args:
-        is_mt5: Fields that are left out have mT5's defaults, and the readout has a table of its
-            own.
+        is_mt5: `True` for an mT5, whose fields have other defaults, and whose readout never shares
+            the embedding's table.
+
+    Raises:
+        ConfigError: The file is of an encoder alone, or a field is wrong.
     """
     config.refuse("is_encoder_decoder", True, "an encoder alone")
     defaults = MT5_DEFAULTS if is_mt5 else DEFAULTS["t5"]
@@ -219,6 +229,8 @@ def _read_stack(
 ) -> dict[str, Any]:
     """Return the fields of our config that describe the decoder's stack.
 
+    The hidden size of the MLP is returned as its ratio to the width, `mlp_ratio`.
+
     Args:
         family: "mbart" or "t5".
         defaults: Values of fields that are left out. `None` is those of the family.
@@ -229,5 +241,5 @@ def _read_stack(
 
 
 def _none_if_equal(size: int, default: int) -> int | None:
-    """Return `None` for the size that our config takes by default, otherwise the size."""
+    """Return `None` if the size equals our config's default, otherwise the size."""
     return None if size == default else size

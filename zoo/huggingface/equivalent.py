@@ -29,9 +29,10 @@ class Equivalent(NamedTuple):
 
 
 def equivalent(model: TransformerConfig) -> Equivalent:
-    """Return the model that is written to a file in the layout of `transformers`.
+    """Return a model to write to a file of `transformers`, which has no place for some features.
 
-    A model that needs no change is returned as it is.
+    The fixed positions of a ViT become learned ones of the same values, and experts lose their
+    capacity, so that no token is dropped. Any other model is returned unchanged, without notes.
     """
     params: dict[str, np.ndarray] = {}
     notes = []

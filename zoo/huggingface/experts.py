@@ -18,7 +18,7 @@ FAMILIES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 
 
 def reasons(model: DecoderConfig, family: Family) -> list[str]:
-    """Return why the code of `transformers` cannot compute a model's experts.
+    """Return the reasons why the code of `transformers` cannot compute a model's experts.
 
     The list is empty for a model without experts, and for one that the code can compute.
     """
@@ -46,7 +46,7 @@ def reasons(model: DecoderConfig, family: Family) -> list[str]:
 
 
 def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return the fields of config.json that describe a model's experts; none without experts."""
+    """Return the fields of config.json that describe a model's experts, `{}` without experts."""
     if model.experts is None:
         return {}
     weight = 0.0
@@ -72,10 +72,14 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def read_experts(config: Fields, family: Family, width: int, mlp_dim: int) -> dict[str, Any]:
-    """Return the fields of our config that describe experts; none for a family without experts.
+    """Return the fields of our config for experts and the MLP, `{}` for a family without experts.
 
     Args:
+        width: Size of the residual stream, by which `mlp_ratio` is computed.
         mlp_dim: `intermediate_size` of config.json. In a Mixtral it is the size of one expert.
+
+    Raises:
+        ConfigError: Some layers have no experts, or a field is wrong.
     """
     if family not in FAMILIES:
         return {}
@@ -103,7 +107,7 @@ def read_experts(config: Fields, family: Family, width: int, mlp_dim: int) -> di
 
 
 def _check_every_layer(config: Fields) -> None:
-    """Refuse a Qwen3-MoE that has layers without experts."""
+    """Raise ConfigError if a Qwen3-MoE has layers without experts."""
     dense_layers = config.fields.get("mlp_only_layers") or []
     if config.read("decoder_sparse_step", 1) != 1 or dense_layers:
         step = config.fields.get("decoder_sparse_step", 1)

@@ -42,7 +42,10 @@ _COMPLETE_ENDINGS = (
 
 
 def family_of(model: TransformerConfig) -> Family:
-    """Return the architecture whose files can hold a model."""
+    """Return the family of `transformers` in whose layout a model is written.
+
+    Its code may still lack a feature of the model, which `config.to_huggingface` then refuses.
+    """
     if isinstance(model, ImageModel):
         assert isinstance(model, ViTConfig)
         if model.pool == "cls-mean":
@@ -80,7 +83,11 @@ class Part(NamedTuple):
     """Whether the tensor has all dimensions but the first in one."""
 
     def to_huggingface(self, value: np.ndarray) -> np.ndarray:
-        """Return the tensor that holds our parameter."""
+        """Convert a value of our parameter, of one layer, to the tensor that holds it in a file.
+
+        It is reordered and divided by `scale`, then `shift` is subtracted. Rows that nothing reads
+        are 0.
+        """
         value = value.reshape(self.matrix).transpose(self.axes)
         if self.joined:
             value = value.reshape(len(value), -1)
@@ -93,7 +100,7 @@ class Part(NamedTuple):
         return value
 
     def from_huggingface(self, value: np.ndarray) -> np.ndarray:
-        """Return our parameter from the tensor."""
+        """Convert a tensor of a file to our parameter, the inverse of `to_huggingface`."""
         value = value[self.skipped_rows :].reshape([self.matrix[axis] for axis in self.axes])
         value = value.transpose(np.argsort(self.axes)).reshape(self.shape)
         if self.shift:
@@ -117,10 +124,10 @@ class Tensor(NamedTuple):
     """
 
     def to_huggingface(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the tensor of one layer.
+        """Return the tensor of one layer, with the values of all parts side by side.
 
         Args:
-            values: Value of every entry of `parts`.
+            values: Value of every entry of `parts`, in our shapes.
         """
         arrays = []
         for part, value in zip(self.parts, values, strict=True):
@@ -135,7 +142,7 @@ class Tensor(NamedTuple):
         return tensor.reshape(self.shape)
 
     def from_huggingface(self, value: np.ndarray) -> list[np.ndarray]:
-        """Return the value of every entry of `parts` from the tensor of one layer."""
+        """Split the tensor of one layer into our parameters, in the order of `parts`."""
         if self.fused:
             heads = self.parts[0].shape[-2]
             value = value.reshape(heads, sum(self.widths), *value.shape[1:])
@@ -175,7 +182,7 @@ class Tensor(NamedTuple):
         return tuple(sizes)
 
     def layers(self, model: TransformerConfig) -> int:
-        """Return the number of layers that have a tensor of this name in a file."""
+        """Return the number of layers that have a tensor of this name, 1 for one without {i}."""
         if not self.stacked:
             return 1
         if isinstance(model, EncoderDecoderConfig) and self.parts[0].name.startswith("encoder."):
@@ -206,7 +213,7 @@ class Tensor(NamedTuple):
 
 
 def _part(model: TransformerConfig, specs: Mapping[str, Any], name: str, layout: str) -> Part:
-    """Return a parameter of ours in a layout of `tables`, without scale and shift.
+    """Return the `Part` for a parameter of ours in a layout of `tables`, without scale and shift.
 
     Args:
         specs: Parameters of the model. If they lack the parameter, a bias has the shape of its
@@ -278,7 +285,10 @@ def _scale(model: TransformerConfig, family: Family, name: str) -> float:
 
 
 def tensors(model: TransformerConfig) -> list[Tensor]:
-    """Return every tensor of a model's file. Names are without the prefix."""
+    """Return a `Tensor` for every name in a model's file, such as "layers.{i}.mlp.up_proj.weight".
+
+    Names are without the family's prefix. One entry stands for the tensors of all layers.
+    """
     family = family_of(model)
     specs = model.parameters()
     file_tensors = []

@@ -229,7 +229,9 @@ _TABLES: dict[Family, str] = {
 
 
 def table(model: TransformerConfig, family: Family) -> str:
-    """Return the table of a model.
+    """Return the table of a model's tensors: lines with a name, a layout and our parameters.
+
+    The readout of a language model is not in the table.
 
     Args:
         model: Model whose MLP, in a T5, has a gate or not.
@@ -256,7 +258,9 @@ def table(model: TransformerConfig, family: Family) -> str:
 
 
 def _filled(stack: str, *, stack_name: str, prefix: str, mlp_layer: str, up_name: str) -> str:
-    """Return the table of one stack of an encoder-decoder.
+    """Return the table of one stack of an encoder-decoder, with its placeholders filled in.
+
+    The placeholder {i} for the index of a layer stays.
 
     Args:
         stack: Table with the placeholders {stack}, {prefix}, {mlp_layer} and {up_name}.

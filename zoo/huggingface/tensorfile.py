@@ -60,7 +60,8 @@ class Tensors:
         shapes: Shape of every tensor by name, known before any tensor is read.
 
     Raises:
-        TensorFileError: The path holds no safetensors files, or an index does not fit its files.
+        TensorFileError: The path holds no safetensors files, an index does not fit its files, or a
+            tensor is empty or not float32, bfloat16 or float16.
         JsonError: The index is no JSON.
     """
 
@@ -93,9 +94,12 @@ class Tensors:
             raise TensorFileError(f"{self.path}: cannot read the tensor {name}: {error}") from error
 
     def _local(self, file: Path) -> Path:
-        """Return the path of a file on this machine, to which a remote file is copied.
+        """Return the path of a file on this machine. A file in a bucket is copied first.
 
-        The copy is deleted with this object.
+        The copy is in a temporary folder, which is deleted with this object.
+
+        Raises:
+            TensorFileError: There is no such file in the bucket.
         """
         if not is_remote(file):
             return file
@@ -108,10 +112,14 @@ class Tensors:
         return local_file
 
     def _add(self, file: Path, names: list[str] | None = None) -> None:
-        """Open a file and add its tensors.
+        """Open a file and add its tensors to `shapes`, without reading their data.
 
         Args:
             names: Names of the tensors that an index says are in the file. `None` adds all.
+
+        Raises:
+            TensorFileError: The file is damaged, lacks a tensor, or has one that is empty or of a
+                type not in `READABLE`.
         """
         opened = _opened(self._local(file))
         # A dictionary rather than a set: tensors are added in the order of the file.
@@ -166,7 +174,7 @@ def files_of_index(index: Path) -> dict[str, list[str]]:
 
 
 def check_whole(folder: Path) -> None:
-    """Refuse a folder of weights that lacks a file, or has a file with fewer bytes than it should.
+    """Raise an error if a folder of weights lacks a file, or if a file is cut off or damaged.
 
     Raises:
         TensorFileError: A file is missing or incomplete. The text names the file.
@@ -265,7 +273,11 @@ def _save(arrays: dict[str, np.ndarray], file: Path, metadata: dict[str, str]) -
 
 
 def _file_of(path: Path) -> Path:
-    """Return the file to open for a path: a file of tensors or an index, itself or in a folder."""
+    """Return the file of tensors or index to open for a path, which may be their folder.
+
+    Raises:
+        TensorFileError: There is no such file. The text says so if a folder has pickles instead.
+    """
     if path.is_file() and path.name.endswith((".safetensors", ".safetensors.index.json")):
         return path
     if not path.is_dir():
@@ -285,7 +297,11 @@ def _file_of(path: Path) -> Path:
 
 
 def _opened(file: Path) -> Any:
-    """Return a file opened by `safetensors`, which checks its header and length."""
+    """Open a file with `safetensors`, which checks its header and length.
+
+    Raises:
+        TensorFileError: There is no such file, or it is damaged.
+    """
     if not file.is_file():
         raise TensorFileError(f"{file}: no such file")
     try:

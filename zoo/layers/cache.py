@@ -119,7 +119,7 @@ class Cache(NamedTuple):
 
 
 def empty(config: TransformerConfig, batch: int) -> Cache:
-    """Return a cache of length 0 for a decoder.
+    """Return a cache of zeros with length 0 for a decoder, in the dtype of its products.
 
     Args:
         config: Config of the decoder. S is its size of the axis "position".

@@ -98,7 +98,7 @@ def cudnn_attention(
 def _cudnn(
     q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, mask: jax.Array | None, *, causal: bool
 ) -> jax.Array:
-    """Call cuDNN's kernel on one device's arrays."""
+    """Return attention of one device's arrays by cuDNN's kernel, without a further logit scale."""
     return jax.nn.dot_product_attention(
         q_BTHN,
         k_BSKN,

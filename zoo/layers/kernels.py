@@ -154,7 +154,7 @@ def _tile(
     cap: float | None,
     segments_RT: jax.Array | None,
 ) -> jax.Array:
-    """Return the outputs of queries start to start + tile_size, [R, tile_size, N].
+    """Return causal attention of queries start to start + tile_size, [R, tile_size, N].
 
     The last tile can have fewer queries.
     """
@@ -209,7 +209,10 @@ def _causal_mask(queries: int, keys: int, window: int | None) -> jax.Array:
 def _merge_batch_and_heads(
     q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return queries [R, T, N] and keys and values [R, S, N], with R = B * H."""
+    """Return queries [R, T, N] and keys and values [R, S, N], with R = B * H.
+
+    A key head is repeated for each query head that reads it.
+    """
     groups = q_BTHN.shape[2] // k_BSKN.shape[2]
 
     def merged(x: jax.Array, repeats: int) -> jax.Array:
@@ -229,7 +232,7 @@ def _split_batch_and_heads(y_RTN: jax.Array, heads: int) -> jax.Array:
 
 
 def widened(*heads_BTHN: jax.Array) -> list[jax.Array]:
-    """Pad queries, keys and values with zeros to the largest head dimension among them.
+    """Return the arrays padded with zeros to the largest head dimension among them.
 
     The zeros change no product.
     """
@@ -425,6 +428,8 @@ def split_attention(
 def tiled(causal: bool, length: int, *, layout: Layout = ONE_DEVICE) -> bool:
     """Return whether XLA computes attention in tiles of queries (`tiled_attention`).
 
+    It does if attention is causal, has more than `TILE` queries, and `merges_heads` is True.
+
     Args:
         causal: Whether query t sees keys 0..t only.
         length: Number of queries, `q_BTHN.shape[1]`.
@@ -457,7 +462,7 @@ def chosen(
     """Return the implementation that computes an attention.
 
     It is the named one or, with auto, the first one in `AUTO` that can compute it, and otherwise
-    XLA.
+    XLA. On TPU, auto uses a ring only from `RING` positions per device on.
 
     Args:
         implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout: Same as in `why_not`.

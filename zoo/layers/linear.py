@@ -110,7 +110,7 @@ def _refuse_gpus_without_float8(layout: Layout) -> None:
     XLA would compute the rounded products in bfloat16, more slowly than without rounding.
 
     Raises:
-        ConfigError: A GPU has a compute capability below 8.9.
+        ConfigError: An NVIDIA GPU has a compute capability below 8.9. Other GPUs are not checked.
     """
     for capability in sorted(layout.capabilities):
         # GPUs of other vendors report names such as gfx942.
@@ -202,7 +202,7 @@ class ReadoutInputs(NamedTuple):
     attention, such as "block.attention". `None` if not measured."""
 
     def logits(self, layout: Layout = ONE_DEVICE) -> jax.Array:
-        """Return all logits, float32 [..., V]."""
+        """Return all logits with scale, bias and soft cap applied, float32 [..., V]."""
         logits = project(self.features, self.weight, out_dtype=jnp.float32, layout=layout)
         if self.scale is not None:
             logits = self.scale * logits
@@ -317,7 +317,7 @@ def rotary(
     *,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Rotate each pair of entries (i, i + N/2) by the angle position * theta^(-2i/N).
+    """Return x with each pair of entries (i, i + N/2) rotated by position * theta^(-2i/N) radians.
 
     These are rotary positions (Su et al. 2021) in the half-split order of Llama.
 
@@ -387,7 +387,7 @@ def _turned_forward(
 def _turned_backward(
     residuals: tuple[jax.Array, jax.Array], gradient_BTHN: jax.Array
 ) -> tuple[jax.Array, None, None]:
-    """Rotate the gradient back: the transpose of a rotation is its inverse."""
+    """Return the gradient rotated by the opposite angle, which is the transpose of the rotation."""
     cos_BTM, sin_BTM = residuals
     return _turned(gradient_BTHN, cos_BTM, -sin_BTM), None, None
 

@@ -42,7 +42,7 @@ def attend(
         layout: Layout of the arrays on devices, `ONE_DEVICE` by default.
 
     Raises:
-        ConfigError: If a kernel is named that has neither mask nor bias.
+        ConfigError: If there is a mask or a bias and `implementation` is neither auto nor xla.
     """
     value_size = v_BSKN.shape[-1]
     # The kernels need heads of one size. `widened` pads with zeros, which change no product.

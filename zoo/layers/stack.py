@@ -100,7 +100,7 @@ class Attention(nnx.Module):
         self.logit_scale = init.factor("logit_scale")
 
     def at(self, place: int) -> None:
-        """Set mask, soft cap and rotary positions to those of the layers at a place of the period.
+        """Set the module's mask, soft cap and rotary positions to those of one layer, in place.
 
         Args:
             place: Index of a layer within the period, from 0.
@@ -118,7 +118,7 @@ class Attention(nnx.Module):
     def with_logits(
         self, x_BTD: jax.Array, segments_BT: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the branch [B, T, D] and the largest logit of each head, float32 [H].
+        """Return the attention output [B, T, D] and the largest logit of each head, float32 [H].
 
         Args:
             x_BTD: Normed residual stream, [B, T, D].
@@ -136,7 +136,14 @@ class Attention(nnx.Module):
         mask_BS: jax.Array | None = None,
         segments_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the largest logit of each head, float32 [H], of the results of `heads`."""
+        """Return the largest logit of each head over all pairs that attention sees, float32 [H].
+
+        Args:
+            q_BTHN: Queries without the logit scale, as `heads` returns them.
+            k_BSKN: Keys, as `heads` returns them.
+            mask_BS: bool, `True` at keys that queries may see. Default: all.
+            segments_BT: Document of each position, int32. Default: one document.
+        """
         return largest_logits(
             self._scaled(q_BTHN),
             k_BSKN,
@@ -150,15 +157,16 @@ class Attention(nnx.Module):
     def cached(
         self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool
     ) -> tuple[jax.Array, Cache]:
-        """Attend from T new positions to the cached ones. Return the branch and the new cache.
+        """Return the attention output [B, T, D] of T new positions, and the updated cache.
 
-        The cache then has the keys and values of the new positions, but the same length.
+        The new positions attend to the cached ones and to one another. The returned cache has their
+        keys and values, but the length of the given one.
 
         Args:
             x_BTD: Normed residual stream at the T new positions, [B, T, D].
             cache: Cache of all layers, to which this layer writes at index `layer`.
             layer: Index of this layer, from 0.
-            fresh: Whether the cache is empty, so that the new positions see only one another.
+            fresh: `True` if the cache is empty. The new positions then see only one another.
         """
         start = None if fresh else cache.length
         q_BTHN, k_BTKN, v_BTKN = self.heads(x_BTD, start)
@@ -173,6 +181,8 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, start: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [B, T, H, N] without the logit scale, and keys and values [B, S, K, N].
+
+        Norms and rotary positions are applied to queries and keys, if the model has them.
 
         Args:
             x_BTD: Normed residual stream, [B, T, D].
@@ -220,7 +230,7 @@ class Attention(nnx.Module):
     def _fused_projection(
         self, x_BTD: jax.Array, query_DHN: jax.Array, key_DKN: jax.Array, value_DKN: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries, keys and values from a single matrix product."""
+        """Return queries, keys and values by one matrix product, before adapters and biases."""
         width, kv_heads, size = key_DKN.shape
         # Every key head lies next to its queries, so that devices split the fused heads in the same
         # way as the separate ones.
@@ -243,7 +253,10 @@ class Attention(nnx.Module):
         v_BSKN: jax.Array,
         segments_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the branch [B, T, D] of queries, keys and values, as `heads` returns them."""
+        """Return the attention output, projected to the residual stream's width, [B, T, D].
+
+        The arguments are the results of `heads`. The logit scale is applied here.
+        """
         y_BTHN = kernels.attend(
             self._scaled(q_BTHN),
             k_BSKN,
@@ -263,7 +276,7 @@ class Attention(nnx.Module):
         return q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)
 
     def _projected_out(self, y_BTHN: jax.Array) -> jax.Array:
-        """Return the branch [B, T, D] of the heads' outputs."""
+        """Return the heads' outputs times the output matrix, with adapter and bias, [B, T, D]."""
         y_BTHN = self.layout.constrain(y_BTHN, ("batch", "sequence", "heads", None))
         y_BTD = project(y_BTHN, self.out[...], inputs=2, kind=self.kind, layout=self.layout)
         y_BTD = adapted(y_BTD, y_BTHN, self.out_lora, inputs=2)
@@ -308,7 +321,10 @@ class MLP(nnx.Module):
         return biased(y_BTD, self.down_bias)
 
     def _up_and_gate(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Return W_up x and W_gate x, [B, T, F]. The latter is `None` for an MLP without a gate."""
+        """Return W_up x and W_gate x, [B, T, F], or W_up x and `None` for an MLP without a gate.
+
+        Adapters and biases are included.
+        """
         if self.gate is None:
             up_BTF = project(x_BTD, self.up[...], kind=self.kind, layout=self.layout)
             up_BTF = adapted(up_BTF, x_BTD, self.up_lora)
@@ -328,7 +344,13 @@ class MLP(nnx.Module):
 
 
 def _materialized(x: Any, width: int, platform: str) -> Any:
-    """Make the TPU compiler store x, if the model is at least `WIDE`. Otherwise return x."""
+    """Return x behind a barrier that makes the TPU compiler store it in memory.
+
+    On other platforms, and for models whose width is below `WIDE`, x is returned unchanged.
+
+    Args:
+        x: One array, or a pytree of several arrays.
+    """
     if platform != "tpu" or width < WIDE:
         return x
     # The compiler would otherwise compute the gate again inside of every product that reads it.
@@ -426,7 +448,7 @@ class Block(nnx.Module):
             h_BTD: Residual stream at the T new positions, [B, T, D].
             cache: Cache of all layers, to which this layer writes at index `layer`.
             layer: Index of this layer, from 0.
-            fresh: Whether the cache is empty, so that the new positions see only one another.
+            fresh: `True` if the cache is empty. The new positions then see only one another.
         """
         x_BTD = self.attention_norm(h_BTD)
         attention_BTD, cache = self.attention.cached(x_BTD, cache, layer, fresh=fresh)
@@ -436,7 +458,9 @@ class Block(nnx.Module):
     def add_branch(
         self, h_BTD: jax.Array, place: int, y_BTD: jax.Array, scale_B2: jax.Array | None = None
     ) -> jax.Array:
-        """Return the residual stream after a branch is added.
+        """Return skip * h + branch * scale * gain * norm(y), the residual stream after a branch.
+
+        Norm and gain are left out where the model has none.
 
         Args:
             h_BTD: Residual stream, [B, T, D].
@@ -466,7 +490,14 @@ class Block(nnx.Module):
         dropless: bool = False,
         scale_B2: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
-        """Add the attention branch, then compute and add the branch of MLP and experts."""
+        """Add the attention branch, then compute and add the branch of MLP and experts.
+
+        Return the residual stream after both, and the routing statistics (`None` without experts).
+
+        Args:
+            dropless: Ignore the capacity of experts, so that no token is dropped.
+            scale_B2: Factor on the two branches of every example. Default: 1.
+        """
         input_BTD = h_BTD
         h_BTD = self.add_branch(h_BTD, 0, attention_BTD, scale_B2)
         # Parallel branches both read the stream before the block.
@@ -523,7 +554,8 @@ def runs_as_scan(compute: ComputeConfig, depth: int, *, layout: Layout = ONE_DEV
 
     Args:
         compute: Compute config, whose `layers` is auto, scan or unrolled.
-        depth: Number of blocks. With auto, a CPU unrolls up to `UNROLLED_DEPTH`.
+        depth: Number of blocks. With auto, a CPU unrolls up to `UNROLLED_DEPTH`, and GPUs and TPUs
+            always loop.
         layout: Layout on the devices that the stack is compiled for.
     """
     if compute.layers == "auto":
@@ -688,7 +720,9 @@ def run_stack(
 
 
 def named_logits(scope: str, statistics: BlockStatistics) -> dict[str, jax.Array] | None:
-    """Return the attention logits of a stack by the full names of the attentions.
+    """Return a stack's largest attention logits by full name, such as "block.attention".
+
+    The result is `None` if they were not measured.
 
     Args:
         scope: Name of the stack's block in the model, such as "encoder.block".
@@ -760,7 +794,12 @@ def _unrolled(
     stacked: Any,
     depth: int,
 ) -> tuple[jax.Array, BlockStatistics]:
-    """Apply the layers one after another. Return the stream and the stacked statistics."""
+    """Apply the layers one after another. Return the stream and the stacked statistics.
+
+    Args:
+        layers: Function of each place in the period. Layer i uses the one at i modulo their number.
+        stacked: Pytree of arrays with a leading axis of `depth` layers.
+    """
     # One split per stacked array, whose gradient writes all slices side by side at once. With an
     # index per layer, every slice's gradient would be added to a complete stack.
     leaves, structure = jax.tree.flatten(stacked)

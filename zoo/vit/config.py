@@ -175,7 +175,7 @@ class ViTConfig(ImageModel, TransformerConfig):
         return 1 if spec.role is Role.HIDDEN else super().applications(spec)
 
     def _stem(self) -> dict[str, ParamSpec]:
-        """Return the parameters of the stem: convolutions first, then norms."""
+        """Return the declarations of the stem's parameters: convolutions first, then norms."""
         specs: dict[str, ParamSpec] = {}
         # The first convolution reads pixels, whose number stays finite. Later ones read channels,
         # whose number grows with the width.
@@ -213,7 +213,7 @@ class ViTConfig(ImageModel, TransformerConfig):
         return specs
 
     def _read_in(self) -> dict[str, ParamSpec]:
-        """Return the parameters that turn pixels into patch embeddings."""
+        """Return the declarations that turn pixels into patch embeddings: a stem, or one matrix."""
         if self.convolutions:
             return self._stem()
         patch = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
@@ -222,7 +222,7 @@ class ViTConfig(ImageModel, TransformerConfig):
         return {"patch": patch, "patch_bias": patch.bias}
 
     def _head(self) -> dict[str, ParamSpec]:
-        """Return the parameters between the pooled features and the logits."""
+        """Return the declarations of the readout, and of the layer before it if there is one."""
         specs: dict[str, ParamSpec] = {}
         features = ("embed", "pooled") if self.pool == "cls-mean" else ("embed",)
         if self.pre_logits:
@@ -266,7 +266,8 @@ class ViTConfig(ImageModel, TransformerConfig):
 def _as_flax(spec: ParamSpec) -> ParamSpec:
     """Return the declaration with the distribution that Flax's initializers give its matrix.
 
-    Declarations of vectors and adapters stay as they are.
+    That is uniform in blocks and truncated normal elsewhere. Declarations of vectors, embeddings
+    and adapters are returned unchanged.
     """
     if not spec.fan_in or spec.role in ADAPTERS:
         return spec

@@ -115,7 +115,10 @@ class ViT(nnx.Module):
     def _readout_inputs(
         self, h_BTD: jax.Array, statistics: BlockStatistics = NO_STATISTICS
     ) -> ReadoutInputs:
-        """Normalize and pool the residual stream, and return the features with the readout."""
+        """Normalize and pool the residual stream, and return the features with the readout.
+
+        The layer before the readout (`pre_logits`) is applied to the features if there is one.
+        """
         features_BD = self._pooled(self.norm(h_BTD))
         if self.pre_logits is not None:
             weight = self.pre_logits[...]
@@ -151,7 +154,8 @@ class ViT(nnx.Module):
 class Stem(nnx.Module):
     """Convolutions that make patches (Xiao et al. 2021), each followed by a norm and a GELU.
 
-    Zero padding keeps the sides multiples of the strides. Norms are over channels.
+    With zero padding, a convolution's output has sides 1/stride of its input's. Norms are over
+    channels.
     """
 
     def __init__(self, config: ViTConfig, init: Init) -> None:

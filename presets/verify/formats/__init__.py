@@ -81,7 +81,11 @@ def _read_yaml_file(path: Path) -> ModelFile:
 
 
 def _read_text_file(path: Path) -> ModelFile:
-    """Read a config file of Python, or a shell script with one command line."""
+    """Read nanoGPT's Python config, or a script with a command line of nanoGPT or Megatron.
+
+    Raises:
+        PresetError: The file cannot be read or parsed, or its command line is of neither program.
+    """
     is_python = path.suffix == ".py"
     words: list[str] = []
     try:

@@ -124,7 +124,11 @@ class Config(ModelFile):
         self._base_mlp = self._optional_count("mup_base_filter_size")
 
     def _read_optimizer(self, sections: _Sections, source: str) -> None:
-        """Set the optimizer's name and settings."""
+        """Set the optimizer's name and settings, with the schedule's largest learning rate.
+
+        Raises:
+            PresetError: The optimizer is none of AdamW, SGD and Lion.
+        """
         optimizer = sections.optimizer
         # The old layout has {optimizer_type: AdamW, ...}, the present one {AdamW: {...}}.
         name = str(optimizer.get("optimizer_type") or next(iter(optimizer), ""))
@@ -148,7 +152,10 @@ class Config(ModelFile):
         return self._dump(self._sizes)
 
     def base(self) -> Dump | None:
-        """Return the model of `mup_base_hidden_size`, with fewer heads of the same size."""
+        """Return the model of `mup_base_hidden_size`, with fewer heads of the same size.
+
+        Return `None` if the file names no base width, or names the model's own width.
+        """
         sizes = self._sizes
         width = self._base_width
         if width is None or width == sizes.width:
@@ -210,7 +217,10 @@ class Config(ModelFile):
         return fields.number("output_logits_alpha") / divisor
 
     def _initializer_std(self, *names: str) -> float:
-        """Return the std of the first of these initializers that the file has."""
+        """Return the std of the first of these initializers that the file has.
+
+        Without any of them it is `initializer_range`.
+        """
         for name in names:
             initializer = self._fields.values.get(name)
             if isinstance(initializer, dict):
@@ -250,7 +260,7 @@ class Config(ModelFile):
     def _columns(
         self, role: str, sizes: Sizes, stds: Mapping[str, float], output: float
     ) -> Columns:
-        """Return the values of the role's parameter, by the table of this file."""
+        """Return std, learning rate, weight decay, eps and multiplier of the role's parameter."""
         settings = self._settings
         is_vector = "norm" in role
         in_block = role.startswith("block.")

@@ -197,7 +197,7 @@ def _check_keys(place: str, entry: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _check_number(place: str, value: Any, *, zero: bool) -> None:
-    """Refuse a value that is not a finite number above 0, or of at least 0 if `zero`."""
+    """Raise `PresetError` unless a value is a finite number above 0, or 0 if `zero` allows it."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     is_finite = is_number and math.isfinite(value)
     if not is_finite or value < 0 or (value == 0 and not zero):

@@ -173,7 +173,7 @@ class Config(ModelFile):
         )
 
     def _multipliers(self, sizes: Sizes) -> _Multipliers:
-        """Return the factors of the forward pass, by the table of this file."""
+        """Return the factors of the forward pass, from the fields that the model type has."""
         fields = self._fields
         inverse_root = sizes.head_dim**-0.5
         if self._model_type.startswith("minicpm"):

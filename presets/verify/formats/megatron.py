@@ -56,7 +56,7 @@ _BRANCH_OUTPUTS = ("block.attention_out", "block.mlp_out")
 
 
 def fits(words: Sequence[str]) -> bool:
-    """Return whether the words are a command line of Megatron."""
+    """Return whether the words are a command line of Megatron: one is `--hidden-size`."""
     return any(word.split("=")[0] == "--hidden-size" for word in words)
 
 
@@ -119,6 +119,7 @@ class CommandLine(ModelFile):
         """Return the model of `--mup-base-hidden-size`, with fewer heads.
 
         Heads have the size of `--mup-base-head-dim` if the flag is given, else the model's own.
+        Return `None` without muP, or if the base has the model's own width.
         """
         sizes = self._sizes
         fields = self._fields
@@ -168,7 +169,11 @@ class CommandLine(ModelFile):
         )
 
     def _attention(self, head_dim: int) -> float:
-        """Return the softmax scale."""
+        """Return the factor on attention logits: N^-1/2 without muP, for heads of size N.
+
+        With muP it is `--mup-base-head-dim` (default 1) to the power 1/2, divided by N to the power
+        `--mup-attn-scale-power`.
+        """
         fields = self._fields
         if not self._mup:
             return head_dim**-0.5
@@ -203,7 +208,7 @@ class _Values:
         self.output = output if mup else 1.0
 
     def columns(self, role: str, layers: int) -> Columns:
-        """Return the values of the role's parameter, by the table of this file."""
+        """Return std, learning rate, weight decay, eps and multiplier of the role's parameter."""
         is_vector = "norm" in role
         if is_vector:
             # Gains start at 1, so that they have no std to judge, and they do not decay.

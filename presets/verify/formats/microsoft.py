@@ -81,7 +81,12 @@ def _check_contents(contents: Any, source: str, target: Dump) -> None:
 
 
 def _full_shape(name: str, shape: list[Any], source: str, target: Dump) -> tuple[int, ...]:
-    """Return the base shape, with the model's own sizes for dimensions that do not grow."""
+    """Return the base shape, with the model's own sizes for dimensions that do not grow.
+
+    Raises:
+        PresetError: The shape has another number of dimensions than the model's, or no whole
+            numbers.
+    """
     target_shape = target.parameters[name].shape
     are_sizes = all(size is None or type(size) is int for size in shape)
     if len(shape) != len(target_shape) or not are_sizes:
@@ -92,7 +97,13 @@ def _full_shape(name: str, shape: list[Any], source: str, target: Dump) -> tuple
 
 
 def _unscaled_entry(contents: dict[str, list[Any]], source: str, target: Dump) -> Entry:
-    """Return the first parameter of the model whose learning rate mup does not scale."""
+    """Return the first parameter of the model whose learning rate mup does not scale.
+
+    Under Adam it is one with fewer than two width dimensions, under SGD a matrix with two.
+
+    Raises:
+        PresetError: The model has no such parameter.
+    """
     sgd = target.optimizer in ("sgd", "momentum")
     for name, entry in target.parameters.items():
         width_dimensions = sum(size is not None for size in contents[name])

@@ -56,7 +56,7 @@ _BRANCH_OUTPUTS = ("block.attention_out", "block.mlp_out")
 
 
 def fits(words: Sequence[str]) -> bool:
-    """Return whether the words of a command line are arguments of nanoGPT."""
+    """Return whether the words have nanoGPT's `--n_embd=` or `--mup_width_multiplier=`."""
     return any(word.startswith(("--n_embd=", "--mup_width_multiplier=")) for word in words)
 
 
@@ -136,7 +136,10 @@ class Config(ModelFile):
         return self._dump(self._sizes, self._width_ratio)
 
     def base(self) -> Dump | None:
-        """Return the model whose width multiplier is 1, with fewer heads of the same size."""
+        """Return the model whose width multiplier is 1, with fewer heads of the same size.
+
+        Return `None` without muP, or if the model's own multiplier is 1.
+        """
         sizes = self._sizes
         ratio = self._width_ratio
         if ratio == 1:
@@ -167,7 +170,7 @@ class Config(ModelFile):
         )
 
     def _columns(self, role: str, sizes: Sizes, width_ratio: float) -> Columns:
-        """Return the values of the role's parameter, by the table of this file."""
+        """Return std, learning rate, weight decay, eps and multiplier of the role's parameter."""
         fields = self._fields
         std = fields.number("init_std")
         lr = fields.number("learning_rate")

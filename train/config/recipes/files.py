@@ -27,18 +27,21 @@ _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def recipe(path: str) -> Callable[[], Config]:
-    """Return the function that makes the config of a file, as a recipe does.
+    """Read a config file, and return the function that makes its config, as a recipe does.
 
-    The file holds fields as `--print-config` prints them, or is a run's config.json, which has
-    them under `config`. Workdir and resume of a run's record are left out. Fields that the file
-    leaves out are those of its `recipe`. `model` may be a name of `mupax models`. `data.mix` and
-    `data.evaluate` may be lists of the words that their flags take, or maps from names to sources.
+    The file holds fields as `--print-config` prints them, or is a run's config.json, which has them
+    under `config`. The plugins of such a record are imported (`record.restore`), and its workdir
+    and resume are left out. Fields that the file leaves out are those of its `recipe`. `model` may
+    be a name of `mupax models`. `data.mix` and `data.evaluate` may be lists of the words that their
+    flags take, or maps from names to sources.
 
     Args:
         path: Path of the file, on a disk or in a bucket.
 
     Raises:
-        ConfigError: The file does not exist or holds no such config. The text names the file.
+        ConfigError: The file does not exist or, when the function is called, holds no such config.
+            The text names the file.
+        PluginError: A plugin of a run's record may not be imported, or is gone.
     """
     content = _read(path)
     is_record = "config" in content
@@ -78,7 +81,8 @@ def _refuse_moved_preset(preset: Any) -> None:
 def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:
     """Return the function that makes the config with which a recorded run continues.
 
-    It leaves out where the run was and from which step it continued.
+    Fields on one start, such as `workdir` and `resume`, and the section `distributed` get their
+    defaults. The function raises `ConfigError` if the fields make no config.
 
     Args:
         fields: `config` of the record.
@@ -100,6 +104,8 @@ def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:
 def model_fields(path: str) -> frozenset[str]:
     """Return the fields of the model that a file sets. A file that names a model has `NAMED`.
 
+    The field `family` is always among them, except for a named model.
+
     Raises:
         ConfigError: The file does not exist or holds no named fields.
     """
@@ -114,7 +120,7 @@ def model_fields(path: str) -> frozenset[str]:
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return the content of a JSON or YAML file, which has named fields.
+    """Return the content of a JSON (`.json`) or YAML (any other) file, which has named fields.
 
     Raises:
         ConfigError: The file does not exist, cannot be read or holds something else.
@@ -152,7 +158,8 @@ def _read(path: str) -> dict[str, Any]:
 def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the recipe that a file names, with the model that the file names.
 
-    Returns {} for a file that names no recipe but has data and a model of its own.
+    If the file has fields of a model of another family, the recipe's model is left out. Returns {}
+    for a file that names no recipe, or an unknown one, and has the fields itself.
 
     Raises:
         ConfigError: The recipe does not exist, or it is missing and data or model are, too.
@@ -240,6 +247,10 @@ def _mix_word(name: Any, entry: Any) -> str:
 
     Args:
         entry: `SOURCE:WEIGHT`, or a map of source and weight.
+
+    Raises:
+        ConfigError: The name has another character than letters, digits, _, - and ., or the entry
+            has another form.
     """
     key = f"data.mix {name}"
     if not re.fullmatch(r"[\w.-]+", str(name)):
@@ -272,6 +283,9 @@ def _evaluate_word(name: Any, entry: Any) -> str:
 
     Args:
         entry: A source as `data.name` has it, or a map with the key source.
+
+    Raises:
+        ConfigError: The entry has another form.
     """
     key = f"data.evaluate {name}"
     if isinstance(entry, dict):
@@ -299,7 +313,10 @@ def _check_names(key: str, entry: Mapping[Any, Any], names: tuple[str, ...]) -> 
 
 
 def _over(start: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `start` overwritten by those of a file, nested group by group."""
+    """Return the fields of `start` overwritten by those of a file, nested group by group.
+
+    A model that the file gives by its name is left out, because `start` already has its fields.
+    """
     merged = dict(start)
     for name, value in fields.items():
         if isinstance(value, dict) and isinstance(merged.get(name), dict):

@@ -159,7 +159,12 @@ def r2c2_c4() -> Config:
 
 
 def _dinan(name: str, model: str, steps: int) -> Config:
-    """Return a run of Dinan, Yaida and Zhang 2023."""
+    """Return the config of a run of Dinan, Yaida and Zhang 2023 on C4, sharded by fsdp.
+
+    Args:
+        name: Name of the recipe, such as `r2c2-c4`.
+        model: Name of an encoder-decoder of the zoo, such as `r2c2`.
+    """
     data = DataConfig(
         name="hf:allenai/c4:en",
         batch_size=512,
@@ -202,7 +207,14 @@ multiplier, so that its rate, eps and share of the clipped norm are those of the
 
 
 def _vit_i1k(name: str, model: str) -> Config:
-    """Return a ViT on ImageNet-1k with big_vision's augmentation and initialization."""
+    """Return the config of a ViT on ImageNet-1k as in big_vision.
+
+    Augmentation, initialization, moments in bfloat16 and 90 epochs are those of big_vision.
+
+    Args:
+        name: Name of the recipe, such as `vit-s16-imagenet`.
+        model: Name of a ViT of the zoo, such as `vit-s16`.
+    """
     base = _imagenet(name, model)
     fields = {"sincos": True, "norm_eps": 1e-6, "distribution": "flax"}
     # mix_group: big_vision mixes the images of each of a TPU v3-8's 8 devices, 1,024 / 8.
@@ -228,7 +240,12 @@ def _vit_i1k(name: str, model: str) -> Config:
 
 
 def _imagenet(name: str, model: str) -> Config:
-    """Return a ViT on ImageNet-1k with the rates of ViT-S/16."""
+    """Return the config of a ViT on ImageNet-1k, 90 epochs with the rates of ViT-S/16.
+
+    Args:
+        name: Name of the recipe, such as `vit-s16-imagenet`.
+        model: Name of a ViT of the zoo, such as `vit-s16`.
+    """
     return Config(
         recipe=name,
         model=_model(model, "dots"),
@@ -251,7 +268,11 @@ def _imagenet(name: str, model: str) -> Config:
 
 
 def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
-    """Return a decoder on C4, sharded over a pod, with the rates of lm-1b."""
+    """Return the config of a decoder on C4, sharded by fsdp over a pod, with the rates of lm-1b.
+
+    Args:
+        name: Name of both the recipe and its model in the zoo, such as `lm-8b`.
+    """
     model = _model(name, "block")
     tokenizer = f"bpe:{model.sizes()['vocab']}"
     return Config(
@@ -272,7 +293,7 @@ def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
 
 
 def _model(name: str, remat: Remat) -> ModelConfig:
-    """Return a model of the zoo that computes in bfloat16."""
+    """Return a model of the zoo that computes in bfloat16, with a remat policy."""
     return dataclasses.replace(
         configs.get(name), compute=ComputeConfig(dtype="bfloat16", remat=remat)
     )

@@ -46,7 +46,10 @@ ONCE = ("splash", "ring", "cudnn")
 
 
 def loss(config: Config, definition: Definition, layout: Layout) -> core_loss.LossImplementation:
-    """Return how a run computes its loss, with the memory and time that this takes."""
+    """Return the loss implementation of a run, with estimates of its memory and time.
+
+    For `auto` it is the first of `loss.options`.
+    """
     kind = config.model.compute.cross_entropy
     readout = work(config, definition, layout)
     if kind == "auto":
@@ -55,7 +58,7 @@ def loss(config: Config, definition: Definition, layout: Layout) -> core_loss.Lo
 
 
 def work(config: Config, definition: Definition, layout: Layout) -> core_loss.ReadoutShape:
-    """Return the shape of the readout of one microbatch on one device."""
+    """Return the sizes of the readout and targets of one microbatch on one device."""
     num_outputs = definition.sizes[config.model.output_axis]
     num_shards = layout.num_shards(config.model.output_axis)
     # Outputs that do not divide over the devices are replicated.
@@ -117,12 +120,14 @@ def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, i
 
 
 def _rows(config: Config, layout: Layout) -> int:
-    """Return the examples of one microbatch on one device."""
+    """Return the number of examples of one microbatch on one device."""
     return config.data.batch_size // config.accumulation_steps // layout.num_shards("batch")
 
 
 def bytes_of(leaf: Any, sharding: Any, itemsize: int | None = None) -> int:
-    """Return the bytes of an array's shard on one device, with TPU padding in the best layout.
+    """Return the bytes of an array's shard on one device.
+
+    On TPU they include padding, in the layout with the least (`padded`).
 
     Args:
         leaf: Array or its shape and dtype, not split.
@@ -135,9 +140,10 @@ def bytes_of(leaf: Any, sharding: Any, itemsize: int | None = None) -> int:
 
 
 def padded(shape: Sequence[int]) -> int:
-    """Return the numbers that an array takes in a TPU's memory, in the layout with least padding.
+    """Return the count of numbers, padding included, that an array takes in a TPU's memory.
 
-    Two dimensions of the array are padded to tiles of 8 x 128. `shape` is one device's shard.
+    Two dimensions are padded to multiples of 8 and 128, in the layout with the least padding. An
+    array of fewer than two dimensions is not padded. `shape` is one device's shard.
     """
     count = math.prod(shape)
     if len(shape) < 2:
@@ -170,7 +176,7 @@ def activations(config: Config, definition: Definition, layout: Layout) -> tuple
 
 
 def attention_of(config: Config, definition: Definition, layout: Layout) -> AttentionName:
-    """Return the attention implementation of a layer with the model's own mask (`sight`)."""
+    """Return the name of the attention kernel of a layer with the model's own mask (`sight`)."""
     model = config.model
     sizes = defaultdict(int, definition.sizes)
     length = sizes["position"]

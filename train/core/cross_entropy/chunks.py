@@ -31,9 +31,10 @@ class _Chunk(NamedTuple):
 def loss_on_device(
     plan: Any, inputs: Any, with_grads: bool
 ) -> tuple[LossSums, ReadoutInputs | None]:
-    """Return the loss sums over all devices, and the gradients of this device's arrays.
+    """Return the loss sums over all devices, and gradients of this device's readout inputs.
 
-    Chunks run one after another. The gradients are `None` without `with_grads`.
+    Chunks of tokens run one after another. The gradients are those of features, weight, scale and
+    bias, and `None` without `with_grads`.
 
     Args:
         plan: `loss.LossPlan`, the distribution of the loss over devices.
@@ -113,7 +114,11 @@ def _chunk_loss(
     with_grads: bool,
     z_loss: jax.Array | None,
 ) -> tuple[TokenStatistics, ReadoutInputs | None]:
-    """Return statistics of a chunk's tokens, and gradients from this device's vocabulary."""
+    """Return statistics of a chunk's tokens, and gradients of the readout inputs.
+
+    The statistics are over the whole vocabulary. The gradients come from this device's part of the
+    vocabulary only. They are `None` without `with_grads`.
+    """
     targets_N = chunk.targets
     own_NV = readout_inputs.logits(plan.layout)
     logits_NV = own_NV
@@ -165,6 +170,8 @@ def _chunk_loss(
 def _readout_gradients(readout_inputs: ReadoutInputs, slope_NV: jax.Array) -> ReadoutInputs:
     """Return gradients of features, weight, scale and bias from those of the uncapped logits.
 
+    The gradient of a scale or bias that the readout does not have is `None`.
+
     Args:
         readout_inputs: Features of a chunk, [N, D], and the readout.
         slope_NV: Gradient of the loss with respect to the logits before their soft cap, float32.
@@ -186,5 +193,5 @@ def _readout_gradients(readout_inputs: ReadoutInputs, slope_NV: jax.Array) -> Re
 
 
 def _psum(tree: Any, mesh_axes: tuple[str, ...]) -> Any:
-    """Sum a tree of arrays over mesh axes, if there are any."""
+    """Sum a tree of arrays over devices along mesh axes. Without axes, return it unchanged."""
     return jax.lax.psum(tree, mesh_axes) if mesh_axes else tree

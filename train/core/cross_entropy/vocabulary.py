@@ -70,11 +70,12 @@ class _DeviceLoss:
     def readout_part(
         self, source: ReadoutInputs, part: slice, after: jax.Array | None = None
     ) -> ReadoutInputs:
-        """Return the gathered readout of a part of the vocabulary.
+        """Return features, and the readout of a part of the vocabulary gathered from all devices.
 
         Args:
             source: Readout inputs of the model or of the reference.
-            after: Array that has to exist before the part is gathered.
+            part: Columns of the part in this device's share of the readout matrix, such as 0:128.
+            after: Array that the compiler has to compute before the part is gathered.
         """
         weight_DV = source.weight[:, part]
         if after is not None:
@@ -87,10 +88,12 @@ class _DeviceLoss:
         return ReadoutInputs(features_ND, weight_DV, source.scale, bias_V, cap=source.cap)
 
     def part_logits(self, part: slice, after: jax.Array | None = None) -> _PartLogits:
-        """Return the logits of a part of the vocabulary.
+        """Return the logits of a part of the vocabulary, and the gathered readout matrix.
+
+        Logits of the reference are subtracted if the output is centred.
 
         Args:
-            after: Array that has to exist before the part is gathered.
+            after: Array that the compiler has to compute before the part is gathered.
         """
         readout = self.readout_part(self.inputs.readout_inputs, part, after)
         own_NV = readout.logits(self.plan.layout)
@@ -105,16 +108,17 @@ class _DeviceLoss:
         return self.offset + part.start + jnp.arange(part.stop - part.start)
 
     def label(self, part: slice) -> jax.Array:
-        """Return where a part's columns are the targets, bool [N, V]."""
+        """Return a mask that is true at the column of each token's target, bool [N, V]."""
         return self.column(part) == self.targets_N[:, None]
 
 
 def loss_on_device(
     plan: Any, inputs: Any, with_grads: bool
 ) -> tuple[LossSums, ReadoutInputs | None]:
-    """Return the loss sums over all devices, and the gradients of this device's arrays.
+    """Return the loss sums over all devices, and gradients of this device's readout inputs.
 
-    Parts of the vocabulary run one after another. The gradients are `None` without `with_grads`.
+    Parts of the vocabulary run one after another. The gradients are those of features, weight,
+    scale and bias, and `None` without `with_grads`.
 
     Args:
         plan: `loss.LossPlan`, the distribution of the loss over devices.
@@ -162,9 +166,10 @@ def loss_on_device(
 
 
 def _first_pass(loss: _DeviceLoss) -> tuple[_DeviceLoss, list[jax.Array], list[_PartSums]]:
-    """Return the largest logits and the sums of every part of the vocabulary.
+    """Return each token's largest logit in every part of the vocabulary, and the part's sums.
 
-    The first result is `loss` with the features as they are after all parts.
+    The first result is `loss` with features that pass through a barrier after each part, so that
+    the compiler runs the parts in order.
     """
     tops: list[jax.Array] = []
     part_sums: list[_PartSums] = []
@@ -300,5 +305,5 @@ def _gradients(
 
 
 def _reduce(collective: Any, tree: Any, mesh_axes: tuple[str, ...]) -> Any:
-    """Apply `jax.lax.psum` or `pmax` over mesh axes, if there are any."""
+    """Apply `jax.lax.psum` or `pmax` over mesh axes. Without axes, return the tree unchanged."""
     return collective(tree, mesh_axes) if mesh_axes else tree

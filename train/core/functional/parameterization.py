@@ -54,7 +54,11 @@ class Parameterization:
 
     @property
     def scales(self) -> Any:
-        """`Scales` of every parameter in a tree like the model's, for your own optax chain."""
+        """`Scales` of every parameter in a tree like the model's, for your own optax chain.
+
+        `Scales` has the factors on learning rate, eps and weight decay, the forward multiplier and
+        the initial standard deviation.
+        """
         sizes = self.definition.sizes
         name = self.config.name
         decay = self.config.decay
@@ -71,7 +75,11 @@ class Parameterization:
         return self.definition.tree(self.definition.initialize(seed, self.stds))
 
     def forward(self, params: Any) -> Any:
-        """Return the parameters that the model is called with: each times its multiplier."""
+        """Return the parameters that the model is called with, in a tree like the model's.
+
+        Each is times its multiplier. Factors of the preset on attention logits and residual
+        branches are multiplied into parameters, too. The multiplier of a tied readout is not.
+        """
         arrays = multiplied(self.definition.arrays(params), self.factors.multiplier)
         return self.definition.forward(arrays, self.factors.forward)
 

@@ -44,7 +44,11 @@ class Rendered(NamedTuple):
 class ChatTokens:
     """Encoder of conversations, used in place of a tokenizer.
 
+    With a tokenizer of V tokens, id i is a token that is read only, and V + i is the same token as
+    a target. Ids 2 V and 2 V + 1 end a conversation, read only or as a target.
+
     Args:
+        encoder: Tokenizer of the rendered text (`Bytes` or `Subwords`).
         template: Chat template that makes text of messages.
         loss_on: `answers` trains on the answers of assistants, `all` on every token.
     """
@@ -68,7 +72,9 @@ class ChatTokens:
         self.separator = 2 * encoder.vocab_size + (loss_on == "all" or not ends_by_itself)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each conversation, int32 [length].
+        """Return the ids of each conversation, int32 [length]. A target's id is raised by V.
+
+        V is the vocabulary size of the tokenizer.
 
         Args:
             texts: JSON of the messages of each conversation.
@@ -102,7 +108,11 @@ class ChatTokens:
         return text, ids
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        """Return the count of each special token in the contents of messages."""
+        """Return the count of each special token in the contents of messages.
+
+        Args:
+            text: JSON of the messages of a conversation. Empty text has no counts.
+        """
         contents = [message["content"] for message in json.loads(text)] if text else []
         return self.encoder.quoted("\n".join(contents).encode())
 
@@ -145,7 +155,10 @@ class ChatTokens:
         return Rendered(text, special, _without([(0, len(text))], context))
 
     def _quoted(self, value: Any) -> Any:
-        """Return a message with `QUOTE` in its special tokens, if quoted ones are plain text."""
+        """Return a copy of a message with `QUOTE` inside of every special token that it quotes.
+
+        The message is returned unchanged unless quoted special tokens are plain text.
+        """
         if not self.variant:
             return value
         if isinstance(value, str):
@@ -167,7 +180,8 @@ class ChatTokens:
             spans: Characters of `text`.
 
         Returns:
-            The text, the places where its special tokens begin, and the spans in it.
+            The text, the places where its special tokens begin, and the spans in it. There are no
+            places unless quoted special tokens are plain text.
         """
         quotes = np.array([match.start() for match in re.finditer(QUOTE, text)], np.int64)
 
@@ -183,10 +197,14 @@ class ChatTokens:
     def _answers(
         self, messages: Sequence[Any], by_message: bool
     ) -> tuple[str, list[tuple[int, Span]]]:
-        """Return the text, and the number of the message and the characters of each answer.
+        """Return the rendered text, and the message's number and the characters of each answer.
 
         Args:
-            by_message: True if the number of each answer's message must be right.
+            by_message: True if the number of each answer's message must be right. Otherwise the
+                numbers may be 0.
+
+        Raises:
+            DataError: The template does not tell which part of the text is an answer.
         """
         indices = []
         for i, message in enumerate(messages):
@@ -218,14 +236,18 @@ class ChatTokens:
         return text, answers
 
     def _message(self, messages: Sequence[Any], i: int, text: str) -> Span:
-        """Return the characters of message i, which is no answer."""
+        """Return the characters of message i, which is no answer, in the rendered text.
+
+        Raises:
+            DataError: The template renders the first messages otherwise than in the complete text.
+        """
         before = self.template.render(messages[:i], prompt=False) if i else ""
         after = self.template.render(messages[: i + 1], prompt=False)
         self._check_beginnings(before, after, text)
         return len(before), len(after)
 
     def _check_beginnings(self, before: str, after: str, text: str) -> None:
-        """Raise an error unless `before` begins `after` and `after` begins `text`."""
+        """Raise `DataError` unless `before` begins `after` and `after` begins `text`."""
         if not (text.startswith(after) and after.startswith(before)):
             raise DataError(
                 f"the chat template {self.template.name} writes the beginning of a conversation "
@@ -235,7 +257,14 @@ class ChatTokens:
             )
 
     def _trained(self, message: Any, span: Span, text: str) -> list[Span]:
-        """Return the parts of a message's characters that are trained on."""
+        """Return the parts of a message's characters that are trained on.
+
+        These are none if the message's weight is 0, and otherwise all but the parts that
+        `train_detail` excludes.
+
+        Raises:
+            DataError: The template changes a content that has `train_detail`.
+        """
         if message.get("weight") == 0:
             return []
         context = [part for part in message.get(PARTS, []) if not part["train"]]
@@ -258,7 +287,7 @@ class ChatTokens:
         return _without([span], cut)
 
     def _targets(self, count: int, places: np.ndarray, spans: list[Span] | None) -> np.ndarray:
-        """Return which tokens have a character that is trained on, bool [count].
+        """Return a mask of the tokens that have a character that is trained on, bool [count].
 
         Args:
             places: int [count, 2], first character of each token and the one after its last.
@@ -276,7 +305,9 @@ class ChatTokens:
 
 
 def prompt_encoder(tokenizer: Any, template: Template, config: DataConfig) -> ChatTokens:
-    """Return an encoder of prompts that reads messages as the model's training did.
+    """Return an encoder of prompts that treats quoted special tokens as the model's training did.
+
+    If they are plain text, the tokenizer is opened again in this mode.
 
     Args:
         config: Data settings of the run. `special_tokens` says whether a quoted `<|im_end|>` in a

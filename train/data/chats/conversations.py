@@ -49,8 +49,12 @@ class Windows(NamedTuple):
 def windows(tokens: np.ndarray, vocab: int, separator: int, size: int) -> Windows:
     """Divide the conversations of one side into windows.
 
+    Each window has as many complete conversations as fit, in their order. Conversations longer than
+    a window are cut, and those without a target are left out.
+
     Args:
         tokens: Ids of `ChatTokens`, [count].
+        vocab: V, number of ids of the tokenizer, without the ids of targets.
         separator: Token of the tokenizer that ends a text.
         size: Number of tokens of a window.
     """
@@ -87,14 +91,17 @@ def windows(tokens: np.ndarray, vocab: int, separator: int, size: int) -> Window
 
 
 def spells_text(encoder: Tokenizer) -> bool:
-    """Return whether each byte of a text belongs to exactly one of its tokens."""
+    """Return whether each byte of a text belongs to exactly one of its tokens.
+
+    One sample sentence is encoded to find out.
+    """
     (ids,) = encoder.encode([_SAMPLE.encode()])
     size = int(encoder.token_bytes()[ids].sum()) - int(encoder.adds_space)
     return size == len(_SAMPLE.encode())
 
 
 def _is_target(tokens: np.ndarray, vocab: int) -> np.ndarray:
-    """Return which ids of `ChatTokens` are targets, bool of their shape."""
+    """Return a mask of the ids of `ChatTokens` that are targets, bool of their shape."""
     return ((tokens >= vocab) & (tokens < 2 * vocab)) | (tokens == 2 * vocab + 1)
 
 
@@ -158,7 +165,10 @@ class Conversations(Data):
             self.bytes_per_token = counted.text_bytes / max(counted.targets, 1)
 
     def counted(self, examples: int) -> Counted:
-        """Count the targets of the first evaluation examples and the bytes of their text."""
+        """Count the targets of the first evaluation examples and the bytes of their text.
+
+        The end of a conversation counts one byte if it is a target.
+        """
         side = self.eval_windows
         vocab = self._vocab
         ids = np.asarray(side.tokens)
@@ -207,7 +217,10 @@ class Conversations(Data):
         return self._batch(self.eval_windows, numbers, len(indices))
 
     def _batch(self, side: Windows, numbers: Iterable[int], count: int) -> Batch:
-        """Return these windows as a batch of `count` rows. The other rows are empty."""
+        """Return the windows with these numbers as a batch of `count` rows.
+
+        Rows after the windows have only separators, with weight 0.
+        """
         # Filled with separators, which every model reads and which are no targets here.
         tokens = np.full((count, self._size), self._separator, np.int32)
         targets = np.zeros((count, self._size), bool)

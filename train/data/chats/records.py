@@ -21,7 +21,7 @@ FIELD = "messages"
 
 @dataclasses.dataclass
 class ChatLines(Lines):
-    """File of JSON lines that have messages."""
+    """File of JSON lines with messages. Its documents are the messages of a line, as JSON."""
 
     without_answer: dict[str, None] = dataclasses.field(default_factory=dict)
     """Places of lines that were left out because they have no answer to train on."""
@@ -37,7 +37,7 @@ class ChatLines(Lines):
 
 @dataclasses.dataclass
 class ChatTable(Table):
-    """Parquet file with a column of messages."""
+    """Parquet file with a column of messages. Its documents are the messages of a row, as JSON."""
 
     without_answer: dict[str, None] = dataclasses.field(default_factory=dict)
     """Places of rows that were left out because they have no answer to train on."""
@@ -55,7 +55,10 @@ class ChatTable(Table):
 
 
 def in_folder(path: Path) -> bool:
-    """Return whether a file, or the first file of records in a folder, has messages."""
+    """Return whether a file, or the first file of records in a folder, has messages.
+
+    The result is False for a damaged file, and if there is no file of records.
+    """
     if path.is_file():
         files = [path]
     else:
@@ -78,9 +81,12 @@ def in_folder(path: Path) -> bool:
 def _content(
     value: Any, where: str, field: str, text_fields: list[str], without_answer: dict[str, None]
 ) -> bytes:
-    """Return the messages as JSON.
+    """Check the messages of a record and return them as JSON.
 
-    Without an answer to train on, return nothing and add the place to `without_answer`.
+    Without an answer to train on, return no bytes and add the place to `without_answer`.
+
+    Raises:
+        DataError: The field has no valid list of messages. The message has the place.
     """
     if not isinstance(value, list):
         # Raises the error of a record whose field is missing or of another type.

@@ -36,7 +36,7 @@ _WIDE_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "trun
 
 
 class TemplateLimitError(jinja2.TemplateError):
-    """Error for a template that loops or writes more than the bounds allow."""
+    """Error for a template that is too large, or loops or writes more than the bounds allow."""
 
 
 class _Spent(threading.local):
@@ -56,14 +56,18 @@ def begin() -> None:
 
 
 def _turn(count: int = 1) -> None:
-    """Count turns of a loop. Raise an error above the bound."""
+    """Add turns of a loop to the counter. Raise `TemplateLimitError` above the bound."""
     _SPENT.turns += count
     if _SPENT.turns > _MOST_TURNS:
         raise TemplateLimitError(f"it loops more than {_MOST_TURNS:,} times")
 
 
 def _written(size: int) -> None:
-    """Count a text or list before it is made. Raise an error above the bounds."""
+    """Add the size of a text or list to the counter, before it is made.
+
+    Raises:
+        TemplateLimitError: The size is above `_LARGEST`, or the sum above `_MOST_WRITTEN`.
+    """
     if size > _LARGEST:
         raise TemplateLimitError(
             f"it makes a text or list of {size:,}, and {_LARGEST:,} is the most"
@@ -79,7 +83,7 @@ def _size(value: Any) -> int:
 
 
 def _is_sequence(value: Any) -> bool:
-    """Return whether `*` repeats a value and `+` extends it."""
+    """Return whether a value is a text, bytes, list or tuple, which `*` repeats."""
     return isinstance(value, (str, bytes, list, tuple))
 
 
@@ -89,7 +93,7 @@ def _widest(values: Any) -> int:
 
 
 def _written_out(parts: Any) -> str:
-    """Join the texts that a template writes."""
+    """Join the texts that a template writes. Raise `TemplateLimitError` above the bound."""
     texts = []
     for part in parts:
         _SPENT.written += len(part)
@@ -100,7 +104,10 @@ def _written_out(parts: Any) -> str:
 
 
 class Environment(sandbox.ImmutableSandboxedEnvironment):
-    """Sandbox of jinja2 that counts loops and sizes."""
+    """Sandbox of jinja2 that counts loops, calls and sizes of texts in each rendering.
+
+    Rendering raises `TemplateLimitError` above the bounds of this file.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     concat = staticmethod(_written_out)
@@ -168,14 +175,14 @@ def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _check_replacement(text: Any, before: Any, after: Any) -> None:
-    """Count the result of `replace` before it is made."""
+    """Count the result of `replace` before it is made, if all three values are texts."""
     if isinstance(text, str) and isinstance(before, str) and isinstance(after, str):
         growth = text.count(before) * max(0, len(after) - len(before))
         _written(len(text) + growth)
 
 
 def _check_format(form: str, values: tuple[Any, ...]) -> None:
-    """Raise an error if a format string asks for a width of millions.
+    """Count the result of a format, and raise an error if its width is millions.
 
     The width is a number of more than six digits in the string, or a value for `*`.
     """
@@ -190,7 +197,10 @@ def _check_format(form: str, values: tuple[Any, ...]) -> None:
 
 
 def _counted(items: Any) -> Any:
-    """Count the items of a loop and return them. Items without a length are counted one by one."""
+    """Count the items of a loop and return them.
+
+    Items without a length are returned as an iterator that counts them one by one.
+    """
     if isinstance(items, Sized):
         _turn(len(items))
         return items
@@ -205,14 +215,18 @@ def _counting(items: Any) -> Iterator[Any]:
 
 
 def _joined(*values: Any) -> str:
-    """Join values as texts, as the operator `~` does."""
+    """Join values as texts, as the operator `~` does. Count the result before it is made."""
     texts = [str(value) for value in values]
     _written(sum(map(len, texts)))
     return "".join(texts)
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that counts its result, before it is made where that is possible."""
+    """Wrap a filter of jinja2, so that its result is counted, where possible before it is made.
+
+    Args:
+        name: Name of the filter, which tells how to estimate the size of its result.
+    """
 
     @functools.wraps(function)
     def filtered(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +255,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_join(values: list[Any]) -> None:
-    """Count the separators of `join` before the text is made."""
+    """Count the separators of `join` before the text is made, if it joins a list by a text."""
     lists = [value for value in values if isinstance(value, (list, tuple, range))]
     separators = [value for value in values if isinstance(value, str)]
     if lists and separators:
@@ -263,7 +277,7 @@ class _Counting(visitor.NodeTransformer):
 
 
 class Generation(ext.Extension):
-    """Extension of jinja2 for `{% generation %}`, which has an answer in it."""
+    """Extension of jinja2 for `{% generation %}`, which puts marks around an answer."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -280,6 +294,8 @@ class Generation(ext.Extension):
 @functools.cache
 def environment(dated: bool, marks: str) -> Environment:
     """Return the sandbox of templates, with the settings, filters and functions of `transformers`.
+
+    Calls with equal arguments return one cached object.
 
     Args:
         dated: True if templates may ask for today's date.
@@ -309,7 +325,7 @@ def environment(dated: bool, marks: str) -> Environment:
 
 
 def compiled(source: str, dated: bool, marks: str) -> jinja2.Template:
-    """Compile a template.
+    """Compile a template in the sandbox and return it.
 
     Args:
         dated: True if the template may ask for today's date.

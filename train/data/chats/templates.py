@@ -124,10 +124,10 @@ class Template:
         return text.rpartition(_CONTENT)[2].strip()
 
     def with_tokens(self, tokens: Mapping[str, str]) -> str:
-        """Return the template's source for a program that passes other tokens, with the same text.
+        """Return a source that renders the template's text in a program that passes other tokens.
 
-        Tokens that differ are set at the start. A token that this template does not have stays
-        undefined.
+        Tokens that differ are set at the start of the source. A token that this template does not
+        have stays undefined.
 
         Args:
             tokens: Tokens that the other program passes, by names such as bos_token.
@@ -192,7 +192,7 @@ class Template:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        """Template of jinja2."""
+        """Compiled template of jinja2. Raises `DataError` for a source that is no template."""
         import jinja2
 
         from mupax.train.data.chats import sandbox
@@ -284,9 +284,10 @@ def special_tokens(tokenizer: str) -> dict[str, str]:
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
-    """Check messages and return them with a role and a text each.
+    """Check messages and return copies of them with a role and a text each.
 
-    A content of several texts is joined, and fields that say what is trained on become `weight`.
+    A content of several texts is joined, and null fields are dropped. The fields of `WEIGHTS` are
+    dropped, too. If one of them excludes the message from training, the copy has `weight` 0.
 
     Raises:
         DataError: The value is not a list of messages. The error says which message is wrong.
@@ -300,7 +301,11 @@ def checked(messages: Any) -> list[dict[str, Any]]:
 
 
 def _checked(message: Any, where: str) -> dict[str, Any]:
-    """Check one message and return it."""
+    """Check one message and return a copy of it, as `checked` describes.
+
+    Raises:
+        DataError: The role is unknown, the content is no text, or another field is wrong.
+    """
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise DataError(f"{where} has the role {role!r:.40}; write one of {', '.join(ROLES)}")
@@ -340,7 +345,7 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
 
 
 def _is_trained(value: Any, name: str, where: str) -> bool:
-    """Return a 0 or 1 of a record as a bool."""
+    """Return a 0 or 1 of a record as a bool. Raise `DataError` for any other value."""
     if not isinstance(value, bool | int | float) or value not in (0, 1):
         raise DataError(
             f"{where} has the {name} {value!r:.40}; write 0 (context, not trained on) or 1, or take it "

@@ -80,7 +80,10 @@ def pages(file: BinaryIO, start: int, size: int) -> Iterator[Page]:
 
 
 def _page(fields: dict[int, Any]) -> Page | None:
-    """Return the header with some fields (`PageHeader` of parquet.thrift), or `None`."""
+    """Return the header with some fields (`PageHeader` of parquet.thrift).
+
+    The result is `None` if the type or a size is missing, or a size is negative.
+    """
     page_type = fields.get(1)
     unpacked = fields.get(2)
     packed = fields.get(3)
@@ -105,7 +108,10 @@ def _page(fields: dict[int, Any]) -> Page | None:
 
 
 class _Reader:
-    """Reader of Thrift's compact protocol. Raises IndexError if there are too few bytes."""
+    """Reader of Thrift's compact protocol.
+
+    Raises `IndexError` if there are too few bytes, and `PageError` for bytes that are no header.
+    """
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -144,7 +150,7 @@ class _Reader:
         return (number >> 1) ^ -(number & 1)
 
     def _value(self, field_type: int) -> Any:
-        """Read a value and return it. Values that no header needs are skipped."""
+        """Read a value and return it. Doubles, strings and lists are skipped and return `None`."""
         match field_type:
             case 1 | 2:  # true and false
                 return field_type == 1
@@ -169,7 +175,7 @@ class _Reader:
         return None
 
     def _skip(self, count: int) -> None:
-        """Skip some bytes."""
+        """Skip some bytes. Raise `IndexError` if there are fewer."""
         self.position += count
         if self.position > len(self._content):
             raise IndexError
@@ -229,7 +235,7 @@ def too_many_pixels(
 
 
 def _rounded_up(number: float) -> int:
-    """Return the next larger integer of two digits followed by zeros."""
+    """Return the next larger integer of at most two digits followed by zeros."""
     step = 10 ** max(0, len(str(int(number))) - 2)
     return (int(number) // step + 1) * step
 
@@ -272,7 +278,7 @@ class BoundedStream(io.RawIOBase):
 
 
 def check_ratio(place: str, unpacked: int, packed: int, limits: LimitsConfig) -> None:
-    """Refuse content that unpacks to much more than its size on disk.
+    """Raise an error for content that unpacks to much more than its size on disk.
 
     Args:
         place: Name of the file, for the message.
@@ -287,7 +293,7 @@ def check_ratio(place: str, unpacked: int, packed: int, limits: LimitsConfig) ->
 
 
 def size_of(file: Any) -> int:
-    """Return the size of an open file in bytes. The position of the file stays."""
+    """Return the size of an open file in bytes, without moving its position."""
     position = file.tell()
     size = file.seek(0, os.SEEK_END)
     file.seek(position)

@@ -54,7 +54,9 @@ class BrokenLog:
         return sum(part.count for part in self._parts.values())
 
     def keep_in(self, key: str) -> None:
-        """Keep the log in the cache, and add the entries that the cache has already.
+        """Load the entries that the cache has under a key, and write entries there from now on.
+
+        Entries that the log has already are written, too.
 
         Args:
             key: Name that identifies the data and the settings under which they are read.
@@ -76,6 +78,8 @@ class BrokenLog:
     def part(self, name: str, unit: str) -> Iterator[Tally]:
         """Context manager that counts the broken entries of a part of a file while it is read.
 
+        The count is logged at the end of the block, unless the block raises an error.
+
         Args:
             name: Name of the part: its file and its first byte or row.
             unit: Name of one entry, such as "record".
@@ -86,7 +90,7 @@ class BrokenLog:
             self._keep(name, BrokenPart(unit, tally.count, tally.places, tally.reason))
 
     def add(self, name: str, unit: str, place: str, error: DataError) -> None:
-        """Leave out a part of a file, or raise its error.
+        """Log a part of a file, or a record, as left out, or raise its error.
 
         Args:
             name: Name of the part (`part`).
@@ -124,7 +128,7 @@ class BrokenLog:
         return lines
 
     def _keep(self, name: str, part: BrokenPart) -> None:
-        """Add a part to the log, and to its file in the cache if the part is new."""
+        """Add a part to the log and to its file in the cache, unless the log has an equal part."""
         # A part that is read again has the same entries.
         if self._parts.get(name) == part:
             return

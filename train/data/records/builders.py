@@ -111,18 +111,20 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 def from_folder(folder: Path) -> Any:
     """Return the TFDS builder of a prepared data set, without the code that prepared it.
 
+    The classes in its features.json are checked first, because TFDS would import them.
+
     Args:
         folder: Folder of one version, DATA_DIR/NAME[/CONFIG]/VERSION.
 
     Raises:
-        DataError: The features.json names a class that is no feature of TFDS.
+        DataError: The features.json is damaged, or names a class that is no feature of TFDS.
     """
     check_features(folder / "features.json")
     return tfds.builder_from_directory(lasting_name(folder))
 
 
 def check_features(file: Path) -> None:
-    """Refuse a features.json that names a class which neither TFDS nor a plugin defines.
+    """Raise an error for a features.json that names a class outside of TFDS and plugins.
 
     Args:
         file: Path of the features.json of a prepared data set.
@@ -226,7 +228,10 @@ def embedded(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that silences the log, the progress bars and the output of TFDS."""
+    """Context manager that silences the log, the progress bars and the standard output of TFDS.
+
+    The progress bars stay off afterwards.
+    """
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     tfds.disable_progress_bar()
@@ -238,7 +243,7 @@ def quiet() -> Iterator[None]:
 
 
 def prepare_python_corpus(data_dir: str | None, note: cache.Note) -> None:
-    """Write the sources of the Python standard library to disk unless they are there."""
+    """Write the Python standard library to disk as a TFDS data set, unless it is there."""
     from mupax.train.data.records import corpus
 
     digest = corpus.content_digest(corpus.python_files())
@@ -246,5 +251,5 @@ def prepare_python_corpus(data_dir: str | None, note: cache.Note) -> None:
 
 
 def prepare_digits(data_dir: str | None, note: cache.Note) -> None:
-    """Write the handwritten digits to disk unless they are there."""
+    """Write the handwritten digits to disk as a TFDS data set, unless it is there."""
     embedded(Digits, data_dir, note)

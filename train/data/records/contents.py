@@ -36,7 +36,10 @@ Stamp = list[int]
 
 
 def digest(files: Sequence[Path], note: cache.Note) -> str:
-    """Return a digest of paths and contents.
+    """Return a digest of the paths and contents of files.
+
+    A file is read only if its stamp has changed since the last call. The digests of contents are
+    cached on disk.
 
     Args:
         files: Files in an order that is always the same. A file in a bucket is represented by its
@@ -81,7 +84,7 @@ def digest(files: Sequence[Path], note: cache.Note) -> str:
 
 
 def stamp(path: Path) -> Stamp:
-    """Return the stamp of a file. If the stamp differs, the file may have changed."""
+    """Return the size, times and inode of a file. If they differ, the file may have changed."""
     stat = path.stat()
     return [
         stat.st_size,
@@ -110,7 +113,10 @@ def _content_digest(name: str) -> str:
 
 
 def _read(record: Path) -> dict[str, tuple[Stamp, str]]:
-    """Return the recorded stamp and digest of each file, up to the first damaged line."""
+    """Return the recorded stamp and digest of each file, up to the first damaged line.
+
+    The result is empty if there is no record.
+    """
     recorded: dict[str, tuple[Stamp, str]] = {}
     with contextlib.suppress(OSError, disk.JsonError, KeyError), record.open("rb") as file:
         for line in file:
@@ -120,7 +126,7 @@ def _read(record: Path) -> dict[str, tuple[Stamp, str]]:
 
 
 def _write(record: Path, entries: Sequence[tuple[str, Stamp, str]]) -> None:
-    """Record stamps and digests, unless the cache is read-only."""
+    """Replace the record by these stamps and digests. Errors of writing are ignored."""
     with contextlib.suppress(DataError, OSError):
         cache.folder(record.parent)
         # Another process never sees a record that is half written.

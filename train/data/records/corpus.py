@@ -59,7 +59,7 @@ class Piece:
         """Return a list of one pair, the bytes of the piece and `ends`.
 
         The byte order mark of UTF-8 is removed. The list is empty for an empty document, and for a
-        broken one that is left out.
+        broken one that is left out. A broken piece of a document with several pieces has no bytes.
 
         Raises:
             DataError: The file is gone or has become shorter, or the text is broken and is not left
@@ -184,8 +184,9 @@ def text_pieces(
 ) -> dict[str, list[Piece]]:
     """Return the pieces of a user's text files for both sides of the split.
 
-    A file is split by the hash of its path, unless its name tells the side. A single file is cut at
-    a line end, and its last tenth is for evaluation.
+    A file is split by the hash of its path, unless its name tells the side. A single file without a
+    side in its name is cut at a line end, and its last tenth is for evaluation. Empty files are
+    left out.
 
     Args:
         sides: Side of each file whose name tells it, by relative path.
@@ -213,11 +214,13 @@ def text_pieces(
 
 
 def is_broken(path: Path, is_utf8: bool, broken: BrokenLog) -> bool:
-    """Return whether a text file that is read in one piece is broken and left out.
+    """Return whether a text file is broken and left out. Broken text is added to the log.
+
+    A file that is empty or larger than 16 MiB is not read, and the result is `False`.
 
     Args:
         is_utf8: True if text that is no UTF-8 is broken (`Piece`).
-        broken: Log of broken text (`Piece`).
+        broken: Log of broken text (`Piece`), which raises the error if nothing is left out.
     """
     size = path.stat().st_size
     if not 0 < size <= _PIECE_BYTES:
@@ -228,7 +231,8 @@ def is_broken(path: Path, is_utf8: bool, broken: BrokenLog) -> bool:
 def names_for_eval(names: list[str]) -> set[str]:
     """Return the names of the files that are for evaluation, by the hash of the name.
 
-    If all files would be on one side, the file with the nearest hash goes to the other side.
+    If all of several files would be on one side, the file with the nearest hash goes to the other
+    side. A single file is for training.
     """
     # Without a file on one side there would be nothing to train on, or to evaluate.
     ranked = sorted(names, key=rank)

@@ -29,7 +29,8 @@ _KEY_TOKENS = 4
 def report(sides: Mapping[str, PackedCorpus], separator: int, note: cache.Note) -> None:
     """Tell the user how many evaluation documents are also training documents.
 
-    Documents are compared token by token. A corpus that is too large is not searched.
+    Documents are compared token by token. A corpus that is too large is not searched. The counts
+    are cached on disk.
 
     Args:
         sides: Both sides of a packed corpus, "train" and "eval".
@@ -58,9 +59,9 @@ def report(sides: Mapping[str, PackedCorpus], separator: int, note: cache.Note) 
 
 
 def _copies(train: np.ndarray, held_out: np.ndarray, separator: int) -> tuple[int, int]:
-    """Count the evaluation documents that are also training documents, and all of them.
+    """Return the number of evaluation documents that are also training documents, and of all.
 
-    Empty documents do not count.
+    Both numbers count evaluation documents. Empty documents do not count.
     """
     starts, stops = _documents(held_out, separator)
     bounds = zip(starts.tolist(), stops.tolist(), strict=True)
@@ -101,7 +102,8 @@ def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarr
 def _keys(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
     """Return a number per document that equal documents share, uint64 [documents].
 
-    The number is a hash of the document's length and of the tokens at its ends.
+    The number is a hash of the document's length and of the tokens at its ends, so different
+    documents may share a number, too.
     """
     # 2^64 over the golden ratio, an odd number that spreads keys over all bits.
     factor = np.uint64(0x9E3779B97F4A7C15)
@@ -123,7 +125,7 @@ def report_files(
     Files are compared by digest. Only files of equal size are read.
 
     Args:
-        held_out: Files with evaluation parts. A file on both sides is no copy of itself.
+        held_out: Files with evaluation parts. A file that also has training parts is not counted.
         note: Function that prints a line for the user. It is called only if there are copies.
     """
     by_size: dict[int, list[Path]] = {}

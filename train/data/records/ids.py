@@ -95,14 +95,15 @@ class IdFile:
 
 
 def opened(path: Path, vocab_size: int) -> IdFile:
-    """Open a file of ids: read its header, and check its first ids.
+    """Return a file of ids, after reading its header and checking its first ids.
 
     Args:
         vocab_size: Vocabulary size of the tokenizer that made the ids. Without a header an id has
             16 bits, or 32 if the vocabulary needs them, unless the content shows wider ids.
 
     Raises:
-        DataError: The file has no ids, ids of another vocabulary, or ids of ambiguous width.
+        DataError: The header is damaged, or the file has ids of another vocabulary or of ambiguous
+            width.
     """
     with path.open("rb") as file:
         is_array = path.suffix.lower() == ".npy"
@@ -118,7 +119,11 @@ def opened(path: Path, vocab_size: int) -> IdFile:
 
 
 def _array_type(path: Path, file: IO[bytes]) -> tuple[int, np.dtype]:
-    """Return the position of the first id of a .npy, and the type of an id."""
+    """Return the position of the first id of a .npy in bytes, and the type of an id.
+
+    Raises:
+        DataError: The file is no .npy, or its array is not one row of integers.
+    """
     try:
         shape, _, dtype = array_header(file)
     except ValueError as error:
@@ -131,7 +136,13 @@ def _array_type(path: Path, file: IO[bytes]) -> tuple[int, np.dtype]:
 
 
 def _bin_type(path: Path, file: IO[bytes], vocab_size: int) -> tuple[int, np.dtype]:
-    """Return the position of the first id of a .bin, and the type of an id."""
+    """Return the position of the first id of a .bin in bytes, and the type of an id.
+
+    The header of llm.c is recognized by its first number. Any other file has no header.
+
+    Raises:
+        DataError: An .idx file is next to the .bin, or the width of its ids is ambiguous.
+    """
     if path.with_suffix(".idx").is_file():
         raise DataError(
             f"{path} has an index beside it, as Megatron's; write its ids alone as a .npy"
@@ -205,7 +216,10 @@ def _width(path: Path, dtype: str) -> str:
 
 
 def _sampled(path: Path, itemsize: int) -> np.ndarray:
-    """Return bytes from evenly spread positions of a file, which are multiples of `itemsize`."""
+    """Return bytes from about 16 evenly spread positions of a file, 32 KiB from each.
+
+    The positions are multiples of `itemsize`.
+    """
     size = path.stat().st_size
     step = max(_SAMPLE_BYTES, size // _SAMPLES)
     starts = range(0, size, step - step % itemsize)

@@ -67,7 +67,8 @@ class Lines:
     def first(self) -> None:
         """Raise the error of the first line unless one of the first `_TRIED_LINES` is a record.
 
-        A file that begins with a JSON list over several lines has no records.
+        A file that begins with a JSON list over several lines has no records. A file of blank lines
+        raises nothing.
 
         Raises:
             DataError: No line is a record.
@@ -123,7 +124,8 @@ class Lines:
     def parts(self) -> Iterator[Part]:
         """Yield the parts of the file, cut at line ends, while the file is read.
 
-        No part contains a line that is too long.
+        A line that is too long and the rest of a damaged file are in no part. They are logged in
+        `broken`, or raise their error.
 
         Raises:
             DataError: A line is too long or the file is damaged, and broken entries are not left
@@ -180,7 +182,9 @@ class Lines:
         self._close_at_end()
 
     def read(self, part: Part) -> list[bytes]:
-        """Return the texts of a part in order. Lines of white space are left out.
+        """Return the texts of a part in order. Blank and broken lines are left out.
+
+        A damaged part that is left out has no texts.
 
         Raises:
             DataError: The file is damaged or a line is no JSON object with text in the field, and
@@ -204,7 +208,11 @@ class Lines:
             raise
 
     def _content(self, part: Part) -> bytes:
-        """Return the bytes of a part, or no bytes for a damaged part that is left out."""
+        """Return the bytes of a part, or no bytes for a damaged part that is left out.
+
+        Raises:
+            DataError: The file has become shorter, or is damaged and not left out.
+        """
         try:
             if self._position > part.start or self._stream is None:
                 self.close()
@@ -283,7 +291,7 @@ class Lines:
             self.close()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. The next `read` opens it again."""
         self._stack.close()
         self._stream = None
         self._position = 0
@@ -333,7 +341,10 @@ def _unmarked(content: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path, limits: LimitsConfig) -> Iterator[IO[bytes]]:
-    """Open the unpacked content of a file, which may be read as far as the limits allow."""
+    """Context manager of an open stream of a file's content, unpacked by its suffix.
+
+    Reading raises `LimitError` if the content unpacks to more than the limits allow.
+    """
     with contextlib.ExitStack() as stack:
         with _checked(path):
             file = stack.enter_context(path.open("rb"))

@@ -65,7 +65,9 @@ class _Walk:
         self._visited = {root}
 
     def visit(self, folder: Path, prefix: str, real_path: str) -> None:
-        """Visit the entries of a folder in the order of their names.
+        """Add the files below a folder to `files`, and the entries left out to `skipped`.
+
+        Hidden entries are passed over. Entries are visited in the order of their names.
 
         Args:
             folder: Folder below the root, or the root.
@@ -101,7 +103,7 @@ class _Walk:
     def _visit_subfolder(
         self, entry: os.DirEntry[str], name: str, path: Path, parent_path: str
     ) -> None:
-        """Visit a folder or a linked folder, unless it was visited."""
+        """Visit a folder or a linked folder, or add it to `skipped` with the reason."""
         if entry.is_symlink():
             target = os.path.realpath(path)
             reason = _reason_not_to_follow(target, self.root, self._visited)
@@ -131,7 +133,7 @@ def _reason_not_to_follow(target: str, root: str, visited: set[str]) -> str | No
 
 
 def summary(skipped: dict[str, str]) -> list[str]:
-    """Return a line for each reason, with the number of entries and the names of the first.
+    """Return a line for each reason, with the number of entries and the names of the first four.
 
     Args:
         skipped: Reason for each entry, by relative path (`Listing`).

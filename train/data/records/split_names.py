@@ -198,7 +198,10 @@ def _file_split(
 
 
 def tells_some(files: Iterable[str]) -> bool:
-    """Return whether at least half of the names tell a part, training and evaluation included.
+    """Return whether names look like an incomplete split by name, which the user is told.
+
+    At least half of the files have the name of a part, in their own or their top folder's name.
+    Among the parts are training and another one.
 
     Args:
         files: Paths relative to the folder, with slashes.
@@ -214,7 +217,7 @@ def tells_some(files: Iterable[str]) -> bool:
 
 
 def _listed(names: list[str]) -> str:
-    """Return up to three names, or the first name and the number of the remaining ones."""
+    """Return up to three names joined by "and", or the first name and the number of the others."""
     if len(names) <= 3:
         return " and ".join(names)
     return f"{names[0]} and {len(names) - 1} more"

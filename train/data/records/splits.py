@@ -39,7 +39,7 @@ class FileParts(NamedTuple):
 
 
 class Parts(Sequence[list[tuple[Any, bool]]]):
-    """Sequence of the parts of one side (`packing.Documents`). A part is read when it is taken."""
+    """Sequence of the parts of one side (`packing.Documents`). Indexing reads a part from disk."""
 
     def __init__(self, readers: list[Reader]) -> None:
         self._readers = readers
@@ -118,7 +118,11 @@ def _text_parts(files: Files) -> dict[Path, list[tuple[str, Reader]]]:
 
 
 def _train_size(files: Files, name: str, file: IdFile, for_eval: set[str]) -> int:
-    """Return the number of ids at the beginning of a file that are for training."""
+    """Return the number of ids at the beginning of a file that are for training.
+
+    It is 0 or the size of the file. The only file of ids, without a side in its name, has its last
+    tenth for evaluation.
+    """
     if name in files.sides:
         return file.size if files.sides[name] == "train" else 0
     if len(files.ids) == 1:
@@ -154,7 +158,10 @@ def _record_parts(file: Lines | Table, side: str | None) -> Iterator[tuple[str, 
 
 
 def _read_records(file: Any, part: Any, side: str | None) -> list[tuple[bytes, bool]]:
-    """Return the texts of a part that are on a side, or all texts for `None`."""
+    """Return (text, True) for each text of a part that is on a side, or for all texts for `None`.
+
+    Empty texts are left out.
+    """
     texts = file.read(part)
     chosen = []
     for text in texts:

@@ -92,7 +92,7 @@ class Table:
 
     @staticmethod
     def holds(column: Any) -> bool:
-        """Return whether a column of this Arrow type has documents."""
+        """Return whether a column of this Arrow type has strings, plain or in a dictionary."""
         import pyarrow
 
         if pyarrow.types.is_dictionary(column):
@@ -100,7 +100,11 @@ class Table:
         return pyarrow.types.is_string(column) or pyarrow.types.is_large_string(column)
 
     def content(self, value: Any, where: str) -> bytes:
-        """Return the document of a row, in UTF-8."""
+        """Return the document of a row, in UTF-8.
+
+        Raises:
+            DataError: The value is null or no text (`lines.content_of`).
+        """
         if value is None:
             raise DataError(f"{where} has null in {self.field!r}; repair or remove it")
         return lines.content_of(value, where, self.field, [])
@@ -108,9 +112,11 @@ class Table:
     def parts(self) -> list[Part]:
         """Return the parts of the file, which are small enough to be tokenized at once.
 
+        The rest of a damaged file is in no part. It is logged in `broken`, or raises its error.
+
         Raises:
-            DataError: The file is damaged, or pages or texts unpack to much more than their size
-                on disk, and broken files are not left out.
+            DataError: The file is damaged, or pages or texts unpack to much more than their size on
+                disk, and broken files are not left out.
         """
         parts: list[Part] = []
         first = 0
@@ -140,7 +146,9 @@ class Table:
         return parts
 
     def read(self, part: Part) -> list[bytes]:
-        """Return the texts of a part in order.
+        """Return the texts of a part in order, without the rows that are left out as broken.
+
+        A damaged part that is left out has no texts.
 
         Raises:
             DataError: The file is damaged or a row has no text or is too long, and broken entries
@@ -166,9 +174,13 @@ class Table:
         return texts
 
     def _batches(self, part: Part) -> Iterator[tuple[Any, np.ndarray]]:
-        """Yield the rows of a part as arrays, each with the bytes of its rows.
+        """Yield the rows of a part as Arrow arrays, each with the bytes of its rows.
 
         Parts that are read in order are decoded once.
+
+        Raises:
+            DamagedError: The file cannot be read.
+            LimitError: The parts read so far unpack to much more than their size on disk.
         """
         cursor = self._cursor
         if cursor is None or cursor.group != part.group or cursor.row > part.start:
@@ -193,9 +205,10 @@ class Table:
         self._counted.add(part)
 
     def _texts(self, batch: Any, sizes: np.ndarray, first: int, tally: Tally) -> list[bytes]:
-        """Return the texts of some rows.
+        """Return the texts of some rows, without broken rows.
 
-        A row without text or with a text that is too long is counted, or raises its error.
+        A row without text or with a text that is too long is broken. It is added to `tally`, which
+        counts it or raises its error.
 
         Args:
             sizes: Bytes of each row, [rows].
@@ -231,10 +244,11 @@ class Table:
 
 
 def copied_bytes(path: Path, field: str, group: int, limits: LimitsConfig) -> int:
-    """Return the bytes of those texts of a row group that are copies, and check the limits.
+    """Return the decoded bytes of the first rows of a row group that contain all copied texts.
 
     A copy refers to a dictionary, or to the text before it, so it may be much longer than its bytes
-    on disk.
+    on disk. The rows are decoded to measure them, and checked against the limits. Without copies
+    the result is 0.
 
     Args:
         group: Number of the row group, from 0.
@@ -255,7 +269,7 @@ def copied_bytes(path: Path, field: str, group: int, limits: LimitsConfig) -> in
 
 
 def check_columns(path: Path, limits: LimitsConfig) -> None:
-    """Refuse a file with a column that unpacks to much more than its size on disk.
+    """Raise an error for a Parquet file with a column that unpacks to too much.
 
     Raises:
         DamagedError: The file cannot be read.
@@ -304,7 +318,13 @@ class _Cursor:
             raise
 
     def _open(self, field: str, limits: LimitsConfig, copied: int | None) -> None:
-        """Check the pages of the column, choose how many rows to decode at once, and open it."""
+        """Check the pages of the column, choose how many rows to decode at once, and open it.
+
+        Sets `rows`, `packed_bytes` and `copied_rows`. Pages of a file in a bucket are not checked.
+
+        Raises:
+            LimitError: A page unpacks to much more than its size on disk.
+        """
         file = self._stack.enter_context(self._path.open("rb"))
         with opened(self._path) as table:
             metadata = table.metadata
@@ -350,7 +370,11 @@ class _Cursor:
         self._batches = iter(batches)
 
     def _headers(self, file: Any, column: Any, limits: LimitsConfig) -> list[bounds.Page]:
-        """Return the headers of a leaf column's pages, after checking their sizes."""
+        """Return the headers of a leaf column's pages, up to the first that cannot be read.
+
+        Raises:
+            LimitError: A page or all pages unpack to much more than their size on disk.
+        """
         start = column.data_page_offset
         if column.has_dictionary_page:
             start = column.dictionary_page_offset
@@ -369,7 +393,11 @@ class _Cursor:
         return headers
 
     def take(self, count: int) -> Any:
-        """Return the next rows as an array. It has between 1 and `count` rows."""
+        """Return the next rows as an Arrow array of 1 to `count` rows, and advance by them.
+
+        Raises:
+            DamagedError: The row group has fewer rows than the file says, or cannot be read.
+        """
         if self._pending is None or not len(self._pending):
             with explained(self._path):
                 batch = next(self._batches, None)
@@ -385,7 +413,7 @@ class _Cursor:
         return rows
 
     def skip_to(self, row: int) -> None:
-        """Skip the rows before row `row`."""
+        """Decode and drop the rows before row `row` of the row group."""
         while self.row < row:
             self.take(row - self.row)
 
@@ -443,7 +471,7 @@ def _is_in(leaf: str, field: str) -> bool:
 def decoded_sizes(array: Any) -> np.ndarray:
     """Return the bytes of text of each row, int64 [rows].
 
-    A value of a list counts `_ROW_BYTES` in addition to its text.
+    A value of a list counts `_ROW_BYTES` in addition to its text. A number counts `_ROW_BYTES`.
 
     Args:
         array: Arrow array of texts or numbers, or of lists and structs of these.
@@ -479,7 +507,7 @@ def decoded_sizes(array: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def opened(path: Path, dictionaries: list[str] | None = None) -> Iterator[Any]:
-    """Open a Parquet file as a context manager of its `ParquetFile`.
+    """Context manager of an open Parquet file, as a `pyarrow.parquet.ParquetFile`.
 
     Args:
         dictionaries: Paths of leaf columns that are read as dictionary arrays. Default: none.

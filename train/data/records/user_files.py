@@ -167,7 +167,7 @@ class _Unread(NamedTuple):
 
 
 def _check_sizes(read_size: int, refused: list[_Unread], skip_broken: bool) -> None:
-    """Raise the error of the largest refused file if the refused files are the larger part.
+    """Raise the error of the largest refused file if refused files are the larger part.
 
     If broken files are left out, the error is raised only if no other file is read.
 
@@ -175,6 +175,9 @@ def _check_sizes(read_size: int, refused: list[_Unread], skip_broken: bool) -> N
         read_size: Total size of the files that are read, in bytes.
         refused: Files of a known format that cannot be read.
         skip_broken: True if broken files are left out.
+
+    Raises:
+        DataError: The message is that of the largest refused file.
     """
     if not refused:
         return
@@ -217,7 +220,11 @@ def _place_files(
 
 
 def _split(result: Files, place: str) -> tuple[Files, list[str]]:
-    """Apply the split that names tell. Return the files in use and lines for the user."""
+    """Find the split that names tell. Return the files in use and lines for the user.
+
+    The result has the side of each file. Files of an unused test part and files outside the split
+    are removed. Without a split by name all files stay, and their sides are empty.
+    """
     text = [name for name, _ in result.text]
     data_files = [name for name, _ in (*result.records, *result.ids)]
     splits = [split_names.file_split([*text, *data_files], place)]
@@ -435,7 +442,7 @@ def _size(named: Named) -> int:
 
 
 def _listed(named: Named) -> str:
-    """Return the names of the first files, and the number of the remaining ones."""
+    """Return the names of the first eight files, and the number of the remaining ones."""
     names = ", ".join(name for name, _ in named[:_LISTED])
     if len(named) <= _LISTED:
         return names
@@ -443,7 +450,10 @@ def _listed(named: Named) -> str:
 
 
 def _records_advice(path: Path) -> str:
-    """Return the advice for a file of records that are not read, with a command for a .json."""
+    """Return the advice to write a file of records as JSON lines or Parquet.
+
+    For a .json, compressed or not, the advice has a shell command that does it.
+    """
     advice = (
         f"{path} holds records that are not read as they are; write them as JSON lines or Parquet"
     )

@@ -36,7 +36,8 @@ _NAMED = 5
 def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Conversations:
     """Load a user's conversations as batches, from a file or folder of JSON lines and Parquet.
 
-    The arguments are those of `mupax.train.data.load`. `config.name` is chat:PATH.
+    They are tokenized and packed if they are not in the cache. The arguments are those of
+    `mupax.train.data.load`. `config.name` is chat:PATH.
 
     Raises:
         DataError: There is no chat template, the template does not tell what an answer is, or the
@@ -103,7 +104,11 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
 def _given_tokenizer(
     config: DataConfig, template: templates.Template | None
 ) -> tokenizer.Tokenizer | None:
-    """Return the tokenizer that a config names, or None if it is still to be trained."""
+    """Return the tokenizer that a config names, or None if it is still to be trained.
+
+    Raises:
+        DataError: The tokenizer is ids:SIZE, which cannot encode text, or cannot be opened.
+    """
     ending = template.special_tokens_at_end if template else ()
     encoder = named_tokenizers.opened(
         config.tokenizer, config.separator, config.special_tokens, ending

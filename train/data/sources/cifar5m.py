@@ -43,7 +43,8 @@ def cifar5m(
 ) -> images.ImageData:
     """Load CIFAR-5M as batches. Parts 0 to 4 are for training and part 5 is for evaluation.
 
-    The arguments are those of `mupax.train.data.load`.
+    Parts are prepared from their npz files if needed. The arguments are those of
+    `mupax.train.data.load`.
     """
     vision = images.vision_model(config.name, model, CLASSES)
     images.check_size(config.name, vision, IMAGE_SHAPE[0], IMAGE_SHAPE[-1])
@@ -113,10 +114,10 @@ class Cifar5m(tfds.core.GeneratorBasedBuilder):
 
     The images are 32 x 32 and in colour, of CIFAR-10's classes, and made by a diffusion model. Each
     part is a builder config. TFDS prepares a config completely or not at all, so a preparation that
-    was stopped goes on with the part that was not finished.
+    was stopped continues with the part that was not finished.
 
     Args:
-        source: npz file of the part. Only preparing needs it.
+        source: npz file of the part. None for a part that is already prepared.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -143,7 +144,7 @@ class Cifar5m(tfds.core.GeneratorBasedBuilder):
 
 
 def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield every image of a part, uint8 [32, 32, 3], and its label. Memory is bounded.
+    """Yield every image of a part, uint8 [32, 32, 3], and its label. 4096 images are read at once.
 
     Raises:
         DataError: The file is damaged or is not a part of CIFAR-5M.
@@ -173,13 +174,17 @@ def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
 
 
 def _check_ratio(member: zipfile.ZipInfo) -> None:
-    """Raise an error if an array unpacks to much more than its size on disk. Images never do."""
+    """Raise `ValueError` if an array unpacks to much more than its size on disk."""
     if member.file_size > max(WINDOW_BYTES, DEFAULT_LIMITS.ratio * member.compress_size):
         raise ValueError(f"has an array of {member.file_size:,} bytes in {member.compress_size:,}")
 
 
 def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    """Return the shape and dtype of an array. The stream is then at its first value."""
+    """Return the shape and dtype of an array. The stream is then at its first value.
+
+    Raises:
+        ValueError: The header is damaged, or the array has other values than integers in C order.
+    """
     try:
         shape, fortran, dtype = array_header(stream)
     except (OSError, zipfile.BadZipFile, zlib.error):
@@ -193,7 +198,7 @@ def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _read(stream: IO[bytes], dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Read the next values of an array and return them in this shape."""
+    """Read the next values of an array in this shape. Raise `ValueError` if there are fewer."""
     num_bytes = math.prod(shape) * dtype.itemsize
     data = stream.read(num_bytes)
     if len(data) != num_bytes:

@@ -28,7 +28,7 @@ _WHITE = 16
 
 
 class DigitData(images.ImageData):
-    """Digits whose reference is logistic regression on the same split."""
+    """Digits whose reference result is the accuracy of logistic regression on this split."""
 
     def references(self) -> list[Reference]:
         chosen = self.eval_positions(range(self.eval_size))
@@ -69,10 +69,10 @@ def _stacked(pairs: Iterable[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.nd
 
 
 def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> DigitData:
-    """Load the digits as batches, split as data.split says.
+    """Load the digits as batches, split at random or by writer as data.split says.
 
-    The random split is the same for all seeds (`records/builders.py`). The arguments are those of
-    `mupax.train.data.load`.
+    The data set is prepared on disk if needed. The random split is the same for all seeds
+    (`records/builders.py`). The arguments are those of `mupax.train.data.load`.
     """
     images.check_size("digits", images.vision_model("digits", model, CLASSES), _SIZE, channels=1)
     from mupax.train.data.records import builders
@@ -98,7 +98,7 @@ def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) 
 
 
 def by_writer(labels: np.ndarray) -> np.ndarray:
-    """Return which images are the test images of the split by writer, bool [N].
+    """Return a mask of the test images of the split by writer, bool [N]: the last three forms.
 
     Args:
         labels: int [N], labels in the order of the data.

@@ -132,7 +132,7 @@ class Folder(NamedTuple):
         return cache.digest(*parts)
 
     def labelled_as(self, classes: Sequence[str]) -> Folder:
-        """Return the same images with labels that are indices of other classes.
+        """Return a folder with these images, whose labels are indices of other classes.
 
         Args:
             classes: Classes of a model in its order. They must include all classes of the folder.
@@ -219,10 +219,14 @@ class KeptFiles:
 
 @contextlib.contextmanager
 def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterator[Image.Image]:
-    """Open an image and read its header. Hold the image open in the block.
+    """Context manager that opens an image, reads its header and holds the image open.
 
     Any error of PIL, in the block too, becomes a DataError with the image's name. Only one large
     image is open at a time, in all threads.
+
+    Raises:
+        DataError: The image cannot be read, or has 32 bits per value.
+        LimitError: The image has more pixels than the limits allow.
     """
     _prepare_pil(limits)
     with contextlib.ExitStack() as stack:
@@ -271,7 +275,7 @@ def _checked_pixels(image: Image.Image, name: str, limits: LimitsConfig) -> int:
 
 
 def _prepare_pil(limits: LimitsConfig) -> None:
-    """Let PIL open images as large as the limits allow, and ignore its warnings.
+    """Let PIL open images as large as the limits allow, and ignore its warnings, in this process.
 
     The warnings are about palettes, EXIF data and large images, and name no file. Those that matter
     are errors here.
@@ -311,7 +315,14 @@ def decoded(
 
 
 def _pixels(image: Image.Image, channels: int, background: str, side: int | None) -> np.ndarray:
-    """Return the pixels of an opened image, upright, uint8 [h, w, channels]."""
+    """Decode an opened image, upright and over a background, uint8 [h, w, channels].
+
+    Args:
+        channels: 1 for grey, 3 for colour.
+        background: Colour behind transparent pixels, or `none` to ignore the transparency.
+        side: Fewest pixels that both sides keep, so that a JPEG may be decoded smaller. None keeps
+            all pixels.
+    """
     if side is not None:
         # Must come before `load`; afterwards `draft` does nothing.
         image.draft(None, (side, side))
@@ -349,7 +360,7 @@ def _pixels(image: Image.Image, channels: int, background: str, side: int | None
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Return an image with 8 bits per value."""
+    """Return an image of 16 bits per value with 8 bits, and any other image unchanged."""
     # `convert` would clip 16 bits at 255.
     if image.mode.startswith("I;16"):
         # 65535 // 257 = 255.
@@ -358,7 +369,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _on_background(image: Image.Image, background: str) -> Image.Image:
-    """Return an image with transparency over a colour."""
+    """Return an image with transparency laid over a colour, in mode RGBA."""
     foreground = image.convert("RGBA")
     plain = Image.new("RGBA", foreground.size, ImageColor.getrgb(background))
     return Image.alpha_composite(plain, foreground)
@@ -375,7 +386,12 @@ def own_images(
 ) -> images.ImageData:
     """Load a user's images as batches, cropped and scaled to the model's size.
 
-    The arguments are those of `mupax.train.data.load`. `config.name` is images:PATH.
+    Every image is decoded once, to find broken ones. The arguments are those of
+    `mupax.train.data.load`. `config.name` is images:PATH.
+
+    Raises:
+        DataError: There are no images by class, the model does not fit, or images are broken and
+            `config.on_broken` is stop.
     """
     return opened(split(folder_of(config.name)), config, model, seed, note)
 
@@ -458,7 +474,7 @@ def opened(
 
 
 def _without_broken(folder: Folder, config: DataConfig, scan: _Scan, note: cache.Note) -> Folder:
-    """Return a folder without its broken images.
+    """Return a folder without its broken images, and tell the user which are left out.
 
     Raises:
         DataError: `config.on_broken` is stop, or a class or a side has no image left.
@@ -539,7 +555,11 @@ class _Look(NamedTuple):
 
 
 def _look(path: Path, channels: int, background: str, limits: LimitsConfig) -> _Look:
-    """Decode an image as training does, and return what is found."""
+    """Decode an image like training, at a small size. Return the error, or what its pixels show.
+
+    The result tells whether it may have colours, and whether it is of one colour with a picture in
+    the transparency.
+    """
     try:
         with _opened(path, str(path), limits) as image:
             colour = _has_colour(image)
@@ -669,7 +689,7 @@ def _content_digest(path: Path) -> bytes:
 
 
 def _listed(names: list[str]) -> str:
-    """Return the first names and the number of the others, for a message."""
+    """Return the first eight names and the number of the others, for a message."""
     listed = ", ".join(names[:_LISTED])
     if len(names) <= _LISTED:
         return listed
@@ -699,7 +719,7 @@ def nfc(name: str) -> str:
 
 
 class _Part(NamedTuple):
-    """Folder of class folders."""
+    """Images of a folder of class folders, by class, and the files that are left out."""
 
     classes: dict[str, _Labelled]
     """Files by class, with the label -1 until all classes are known. A class may have no file."""
@@ -713,11 +733,14 @@ class _Part(NamedTuple):
 
 
 def _part(root: Path, path: Path) -> _Part:
-    """Return the images of the class folders in `path`.
+    """Return the images of the class folders in `path`, and the files that are left out.
 
     Args:
         root: Folder to which names of images are relative.
         path: `root`, or a folder in it.
+
+    Raises:
+        DataError: A class folder cannot be read.
     """
     listing = files_below(path)
     prefix = "" if path == root else f"{nfc(path.relative_to(root).as_posix())}/"
@@ -749,7 +772,11 @@ def _part(root: Path, path: Path) -> _Part:
 
 
 def _folder_names(path: Path) -> list[str]:
-    """Return the sorted names of visible folders in a folder, without links to its parents."""
+    """Return the sorted names of visible folders in a folder, without links to its parents.
+
+    Raises:
+        DataError: The folder cannot be read.
+    """
     try:
         names = []
         for sub in path.iterdir():
@@ -769,7 +796,14 @@ def _folder_names(path: Path) -> list[str]:
 
 
 def _parts(root: Path, names: Sequence[str]) -> _Part:
-    """Return the images of several folders of class folders as one part."""
+    """Return the images of several folders of class folders as one part.
+
+    Folders of a class in several of them are joined.
+
+    Args:
+        root: Folder to which the names of images are relative.
+        names: Names of the folders in `root`.
+    """
     classes: dict[str, _Labelled] = {}
     skipped: dict[str, str] = {}
     for name in names:
@@ -783,8 +817,9 @@ def _parts(root: Path, names: Sequence[str]) -> _Part:
 def split(path: Path) -> Folder:
     """Return the images of a folder, split by the names of its top-level folders or by hash.
 
-    If all top-level folders have names of splits, such as train and val, they are the split.
-    Otherwise they are classes, and the hash of each path splits the images.
+    If all top-level folders have names of splits, such as train and val, they are the split. With
+    training folders only, the hash of each path splits their images. Otherwise the top-level
+    folders are classes, and the hash splits the images.
 
     Raises:
         DataError: The folder has no images by class, or two parts have the same purpose.
@@ -811,7 +846,15 @@ def split(path: Path) -> Folder:
 
 
 def _split_by_names(path: Path, names: list[str]) -> Folder:
-    """Return the images of a folder whose top-level folders are all named like splits."""
+    """Return the images of a folder whose top-level folders are all named like splits.
+
+    Folders without folders of classes are not used. If there is no folder to evaluate on, the
+    training images are split by hash.
+
+    Raises:
+        DataError: There is nothing to train on, a class has no training image, an evaluation class
+            is unknown, or a part is empty or given twice.
+    """
     # Test images of competitions have no folders of classes.
     labelled = [name for name in names if _folder_names(path / name)]
     unlabelled = [name for name in names if name not in labelled]
@@ -849,7 +892,13 @@ def _split_by_names(path: Path, names: list[str]) -> Folder:
 
 
 def _split_by_hash(path: Path, part: _Part, notes: list[str]) -> Folder:
-    """Return the images of one part. The hash of their paths holds out some of each class."""
+    """Return the images of one part. The hash of their paths holds out some of each class.
+
+    Each class has at least one image on either side.
+
+    Raises:
+        DataError: A class has fewer than two images, or there is only one class.
+    """
     _check_filled(part, path)
     train: _Labelled = []
     eval_: _Labelled = []
@@ -877,10 +926,11 @@ def _split_by_hash(path: Path, part: _Part, notes: list[str]) -> Folder:
 
 
 def held_out(path: Path, classes: Sequence[str] | None) -> Folder:
-    """Return the evaluation images of a folder that no run was trained on.
+    """Return all images to evaluate on, of a folder that no run was trained on.
 
-    These are all images, or those of its test or validation part if the top-level folders are
-    parts.
+    If the top-level folders are parts, these are the images of the test part, else of the
+    validation part, else of the training part. Otherwise they are all images of the folder. Both
+    sides of the result are this one list. Classes without images are left out.
 
     Args:
         classes: Names of the model's classes. None if they have no names.
@@ -916,12 +966,13 @@ def held_out(path: Path, classes: Sequence[str] | None) -> Folder:
 
 
 def to_evaluate(name: str, run: Mapping[str, Any]) -> Folder:
-    """Return the images that a model is evaluated on.
+    """Return the images of an images:PATH that a model is evaluated on.
 
-    These are the held-out images if the model was trained on this folder or a copy, and otherwise
-    those of `held_out`.
+    If the model was trained on this folder or a copy, the evaluation side has the images held out
+    from training. Otherwise the images are those of `held_out`.
 
     Args:
+        name: Value of data.name, images:PATH, with the folder to evaluate on.
         run: Facts that the run recorded of its data. Empty for weights without a run.
 
     Raises:
@@ -968,7 +1019,7 @@ def _numbered(part: _Part, classes: Sequence[str]) -> _Labelled:
 
 
 def _check_filled(part: _Part, path: Path) -> None:
-    """Raise an error if a class of the part in `path` has no image."""
+    """Raise `DataError` if a class of the part in `path` has no image."""
     for name, files in part.classes.items():
         if not files:
             raise DataError(
@@ -984,6 +1035,9 @@ def sizes(config: DataConfig) -> ImageSizes | None:
 
     Args:
         config: Data settings. `config.name` is images:PATH.
+
+    Raises:
+        DataError: The folder has no images by class.
     """
     path = path_of(config.name.removeprefix("images:"))
     if not path.is_dir():

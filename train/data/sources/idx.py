@@ -70,8 +70,11 @@ def fashion(
 ) -> images.ImageData:
     """Load Fashion-MNIST (Xiao et al. 2017): 60,000 training and 10,000 test images of clothes.
 
-    The arguments are those of `mupax.train.data.load`. `config.data_dir` is the folder of the
-    files. The default is `DEBIAN`.
+    Training images are shifted and mirrored. The arguments are those of `mupax.train.data.load`.
+    `config.data_dir` is the folder of the files. The default is `DEBIAN`.
+
+    Raises:
+        DataError: The files are missing or damaged, or do not fit the model.
     """
     folder = path_of(config.data_dir) if config.data_dir else DEBIAN
     if not (folder / FILES[0]).exists() and not (folder / f"{FILES[0]}.gz").exists():
@@ -96,9 +99,9 @@ def own_files(
 
 
 def sizes(config: DataConfig) -> ImageSizes | None:
-    """Return the sizes of a model for a folder of IDX files.
+    """Return the sizes of a model for a folder of IDX files: classes, channels and pixels.
 
-    The result is None if files are missing or damaged, or if images are not square.
+    The result is None if files are missing or damaged, if images are not square, or without labels.
 
     Args:
         config: Data settings. `config.name` is idx:FOLDER.
@@ -132,6 +135,10 @@ def _open(
 
     Args:
         names: Names of the classes. None names them by their numbers.
+        view: View of training images. Evaluation images are shown unchanged.
+
+    Raises:
+        DataError: A file is missing or damaged, or images, labels and model do not fit each other.
     """
     x, y, x_test, y_test = (array(folder / name, config.limits) for name in FILES)
     _check_pair(folder, "train", x, y)
@@ -163,7 +170,7 @@ def _open(
 
 
 def _check_pair(folder: Path, side: str, pixels: np.ndarray, labels: np.ndarray) -> None:
-    """Raise an error if images and labels do not belong together."""
+    """Raise `DataError` unless images [N, h, w] and labels [N] have the same N above 0."""
     is_pair = pixels.ndim == 3 and labels.ndim == 1 and len(pixels) == len(labels)
     if not is_pair or not len(pixels):
         raise DataError(
@@ -197,7 +204,12 @@ def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
 
 
 def _array(file: Path, stream: Any, stored_bytes: int, limits: LimitsConfig) -> np.ndarray:
-    """Return the array of an opened file. Unpack no more than its header says, and one byte."""
+    """Return the array of an opened file. At most one byte more than its header says is unpacked.
+
+    Raises:
+        DataError: The file is no IDX file of uint8, or is too short or too long.
+        LimitError: The array is much larger than its file.
+    """
     header = stream.read(4)
     if len(header) < 4 or header[:2] != b"\0\0":
         raise DataError(

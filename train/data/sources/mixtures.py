@@ -23,12 +23,13 @@ from mupax.zoo.families import ModelConfig, TokenModel
 def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Mixture:
     """Load the texts of `config.mix` as one, each with its share of the examples.
 
-    A text is prepared if needed. The arguments are those of `mupax.train.data.load`, and
+    A text is prepared if needed. A tokenizer bpe:SIZE is trained on all texts first. The user is
+    told the share of each text. The arguments are those of `mupax.train.data.load`, and
     `config.name` is mix.
 
     Raises:
-        DataError: There are no texts, or one is not text, does not fit or has another tokenizer.
-            The message has its name.
+        DataError: There are no texts, or one is missing, is not text or does not fit the model. The
+            message has its name.
     """
     model = language_model(config.name, model)
     if not config.mix:

@@ -58,6 +58,8 @@ def labelled(
 ) -> images.Images:
     """Return the labelled images of TFDS data sources, one source after the other.
 
+    An image is read and decoded each time that it is asked for.
+
     Args:
         image: Name of the image's feature: bytes of an image file, or pixels.
         channels: Channels of decoded image files, 1 for grey or 3 for colour.
@@ -89,9 +91,14 @@ def tfds_data(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
 
 
 def prepared(config: DataConfig, note: cache.Note) -> DataSet:
-    """Return the data set that a config names, with data.train_percent of its training split.
+    """Find the data set that a config names, and limit its training split to data.train_percent.
 
-    The arguments are those of `mupax.train.data.load`.
+    A data set in a bucket is copied to this machine first. The arguments are those of
+    `mupax.train.data.load`.
+
+    Raises:
+        DataError: The data set is not prepared, or has no other split to evaluate on and
+            data.train_percent is below 100.
     """
     data_set = find(config.name, config.data_dir)
     data_set = data_set._replace(folder=cache.fetched(data_set.folder, note))
@@ -101,7 +108,13 @@ def prepared(config: DataConfig, note: cache.Note) -> DataSet:
 
 
 def _first_percent(data_set: DataSet, config: DataConfig) -> DataSet:
-    """Return the data set with the first percent of its training split, rounded as TFDS does."""
+    """Return the data set with the first `train_percent` percent of its training split.
+
+    The number of records is rounded as TFDS does.
+
+    Raises:
+        DataError: The data set has no split but train, of which a part is trained on.
+    """
     train = data_set.splits["train"]
     if "[" in train:
         raise DataError(
@@ -115,7 +128,7 @@ def _first_percent(data_set: DataSet, config: DataConfig) -> DataSet:
 def _text(
     data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> Data:
-    """Return a data set of text as batches."""
+    """Return a data set of text as batches. Tokenize and pack it if it is not in the cache."""
     key, documents = text_documents(data_set, config, note)
     facts = {"version": data_set.folder.name}
     return text.open_text(config, model, seed, note, key, documents, facts)
@@ -154,7 +167,14 @@ def text_documents(
 
 
 def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int) -> Data:
-    """Return a data set of labelled images as batches."""
+    """Return a data set of labelled images as batches.
+
+    Images of the model's size are shown with the usual augmentation of small images. Larger ones,
+    and images of several sizes, are cropped and scaled.
+
+    Raises:
+        DataError: The data set is damaged, has no such features, or does not fit the model.
+    """
     import tensorflow_datasets as tfds
 
     from mupax.train.data.records import builders
@@ -256,7 +276,11 @@ def sizes(config: DataConfig) -> ImageSizes | None:
 
 
 def _feature(builder: Any, data_set: DataSet, kinds: tuple[type, ...], usual: str) -> str:
-    """Return the name of the feature of these kinds: the usual name, or the only one."""
+    """Return the name of the feature of these kinds: the usual name, or the only one.
+
+    Raises:
+        DataError: No feature or several have these kinds, and none has the usual name.
+    """
     features = builder.info.features
     matching = [name for name, feature in features.items() if type(feature) in kinds]
     if usual == "image":
@@ -302,7 +326,10 @@ def find(name: str, data_dir: str | None) -> DataSet:
 
 
 def _not_prepared(name: str, dataset: str, folder: Path, base: Path, data_dir: str | None) -> str:
-    """Return a message for a data set without a prepared version: how to name or prepare it."""
+    """Return the message for a data set without a prepared version.
+
+    It tells how to name a configuration, or the command that prepares the data set.
+    """
     configs: list[str] = []
     if folder.is_dir():
         versioned = []
@@ -329,7 +356,13 @@ def _not_prepared(name: str, dataset: str, folder: Path, base: Path, data_dir: s
 
 
 def _described(folder: Path, dataset: str) -> DataSet:
-    """Return the data set in the folder of a version. Raise `DataError` if it cannot be read."""
+    """Return the data set in the folder of a version, with its splits and digest.
+
+    Evaluation is on `validation`, else on `test`, else on the last 5 % of `train`.
+
+    Raises:
+        DataError: Its files are damaged or not in array_record, or there is no split `train`.
+    """
     content = cache.read_json(folder / "dataset_info.json")
     fields = content or {}
     listed = fields.get("splits", [])

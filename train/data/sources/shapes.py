@@ -238,9 +238,13 @@ def _striped(
     angle_B1: np.ndarray,
     contrast: tuple[float, float],
 ) -> np.ndarray:
-    """Return stripes of two colours over a complete image, float32 [B, P, C].
+    """Draw stripes of two colours over complete images, float32 [B, P, C].
 
     The colours change along the angle.
+
+    Args:
+        angle_B1: Direction in radians in which the colours change.
+        contrast: Smallest and largest distance of the colours from their mean.
     """
     k = 2 * np.pi / rng.uniform(4, 6.5, 1)
     k_x = k * np.cos(angle_B1)
@@ -254,7 +258,13 @@ def _striped(
 
 
 def _inside(rng: _Random, x_P: np.ndarray, y_P: np.ndarray, shape_B: np.ndarray) -> np.ndarray:
-    """Return the share of each pixel that the shape covers, float32 [B, P]."""
+    """Draw place, size, tilt and proportions of shapes. Return the share of each pixel inside.
+
+    The result is float32 [B, P].
+
+    Args:
+        shape_B: Index in `SHAPES` of each image's shape, int [B].
+    """
     centre_x = rng.uniform(-4, 4, 1)
     centre_y = rng.uniform(-4, 4, 1)
     angle = rng.uniform(-0.3, 0.3, 1)

@@ -48,9 +48,10 @@ class Corpus(NamedTuple):
 
 
 def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Stream:
-    """Load a user's text, records and token ids as a stream.
+    """Load a user's text, records and token ids as a stream, tokenized while it is trained on.
 
-    The arguments are those of `mupax.train.data.load`. `config.name` is text:PATH or records:PATH.
+    The user is told of evaluation files that are also training files. The arguments are those of
+    `mupax.train.data.load`. `config.name` is text:PATH or records:PATH.
     """
     read, key = text.user_text(config, model, note)
     by_file = splits.by_file(read)
@@ -79,7 +80,7 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
 
 
 def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Stream:
-    """Load a data set of the package `datasets` as a stream.
+    """Load a data set of the package `datasets` as a stream, tokenized while it is trained on.
 
     The arguments are those of `mupax.train.data.load`. `config.name` is hf:NAME[@REVISION][:SUBSET]
     or hf:FOLDER.
@@ -113,7 +114,10 @@ def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 def _opened(
     config: DataConfig, model: ModelConfig, seed: int, note: cache.Note, corpus: Corpus
 ) -> Stream:
-    """Return the stream of a corpus, with its evaluation text and first training text tokenized.
+    """Return the stream of a corpus, after tokenizing its evaluation text and first training text.
+
+    A tokenizer bpe:SIZE is trained first. The user is told about broken documents, special tokens
+    in the texts and missing separators.
 
     Raises:
         DataError: The tokenizer, the text or the model does not fit.

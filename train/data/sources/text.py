@@ -48,9 +48,10 @@ def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
 
 
 def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
-    """Load the text of the Python standard library as batches.
+    """Load the sources of the Python standard library as batches of text.
 
-    The arguments are those of `mupax.train.data.load`.
+    They are prepared, tokenized and packed in the cache if needed. The arguments are those of
+    `mupax.train.data.load`.
     """
     language_model(config.name, model)
     key, documents, facts = python_documents(config, note)
@@ -60,9 +61,10 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
 def python_documents(
     config: DataConfig, note: cache.Note
 ) -> tuple[str, Callable[[], packing.Documents], dict[str, Any]]:
-    """Return the cache key, the documents and the facts of the Python standard library.
+    """Return a cache key, a function that returns documents, and facts of the standard library.
 
-    The arguments are those of `mupax.train.data.load`.
+    The function prepares the corpus on disk if needed. The arguments are those of
+    `mupax.train.data.load`.
     """
     files = corpus.python_files()
     content = corpus.content_digest(files)
@@ -183,6 +185,9 @@ def open_text(
 ) -> TokenData:
     """Return text data made from documents. Tokenize and pack them if they are not in the cache.
 
+    The user is told about broken entries, evaluation documents that are also in training, unknown
+    and special tokens, and missing separators.
+
     Args:
         model: Model settings that the text must fit: vocabulary and sequence length.
         note: Function that takes one line of text about work that takes long.
@@ -234,7 +239,7 @@ def open_text(
 def _note_unknown(
     config: DataConfig, encoder: tokenizer.Tokenizer, tokens: np.ndarray, note: cache.Note
 ) -> None:
-    """Warn the user if many of the tokens are the tokenizer's unknown token."""
+    """Warn the user if more than 1 % of the tokens are the tokenizer's unknown token."""
     if encoder.unknown is None or not len(tokens):
         return
     share = float(np.mean(tokens == encoder.unknown))
@@ -246,7 +251,7 @@ def _note_unknown(
 
 
 def note_broken(files: user_files.Files, note: cache.Note) -> dict[str, int]:
-    """Tell the user what was left out as broken, and return the count as facts of the data.
+    """Tell the user what was left out as broken. Return {"broken": count}, or {} for nothing.
 
     Args:
         files: User's files, of which those read so far are counted.
@@ -258,7 +263,7 @@ def note_broken(files: user_files.Files, note: cache.Note) -> dict[str, int]:
 
 
 def check_vocabulary(config: DataConfig, encoder: tokenizer.Tokenizer, model: TokenModel) -> None:
-    """Raise an error if the tokenizer has more tokens than the model.
+    """Raise an error if the tokenizer has more tokens than the model. Fewer are fine.
 
     Raises:
         DataError: The tokenizer has more tokens. The message says what to write.

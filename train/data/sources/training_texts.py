@@ -104,7 +104,7 @@ def part_config(config: DataConfig, name: str) -> DataConfig:
 
 
 def _has_records(path: str, field: str) -> bool:
-    """Return whether a file or folder has records that can be read."""
+    """Return whether a file or folder has records with text in `field` that can be read."""
     try:
         files = user_files.files(path_of(path), "records", field, None, lambda line: None)
     except DataError:
@@ -115,7 +115,7 @@ def _has_records(path: str, field: str) -> bool:
 def weighted(
     texts: Mapping[str, TrainingTexts], weights: Mapping[str, int] | None
 ) -> TrainingTexts:
-    """Return several texts as one.
+    """Return several texts as one. Documents are interleaved, and special tokens joined.
 
     Args:
         weights: Share of the bytes of each text, by name. A small text is read again until all
@@ -174,7 +174,11 @@ def _training_part(documents: Documents) -> Iterator[bytes]:
 
 
 def _chats(config: DataConfig, note: cache.Note) -> TrainingTexts:
-    """Return rendered conversations, split at the special tokens of their chat template."""
+    """Return rendered conversations, split at the special tokens of their chat template.
+
+    Raises:
+        DataError: There is no chat template, or the files cannot be read.
+    """
     template = templates.find(config.tokenizer, config.chat_template)
     if template is None:
         raise DataError(

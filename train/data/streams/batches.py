@@ -64,7 +64,10 @@ class TokenizerThread:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the thread until the block ends."""
+        """Context manager that runs the thread in the block.
+
+        Its end stops the thread, and waits at most `_PATIENCE_S` seconds for it.
+        """
         self._stopped.clear()
         thread = threading.Thread(target=self._run, name="tokenizing", daemon=True)
         thread.start()
@@ -154,7 +157,14 @@ class Stream(TextWindows):
         return np.array(tokens, np.int32).reshape(-1, self._seq_len + 1)
 
     def _window(self, i: int) -> np.ndarray:
-        """Return the tokens [T + 1] of training example i. Tokenize them if needed."""
+        """Return the tokens [T + 1] of training example i. Wait until they are tokenized if needed.
+
+        This thread tokenizes if no other one does. After the first epoch the window begins at the
+        epoch's offset.
+
+        Raises:
+            DataError: The lane has ended and is too short for two windows.
+        """
         # Each lane has the same number of successive rows of every batch.
         rows_per_lane = self.batch_size // len(self._lanes)
         k, row = divmod(i, self.batch_size)

@@ -56,7 +56,11 @@ class FileDocuments:
 def _chunks(
     documents: Chunk, file: int, part: int, first: int
 ) -> Iterator[tuple[Chunk, list[int]]]:
-    """Yield the documents of a part from number `first` on, in chunks with their positions."""
+    """Yield the documents of a part from number `first` on, in chunks of about `_CHUNK_BYTES`.
+
+    Each chunk comes with the position after it (`FileDocuments`). The last one has the position of
+    the next part, and may be empty.
+    """
     chunk: Chunk = []
     size = 0
     for count, (content, ends) in enumerate(documents[first:], first + 1):
@@ -73,7 +77,8 @@ def _chunks(
 def lanes(files: Sequence[FileParts], batch_size: int) -> list[list[FileParts]]:
     """Return the files of each lane, in the order of a hash of their names.
 
-    The number of lanes divides the batch size. It is the largest for which lanes are about even.
+    The number of lanes divides the batch size and 64. It is the largest for which no lane has more
+    than 1.1 times an even share of the bytes, or 1.
 
     Args:
         files: Files of one side of the split.

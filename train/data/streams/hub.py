@@ -78,7 +78,10 @@ class DataSet(NamedTuple):
 
 
 def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
-    """Open the data set of a data.name.
+    """Open the data set of a data.name for streaming. Return its splits, revision and cache key.
+
+    The hub is asked for the commit, so that all hosts read the same one. Small files of a folder
+    are checked against the limits.
 
     Args:
         name: hf:NAME[@REVISION][:SUBSET] or hf:FOLDER[:SUBSET].
@@ -155,9 +158,14 @@ def _all_files(folder: Path) -> dict[str, Path]:
 
 
 def _check_files(files: list[Path], limits: LimitsConfig) -> None:
-    """Raise an error if a small file unpacks to much more than its size.
+    """Raise an error if a file of at most 64 MiB unpacks to much more than its size.
 
-    `datasets` holds a row group or a line in memory, whatever its size.
+    Only Parquet, zip and compressed files are checked. `datasets` holds a row group or a line in
+    memory, whatever its size.
+
+    Raises:
+        LimitError: A file unpacks to more than the limits allow.
+        DataError: A file is damaged.
     """
     for file in files:
         suffix = file.suffix.lower()
@@ -173,7 +181,12 @@ def _check_files(files: list[Path], limits: LimitsConfig) -> None:
 
 
 def _check_archive(file: Path, limits: LimitsConfig) -> None:
-    """Raise an error if a zip file unpacks to much more than its size."""
+    """Raise an error if a zip file unpacks to much more than its size, by its directory.
+
+    Raises:
+        LimitError: The archive unpacks to more than the limits allow.
+        DataError: The archive is damaged.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
             # The sizes in the directory of the archive; nothing is unpacked.
@@ -186,7 +199,7 @@ def _check_archive(file: Path, limits: LimitsConfig) -> None:
 
 
 def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dict[str, list[str]]:
-    """Return the files of each split, as `datasets` takes them."""
+    """Return the absolute paths of the files of "train" and "eval", as `datasets` takes them."""
     by_split: dict[str, list[str]] = {"train": [], "eval": []}
     for file_name, side in split.sides.items():
         # `datasets` would read a relative path from the folder of the data set.
@@ -195,10 +208,7 @@ def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dic
 
 
 def _declares_splits(folder: Path) -> bool:
-    """Return whether a folder itself says which files are which split.
-
-    The README.md may name the files of splits, or the folder may be a saved data set.
-    """
+    """Return whether the README.md names the files of splits, or the folder is a saved set."""
     readme = folder / "README.md"
     if readme.is_file():
         text = readme.read_text("utf-8", "replace")
@@ -220,14 +230,15 @@ def _file_split(files: dict[str, Path], name: str) -> split_names.FileSplit | No
 def _chosen(splits: list[str], name: str) -> tuple[str, str | None]:
     """Return the names of the training split and of the evaluation split, which may be None.
 
-    Users cannot rename the splits of a data set on the hub. So the usual name comes first, and a
-    split with an unknown name is no error.
+    A single split is for training, whatever its name. Evaluation is on a validation split, or else
+    on a test split. Users cannot rename the splits of a data set on the hub, so the usual name
+    comes first, and a split with an unknown name is no error.
 
     Args:
         name: Name of the data set for the message.
 
     Raises:
-        DataError: No split has the name of a training split, or several have one.
+        DataError: Several splits exist, and none or more than one has the name of a training split.
     """
     train = splits[0] if len(splits) == 1 else _named(splits, "train")
     if train is None:
@@ -239,7 +250,8 @@ def _chosen(splits: list[str], name: str) -> tuple[str, str | None]:
 def _named(splits: list[str], part: split_names.Split) -> str | None:
     """Return the name of the split that is a part of the data, or None if no name tells.
 
-    The usual name comes first, then other words for the part, then the only name that contains one.
+    The usual name comes first, then other words for the part. Then comes a name that contains a
+    word for the part, if only one does.
     """
     words: list[str] = [part]
     words += [word for word, word_part in split_names.WORDS.items() if word_part == part]
@@ -299,7 +311,14 @@ class HubDocuments:
             yield from self._chunks(rows, position)
 
     def _chunks(self, rows: Any, position: Any) -> Iterator[tuple[Chunk, Any]]:
-        """Yield the documents of rows in chunks, each with the position after it."""
+        """Yield the documents of rows in chunks, each with the position after it.
+
+        Empty texts and texts of the other side are left out, and records with null are logged as
+        broken. A chunk may be empty.
+
+        Raises:
+            DataError: A record has no text in the field.
+        """
         number, count = self._shard
         place = f"{self._data_set.name} {self._split}, share {number} of {count}"
         rows_left = iter(rows)
@@ -331,7 +350,11 @@ class HubDocuments:
             yield chunk, position
 
     def _text(self, row: dict[str, Any]) -> bytes:
-        """Return the text of a record, without NUL characters, which separate documents."""
+        """Return the text of a record in UTF-8, without NUL characters, which separate documents.
+
+        Raises:
+            DataError: The record has no text in the field.
+        """
         value = row.get(self._field)
         if isinstance(value, str):
             value = value.replace("\0", "")
@@ -340,9 +363,12 @@ class HubDocuments:
 
 
 def _place(name: str) -> tuple[Path | tuple[str, str | None], str | None]:
-    """Return the place of a data set and the subset.
+    """Return the place of a data set and the subset, which may be `None`.
 
     The place is a folder of this machine, or the name and the revision of a data set on the hub.
+
+    Raises:
+        DataError: The name is that of a file, or has another form.
     """
     rest = name.partition(":")[2]
     # A folder's name may have a colon, so the complete text is tried first.
@@ -366,7 +392,11 @@ def _place(name: str) -> tuple[Path | tuple[str, str | None], str | None]:
 
 
 def _commit(name: str, repository: str, revision: str | None) -> str:
-    """Return the commit that a revision of a data set on the hub names now."""
+    """Ask the hub for the commit that a revision of a data set names now, and return it.
+
+    Raises:
+        DataError: The hub does not answer, or has no such data set or revision.
+    """
     # An optional package, of the extra "hf".
     from huggingface_hub import HfApi
 
@@ -379,10 +409,15 @@ def _commit(name: str, repository: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _asking(name: str, unreachable: type[DataError | ReadError] = DataError) -> Iterator[None]:
-    """Raise an error of the data in place of any error of `datasets` and the hub.
+    """Context manager that raises an error of the data in place of any other error in the block.
+
+    `DataError` and `ReadError` pass unchanged.
 
     Args:
         unreachable: Class of the error if the network or the disk does not answer.
+
+    Raises:
+        DataError: The data set does not exist, may not be read, or cannot be parsed.
     """
     try:
         yield

@@ -99,16 +99,18 @@ class StreamShard:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens so far, as far as this process knows."""
+        """Number of tokens in the steps that this process has done or read from the files."""
         return self._steps[-1].tokens if self._steps else 0
 
     @property
     def ended(self) -> bool:
-        """True if no more tokens will come, as far as this process knows."""
+        """True if the last step that this process has done or read was the end of the documents."""
         return bool(self._steps) and self._steps[-1].ended
 
     def first(self, tokens: int, note: cache.Note) -> packing.PackedCorpus:
         """Return the beginning of the lane, up to the first step with enough tokens.
+
+        Wait for the tokens, and make them if no other process does.
 
         Args:
             tokens: Fewest tokens to return. A lane that ends earlier is returned completely.
@@ -178,6 +180,8 @@ class StreamShard:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the ids from `start` to `stop` - 1, as far as they exist.
 
+        The checksum of each step is checked when the step is first read.
+
         Args:
             start: Index of a token of the lane.
             stop: Index of a token of the lane.
@@ -193,10 +197,10 @@ class StreamShard:
         return self._ids(start, stop)
 
     def _check(self, i: int) -> None:
-        """Check that the ids of step i in the file have the recorded checksum, and note the result.
+        """Compare the checksum of step i's ids in the file with the recorded one. Store the result.
 
         Raises:
-            DataError: They have another one.
+            DataError: The ids have another checksum.
         """
         begin = self._steps[i - 1].tokens if i else 0
         ids = self._ids(begin, self._steps[i].tokens)
@@ -207,12 +211,19 @@ class StreamShard:
             )
 
     def _ids(self, start: int, stop: int) -> np.ndarray:
-        """Read ids from the file, without a check."""
+        """Return the ids from `start` to `stop` - 1 of the file, without a check.
+
+        There are fewer if the file ends before.
+        """
         offset = start * self._dtype.itemsize
         return np.fromfile(self._bin, self._dtype, stop - start, offset=offset)
 
     def _refresh(self) -> bool:
-        """Read new lines whose tokens are in the file. Return whether there were any."""
+        """Read the steps that other processes have added. Return whether there were any.
+
+        Reading stops at a line that is incomplete or whose tokens are not in the file. If the file
+        of lines is gone, all steps are forgotten.
+        """
         if not self._lines.exists():
             self._steps = []
             self._intact = []
@@ -240,7 +251,10 @@ class StreamShard:
         return len(self._steps) > before
 
     def _pack(self) -> None:
-        """Do the step after the last one. The caller holds the lock."""
+        """Read and tokenize the next documents, and append their ids and a line to the files.
+
+        The caller holds the lock. The last step may have no documents.
+        """
         done = self._steps[-1] if self._steps else Step(0, 0, 0, False, None)
         position = done.position
         if self._reader is None or self._reader_position != position:
@@ -287,7 +301,10 @@ class StreamShard:
 
 
 def _write(path: Path, start: int, content: bytes) -> int:
-    """Replace everything from byte `start` on by the content, and return the file's new size."""
+    """Replace everything from byte `start` on by the content, and return the file's new size.
+
+    Wait until the content is on disk.
+    """
     with path.open("ab") as file:
         file.truncate(start)
         file.write(content)

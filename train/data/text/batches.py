@@ -113,7 +113,7 @@ class TextWindows(Data):
         return self.eval_examples_of(interface.batch_indices(j, self.eval_batch_size, rows))
 
     def train_examples(self, indices: Iterable[int]) -> Batch:
-        """Return a batch of training examples. The numbers count as in `train_windows`."""
+        """Return the batch of training examples with these numbers (`train_windows`)."""
         tokens = self.train_windows(indices)
         return self.batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
 
@@ -144,9 +144,10 @@ class TextWindows(Data):
         return tokens, weights
 
     def begin_documents(self) -> None:
-        """Insert the tokenizer's start tokens (bos) before every evaluation document.
+        """Insert the tokenizer's start tokens (bos) before every evaluation document, in memory.
 
-        The inserted tokens are no targets, and every token of the text is one. Nothing changes for
+        The inserted tokens are no targets, and every token of the text is one. Windows, their
+        order, the number of examples and the bytes per token are computed anew. Nothing changes for
         a tokenizer without start tokens.
         """
         # Published models were trained on documents that begin so.
@@ -176,8 +177,9 @@ class TextWindows(Data):
     def batch_of(self, tokens: np.ndarray, weights: np.ndarray) -> Batch:
         """Return the batch of some windows: inputs, targets and weights, [B, T] each.
 
-        `data.document_mask` adds `segments`, the number of the document within its window.
-        `data.reset_positions` adds `positions`, which count from the beginning of the document.
+        `data.document_mask` adds `segments`, the number of the document within its window. It also
+        sets the weight of the first token of a document to 0. `data.reset_positions` then adds
+        `positions`, which count from the beginning of the document.
 
         Args:
             tokens: Windows, int32 [B, T + 1].
@@ -283,8 +285,8 @@ class TextWindows(Data):
     def eval_targets(self) -> np.ndarray:
         """Return a mask of the evaluation tokens that are predicted, bool [eval_tokens].
 
-        The first token is never predicted. Under `data.document_mask`, the first token of every
-        document is not predicted either.
+        These are the targets of the evaluation examples in use, without the first token of the
+        text. Under `data.document_mask`, the first token of every document is not predicted either.
         """
         mask = np.zeros(len(self._eval), bool)
         _, windows = self._eval_shuffle(range(self.eval_size))
@@ -381,7 +383,7 @@ def _num_windows(tokens: np.ndarray, seq_len: int) -> int:
 
 
 def check_length(config: DataConfig, side: str, count: int, least: int, seq_len: int) -> None:
-    """Refuse a text that is too short for one window.
+    """Raise an error for a text that is too short for one window.
 
     Args:
         config: Configuration with the name of the text.

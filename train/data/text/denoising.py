@@ -49,7 +49,8 @@ def references(data: Data, vocab_size: int, special: Iterable[int]) -> list[Refe
       inputs, the first match of several. A guess with c matching tokens gets the probability a(c),
       the share of such guesses that are right in training. The 4-gram divides the rest.
 
-    A stream and a vocabulary above 65,536 tokens have the uniform model only.
+    A stream and a vocabulary above 65,536 tokens have the uniform model only. The losses are cached
+    on disk.
 
     Args:
         data: Data to measure. At most 4 million training targets are counted, and a quarter
@@ -69,7 +70,11 @@ def references(data: Data, vocab_size: int, special: Iterable[int]) -> list[Refe
 
 
 def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float]:
-    """Return the mean loss of the trigram, 4-gram and copy models, in nats per target."""
+    """Return the mean loss of the trigram, 4-gram and copy models, in nats per target.
+
+    The models are counted on training batches of one epoch, and measured on evaluation batches.
+    Both are cut off after enough targets (`references`).
+    """
     assert data.train_size is not None
     num_train = -(-data.train_size // data.batch_size)
     num_eval = -(-data.eval_size // data.eval_batch_size)
@@ -94,7 +99,10 @@ def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float
 
 
 def _examples(batches: Iterator[Batch], most_targets: int) -> Batch:
-    """Return the first batches as one, until there are enough target positions."""
+    """Return the first batches, concatenated, that have at least `most_targets` target positions.
+
+    All batches are returned if they have fewer.
+    """
     parts = []
     num_targets = 0
     for batch in batches:
@@ -232,7 +240,7 @@ class Denoising(Data):
 
     @property
     def example(self) -> dict[str, ArraySpec]:
-        """Shapes and dtypes of one example, to compare with `ModelConfig.example` of a model."""
+        """Shapes and dtypes of one example, without the batch axis, as in `ModelConfig.example`."""
         inputs = (self.lengths.inputs,)
         targets = (self.lengths.targets,)
         return {
@@ -294,7 +302,11 @@ class Denoising(Data):
         return batch
 
     def _padding(self, num_rows: int) -> Batch:
-        """Return a batch of examples without text."""
+        """Return a batch of rows without text, which `_noised` then fills.
+
+        Ids are pad and weights 0. The first encoder position is visible. The first decoder input is
+        eos for infilling and pad for sentinels.
+        """
         batch: Batch = {}
         for name, spec in self.example.items():
             fill = self.ids.pad if spec.dtype == "int32" else 0

@@ -65,7 +65,10 @@ class Detokenizer:
         self._shorten()
 
     def add(self, tokens: Iterable[int]) -> str:
-        """Add tokens. Return the text that is now certain, without the text returned before."""
+        """Add tokens. Return the text that is now certain, without the text returned before.
+
+        The text is empty while it is held back.
+        """
         new = []
         for token in tokens:
             if not self._tokenizer.is_skipped(token):
@@ -84,7 +87,10 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the text that is still held back. No tokens may be added afterwards."""
+        """Return the text that is still held back. No tokens may be added afterwards.
+
+        An incomplete character is decoded as U+FFFD.
+        """
         return self._tokenizer.decode(self._window)[self._shown :]
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
@@ -109,7 +115,10 @@ class Detokenizer:
         return decode(tokens)[:-1]  # the incomplete character is decoded as one U+FFFD
 
     def _shorten(self) -> None:
-        """Drop old tokens if the text of the remaining ones stays the same."""
+        """Drop old tokens from the window if this does not change the text of the remaining ones.
+
+        Otherwise raise the limit at which this is tried again.
+        """
         text = self._settled(self._window)
         unsettled = self._run if self._run <= _LONGEST_RUN else 0
         newest = len(self._window) - unsettled - _TAIL_TOKENS

@@ -55,7 +55,11 @@ class MixtureWeights:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return text and number within the text for the examples of a block, [BLOCK] each."""
+        """Return each example's text, and its number within the text, for a block.
+
+        Returns:
+            Two int64 arrays, [BLOCK] each.
+        """
         in_order = np.repeat(np.arange(len(self.counts)), self.counts)
         texts = interface.rng(self._seed, interface.MIXTURE, block).permutation(in_order)
         examples = np.empty(BLOCK, np.int64)
@@ -64,7 +68,7 @@ class MixtureWeights:
         return texts, examples
 
     def until_one_ends(self, sizes: Iterable[int]) -> int:
-        """Return the number of examples before the first one that its text does not have.
+        """Return the number of examples of the mixture until one of its texts has no more examples.
 
         Args:
             sizes: Number of examples of each text.
@@ -128,7 +132,11 @@ class Mixture(Data):
     def _facts(
         self, text_facts: Mapping[str, Mapping[str, Any]], has_train_tokens: bool
     ) -> dict[str, Any]:
-        """Return the facts of the mixture from the facts of its texts."""
+        """Return the facts of the mixture: digest, tokenizer, summed tokens and facts of each text.
+
+        The facts of the texts are under `mix`, by name. A mixture with a stream has no
+        `train_tokens`.
+        """
         digests = [f"{facts['digest']} {facts['share']}" for facts in text_facts.values()]
         facts: dict[str, Any] = {
             "digest": cache.digest(*digests),
@@ -141,7 +149,7 @@ class Mixture(Data):
         return facts
 
     def _mean_bytes_per_token(self) -> float:
-        """Return the bytes of text per target, averaged over the evaluation examples in use."""
+        """Return the mean bytes of text per target, over the evaluation examples in use."""
         texts, _ = self._eval(range(self.eval_size))
         num_examples = np.bincount(texts, minlength=len(self._texts))
         counts = []

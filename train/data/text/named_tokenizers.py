@@ -50,7 +50,11 @@ def opened(
 
 
 def _ids(name: str, size: int, separator: str | None) -> Ids:
-    """Return the tokenizer of ids:SIZE. The default separator is the last id."""
+    """Return the tokenizer of ids:SIZE. The default separator is the last id.
+
+    Raises:
+        DataError: The separator is not a number below SIZE.
+    """
     separator_id = size - 1
     if separator is not None:
         is_number = separator.isascii() and separator.isdigit()
@@ -95,7 +99,11 @@ def cached(name: str, separator: str | None, key: str) -> Path | None:
 
 
 def _size(name: str, kind: str, least: int) -> int | None:
-    """Return SIZE of KIND:SIZE, or `None` for other names. A SIZE below `least` is refused."""
+    """Return SIZE of KIND:SIZE, or `None` for other names.
+
+    Raises:
+        DataError: SIZE is not a number of at least `least`.
+    """
     if not name.startswith(f"{kind}:"):
         return None
     size = name.removeprefix(f"{kind}:")

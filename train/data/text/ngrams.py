@@ -29,6 +29,8 @@ def references(
 ) -> list[Reference]:
     """Return the losses of the uniform, trigram and 4-gram model of bytes, in nats per byte.
 
+    The losses are means over the targets. They are cached on disk.
+
     Args:
         train: Training text as bytes, [N]. The first 32 MiB are counted.
         eval_: Evaluation text as bytes, [M].
@@ -68,6 +70,9 @@ def nats_per_byte(
 
     Returns:
         A float64 array [P] per order.
+
+    Raises:
+        ValueError: `order` or `vocab_size` is out of range.
     """
     if not 1 <= order <= 4 or vocab_size > 1 << 16:
         raise ValueError(

@@ -43,7 +43,11 @@ class CorruptedBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Spans:
-    """Base class of span corruption: a share of the tokens is cut in spans of a mean length."""
+    """Base class of span corruption: a share of the tokens is cut in spans of a mean length.
+
+    Raises:
+        DataError: `rate` is outside of (0, 1), or `mean_span` outside of [1, 50].
+    """
 
     name: ClassVar[str]
     draws: ClassVar[int]
@@ -146,7 +150,11 @@ class Infilling(_Spans):
         return CorruptedBatch(inputs, num_slots[:, 0] + 2, targets)
 
     def span_lengths(self, uniforms: np.ndarray) -> np.ndarray:
-        """Return Poisson lengths, one per uniform number, by inversion of the distribution."""
+        """Return Poisson lengths with the mean `mean_span`, one per uniform number, by inversion.
+
+        Args:
+            uniforms: Random numbers in [0, 1), of any shape.
+        """
         lengths = np.arange(_LONGEST_SPAN)
         # In logs, because factorials overflow float64 from 171 on.
         log_factorials = np.cumsum(np.log(np.maximum(lengths, 1)))
@@ -222,7 +230,7 @@ class Sentinels(_Spans):
     def __call__(
         self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds
     ) -> CorruptedBatch:
-        """Corrupt windows by sentinels and return the batch.
+        """Corrupt windows by sentinels and return the batch. `starts` is not used.
 
         Args:
             tokens: Windows, [B, N].

@@ -73,14 +73,18 @@ def prepared(
 ) -> dict[str, PackedCorpus]:
     """Return both sides of a packed corpus, from the cache or packed now.
 
+    If another process is packing it, this process tokenizes documents for it and waits. A damaged
+    corpus in the cache is packed again.
+
     Args:
         key: Name of the corpus that identifies its content.
-        documents: Function that returns the documents of each side. It is called only if the
-            corpus has to be packed.
+        documents: Function that returns the documents of each side. It is called only if the corpus
+            has to be packed.
         note: Function that prints a line for the user before a step that takes long.
 
     Raises:
         DataError: The cache cannot be written, or a document cannot be read.
+        DiskError: The disk is full.
     """
     name = f"{key}-{tokenizer.key}{tokenizer.variant}"
     folder = cache.root() / "packed" / name
@@ -127,14 +131,20 @@ def _delete_progress(folder: Path) -> None:
 
 
 def _help(documents: Documents, tokenizer: Encoder, folder: Path) -> None:
-    """Tokenize shares of the documents while another process packs the corpus."""
+    """Tokenize shares of the documents while another process packs the corpus.
+
+    Errors of the disk are ignored.
+    """
     # The process that packs reports an error of the disk.
     with contextlib.suppress(OSError):
         shares.pack(documents, tokenizer, folder, id_type(tokenizer), _STEP_BYTES)
 
 
 def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.Note) -> None:
-    """Tokenize both sides into `folder`, from where a killed pass stopped."""
+    """Tokenize both sides into `folder`, from where a killed pass stopped.
+
+    The manifest is written last. Then lines of progress and shares are deleted.
+    """
     sides = {}
     for side in SIDES:
         sides[side] = _pack_side(documents[side], side, tokenizer, folder, note)
@@ -259,7 +269,7 @@ def _added(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int
 
 
 def _is_complete(facts: Any) -> TypeGuard[dict[str, Any]]:
-    """Return whether the facts of a side have every field with its type."""
+    """Return whether the facts of a side have the fields of `_NOTHING` with their types."""
     if not isinstance(facts, dict) or _field_types(facts) != _field_types(_NOTHING):
         return False
     return facts["dtype"] in _DTYPES
@@ -270,7 +280,7 @@ def _field_types(fields: dict[str, Any]) -> dict[str, type]:
 
 
 def _next_digest(previous: str, block: np.ndarray) -> str:
-    """Return the digest of all steps from the digest before a step and the ids of the step."""
+    """Return the SHA-256 of the digest before a step and the ids of the step, in hexadecimal."""
     # The chain spares a resumed pass reading the ids of earlier steps.
     return hashlib.sha256(previous.encode() + block.astype("<u4").tobytes()).hexdigest()
 

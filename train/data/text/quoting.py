@@ -25,6 +25,8 @@ _LISTED = 4
 def pattern(tokens: Collection[str]) -> re.Pattern[str]:
     """Return a pattern that matches special tokens, the longest where several match.
 
+    Without tokens the pattern matches nothing.
+
     Args:
         tokens: Special tokens as they are written, such as "</s>".
     """
@@ -83,13 +85,13 @@ def note_counts(
     sides: Sequence[Mapping[str, int] | None],
     mode: SpecialTokens,
 ) -> dict[str, int]:
-    """Tell the user how often special tokens stand in the texts, and return the counts.
+    """Tell the user how often special tokens stand in the texts. Return the counts of all sides.
 
     Args:
         note: Function that prints a line for the user. It is not called if there are no tokens.
         name: Name of the data, for the message.
         sides: Counts of each side of the split. `None` for a side whose counts are unknown.
-        mode: Value of `data.special_tokens`.
+        mode: Value of `data.special_tokens`, "text" or "parse". "parse" makes the line a caution.
     """
     total = collections.Counter()
     for side in sides:
@@ -120,6 +122,7 @@ def plain_library(content: bytes, tokens: Collection[str]) -> Any:
     A special token with `MARK` before it is still encoded as the token.
 
     Args:
+        content: Content of a tokenizer.json, which encodes special tokens as tokens.
         tokens: Special tokens as they are written.
     """
     from tokenizers import Tokenizer
@@ -147,7 +150,7 @@ def plain_library(content: bytes, tokens: Collection[str]) -> Any:
 
 
 def _plain_name(piece: str, tokens: Collection[str]) -> str:
-    """Return the name of a piece in the plain tokenizer."""
+    """Return the name of a piece in the plain tokenizer: special tokens get `MARK` in front."""
     return MARK + piece if piece in tokens else piece
 
 

@@ -25,9 +25,10 @@ def check(
     *,
     is_text: bool,
 ) -> None:
-    """Tell the user if the separator never occurs before the last token.
+    """Caution the user if the separator never occurs before the last token.
 
-    Text is only checked if `data.document_mask` is set.
+    Text is only checked if `data.document_mask` is set. Only the first 268 million tokens are
+    searched.
 
     Args:
         tokens: Tokens of one side of the split, [count].

@@ -76,7 +76,10 @@ def steps(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
 
 
 def encoded(step: list[Document], tokenizer: Encoder) -> list[np.ndarray]:
-    """Return the ids of each document, with the separator if the document ends."""
+    """Return the ids of each document, with the separator if the document ends.
+
+    Documents that have ids already keep them.
+    """
     separator = np.array([tokenizer.separator])
     texts = []
     for document in step:
@@ -108,9 +111,10 @@ def quoted(step: list[Document], tokenizer: Encoder) -> dict[str, int]:
 
 
 def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) -> Iterator[Part]:
-    """Yield the parts of a side in order, tokenized if a finished share contains them.
+    """Yield the parts of a side in order, from part `first` on.
 
-    A share is deleted after its last part.
+    Parts of a finished share are tokenized. All other parts are read and not tokenized. The file of
+    a share is deleted after its last part.
 
     Args:
         documents: Parts of one side of the split.
@@ -130,7 +134,9 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
 def pack(
     documents: Mapping[str, Any], tokenizer: Encoder, folder: Path, dtype: str, step_bytes: int
 ) -> None:
-    """Tokenize shares, the last ones first, until the packing process has reached them.
+    """Tokenize shares into files, the last ones first, until the packing process has reached them.
+
+    Shares that exist or that another process has locked are skipped.
 
     Args:
         step_bytes: Bytes of text that are tokenized at once.
@@ -184,7 +190,9 @@ def documents_of(contents: list[tuple[bytes | np.ndarray, bool]]) -> Part:
 
 
 def _position(progress: Path) -> int:
-    """Return the number of parts in the last complete line of the packing process, 0 without one.
+    """Return the number of parts in the last complete line of the packing process.
+
+    It is 0 if there is no file, no complete line or a damaged one.
 
     Args:
         progress: File with the lines of progress of a side.

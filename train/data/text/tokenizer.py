@@ -116,25 +116,31 @@ class Bytes:
     unknown: ClassVar[int | None] = None
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        """Return the number of times that each special token stands in a text."""
+        """Return the number of times that each special token stands in a text, by token.
+
+        The result is empty here, because bytes have no special tokens.
+        """
         return {}
 
     @property
     def start(self) -> np.ndarray:
-        """Ids that the tokenizer adds before a single text, such as bos, int32 [length]."""
+        """Ids that the tokenizer adds before a single text, such as bos. Empty int32 for bytes."""
         return np.zeros(0, np.int32)
 
     @property
     def end(self) -> np.ndarray:
-        """Ids that the tokenizer adds after a single text, such as eos, int32 [length]."""
+        """Ids that the tokenizer adds after a single text, such as eos. Empty int32 for bytes."""
         return np.zeros(0, np.int32)
 
     def find(self, *names: str) -> int | None:
-        """Return the id of the first of these tokens that is in the vocabulary, or `None`."""
+        """Return the id of the first of these tokens that is in the vocabulary.
+
+        The result is always `None` here, because bytes have no names.
+        """
         return None
 
     def token(self, number: int) -> str | None:
-        """Return the token of an id as the vocabulary writes it, or `None` for a byte."""
+        """Return the token of an id as the vocabulary writes it. Bytes have none: always `None`."""
         return None
 
     def pieces(self) -> list[str]:
@@ -147,7 +153,7 @@ class Bytes:
         return False
 
     def token_bytes(self) -> np.ndarray:
-        """Return the number of bytes of text of each id, int64 [vocab_size]."""
+        """Return the number of bytes of text of each id, all 1 here, int64 [vocab_size]."""
         return np.ones(self.vocab_size, np.int64)
 
     def is_skipped(self, token: int) -> bool:
@@ -155,11 +161,17 @@ class Bytes:
         return token == self.separator
 
     def raw_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of a token if they are the same in every text, otherwise `None`."""
+        """Return the bytes of a token if they are the same in every text, otherwise `None`.
+
+        Here it is the byte itself, and U+FFFD in UTF-8 for an id outside of the vocabulary.
+        """
         return bytes([token]) if token < self.vocab_size else _REPLACEMENT.encode()
 
     def in_byte_run(self, token: int) -> bool:
-        """Return True if `decode` decodes consecutive tokens of this type only together."""
+        """Return True if `decode` decodes consecutive tokens of this type only together.
+
+        The result is always False here.
+        """
         return False
 
     def name_of(self, token: int) -> str:
@@ -170,7 +182,8 @@ class Bytes:
 class Ids(Bytes):
     """Ids of a foreign tokenizer, which can neither encode nor decode text.
 
-    The text of ids is their numbers with spaces between them.
+    The text of ids is their numbers with spaces between them. `encode` raises `DataError` for any
+    other text.
     """
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
@@ -270,7 +283,13 @@ class Subwords:
                 self._encoder = quoting.plain_library(content, self.special)
 
     def _opened(self, content: bytes) -> Any:
-        """Return the `tokenizers.Tokenizer` of a file's content."""
+        """Check a file's content and return its `tokenizers.Tokenizer`.
+
+        Padding and truncation are turned off.
+
+        Raises:
+            DataError: The content is no tokenizer.json, or the library must not open it.
+        """
         from tokenizers import Tokenizer as Library
 
         # Before the library sees it: some files make the library abort or fill the memory.
@@ -423,7 +442,7 @@ class Subwords:
         return self._library.id_to_token(number)
 
     def is_of(self, content: bytes) -> bool:
-        """Return whether this tokenizer was made from a file with some content."""
+        """Return whether this tokenizer was made from a file with exactly this content."""
         return self._digest == hashlib.sha256(content).hexdigest()
 
     def pieces(self) -> list[str]:
@@ -484,7 +503,7 @@ class Subwords:
 
     @functools.cached_property
     def _decoders(self) -> frozenset[str]:
-        """Types of the library's decoders that `decode` applies."""
+        """Types of the decoders in the tokenizer.json, such as "ByteLevel". Empty without one."""
         decoder = self._library.decoder
         if decoder is None:
             return frozenset()
@@ -498,7 +517,11 @@ class Subwords:
         return {}
 
     def _raw_bytes_of(self, token: int) -> bytes | None:
-        """Compute `raw_bytes` of a token."""
+        """Compute the bytes of a token (`raw_bytes`) from its name, without the cache.
+
+        The result is `None` unless the decoder is ByteLevel, or ByteFallback for a token such as
+        <0xE6>.
+        """
         name = self._library.id_to_token(token) or ""
         if "ByteFallback" in self._decoders and _BYTE_TOKEN.fullmatch(name):
             return bytes.fromhex(name[3:5])  # the digits of "<0xE6>"
@@ -538,12 +561,15 @@ def _batches(texts: Sequence[T], size: int) -> Iterator[list[T]]:
 
 
 def _ids_and_places(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids, int32 [length], and characters [start, stop), int64 [length, 2]."""
+    """Return the ids of an encoding, int32 [length], and their characters, int64 [length, 2].
+
+    The characters of an id are [start, stop) in the text.
+    """
     return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
 def _num_leading_ones(mask: Sequence[int]) -> int:
-    """Return the number of ones before the first zero. A mask without a zero counts as empty."""
+    """Return the number of ones before the first zero. A mask without a zero has 0."""
     for i, value in enumerate(mask):
         if not value:
             return i
@@ -594,7 +620,7 @@ Tokenizer = Bytes | Subwords
 
 
 class Encoder(Protocol):
-    """Interface of a tokenizer that packing needs."""
+    """Interface of a tokenizer for packing: it encodes texts, and counts special tokens."""
 
     @property
     def key(self) -> str: ...
@@ -606,11 +632,11 @@ class Encoder(Protocol):
     def variant(self) -> str: ...
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each document."""
+        """Return the ids of each document, int32 [length], without the separator."""
         ...
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        """Return the number of times that each special token stands in a document."""
+        """Return the number of times that each special token stands in a document, by token."""
         ...
 
 

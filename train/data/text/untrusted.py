@@ -38,13 +38,14 @@ _ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
 
 
 def check_content(content: bytes, name: str) -> None:
-    """Refuse a tokenizer.json that the library must not open.
+    """Raise an error for a tokenizer.json that would fill the memory when the library opens it.
 
     Args:
         name: Name of the file, for the message.
 
     Raises:
-        DataError: The file is too large, or is a Unigram model whose pieces are too long.
+        DataError: The file is larger than 256 MiB, is no JSON, or is a Unigram model whose pieces
+            are too long.
     """
     if len(content) > _LARGEST_FILE:
         raise DataError(
@@ -77,7 +78,7 @@ def check_content(content: bytes, name: str) -> None:
 
 
 def check_library(library: Any, ids: Collection[int], name: str) -> float:
-    """Refuse an opened tokenizer that would make too much of a text.
+    """Check the parts of an opened tokenizer, and return how much it may lengthen a text.
 
     Args:
         library: Opened `tokenizers.Tokenizer`.
@@ -87,7 +88,8 @@ def check_library(library: Any, ids: Collection[int], name: str) -> float:
         The largest factor by which the normalizer or the decoder may lengthen a text.
 
     Raises:
-        DataError: A part is beyond the bounds. The message names the part.
+        DataError: A part is too large, lengthens a text too much, or has too long affixes, words or
+            special tokens, or ids have large holes. The message names the part.
     """
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         step = getattr(library, part)
@@ -109,7 +111,11 @@ def check_library(library: Any, ids: Collection[int], name: str) -> float:
 
 
 def _checked_growth(library: Any, name: str) -> float:
-    """Return the largest factor by which the normalizer or the decoder may lengthen a text."""
+    """Return the largest factor by which the normalizer or the decoder may lengthen a text.
+
+    Raises:
+        DataError: The factor of one of them is larger than `_MOST_GROWTH`.
+    """
     growth = 1.0
     for part in ("normalizer", "decoder"):
         step = getattr(library, part)
@@ -127,7 +133,7 @@ def _checked_growth(library: Any, name: str) -> float:
 
 
 def _check_model(model: Any, name: str) -> None:
-    """Refuse a model with too long affixes or words."""
+    """Raise `DataError` for a model with too long prefixes, suffixes or words."""
     for field in ("continuing_subword_prefix", "end_of_word_suffix"):
         affix = getattr(model, field, None)
         if isinstance(affix, str) and len(affix) > _LONGEST_AFFIX:
@@ -151,7 +157,10 @@ def _described(step: Any) -> Any:
 
 
 def _check_step(fields: Any, part: str, name: str) -> None:
-    """Refuse a part of a tokenizer whose JSON is too large. Takes its tables out of `fields`."""
+    """Raise `DataError` for a part of a tokenizer whose JSON is too large, without its tables.
+
+    The tables (`precompiled_charsmap`) are removed from `fields` in place.
+    """
     tables = [step.pop("precompiled_charsmap", None) for step in _steps(fields)]
     size = len(json.dumps(fields))
     if size > _LARGEST_STEP:
@@ -175,7 +184,10 @@ def _steps(fields: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the factor by which a step of a normalizer or decoder may lengthen a text."""
+    """Return the factor, at least 1, by which a step may lengthen a text.
+
+    The step is one of a normalizer or decoder. Only types Prepend and Replace lengthen a text.
+    """
     if step.get("type") == "Prepend" and isinstance(step.get("prepend"), str):
         return float(max(1, len(step["prepend"])))
     content = step.get("content")

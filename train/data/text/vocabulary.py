@@ -28,7 +28,7 @@ class SpecialIds(NamedTuple):
     sentinels: tuple[int, ...]
 
     def names(self) -> dict[int, str]:
-        """Return the name to print for each id."""
+        """Return the name to print for each special id, such as "</s>", or "<0>" for a sentinel."""
         names = {self.pad: "<pad>", self.eos: "</s>", self.bos: "<s>", self.mask: "<mask>"}
         for i, token in enumerate(self.sentinels):
             names[token] = f"<{i}>"
@@ -97,7 +97,7 @@ class Sentences:
         self._starts_line[tokenizer.separator] = True
 
     def _table(self, properties: list[bool]) -> np.ndarray:
-        """Return the property of every id, bool [size]. Special ids have `False`."""
+        """Return the property of every id, bool [size]. Ids beyond `properties` have `False`."""
         padding = [False] * (self._size - len(properties))
         return np.array(properties + padding)
 

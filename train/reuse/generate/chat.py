@@ -25,13 +25,16 @@ _ANSWER_SHARE = 4
 
 
 def main(args: Any, run: TrainedModel, sampling: Sampling) -> int:
-    """Answer the messages of standard input, one per line, until it ends. Return exit code 0.
+    """Print an answer to every line of standard input, until it ends. Return exit code 0.
+
+    In a terminal, a note says if an answer was cut at a limit or if a message is refused.
 
     Args:
         args: Flags of the command, a `Generate`.
 
     Raises:
-        DataError: The run has no chat template, or the template refuses the system message.
+        DataError: The run has no chat template, or the template refuses the system message or a
+            message from a pipe.
         DecodingError: A message from a pipe is longer than the model reads. In a terminal a note
             says so, and the conversation goes on.
     """
@@ -96,7 +99,9 @@ class Conversation:
     def answer(self, message: str) -> Iterator[str]:
         """Yield the answer to a message while it is generated.
 
-        If the context is full, the oldest messages are left out for good. The system message stays.
+        The message and its complete answer are kept for later calls, and `cut_by` is set. If the
+        context is full, the oldest messages are left out for good. The system message stays. A
+        message that is refused is forgotten.
 
         Raises:
             DataError: The template refuses the message.
@@ -125,7 +130,14 @@ class Conversation:
             self.cut_by = "the end of the context" if is_end_of_context else f"--tokens {length}"
 
     def _fitted(self) -> np.ndarray:
-        """Drop old messages that do not fit. Return the conversation in tokens, int32 [P]."""
+        """Drop old messages that do not fit. Return the conversation in tokens, int32 [P].
+
+        A quarter of the context, or `--tokens` if fewer, is kept free for the answer while there
+        are old messages to drop. A note says how many were dropped.
+
+        Raises:
+            DecodingError: The newest message alone is longer than the context.
+        """
         free = min(self._tokens, self._context // _ANSWER_SHARE)
         count = len(self._messages)
         prompt = self._encoded()
@@ -163,7 +175,7 @@ def _template(run: TrainedModel, file: str | None) -> Template:
 
 
 def _lines(in_terminal: bool) -> Iterator[str]:
-    """Yield the lines of standard input that are not empty."""
+    """Yield the lines of standard input that are not blank, with U+FFFD for invalid UTF-8."""
     if in_terminal:
         import contextlib
         import importlib
@@ -183,7 +195,11 @@ def _lines(in_terminal: bool) -> Iterator[str]:
 
 
 def _line(in_terminal: bool) -> str:
-    """Return a line of standard input without its end. Raises EOFError after the last."""
+    """Return a line of standard input without its end. In a terminal, prompt for it by "> ".
+
+    Raises:
+        EOFError: Standard input has ended.
+    """
     if in_terminal and sys.stdout.isatty():
         return input("> ")
     if in_terminal:  # the answers go elsewhere, and the prompt must not

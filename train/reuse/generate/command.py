@@ -70,7 +70,9 @@ _PROG = "mupax generate"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Generate text and print it. Return exit code 0.
+    """Run `mupax generate`: print generated text, or hold a conversation. Return exit code 0.
+
+    The text goes to standard output, the number of tokens and the time to standard error.
 
     Raises:
         UsageError, DecodingError: A flag is out of its range or does not fit the model.

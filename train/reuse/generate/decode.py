@@ -219,6 +219,8 @@ class Generator:
     def logprobs(self, tokens_BT: np.ndarray, top: int) -> Scores:
         """Return the log-probability of every token after the first, and the likeliest tokens.
 
+        The arrays are on the host, [B, T - 1] and [B, T - 1, K].
+
         Args:
             tokens_BT: Integers, at most S + 1 tokens per text.
             top: K, number of likeliest tokens to return at each position.
@@ -240,7 +242,7 @@ class Generator:
         return Scores(*(np.asarray(values)[:, :count] for values in scores))
 
     def padded(self, tokens_BT: np.ndarray) -> np.ndarray:
-        """Pad tokens on the right to a power of two of positions, or to the longest context.
+        """Pad tokens with zeros on the right to a power of two of positions, at most S.
 
         Few shapes mean few compilations.
         """
@@ -357,7 +359,7 @@ class Generator:
     def _score_tokens(
         self, weights: Any, forward: Arrays, tokens: tuple[jax.Array, jax.Array], top: int
     ) -> Scores:
-        """Score texts that are padded on the right.
+        """Return the log-probabilities of next tokens, and the likeliest tokens, at all positions.
 
         Args:
             tokens: Inputs and next tokens, both int32 [B, T].
@@ -389,7 +391,7 @@ class Generator:
 
 
 def multiply_all(networks: tuple[Arrays, ...], multipliers: Arrays) -> tuple[Arrays, ...]:
-    """Multiply the parameters of each network by their multipliers."""
+    """Return the parameters of each network times their multipliers."""
     return tuple(multiplied(dict(params), multipliers) for params in networks)
 
 

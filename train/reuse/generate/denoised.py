@@ -59,7 +59,7 @@ class _DecoderState(NamedTuple):
 
 
 class _NextToken(NamedTuple):
-    """Choice of one step: how each row goes on."""
+    """Next token of each row, the row whose text it continues, and the score of the result."""
 
     parent_R: jax.Array
     """Row whose text this row continues, int32."""
@@ -212,7 +212,7 @@ class Seq2SeqGenerator:
         key: jax.Array,
         state: _DecoderState,
     ) -> _DecoderState:
-        """Write one more token of every text that has not ended."""
+        """Return the state with one more token in every row, an end token for ended texts."""
         last_index = jnp.maximum(state.number - 1, 0)
         newest_R = jax.lax.dynamic_slice_in_dim(state.out_RT, last_index, 1, axis=1)[:, 0]
         newest_R1 = jnp.where(state.number == 0, self._start, newest_R)[:, None]
@@ -259,7 +259,11 @@ class Seq2SeqGenerator:
         )
 
     def _next_token(self, state: _DecoderState, logp_RV: jax.Array, key: jax.Array) -> _NextToken:
-        """Choose how each row goes on: by drawing a token, or by the likeliest K beams."""
+        """Choose the text and the next token of each row.
+
+        With one beam, each row keeps its text and draws a token. With several, the rows of an input
+        get the K continuations of its beams with the highest ln p.
+        """
         num_rows, vocab_size = logp_RV.shape
         if self._beams == 1:
             keys_R = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows))
@@ -283,12 +287,14 @@ class Seq2SeqGenerator:
 
 
 def _reordered(cache: Cache, parent_R: jax.Array) -> Cache:
-    """Return a cache whose rows are copies of other rows."""
+    """Return a cache whose row r holds the keys and values of row `parent_R[r]`."""
     return cache._replace(keys=cache.keys[:, parent_R], values=cache.values[:, parent_R])
 
 
 def main(args: Any, model: TrainedModel, sampling: Sampling) -> int:
     """Print the texts that an encoder-decoder writes for the prompt. Return exit code 0.
+
+    The prompt `-` is read from standard input.
 
     Args:
         args: Flags of the command, a `Generate`.
@@ -321,9 +327,10 @@ class Request(NamedTuple):
 
 
 def texts(args: Any, model: TrainedModel, tokenizer: Any, sampling: Sampling) -> list[str]:
-    """Return the texts that the model writes for a prompt, one per sample.
+    """Load the model and return the texts that it writes for a prompt, one per sample.
 
-    The number of tokens and the time go to standard error.
+    For a run trained by span corruption (sentinels), a text is the prompt with its holes filled in.
+    Special tokens are left out. The number of tokens and the time go to standard error.
 
     Args:
         args: Object with the fields prompt, tokens, samples, beams and seed of `Generate`.
@@ -331,7 +338,8 @@ def texts(args: Any, model: TrainedModel, tokenizer: Any, sampling: Sampling) ->
     Raises:
         TextIdsError: The files of published weights do not say which tokens start or end a text.
         DecodingError: The prompt is longer than the model's inputs, or has tokens that the model
-            does not know. Or several beams have a temperature.
+            does not know. Or several beams have a temperature, `tokens` is 0, or the model has
+            diverged.
     """
     from mupax.train.reuse import runs
 
@@ -407,7 +415,9 @@ def _ends(config: Config, ids: SpecialIds) -> dict[str, Any]:
 
 
 def _prompt(text: str, tokenizer: Any, ids: SpecialIds, *, bos: bool) -> np.ndarray:
-    """Return a text as input of the model, int32 [P]. Words such as `<mask>` stand for their ids.
+    """Return a text as input of the model, int32 [P], with the token eos at its end.
+
+    Words such as `<mask>` become the ids of the special tokens.
 
     Args:
         bos: Whether the input begins with the token bos, as in infilling.
@@ -431,7 +441,8 @@ def examples_text(
 ) -> str:
     """Return the first evaluation examples as text in columns.
 
-    The columns are the noised input, the text that the model writes greedily, and the target.
+    The columns are the noised input, the text that the model writes greedily, and the target. With
+    sentinels, the last two are shown as the input with its holes filled in.
 
     Args:
         data: Data of denoising, with noise, special ids and a tokenizer.

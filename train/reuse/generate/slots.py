@@ -80,7 +80,7 @@ class Text:
 
 
 class Written(NamedTuple):
-    """New tokens of a text, and the error, if any, because of which it cannot go on."""
+    """New tokens of a text, and the error, if any, because of which it cannot be continued."""
 
     text: Text
     tokens: list[int]
@@ -88,7 +88,10 @@ class Written(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Values of the texts in all slots, as the step takes them. An empty slot has zeros."""
+    """Values of the texts in all slots, inputs of the compiled step.
+
+    An empty slot has zeros, and a top_p of 1.
+    """
 
     token_B: Any
     """Newest token, which is not in the cache yet, int32."""
@@ -145,7 +148,7 @@ class Slots:
 
     @property
     def active(self) -> list[Text]:
-        """Texts in slots."""
+        """Texts in slots, complete texts included."""
         return [text for text in self.texts if text is not None]
 
     @property
@@ -161,10 +164,13 @@ class Slots:
         return len(self._compiled)
 
     def join(self, text: Text) -> list[int]:
-        """Put a text into a free slot.
+        """Put a text into a free slot, which must exist.
+
+        For a new text, this reads the prompt, draws the first token and appends it to
+        `text.written_ids`. For a text that was put aside, it restores the cache.
 
         Returns:
-            The first token of a new text. Nothing for a text that was put aside before.
+            The first token of a new text. Empty for a text that was put aside before.
 
         Raises:
             DecodingError: The logits are not finite: the model has diverged.
@@ -179,7 +185,7 @@ class Slots:
         return tokens
 
     def leave(self, text: Text) -> None:
-        """Empty the text's slot."""
+        """Empty the text's slot without keeping its cache. Does nothing if it is in no slot."""
         if text.slot is not None:
             self.texts[text.slot] = None
             text.slot = None
@@ -208,6 +214,10 @@ class Slots:
 
         Args:
             most: Largest number of tokens of each text.
+
+        Returns:
+            The new tokens of each text, which are also appended to `Text.written_ids`. A text for
+            which the logits are not finite has an error. It keeps its slot.
         """
         began = time.monotonic()
         incomplete = [text for text in self.active if not text.is_complete]
@@ -233,7 +243,11 @@ class Slots:
         return written
 
     def _advance(self, writing: list[Text], steps: int) -> list[tuple[Text, list[int], bool]]:
-        """Call the step. Return each text with its new tokens and whether its logits are finite."""
+        """Write `steps` tokens of each text. The caches and texts are updated.
+
+        Returns:
+            Each text with its new tokens and whether its logits are finite.
+        """
         generator = self._generator
         arguments = (
             generator.weights,
@@ -254,7 +268,11 @@ class Slots:
         return results
 
     def _begin_anew(self, text: Text) -> Written:
-        """Replace the full context of a text by the last half of its tokens."""
+        """Replace the full context of a text by its last S/2 tokens, and draw the next token.
+
+        Returns:
+            The token, or an error if the logits are not finite.
+        """
         slot = text.slot
         assert slot is not None
         try:
@@ -265,7 +283,19 @@ class Slots:
         return Written(text, tokens)
 
     def _begin(self, text: Text, context_P: np.ndarray) -> list[int]:
-        """Read a context, draw the token after it, and keep the cache in `text.saved`."""
+        """Read a context, and draw the token after it.
+
+        The token is appended to `text.written_ids`, the cache kept in `text.saved`.
+
+        Args:
+            context_P: Last tokens of prompt and text, int32, at most S.
+
+        Returns:
+            A list of the one token.
+
+        Raises:
+            DecodingError: The logits are not finite: the model has diverged.
+        """
         generator = self._generator
         if text.key is None:
             # On the host, where the rows of all texts are assembled for every call.
@@ -283,7 +313,7 @@ class Slots:
         return text.written_ids[-1:]
 
     def _place(self, text: Text, slot: int) -> None:
-        """Copy the cache of a text into a slot."""
+        """Move the cache `text.saved` into a slot, and mark the slot as the text's."""
         if self._caches is None:
             # `reset` drops the cache, whose buffers may be gone with a failed program.
             self._caches = self._make_empty()
@@ -293,7 +323,7 @@ class Slots:
         self.texts[slot] = text
 
     def _call(self, name: Any, program: Callable, *arguments: Any) -> Any:
-        """Call a program and wait for its result."""
+        """Call a program inside `watched`, wait for its result and return it."""
         with self.watched(name):
             # Waits inside of `watched`, which times the call, and so that errors are raised here.
             return jax.block_until_ready(program(*arguments))
@@ -320,7 +350,7 @@ class Slots:
             self.compiling = False
 
     def _rows(self, writing: list[Text]) -> _Rows:
-        """Return the values of all slots, with only some texts active."""
+        """Return the values of all slots, in which only the texts of `writing` are active."""
         rows = _rows_of(self.texts)
         for index, text in enumerate(self.texts):
             rows.active_B[index] = text in writing
@@ -390,7 +420,7 @@ _DIVERGED = "the logits hold nan or inf: the model has diverged, there is nothin
 
 
 def _rows_of(texts: Sequence[Text | None]) -> _Rows:
-    """Return the values of texts, one row per slot. Rows of texts are active."""
+    """Return the values of texts, one row per slot. All rows but those of `None` are active."""
     count = len(texts)
     rows = _Rows(
         token_B=np.zeros(count, np.int32),
@@ -427,7 +457,7 @@ def _folded(key: jax.Array, number: jax.Array, row: jax.Array) -> jax.Array:
 def _inserted(
     caches: tuple[Cache, ...], saved: tuple[Cache, ...], slot: jax.Array
 ) -> tuple[Cache, ...]:
-    """Return the caches with one slot replaced."""
+    """Return the caches with the keys and values of one slot replaced by saved ones."""
 
     def replaced(cached_LBKSN: jax.Array, saved_L1KSN: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(cached_LBKSN, saved_L1KSN, (0, slot, 0, 0, 0))
@@ -442,7 +472,7 @@ def _inserted(
 
 
 def _extracted(caches: tuple[Cache, ...], slot: jax.Array) -> tuple[Cache, ...]:
-    """Return a copy of one slot of the caches."""
+    """Return a copy of the keys and values of one slot, for each network."""
 
     def row(cached_LBKSN: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(cached_LBKSN, slot, 1, axis=1)

@@ -22,7 +22,8 @@ Finish = Literal["stop", "length"]
 def prompt_of(model: TrainedModel, tokenizer: Any, text: bytes) -> np.ndarray:
     """Return the tokens of a text to continue, int32 [P], P >= 1.
 
-    An empty text becomes the separator token, after which a document begins.
+    For weights without a run, the tokens that their tokenizer puts before every text come first.
+    A prompt without tokens becomes the separator, after which a document begins.
 
     Args:
         text: Text in UTF-8.
@@ -42,7 +43,7 @@ def prompt_of(model: TrainedModel, tokenizer: Any, text: bytes) -> np.ndarray:
 
 
 def check_known(prompt: np.ndarray, model: TrainedModel) -> None:
-    """Raise DecodingError if a prompt, integers [P], has tokens that the model does not know."""
+    """Raise DecodingError if a prompt, integers [P], has ids beyond the model's vocabulary."""
     vocab = model.model.sizes()["vocab"]
     if (prompt >= vocab).any():
         raise DecodingError(
@@ -88,7 +89,11 @@ class StreamingText:
         self.finish: Finish | None = None if length else "length"
 
     def add(self, ids: Sequence[int]) -> str:
-        """Append tokens and return the new text. Tokens after the end of the text are ignored."""
+        """Append tokens and return the new text, without characters that are held back.
+
+        `finish` is set at an end token, a stop string or the last requested token. Tokens after the
+        end of the text are ignored.
+        """
         if self.finish:
             return ""
         # A stop string can end inside these tokens. They are then decoded again to count them.
@@ -113,7 +118,7 @@ class StreamingText:
         return text[:num_shown]
 
     def cut(self) -> str:
-        """End the text now, because its time is over. Return the text that was held back."""
+        """End the text now, with finish "length". Return the text that was held back."""
         text = self._held + self._decoder.finish()
         self._held = ""
         self.text += text
@@ -121,7 +126,10 @@ class StreamingText:
         return text
 
     def _until_end(self, ids: Sequence[int]) -> list[int]:
-        """Return the tokens before the end of the text. Set `count`, and `finish` at the end."""
+        """Return the tokens up to an end token, which is left out, or up to `length`.
+
+        `count` is increased. `finish` is set if the text ends.
+        """
         new = []
         for token in ids:
             self.count += 1
@@ -135,7 +143,7 @@ class StreamingText:
         return new
 
     def _tokens_to_stop(self, decoder: Detokenizer, text: str, ids: Sequence[int]) -> int:
-        """Return the number of tokens after which a stop string is complete.
+        """Return the number of tokens after which a stop string is complete, at most all tokens.
 
         Args:
             decoder: Decoder before these tokens. It is changed.
@@ -173,7 +181,7 @@ class AnswerEnd(NamedTuple):
 
 
 def answer_end(template: Template, tokenizer: Any) -> AnswerEnd:
-    """Return the token or string that the template puts after an answer.
+    """Return the token or string that the template puts after an answer, or neither.
 
     A special token is matched by its id: it is left out of every text, so it cannot be a stop
     string.

@@ -61,7 +61,7 @@ class HiddenSize(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Index of every axis that grows."""
+    """For every axis that grows, the old index of each new index, or -1 for a new entry."""
 
     along: dict[str, Index]
     """Index by logical axis."""
@@ -74,7 +74,9 @@ class Axes:
     notes: list[str]
 
     def index(self, spec: ParamSpec, axis: str, size: int) -> Index:
-        """Return the index of one axis of a parameter.
+        """Return the old index of each index of one axis of a parameter, or -1 for new entries.
+
+        An axis that does not grow gets 0 to `size` - 1.
 
         Args:
             size: size of the axis in the larger model.
@@ -85,7 +87,7 @@ class Axes:
 
 
 def upcycled(small: TransformerConfig, large: TransformerConfig) -> bool:
-    """Return whether every expert of the larger model is a copy of the smaller model's MLP.
+    """Return whether only the larger model has experts, which then are copies of the MLP.
 
     Source: Komatsuzaki et al. 2022, arXiv 2212.05055.
     """
@@ -93,7 +95,9 @@ def upcycled(small: TransformerConfig, large: TransformerConfig) -> bool:
 
 
 def copied(small: TransformerConfig, large: TransformerConfig) -> int:
-    """Return the number of experts that each expert becomes, 1 if their number stays.
+    """Return the number of copies that each expert becomes.
+
+    The result is 1 if their number stays, or if either model has no experts.
 
     Raises:
         GrowError: the number is not whole, or a token would not go to exactly all copies of its
@@ -115,7 +119,10 @@ def copied(small: TransformerConfig, large: TransformerConfig) -> int:
 
 
 def hidden(small: TransformerConfig, large: TransformerConfig) -> dict[str, HiddenSize]:
-    """Return the old and new size of every hidden layer, by logical axis."""
+    """Return the old and new size of every hidden layer, by logical axis.
+
+    If only the larger model has experts, the one entry is theirs, and the old size is the MLP's.
+    """
     if upcycled(small, large):
         return {"expert_dim": HiddenSize("expert_dim", small.mlp_dim, large.expert_size)}
     sizes = {}
@@ -190,7 +197,10 @@ def _check(small: TransformerConfig, large: TransformerConfig) -> None:
 
 
 def _check_fields(small: TransformerConfig, large: TransformerConfig) -> None:
-    """Refuse changes of fields that are no sizes."""
+    """Raise `GrowError` if a field differs that is not in `FREE`.
+
+    The fields in `EXPERTS` may also differ if only the larger model has experts.
+    """
     for field in dataclasses.fields(small):
         name = field.name
         old_value = getattr(small, name)
@@ -209,7 +219,7 @@ def _check_fields(small: TransformerConfig, large: TransformerConfig) -> None:
 
 
 def _check_sizes(small: TransformerConfig, large: TransformerConfig) -> None:
-    """Refuse sizes that shrink."""
+    """Raise `GrowError` if a size of the model or of a hidden layer shrinks."""
     sizes = [HiddenSize(size, getattr(small, size), getattr(large, size)) for size in SIZES]
     sizes += hidden(small, large).values()
     for size, old, new in sizes:
@@ -226,7 +236,11 @@ def _check_sizes(small: TransformerConfig, large: TransformerConfig) -> None:
 
 
 def _check_wider_heads(small: TransformerConfig) -> None:
-    """Refuse a model whose function changes when its heads get wider."""
+    """Raise `GrowError` for a model whose function would change with wider heads.
+
+    These are models with qk_norm, and with rotary positions that turn only a part of each head or
+    differ between layers.
+    """
     if small.qk_norm:
         raise GrowError(
             "queries and keys are normalized (qk_norm) over the head dimension, and new entries "
@@ -247,7 +261,11 @@ def _check_wider_heads(small: TransformerConfig) -> None:
 
 
 def _check_wider_stream(small: TransformerConfig) -> None:
-    """Refuse a model whose function changes when its stream gets wider."""
+    """Raise `GrowError` for a model whose function would change with a wider stream.
+
+    These are models with LayerNorm and gains after the branches, with a layer before the readout,
+    and with a tied readout but no norm gain.
+    """
     if small.branch_gains is not None and small.norm == "layernorm":
         raise GrowError(
             "a wider stream under LayerNorm needs branches of mean 0, and gains after them "
@@ -266,7 +284,11 @@ def _check_wider_stream(small: TransformerConfig) -> None:
 
 
 def _check_routing(small: TransformerConfig, large: TransformerConfig) -> None:
-    """Refuse experts whose weights do not add up to 1, as weights of copies of one MLP must."""
+    """Raise `GrowError` if experts made of one MLP would not compute what the MLP does.
+
+    Their weights must add up to 1 (a softmax gate), and there must be no shared experts. Models of
+    which both or none have experts pass.
+    """
     if not upcycled(small, large):
         return
     gate = large.routing.gate
@@ -287,9 +309,12 @@ def _check_routing(small: TransformerConfig, large: TransformerConfig) -> None:
 
 
 def _heads(small: TransformerConfig, large: TransformerConfig) -> tuple[Index, Index, int]:
-    """Return the indices of query and key heads, and the number of copies of a key head.
+    """Return the indices of query and key heads, -1 for new heads, and the copies of a key head.
 
     Each query head keeps its own key head.
+
+    Raises:
+        GrowError: the numbers of heads do not allow that.
     """
     old_group = small.num_heads // small.kv_heads
     new_group = large.num_heads // large.kv_heads
@@ -322,8 +347,12 @@ def _heads(small: TransformerConfig, large: TransformerConfig) -> tuple[Index, I
 def _rotated(small: TransformerConfig, large: TransformerConfig) -> tuple[Index, list[str]]:
     """Return the index of a head's entries under rotary positions, and notes on changes.
 
-    Pair i of N/2 turns by theta^(-2i/N) per position. Old pairs go to new pairs of the same
-    frequency.
+    Pair i of N/2 turns by theta^(-2i/N) per position. Old pairs go to the new pairs of the nearest
+    frequencies. There is a note if these are not equal. Without rotary positions the first entries
+    are kept.
+
+    Raises:
+        GrowError: two old pairs would go to one new pair.
     """
     old_dim = small.heads_dim
     new_dim = large.heads_dim

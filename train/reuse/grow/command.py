@@ -52,10 +52,14 @@ class Grow:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mupax grow` and return its exit code, 0.
+    """Run `mupax grow`: write a run of the larger model to `--out`. Return the exit code, 0.
+
+    The parameters and the difference of both models' logits are printed. The command does nothing
+    if it made `--out` before and was killed only after the folder was complete.
 
     Raises:
         UsageError, GrowError, ConfigError, WeightsError: wrong flags, or no growth that fits.
+        OutError, HalfMadeError: `--out` is not empty, or another command is writing it.
     """
     args = command_line.parse(Grow, "mupax grow", argv)
     if args.to is None and not args.set:
@@ -121,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
 def compared_examples(
     model: TrainedModel, note: Callable[[str], None]
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Return the inputs of a few examples, and the kind of examples in words.
+    """Return the inputs of up to `EXAMPLES` examples, and the kind of examples in words.
 
     They are evaluation examples of the run's data, or random examples if the data is missing.
 
@@ -162,6 +166,9 @@ def compared_examples(
 
 def larger(config: Config, args: Grow) -> Config:
     """Return the config of the run that continues with the larger model.
+
+    It is the old run's with the model of `--to`, the fields of `--set`, and the new workdir and
+    steps. The compute settings of the model stay.
 
     Raises:
         ConfigError: unknown model or field, or sizes that do not fit.
@@ -249,7 +256,7 @@ def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarra
 
 
 def _read(value: str) -> Any:
-    """Return the value of a flag parsed as JSON. A bare word is a string."""
+    """Return the value of a flag parsed as JSON, or None, True or False. Other text is a string."""
     constants = {"None": "null", "True": "true", "False": "false"}
     try:
         return json.loads(constants.get(value, value))

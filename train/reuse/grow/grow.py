@@ -212,12 +212,19 @@ def _needs_centring(spec: ParamSpec, small: TransformerConfig, large: Transforme
 
 
 def _centre(weight: np.ndarray) -> np.ndarray:
-    """Subtract the mean over the stream, which no LayerNorm sees and which gets no gradient."""
+    """Return a weight minus its mean over the last axis, the width of the stream.
+
+    No LayerNorm sees that mean, so it gets no gradient.
+    """
     return weight - weight.mean(-1, keepdims=True, dtype=np.float64).astype(np.float32)
 
 
 def _silent(spec: ParamSpec, along: Sequence[Index]) -> np.ndarray | None:
-    """Return a mask of new entries that are zero, or `None` if all start as the preset says."""
+    """Return a mask of the initial values to set to zero, or `None` if the preset's values stay.
+
+    Embeddings and output matrices have only zeros in new entries, keys only in new entries of old
+    heads.
+    """
     if spec.role in (*EMBEDS, *OUTS):
         # New units must not change the stream; they get gradients through it all the same.
         return np.ones([1] * len(along), bool)
@@ -232,7 +239,10 @@ def _silent(spec: ParamSpec, along: Sequence[Index]) -> np.ndarray | None:
 def _notes(
     small: TransformerConfig, large: TransformerConfig, axes: grow_axes.Axes
 ) -> tuple[bool, list[str]]:
-    """Return whether a wider stream keeps the function exactly, and notes on what does not."""
+    """Return whether old weights may be centred to keep the function, and notes on its changes.
+
+    The result is False for a wider stream under LayerNorm with a tied readout.
+    """
     notes = list(axes.notes)
     ratio = large.width / small.width
     capacity_factor = large.routing.capacity_factor

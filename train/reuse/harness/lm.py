@@ -56,11 +56,13 @@ class Harness(LM):
         return self._texts.rolling([request.args[0] for request in requests])
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return the text generated after each context.
+        """Return the text generated after each context, by default the likeliest tokens.
 
         Args:
             requests: requests of the harness, with arguments (context, options). Options are
-                `until`, `max_gen_toks`, `do_sample`, `temperature`, `top_k` and `top_p`.
+                `until`, `max_gen_toks` or `max_new_tokens` (256 by default), `do_sample`,
+                `temperature`, `top_k` and `top_p`. Tokens are drawn only with a temperature above
+                0 and without `do_sample` False.
         """
         return [self._continued(*request.args) for request in requests]
 

@@ -37,9 +37,10 @@ def measured(
     average: bool | None = None,
     tokenizer: str | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the results by task: metrics, standard errors (`NAME_stderr`), and `examples`.
+    """Evaluate a model on tasks of the lm-eval harness and return the results by task.
 
-    `examples` is the number of evaluated examples.
+    Each has metrics, standard errors (`NAME_stderr`) and `examples`, the number of evaluated
+    examples, which is `None` for a group of tasks.
 
     Args:
         path: a run, one of its steps, or weights.
@@ -88,7 +89,7 @@ def measured(
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the numeric metrics. The harness' filter `none` is left out of their names.
+    """Return the numeric metrics by "METRIC", or by "METRIC FILTER" for a filter but `none`.
 
     Args:
         metrics: values of the harness by "METRIC,FILTER", beside other fields.

@@ -166,7 +166,7 @@ class Texts:
         """Return the tokens before the first token of a document, int32 [count].
 
         For a run this is the separator. For weights these are the tokens that their tokenizer adds,
-        or else its begin token, as in the lm-eval harness.
+        or else its begin token, as in the lm-eval harness. Without either it is the separator.
         """
         separator = np.array([self.tokenizer.separator], np.int32)
         if self._run.step is not None:
@@ -183,13 +183,17 @@ class Texts:
         return np.array([begin], np.int32)
 
     def _encoded(self, text: str) -> np.ndarray:
-        """Return the token ids of a text, int32 [count]."""
+        """Return the token ids of a text, int32 [count]. Raises DecodingError for unknown ids."""
         ids = self.tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]
         check_known(ids, self._run)
         return ids
 
     def _window(self, context: str, continuation: str) -> Window:
-        """Return the tokens of a context and its continuation, of which the latter are scored."""
+        """Return the last tokens of a context and its continuation. The latter are scored.
+
+        Raises:
+            TextError: The continuation is longer than the model's context, or has no token.
+        """
         stripped = context.rstrip(" ")
         num_spaces = len(context) - len(stripped)
         if num_spaces and stripped:
@@ -216,7 +220,7 @@ class Texts:
         return Window(tokens[-self.context - 1 :], count)
 
     def _windows(self, ids: np.ndarray) -> Iterator[Window]:
-        """Yield windows of a text that together predict every token once."""
+        """Yield windows of a text, at most `context` + 1 tokens, that predict every token once."""
         tokens = np.concatenate([self._begin, ids])
         for start in range(0, len(ids), self.context):
             end = min(start + self.context, len(ids))

@@ -32,7 +32,10 @@ class Import(PresetFlags):
     """Of ORG/NAME; the branch main unless given."""
 
     def run(self) -> int:
-        """Write the folder and return the exit code, 0.
+        """Write the imported weights and text files to `out`. Return the exit code, 0.
+
+        A summary is printed. Nothing is done if this command already made the folder and was
+        killed only afterwards.
 
         Raises:
             MupaxError: no weights at the path, or a preset that does not fit them.
@@ -92,7 +95,10 @@ class Export:
     knows, in any case."""
 
     def run(self) -> int:
-        """Write the folder and return the exit code, 0.
+        """Write the exported model to `out`. Return the exit code, 0.
+
+        A summary is printed. Nothing is done if this command already made the folder and was
+        killed only afterwards.
 
         Raises:
             MupaxError: no model at the path, or one that `transformers` cannot read.

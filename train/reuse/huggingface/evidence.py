@@ -26,8 +26,10 @@ _ROUNDED = ("warmup_fraction",)
 def evaluation(workdir: Path, step: int) -> dict[str, Any]:
     """Return the metrics of a run's evaluation at a step, empty if none can be read.
 
+    They are read from metrics.jsonl, or from the checkpoint of that step if they are not there.
+
     Args:
-        step: number of steps done.
+        step: number of optimizer steps done, as in the name of the checkpoint.
     """
     try:
         lines = disk.read_bytes(workdir / _ROWS).split(b"\n")
@@ -107,7 +109,10 @@ def study(config: Config) -> tuned.Tuned | None:
 
 
 def _has_optimizer(config: Config, reference: Config, preset: tuned.Tuned) -> bool:
-    """Return whether a config agrees with the reference in the fields that a study tuned."""
+    """Return whether a config agrees with the reference in the optimizer fields that a study tuned.
+
+    `warmup_fraction` is not compared, because a run of another length rounds it.
+    """
     for name in preset.optimizer:
         if name in _ROUNDED:
             continue
@@ -118,6 +123,9 @@ def _has_optimizer(config: Config, reference: Config, preset: tuned.Tuned) -> bo
 
 def of_study(preset: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
     """Return lines on a tuned preset's study: its result, its data, and the distance of a model.
+
+    The distance is in doublings of each size beyond those studied. A preset that was published by
+    others has lines on its source instead.
 
     Args:
         sizes: sizes of the card's model by logical axis.

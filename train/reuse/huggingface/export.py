@@ -45,6 +45,8 @@ def exported(
 ) -> tuple[WeightsSource, list[str]]:
     """Write a model as `transformers` reads it. Return the weights, and notes for the user.
 
+    The files are config.json, safetensors, text files or the preprocessor, and the model card.
+
     Args:
         path: a run, one of its steps, or an imported folder.
         out: folder to write into, which exists and is empty.
@@ -93,7 +95,15 @@ def exported(
 def write_text_files(
     model: TrainedModel, text: TextFiles, out: Path, ids: Mapping[str, int | list[int] | None]
 ) -> list[str]:
-    """Write the files beside weights that define how text is encoded. Return notes for the user."""
+    """Write the files beside weights that define how text is encoded. Return notes for the user.
+
+    For weights without a run, the small files in their folder are copied, the preprocessor of
+    images included.
+
+    Args:
+        out: folder to write into, which exists. A generation_config.json in it stays.
+        ids: token ids by config.json's names, such as `eos_token_id`.
+    """
     notes = []
     reads_text = model.model.task == "tokens"
     if model.run is None:
@@ -138,7 +148,8 @@ def write_text_files(
 def token_ids(model: TrainedModel, text: TextFiles) -> dict[str, int | None]:
     """Return the token ids that begin and end a text, by config.json's names.
 
-    For an encoder-decoder also the ids that pad and start a text.
+    The result has also the id that pads a text, and for an encoder-decoder the one that its decoder
+    reads first. It is empty if the tokenizer is not here.
     """
     encoder = text.encoder
     if encoder is None:
@@ -163,6 +174,9 @@ def present_ids(ids: Mapping[str, int | None]) -> dict[str, int | list[int]]:
 
 def text_of(model: TrainedModel, file: Path | None, separator: str | None) -> TextFiles:
     """Return the tokenizer and the chat template of a model.
+
+    The result has none for a model of images, and for weights without a run unless `file` is given:
+    `write_text_files` copies the files beside weights.
 
     Args:
         model: result of `trained.describe`.
@@ -196,7 +210,11 @@ def text_of(model: TrainedModel, file: Path | None, separator: str | None) -> Te
 
 
 def _text_of_run(model: TrainedModel, replacement: Path | None) -> TextFiles:
-    """Return a run's tokenizer, with the separator of its documents, and its chat template."""
+    """Return a run's tokenizer, with the separator of its documents, and its chat template.
+
+    Args:
+        replacement: tokenizer.json to use in place of the run's own file.
+    """
     config = model.config
     facts = model.facts
     name = config.data.tokenizer
@@ -222,7 +240,13 @@ def _text_of_run(model: TrainedModel, replacement: Path | None) -> TextFiles:
 def _template_of_run(
     data: DataConfig, facts: Mapping[str, Any], file: Path | None
 ) -> tuple[Template | None, str | None]:
-    """Return the chat template of a run, or a note if it is lost."""
+    """Return the chat template of a run, or `None`, and a note if the template is lost.
+
+    A template that has changed since training counts as lost.
+
+    Args:
+        file: tokenizer.json beside which the template is searched, by default that of `data`.
+    """
     tokenizer = str(file) if file is not None else data.tokenizer
     named = data.chat_template or "the chat template"
     try:
@@ -249,7 +273,7 @@ def _template_of_run(
 
 
 def _opened(file: Path, separator: str | None) -> Tokenizer:
-    """Return the tokenizer of a file. An error names the flag of this command."""
+    """Return the tokenizer of a file. The message of a DataError names the flag --separator."""
     try:
         return Subwords(file, separator)
     except DataError as error:

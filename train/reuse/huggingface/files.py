@@ -98,7 +98,7 @@ def card(
 
 
 def _training(source: WeightsSource) -> list[str]:
-    """Return the paragraphs on data, steps and optimizer of a run."""
+    """Return the paragraphs on data, steps and optimizer of a run. Empty without a run."""
     if source.run is None:
         return []
     # A path could tell the name of a user, so only its last part is written.
@@ -142,14 +142,14 @@ def _tuned(source: WeightsSource) -> list[str]:
 
 
 def _evaluation(source: WeightsSource, row: Mapping[str, Any]) -> list[str]:
-    """Return the paragraphs on the run's evaluation."""
+    """Return the paragraphs on the run's evaluation. Empty without a run."""
     if source.run is None:
         return []
     return ["## Evaluation", evidence.measured(row, averaged=False, task=source.model.task)]
 
 
 def _images(source: WeightsSource) -> list[str]:
-    """Return the paragraphs on class names and preprocessing."""
+    """Return the paragraphs on class names and preprocessing. Empty for a model of text."""
     if source.images is None:
         return []
     names = source.images.class_names or ()
@@ -194,7 +194,7 @@ def _last(path: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """Return text as Markdown code, so that no name is read as markup."""
+    """Return text as Markdown code, with backquotes replaced, so that no name is read as markup."""
     return f"`{printable(text).replace('`', chr(39))}`"
 
 

@@ -39,7 +39,7 @@ class HubError(MupaxError):
 
 
 def local(path: Path, revision: str | None) -> Path:
-    """Return where a model is on this machine, after downloading it if it is one of the hub.
+    """Return the path of a model on this machine. A model of the hub is downloaded first.
 
     A path that exists wins over a model of that name on the hub. A note says so if it is a folder
     that might be meant as ORG/NAME, but not if it is a run. Files of the hub are not downloaded if
@@ -79,7 +79,12 @@ def local(path: Path, revision: str | None) -> Path:
 
 
 def _snapshot(name: str, revision: str | None) -> Path:
-    """Return the folder of a model in the cache, with all files that mupax reads."""
+    """Download all files of a model that mupax reads. Return their folder in the cache.
+
+    Raises:
+        HubError: the model has no config or safetensors, or mupax does not have it. The config is
+            checked before weights are downloaded.
+    """
     folder = _downloaded(name, revision, NEAR)
     commit = folder.name
     model = f"{name} at {commit[:12]}"
@@ -108,7 +113,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
 
 
 def _downloaded(name: str, revision: str | None, files: Any) -> Path:
-    """Download files of a repository, as far as it has them. Return the snapshot's folder."""
+    """Download those of `files` that a repository has. Return the folder of its snapshot."""
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
@@ -126,7 +131,10 @@ def _downloaded(name: str, revision: str | None, files: Any) -> Path:
 
 @contextmanager
 def _answered(name: str, revision: str | None) -> Iterator[None]:
-    """Context manager that turns errors of the hub and of its client into messages of one line."""
+    """Context manager that turns errors of the hub and its client into HubError or MupaxFailure.
+
+    MupaxFailure stands for a hub that does not answer.
+    """
     import huggingface_hub
     from huggingface_hub import errors
 

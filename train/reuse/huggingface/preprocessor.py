@@ -40,7 +40,7 @@ def from_huggingface(
     Args:
         config: content of config.json, which has the class names.
         processor: content of preprocessor_config.json. `None` if the file is missing: images are
-            then squashed, and normalized by a half.
+            then squashed, and normalized by mean and deviation 0.5.
 
     Raises:
         ConfigError: mupax does not read images this way. The message names the field.
@@ -63,7 +63,11 @@ def from_huggingface(
 
 
 def _names(config: Mapping[str, Any], model: ImageModel) -> tuple[str, ...] | None:
-    """Return the class names of id2label, or `None` if it is missing or has default names."""
+    """Return the class names of id2label, or `None` if it is missing or has default names.
+
+    Raises:
+        ConfigError: a class of the model has no name in id2label.
+    """
     labels = config.get("id2label")
     if not isinstance(labels, Mapping) or not labels:
         return None
@@ -156,7 +160,13 @@ def _fit_and_resize(
 
 
 def _normalization(fields: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of the channels, for pixels from 0 to 1."""
+    """Return mean and standard deviation of the channels, for pixels from 0 to 1.
+
+    Without `do_normalize` they are 0 and 1. A rescale factor other than 1/255 is included.
+
+    Raises:
+        ConfigError: a value is not a number, or out of range.
+    """
     factor = 1.0
     if fields.get("do_rescale", True):
         factor = fields.get("rescale_factor", 1 / 255)
@@ -177,10 +187,13 @@ def _normalization(fields: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
 
 
 def _size(value: Any, field: str) -> Any:
-    """Return pixels on a side, or a dictionary with the shortest edge.
+    """Return the pixels on a side of a square, or a dictionary with the shortest edge.
 
     Args:
         value: value of the field, of any JSON type.
+
+    Raises:
+        ConfigError: the value is neither.
     """
     if isinstance(value, Mapping):
         present = {name for name, size in value.items() if size is not None}
@@ -235,6 +248,9 @@ def labels(names: tuple[str, ...] | None) -> dict[str, Any]:
 
 def to_huggingface(pixels: PixelsConfig, model: ImageModel, family: Family) -> dict[str, Any]:
     """Return the content of preprocessor_config.json.
+
+    The fit `centre` and the interpolation `area` become the nearest that `transformers` has (`note`
+    describes the difference).
 
     Args:
         family: architecture of the model in `transformers`.

@@ -65,6 +65,8 @@ class Push:
 def main(argv: Sequence[str]) -> int:
     """Send the files, print their address, and return the exit code, 0.
 
+    With `--dry-run`, the files are only listed and nothing is sent.
+
     Raises:
         PushError: a wrong name, no token, or a repository that is public or refuses writing.
         MupaxFailure: the hub does not answer, or fails.
@@ -90,7 +92,11 @@ def main(argv: Sequence[str]) -> int:
 def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     """Yield a folder, and the names of its files to send.
 
-    A folder of Hugging Face is sent as it is. Other models are exported into a temporary folder.
+    A folder of Hugging Face is not converted: its files with an ending in `SENT` are sent. Other
+    models are exported into a temporary folder, which is deleted at exit.
+
+    Raises:
+        PushError: export flags for a folder of Hugging Face, or links out of that folder.
     """
     from mupax.train.checkpoints.making import scratch
     from mupax.train.reuse import trained
@@ -138,7 +144,7 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _check_links(folder: Path, names: Sequence[str]) -> None:
-    """Refuse links to files outside of the folder, which a user may not want to publish."""
+    """Raise `PushError` for a link out of the folder: its target may be private."""
     for name, target in links_outside(folder, names).items():
         raise PushError(
             f"{folder / name} links to {target}, outside of the folder; copy the file into the "
@@ -147,7 +153,7 @@ def _check_links(folder: Path, names: Sequence[str]) -> None:
 
 
 def _check_name(repository: str) -> None:
-    """Refuse a name that is no USER/NAME."""
+    """Raise `PushError` for a repository name that is not a valid USER/NAME."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -165,7 +171,7 @@ def _check_name(repository: str) -> None:
 
 
 def _client() -> HfApi:
-    """Return a client of the hub that acts for the token's user."""
+    """Return a client of the hub with the user's token. Raises PushError if there is no token."""
     import huggingface_hub
 
     token = huggingface_hub.get_token()
@@ -178,7 +184,13 @@ def _client() -> HfApi:
 
 
 def _open(api: HfApi, repository: str, public: bool) -> None:
-    """Create the repository unless it exists. Refuse a public one unless the user asked for it."""
+    """Create the repository, private unless `public`, if it does not exist.
+
+    A private repository that exists stays private, and a note says so if `public`.
+
+    Raises:
+        PushError: the repository exists and is public without `public`.
+    """
     with _answered(repository):
         api.create_repo(repository, private=not public, exist_ok=True)
         private = api.repo_info(repository).private
@@ -211,7 +223,10 @@ def _sent(api: HfApi, args: Push, folder: Path, names: Sequence[str]) -> str:
 
 @contextmanager
 def _answered(repository: str) -> Iterator[None]:
-    """Context manager that turns errors of the hub into messages of one line."""
+    """Context manager that turns errors of the hub into PushError or MupaxFailure.
+
+    PushError stands for a refusal (401, 403, 404), MupaxFailure for other errors and no answer.
+    """
     from huggingface_hub import errors
 
     # The error of the HTTP client that the installed huggingface_hub uses.

@@ -62,7 +62,8 @@ def recorded(folder: Path, fields: Mapping[str, Any]) -> dict[str, int]:
     """Return the token ids in a published model's JSON files, by config.json's names.
 
     Values of generation_config.json replace those of config.json. If that file is there, forced
-    tokens are read from it alone.
+    tokens are read from it alone. Ids that neither file has are the defaults of `transformers` for
+    an encoder-decoder of this model_type, or are left out.
 
     Args:
         folder: folder of the weights, with generation_config.json if there is one.
@@ -96,7 +97,8 @@ def recorded(folder: Path, fields: Mapping[str, Any]) -> dict[str, int]:
 def of_decoder(fields: Mapping[str, Any], vocab: int) -> dict[str, int | list[int]]:
     """Return the token ids of a decoder's config.json by their names there.
 
-    Several tokens may end a text.
+    Ids that config.json lacks are the defaults of `transformers` for its model_type, or are left
+    out. Several tokens may end a text, as a list.
 
     Args:
         fields: content of config.json. Values that are no tokens of the model are left out, such as
@@ -117,6 +119,8 @@ def of_decoder(fields: Mapping[str, Any], vocab: int) -> dict[str, int | list[in
 
 def of(ids: Mapping[str, Any], path: Path, vocab: int) -> TextIds:
     """Return the token ids of an encoder-decoder by their purpose.
+
+    By default the decoder starts with the begin token, and the end token pads inputs.
 
     Args:
         ids: token ids by config.json's names, from `recorded`.

@@ -94,6 +94,8 @@ def write_generation_config(out: Path, ids: Ids) -> None:
 def special_tokens(folder: Path) -> dict[str, str]:
     """Return the special tokens in the files beside a tokenizer, by names such as bos_token.
 
+    Tokens in tokenizer_config.json replace those in special_tokens_map.json.
+
     Raises:
         JsonError, DataError: a file is damaged.
     """
@@ -112,7 +114,8 @@ def separator_beside(folder: Path, ids: Ids) -> str | None:
 
     It is the published end of a text. There is one exception: a chat model's end of an answer does
     not count if the vocabulary also has a usual separator, because the model was trained on
-    documents before. The result is `None` if the usual separator of the vocabulary is right.
+    documents before. The result is `None` if the usual separator of the vocabulary is right, or if
+    there is no tokenizer.json.
 
     Args:
         folder: folder of the weights and their tokenizer.json.
@@ -151,8 +154,10 @@ def separator_beside(folder: Path, ids: Ids) -> str | None:
 def decoder_ids(text: TextFiles) -> dict[str, int | None]:
     """Return the ids that begin, end and pad texts of a run's decoder, by config.json's names.
 
-    The begin token is the separator, which stands before every document except the first. If the
-    chat template begins a conversation with the tokenizer's begin token, it is that token.
+    Begin and end token are the separator, which stands between documents. For a run on
+    conversations, the end is the token that ends answers, and the begin is the tokenizer's begin
+    token if the chat template writes it first. The pad token may be `None`. The result is empty
+    without a tokenizer.
     """
     encoder = text.encoder
     template = text.template

@@ -57,7 +57,7 @@ class Classifier:
         self._logits = program.compile_logits()
 
     def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction]:
-        """Yield the prediction of each file, in order.
+        """Yield the prediction of each file, in order. A file that cannot be read has an error.
 
         Threads decode the next files while a batch is classified.
         """
@@ -118,14 +118,14 @@ class Classifier:
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Return probabilities, float64 [b, classes], of logits [b, classes]."""
+    """Return the probabilities of logits [b, classes], float64. NaN for rows with NaN or inf."""
     with np.errstate(invalid="ignore"):  # a row that is not finite becomes NaN
         exp = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
         return exp / exp.sum(axis=1, keepdims=True)
 
 
 def classifier(trained: TrainedModel, batch_size: int) -> Classifier:
-    """Return the classifier of a trained model, on one device.
+    """Load the weights of a trained model and return its classifier, on one device.
 
     Args:
         batch_size: Number of images that are classified at once.

@@ -62,10 +62,10 @@ def scores(logits: np.ndarray, targets: np.ndarray, names: Sequence[str]) -> dic
         * `top5_accuracy`, if there are more than five classes.
         * `not_finite`, the number of examples whose logits are not finite, unless it is 0.
         * `ece`, the expected calibration error of the examples with finite logits: the mean over
-          examples of |accuracy - mean confidence| of their bin.
+          examples of |accuracy - mean confidence| of their bin. `None` without such examples.
         * `classes`, a row per class. `recall` is the share of its examples that are predicted as
           this class, and `precision` the share of its predictions that are right. Both are `None`
-          if there are no such examples.
+          if there are no such examples. `taken_for` is the class it is most often mistaken for.
     """
     logits = np.asarray(logits)
     guesses = logits.argmax(axis=1)
@@ -110,7 +110,10 @@ def _calibration_error(logits: np.ndarray, hits: np.ndarray) -> float | None:
 def _classes(
     guesses: np.ndarray, targets: np.ndarray, names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the row of each class. `taken_for` is the class it is most often mistaken for."""
+    """Return the row of each class: name, label, number of examples, recall and precision.
+
+    `taken_for` is the class it is most often mistaken for, or `None` if it never is.
+    """
     rows: list[dict[str, Any]] = []
     for label, name in enumerate(names):
         is_target = targets == label
@@ -167,7 +170,9 @@ def listed(classes: Sequence[dict[str, Any]], most: int = MOST) -> str:
 
 
 def table(classes: Sequence[dict[str, Any]], most: int = MOST) -> list[Sequence[str]]:
-    """Return the cells of a table with a header. Of many classes, those of the least recall.
+    """Return the cells of a table of classes with examples, after a header.
+
+    Of more than `most` classes, those of the least recall are returned, the least first.
 
     Args:
         classes: Rows of `scores`, one per class, `[classes]`.

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: Serve) -> None:
-    """Refuse flags out of their range, and an installation without the extra `serve`."""
+    """Raise `UsageError` for a flag out of its range, or if the extra `serve` is not installed."""
     if not 0 <= args.port < 1 << 16:
         raise command_line.UsageError(f"--port is {args.port}; write a number from 0 to 65535")
     positive = {
@@ -99,9 +99,10 @@ def _check(args: Serve) -> None:
 
 
 def opened_service(args: Serve) -> Service:
-    """Open the model of a command line and return its service.
+    """Load the model of a command line and return its service, whose worker thread is started.
 
-    A model or template that does not fit raises an error before weights are read.
+    A model of the Hugging Face hub is downloaded first. A model or template that does not fit
+    raises an error before weights are read.
     """
     from mupax.train.data.assets import end_ids
     from mupax.train.reuse import runs, trained

@@ -124,7 +124,9 @@ class Request:
 
 
 def request(body: bytes | bytearray, *, is_chat: bool) -> Request:
-    """Return the request of a JSON body.
+    """Parse a JSON body and return its request with checked fields.
+
+    A request without `seed` gets a random seed.
 
     Args:
         is_chat: Whether the request came to /v1/chat/completions.
@@ -192,7 +194,8 @@ def request(body: bytes | bytearray, *, is_chat: bool) -> Request:
 def _logprobs(reader: _Reader, is_chat: bool) -> int | None:
     """Return the number of likeliest tokens to name, or `None` without probabilities.
 
-    Chats have two fields for it: logprobs is true or false, top_logprobs the number.
+    In completions, the field logprobs is that number. In chats, logprobs is true or false and
+    top_logprobs the number, 0 by default.
     """
     if not is_chat:
         return reader.whole("logprobs", None, 0, MOST_LIKELY)
@@ -205,7 +208,10 @@ def _logprobs(reader: _Reader, is_chat: bool) -> int | None:
 
 
 def _max_tokens(reader: _Reader, is_chat: bool, echo: bool) -> int | None:
-    """Return the largest number of tokens of a text, or `None` to fill the context."""
+    """Return the largest number of tokens of a text, or `None` to fill the context.
+
+    Without the field, it is 16 for completions and `None` for chats. 0 is allowed only with echo.
+    """
     name = "max_tokens"
     if is_chat and reader.has("max_completion_tokens"):
         name = "max_completion_tokens"
@@ -217,15 +223,15 @@ def _max_tokens(reader: _Reader, is_chat: bool, echo: bool) -> int | None:
 
 
 def _refuse_constant(name: str) -> Any:
-    """Refuse NaN and Infinity, which Python's JSON parser accepts."""
+    """Raise `ValueError` for NaN and Infinity, which JSON lacks but `json.loads` accepts."""
     raise ValueError(f"{name} is no number of JSON")
 
 
 def _check_values(fields: dict[str, Any]) -> None:
-    """Refuse values that later code cannot handle: deep ones, and halves of a surrogate pair.
+    """Refuse nesting deeper than 64 levels, and strings with half of a surrogate pair.
 
     Raises:
-        ApiError: 400 with what to change.
+        ApiError: 400, with a message that says what to change.
     """
     level: list[Any] = [fields]
     for _ in range(DEEPEST):
@@ -258,9 +264,10 @@ def _shown(value: Any) -> str:
 
 
 class _Reader:
-    """Reader of fields by type.
+    """Reader of a request's fields, with one method per type.
 
-    Every method raises ApiError for a value of another type or out of its range.
+    The methods return a default for a field that is left out. All but `has` raise ApiError (400)
+    for a value of another type or out of its range.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -301,7 +308,7 @@ class _Reader:
 
 
 def _refuse_others(fields: Mapping[str, Any], is_chat: bool) -> None:
-    """Refuse fields that are unknown, or unsupported with a value that would change something."""
+    """Raise ApiError (400) for unknown fields, and unsupported ones with an effect."""
     for name, value in fields.items():
         if name in FIELDS[is_chat] or name in IGNORED:
             continue
@@ -319,7 +326,11 @@ def _refuse_others(fields: Mapping[str, Any], is_chat: bool) -> None:
 
 
 def _prompts(fields: Mapping[str, Any]) -> list[str | list[int]]:
-    """Return one prompt or several, each a string or token ids."""
+    """Return the prompts in the field `prompt`, each a string or token ids. By default one, "".
+
+    Raises:
+        ApiError: 400 for another type, an empty list, or a NUL character.
+    """
     value = fields.get("prompt", "")
     # A list of integers is one prompt in tokens, any other list has several prompts.
     is_several = isinstance(value, list) and (not value or type(value[0]) is not int)

@@ -132,7 +132,11 @@ class LimitedProtocol(H11Protocol):
         self._write_timer = _cancelled(self._write_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP, or a head that is too long."""
+        """Answer 400 to bytes that are no HTTP, or 431 to a head that is too long, and disconnect.
+
+        The connection is closed after `LINGER_S`, or at once if an answer has already begun. `msg`
+        is not used.
+        """
         if self.cycle is not None and not self.cycle.response_complete:
             # The request before this one is still answered. Its answer is given up.
             self.cycle.disconnected = True
@@ -175,7 +179,7 @@ def _cancelled(timer: asyncio.TimerHandle | None) -> None:
 
 
 def is_local(host: str) -> bool:
-    """Return whether only this machine reaches the address."""
+    """Return whether an address is a loopback address or `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -230,7 +234,9 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, scope: Any, receive: Any) -> AsyncIterator[bytearray]:
-        """Context manager that reads a body and frees its memory on exit.
+        """Context manager that reads a body and empties it on exit, to free its memory.
+
+        Bodies above 1 MiB wait until no other such body is in use.
 
         Raises:
             ApiError: 408 too slow, 411 or 415 a wrong header, 413 too large, 503 too many bodies.
@@ -258,7 +264,12 @@ class Bodies:
                 _give_back_memory()
 
     async def _fill(self, body: bytearray, receive: Any) -> None:
-        """Append the parts of a request's body as they come."""
+        """Append the parts of a request's body until it is complete.
+
+        Raises:
+            ApiError: 413 if the body is too large, 503 if all bodies together are.
+            ClientLeft: The client closed its connection.
+        """
         is_complete = False
         while not is_complete:
             message = await receive()
@@ -281,7 +292,10 @@ class Bodies:
 
 
 def _check_headers(headers: dict[bytes, bytes]) -> None:
-    """Refuse a body by its headers: type and size."""
+    """Raise ApiError for headers of a body that is not JSON, or is too large.
+
+    A body without Content-Length and Transfer-Encoding is refused, too.
+    """
     content_type, _, _ = headers.get(b"content-type", b"").partition(b";")
     media_type = content_type.strip().lower().decode("latin-1")
     # A page of another site cannot send this type without asking this server first (CORS).
@@ -301,7 +315,7 @@ def _check_headers(headers: dict[bytes, bytes]) -> None:
 
 
 async def discard(receive: Any) -> None:
-    """Read the rest of a body and throw it away, for a short time."""
+    """Read the rest of a body and throw it away, for at most `LINGER_S` seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
             message = await receive()
@@ -310,7 +324,7 @@ async def discard(receive: Any) -> None:
 
 
 def _give_back_memory() -> None:
-    """Return free memory to the system, because the C library would keep it."""
+    """Let glibc return freed memory to the system. Does nothing with other C libraries."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)
@@ -345,7 +359,10 @@ class App:
         self._routes.router.redirect_slashes = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request. See the ASGI specification for the arguments."""
+        """Answer one HTTP request. See the ASGI specification for the arguments.
+
+        An unexpected error is logged and answered 500, or 503 if memory ran out.
+        """
         if scope["type"] != "http":
             return
         has_begun = False
@@ -380,7 +397,11 @@ class App:
                 await _ClosingRefusal(failed)(scope, receive, send)
 
     def _check(self, scope: Any) -> None:
-        """Refuse a request by its headers alone."""
+        """Raise ApiError if the head of a request is not acceptable.
+
+        This holds for another version of HTTP, a head that is too large, and two different lengths
+        of the body. If only this machine is answered, the header Host must name it.
+        """
         names = [name for name, _ in scope["headers"]]
         if scope["http_version"] not in ("1.0", "1.1"):
             raise ApiError(505, "this server speaks HTTP/1.1")
@@ -451,12 +472,12 @@ class App:
         return _json(completed)
 
     def _parsed(self, body: bytearray, is_chat: bool) -> tuple[Any, fields.Request]:
-        """Return the prompts of a body in tokens, and its request. It runs in a thread."""
+        """Parse a body. Return its prompts in tokens and its request. Call it in a thread."""
         parsed = fields.request(body, is_chat=is_chat)
         return self._service.begin(parsed), parsed
 
     async def _complete_or_leave(self, answer: Answer, request: Request) -> dict[str, Any]:
-        """Return the complete answer, or end its work when the client leaves."""
+        """Wait for the complete answer and return it. Raise `ClientLeft` if the client leaves."""
         disconnection = asyncio.create_task(_wait_for_disconnection(request))
         completion = asyncio.create_task(self._service.complete(answer))
         try:
@@ -471,7 +492,10 @@ class App:
             completion.cancel()
 
     async def _events(self, answer: Answer, path: str, began: float) -> AsyncIterator[str]:
-        """Yield the server-sent events of a streamed answer."""
+        """Yield the server-sent events of a streamed answer, and log the request at its end.
+
+        An error of the worker becomes an event. The last event is always `[DONE]`.
+        """
         try:
             async for chunk in self._service.stream(answer):
                 yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
@@ -498,13 +522,13 @@ class _Stream(StreamingResponse):
 
 
 async def _wait_for_disconnection(request: Request) -> None:
-    """Return when the client has closed its connection."""
+    """Wait until the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def _log(path: str, token_counts: dict[str, int], began: float) -> None:
-    """Log an answered request, with the token counts of `usage`."""
+    """Print a line for an answered request: its token counts (of `usage`) and seconds."""
     num_read = token_counts["prompt_tokens"]
     num_made = token_counts["completion_tokens"]
     seconds = time.monotonic() - began
@@ -536,7 +560,7 @@ def _not_routed(request: Request, error: Any) -> Response:
 
 
 def _retry(error: ApiError) -> dict[str, str]:
-    """Return the header that says when to ask again, if the error has a time for it."""
+    """Return the header `Retry-After`, or no header if the error has no `retry_s`."""
     return {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
 
 
@@ -603,7 +627,7 @@ class Server:
         return f"http://{host}:{self.server_port}/"
 
     def serve_forever(self) -> None:
-        """Answer requests until `shutdown`, or a signal."""
+        """Answer requests until `shutdown` or a signal. `service` must be set before."""
         assert self.service is not None
         config = uvicorn.Config(
             App(self.service, is_local=self.local),

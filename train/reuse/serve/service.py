@@ -77,7 +77,7 @@ class Probabilities:
     def of_text(
         self, request: Request, ids: list[int], prompt: int, scores: Scores
     ) -> dict[str, Any]:
-        """Return the field `logprobs` of one text.
+        """Return the field `logprobs` of one text, in the form of chats or of completions.
 
         Args:
             request: Request with the number of likeliest tokens, and `echo` to include the prompt.
@@ -125,7 +125,7 @@ class Probabilities:
         return [self._entry(int(token), previous, float(value)) for token, value in pairs]
 
     def _entry(self, token: int, previous: int | None, logprob: float | None) -> _Entry:
-        """Return the entry of a token. Its bytes can depend on the token before it."""
+        """Return the entry of a token. Its bytes can depend on `previous`, the token before it."""
         data = token_bytes(self._tokenizer, token, previous)
         if not data:
             return _Entry(self._tokenizer.name_of(token), data, logprob)
@@ -148,7 +148,7 @@ def _fields(entry: _Entry) -> dict[str, Any]:
 
 
 def _by_token(entries: list[_Entry]) -> dict[str, float | None]:
-    """Return log-probabilities by token, as completions name them."""
+    """Return log-probabilities by the text of the token. Of equal texts, the first token counts."""
     by_token: dict[str, float | None] = {}
     for entry in entries:
         # Two tokens can have one text. The first is the likelier.
@@ -157,7 +157,7 @@ def _by_token(entries: list[_Entry]) -> dict[str, float | None]:
 
 
 def _legacy_token(entry: _Entry) -> str:
-    """Return the name of a token in completions, which have no field for its bytes."""
+    """Return the text of a token, after `bytes:` if it is a part of a character in escapes."""
     is_part = entry.bytes and entry.bytes != entry.token.encode()
     return f"bytes:{entry.token}" if is_part else entry.token
 
@@ -206,7 +206,7 @@ class Answer:
         max_seconds: Time limit of the request, from now on.
 
     Raises:
-        ApiError: 503 if too many requests wait.
+        ApiError: 503 if too many requests wait, or if the worker is dead.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Answer:
             self._submit(job)
 
     def cancel(self) -> None:
-        """Let the worker drop the texts."""
+        """Mark the request as cancelled. The worker then drops its texts, without an error."""
         for job in self._jobs:
             job.cancel()
 
@@ -273,10 +273,15 @@ class Answer:
                 yield index, piece
 
     async def scores(self, top: int) -> list[Scores]:
-        """Return the scores of every text with its prompt, from the second token on.
+        """Let the worker score every text with its prompt. Return the scores after the first token.
+
+        Call it when all texts have ended.
 
         Args:
             top: Number of likeliest tokens at each position.
+
+        Raises:
+            ApiError: 500 or 503 if the worker failed, or if the time of the request is over.
         """
         rows = []
         for prompt in self.prompts:
@@ -317,13 +322,16 @@ class Answer:
 
 
 def _api_error(error: Exception) -> ApiError:
-    """Return the refusal for an error of the worker."""
+    """Return the refusal for an error of the worker.
+
+    The status is that of a `WorkerError`, and 500 for any other error. A client may retry a 503.
+    """
     status = error.status if isinstance(error, WorkerError) else 500
     return ApiError(status, str(error), retry_s=RETRY_S if status == 503 else None)
 
 
 class Service:
-    """Model that answers requests.
+    """Model that answers requests. Making a `Service` starts its worker thread.
 
     Args:
         name: Name of the model, which requests can give in the field `model`.
@@ -355,7 +363,7 @@ class Service:
         self.worker = Worker(generator, limits.slots, limits.max_waiting)
 
     def close(self) -> None:
-        """End the worker."""
+        """Stop the worker. Open requests get an error."""
         self.worker.stop()
 
     def models(self) -> dict[str, Any]:
@@ -393,7 +401,9 @@ class Service:
         return self.worker.is_well
 
     def begin(self, request: Request) -> list[Prompt]:
-        """Return the prompts of a request in tokens. Encoding can take long.
+        """Check a request and return its prompts in tokens, each with `n` empty texts to write.
+
+        Nothing is queued yet. Encoding a long prompt can take long.
 
         Raises:
             ApiError: 400 if a prompt is too long or the model cannot do what is requested, 404 for
@@ -431,7 +441,9 @@ class Service:
         return prompts
 
     def queue(self, request: Request, prompts: list[Prompt], client: str) -> Answer:
-        """Queue the texts of a request. Call it in the event loop that reads the answer.
+        """Queue the texts of a request and return their `Answer`.
+
+        Call it in the event loop that reads the answer.
 
         Raises:
             ApiError: 503 if too many requests wait.
@@ -441,8 +453,13 @@ class Service:
     def _length(self, request: Request, ids: np.ndarray) -> int:
         """Return the largest number of tokens of a text.
 
+        By default the texts fill the context, up to the limit of the server.
+
         Args:
             ids: Prompt, int32 [P].
+
+        Raises:
+            ApiError: 400 if log-probabilities are requested of more tokens than the model reads.
         """
         if request.max_tokens is None:
             # A prompt that fills the context leaves one token, which is drawn and never read.
@@ -459,7 +476,7 @@ class Service:
         return length
 
     async def complete(self, answer: Answer) -> dict[str, Any]:
-        """Return the complete answer of a request, in OpenAI's form.
+        """Wait until all texts are written. Return the answer of the request in OpenAI's form.
 
         Raises:
             ApiError: 500 or 503 if the worker failed or the model has diverged.
@@ -494,7 +511,9 @@ class Service:
         return {**self._head(request), "choices": choices, "usage": usage(answer.prompts)}
 
     async def stream(self, answer: Answer) -> AsyncIterator[dict[str, Any]]:
-        """Yield the answer in chunks, while the worker writes the texts.
+        """Yield the answer in OpenAI's chunks, while the worker writes the texts.
+
+        The last chunk has the token counts, unless `request.usage` is "never".
 
         Raises:
             ApiError: 500 or 503 if the worker failed or the model has diverged.
@@ -539,7 +558,11 @@ class Service:
             yield {**head, "choices": [], "usage": usage(answer.prompts)}
 
     def _chat_text(self, request: Request) -> str:
-        """Return the messages of a chat as text, by the chat template."""
+        """Return the messages of a chat as text, rendered by the chat template.
+
+        Raises:
+            ApiError: 400 if there is no template, or if it refuses the messages.
+        """
         if self.template is None:
             raise ApiError(
                 400,
@@ -558,7 +581,13 @@ class Service:
         return prompt_encoder(self._tokenizer, self.template, self._run.config.data)
 
     def _tokens(self, prompt: str | list[int], request: Request) -> tuple[str, np.ndarray]:
-        """Return a prompt as text, which is needed only for echo, and in tokens, int32 [P]."""
+        """Return a prompt as text and in tokens, int32 [P].
+
+        The text is needed only for echo. For a prompt in token ids it is '' without echo.
+
+        Raises:
+            ApiError: 400 if the prompt cannot be encoded, is empty, or is longer than the context.
+        """
         param = "messages" if request.chat else "prompt"
         self._check_size(prompt, param)
         try:
@@ -602,7 +631,7 @@ class Service:
         return Detokenizer(self._tokenizer, ids).prompt_text
 
     def _check_size(self, prompt: str | list[int], param: str) -> None:
-        """Refuse a prompt that cannot fit, before it is encoded."""
+        """Raise ApiError (400) for a text so long that it cannot fit. Token ids are not checked."""
         # A prompt in token ids needs no encoding, so its length is checked later.
         size = len(prompt) if isinstance(prompt, str) else 0
         if size > max(_SHORT_PROMPT, _BYTES_PER_TOKEN * self.limit):

@@ -101,7 +101,7 @@ class Job:
     waiting: collections.deque[Text] = dataclasses.field(default_factory=collections.deque)
 
     def cancel(self) -> None:
-        """Need nothing more of this job."""
+        """Mark the job as cancelled. The worker drops it at its next turn, without an event."""
         self.is_cancelled = True
 
 
@@ -126,7 +126,7 @@ class ScoreJob:
     next_row: int = 0
 
     def cancel(self) -> None:
-        """Need nothing more of this job."""
+        """Mark the job as cancelled. The worker drops it at its next turn, without an event."""
         self.is_cancelled = True
 
 
@@ -192,9 +192,9 @@ class Worker:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Let the thread end after its present call, and wait for it for a short time.
+        """Let the thread end after its present call, and wait for it for at most `_STOP_S`.
 
-        A call that compiles can take longer. The process then ends without waiting for it.
+        A call that compiles can take longer. Then the process, when it exits, does not wait for it.
         """
         with self._changed:
             self._stopped = True
@@ -204,7 +204,7 @@ class Worker:
             atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """End the process at once if the thread still runs."""
+        """Exit the process at once, with exit code 130, if the thread still runs."""
         # If Python were finalized while JAX runs in the thread, C++ would abort the process.
         if self._thread.is_alive():
             terminal.leave(128 + signal.SIGINT)
@@ -234,7 +234,7 @@ class Worker:
                 job.deliver(WorkerError(reason, 503))
 
     def _wait(self) -> bool:
-        """Wait until there is work. Return whether the thread should go on."""
+        """Wait until a job is queued or `stop` is called. Return False after `stop`."""
         with self._changed:
             self._is_idle = True
             while not (self._stopped or self._jobs or self._score_jobs):
@@ -265,7 +265,11 @@ class Worker:
     # Texts that leave
 
     def _drop_unneeded(self) -> None:
-        """Drop texts whose client has left or needs no more, and texts whose time is over."""
+        """Drop texts whose job is cancelled, that are done, or whose time is over.
+
+        When the time of a job is over, texts that were begun end with a last event and without an
+        error. A job of which no text has had a slot fails with 503.
+        """
         now = time.monotonic()
         for job in [*self._jobs]:
             texts = [text for text in job.texts if text in self._owners]
@@ -282,7 +286,7 @@ class Worker:
                 self._drop([text for text in texts if text.done])
 
     def _drop(self, texts: Sequence[Text]) -> None:
-        """Forget texts, and jobs that have no texts left."""
+        """Remove texts from their slots and the queue, and jobs that have no texts left."""
         for text in texts:
             self.slots.leave(text)
             self._slot_began.pop(text, None)
@@ -310,13 +314,16 @@ class Worker:
             self._fail(job, error)
 
     def _fail_everything(self, error: Exception) -> None:
-        """Answer all requests with an error, and empty the slots."""
+        """Answer all jobs that write texts with an error, and empty the slots. Score jobs stay."""
         self.slots.reset()
         for job in [*self._jobs]:
             self._fail(job, error)
 
     def _hand_over(self, part: Written) -> None:
-        """Deliver new tokens of a text, and drop the text if it is complete."""
+        """Deliver new tokens of a text, and drop the text if it is complete.
+
+        If `part` has an error, the whole job fails with it.
+        """
         if part.text not in self._owners:  # another text of the request has failed
             return
         job, index = self._owners[part.text]
@@ -373,7 +380,11 @@ class Worker:
         return num_of_client, num_of_job, job.order
 
     def _make_room(self, job: Job) -> bool:
-        """Put aside a text of another job whose turn is over. Return whether there was one."""
+        """Put aside a text of another job whose turn is over, to free its slot.
+
+        The text joins the queue behind all others. Return False if there is no such text, or if
+        there is no memory for its cache.
+        """
         now = time.monotonic()
         candidates = []
         for text in self.slots.active:
@@ -385,7 +396,7 @@ class Worker:
             return False
 
         def claim(text: Text) -> tuple[int, int, float]:
-            """Return how much its owner has: texts of the client, of the job, and the time."""
+            """Return a key: texts of its client and job in slots, and seconds in its slot."""
             owner, _ = self._owners[text]
             num_of_client, num_of_job, _ = self._priority(owner)
             return num_of_client, num_of_job, now - self._slot_began[text]
@@ -406,7 +417,10 @@ class Worker:
         return True
 
     def _join(self, job: Job, text: Text) -> None:
-        """Put a text into a free slot and deliver its first token. Answer errors."""
+        """Put a text into a free slot, and deliver its first token if it is new.
+
+        An error fails the job of the text. If the cache is lost, all jobs in slots fail.
+        """
         try:
             tokens = self.slots.join(text)
         except Exception as error:
@@ -424,7 +438,10 @@ class Worker:
     # Probabilities
 
     def _score_one(self) -> None:
-        """Score the next text of the first score job, and put this job behind the others."""
+        """Score the next text of the first score job, and put this job behind the others.
+
+        A job leaves the queue after its last text, after an error, or when it is cancelled.
+        """
         with self._changed:
             job = self._score_jobs.popleft() if self._score_jobs else None
         if job is None or job.is_cancelled:

@@ -162,7 +162,8 @@ class Finetune:
 def command(argv: Sequence[str]) -> cli.Command:
     """Return the command that `mupax train` runs for a fine-tuning command line.
 
-    Data, learning rate and steps are printed to standard error.
+    A source of the Hugging Face hub is downloaded. Data, learning rate and steps are printed to
+    standard error.
 
     Raises:
         UsageError, ConfigError, PresetError: flags that are wrong, or do not fit together.
@@ -222,7 +223,12 @@ def _summary(
 
 
 def rate_rule(origin: TrainedModel) -> _RateRule:
-    """Return the optimizer of a run that continues from a source, and the origin of its rate."""
+    """Return the optimizer for fine-tuning a source, and the origin of its learning rate in words.
+
+    For a run, the settings are the source's, with a cosine schedule and 0.3 times its peak learning
+    rate, or 1 times (1/3 with adapters) if the source was fine-tuned itself. For weights, matrices
+    get 5e-5 x 768 / width under the preset, and gradients are clipped at norm 1.
+    """
     preset = preset_of_source(origin)
     named = f"{preset.name} in absolute form"
     if preset.base:
@@ -272,7 +278,7 @@ def rate_rule(origin: TrainedModel) -> _RateRule:
 def preset_of_source(origin: TrainedModel) -> PresetConfig:
     """Return the source's preset without the settings of its own batch and tokens.
 
-    A source without a preset has `sp`.
+    A source without a preset gets `sp`. The joint rules and noise scale of the source are dropped.
     """
     preset = origin.preset or PresetConfig(name="sp")
     name, sizes = base_parts(preset.base)
@@ -289,7 +295,14 @@ def preset_of_source(origin: TrainedModel) -> PresetConfig:
 
 
 def _images(folder: Path, origin: TrainedModel, model: ImageModel) -> _Defaults:
-    """Return the defaults of a run on a folder of images per class."""
+    """Return the defaults of a run on a folder of images per class.
+
+    It takes 10 epochs, but at least 100 and at most 2,000 steps. The readout is new unless the
+    classes are the source's in the same order.
+
+    Raises:
+        UsageError: the folder is a file, or has no folders in it.
+    """
     from mupax.train.data.sources import folders
 
     assert origin.images is not None
@@ -326,10 +339,17 @@ def _images(folder: Path, origin: TrainedModel, model: ImageModel) -> _Defaults:
 
 
 def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer: bool) -> _Defaults:
-    """Return the defaults of a run on text, records or conversations.
+    """Return the defaults of a run on text, records or conversations: 200 steps.
+
+    Conversations are read by the source's chat template, other text by its tokenizer alone. A
+    source trained on span corruption reads conversations as other text.
 
     Args:
         has_tokenizer: whether the command line names a tokenizer.
+
+    Raises:
+        WeightsError: the folder has only images, the source's tokenizer is lost, or the source is
+            an encoder-decoder without a run.
     """
     source = origin.exact_path
     if folder.is_dir() and not has_tokenizer:
@@ -404,7 +424,9 @@ def _config(
     steps: int,
     new_params: tuple[str, ...],
 ) -> Config:
-    """Return the config of a fine-tuning run.
+    """Return the config of a fine-tuning run, with a warmup of a tenth of its steps.
+
+    With adapters, only they and `new_params` are trained, at three times the learning rate.
 
     Args:
         new_params: patterns of parameters that do not come from the source (`init_new`).

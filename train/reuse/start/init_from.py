@@ -90,11 +90,12 @@ class _Refusal(NamedTuple):
 
 
 def settled(config: Config, folder: Path, held: bool, processes: Processes) -> Config:
-    """Return the config with its source settled.
+    """Return the config with an exact `init.init_from`, the source that the run starts from.
 
-    A new run gets the path of the source's exact step. A run that continues gets the source that it
-    recorded. A run that has a checkpoint never reads the source again. A run that was stopped
-    before its first checkpoint starts from the source once more.
+    A new run gets the path of the source's exact step, and by default the tokenizer beside weights.
+    A run that continues gets the source and the tokenizer that it recorded. A run that has a
+    checkpoint never reads the source again. A run that was stopped before its first checkpoint
+    starts from the source once more.
 
     Args:
         held: whether the folder holds a run to continue.
@@ -167,9 +168,10 @@ def own_settings(config: Config) -> DataConfig:
 
 
 def prepare(program: Program, tokenizer: str | None = None) -> Start:
-    """Read the source of a run and fit its weights to the run.
+    """Read the source of a run and return the run's initial parameters, table and notes.
 
-    Nothing is written or put on devices.
+    The optimizer state is read only with `init.init_optimizer`. Nothing is written, and no array is
+    placed in the run's shardings yet.
 
     Args:
         program: program of the run, whose config has `init.init_from`.
@@ -204,7 +206,12 @@ def prepare(program: Program, tokenizer: str | None = None) -> Start:
 
 
 def _optimizer_state(program: Program, source: WeightsSource, planned: Plan) -> Any:
-    """Return the optimizer state of the source's run for the parameters of the new run."""
+    """Read the optimizer state of the source's run and transfer it to the new run's parameters.
+
+    Raises:
+        InitError: the source is weights without a run, or its adapters were merged.
+        TransplantError: the runs have different optimizers.
+    """
     config = program.config
     path = config.init.init_from
     assert path is not None
@@ -228,6 +235,8 @@ def _optimizer_state(program: Program, source: WeightsSource, planned: Plan) -> 
 
 def initial_state(program: Program, start: Start) -> TrainState:
     """Return the state at step 0, every array in its dtype and on its devices.
+
+    The optimizer state starts anew if `start` has none.
 
     Args:
         start: result of `prepare` for this program.
@@ -341,7 +350,11 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
 
 
 def _check_models(source: ModelConfig, target: ModelConfig, allowed: Sequence[str]) -> None:
-    """Refuse models of different functions, except for fields that `--init-change` allows."""
+    """Raise `InitError` for models of different families or functions, and for centred models.
+
+    Args:
+        allowed: fields of `UNSEEN` that may differ (`--init-change`).
+    """
     if source.family != target.family:
         raise InitError(
             f"it is a {source.family}, and this run trains a {target.family}; "
@@ -391,7 +404,11 @@ def _move(
     source: ScaledModel,
     target: ScaledModel,
 ) -> ParamTransfer:
-    """Return the transfer of one parameter, resized if the shapes differ."""
+    """Return the transfer of one parameter, resized if the shapes differ.
+
+    The positions of an image model are interpolated, any other axis keeps its first entries. A
+    parameter from a source of another name (the tied embedding) is transposed.
+    """
     source_model = source.model
     target_model = target.model
     scale = transplant.ratio(source.scales[source_name], target.scales[name])
@@ -463,7 +480,10 @@ def _differing(spec: ParamSpec, old_shape: Shape, shape: Shape) -> set[str]:
 
 
 def _refusal_text(refused: list[_Refusal], source: ModelConfig, target: ModelConfig) -> str:
-    """Return the message for parameters that differ: differences, and the flags to add."""
+    """Return the message for parameters that differ: differences, and the flags to add.
+
+    If the new model is only larger, the message names `mupax grow` in place of flags.
+    """
     text = first_of([refusal.difference for refusal in refused], "; ")
     # A model that is larger along some axes and smaller along none can grow.
     growth = [target.sizes().get(axis, 0) - source.sizes().get(axis, 0) for axis in GROWING]

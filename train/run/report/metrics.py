@@ -157,9 +157,9 @@ class MetricWriters:
             self._report_hang(f"{_MAX_QUEUED_ROWS:,} rows wait for it")
 
     def flush(self) -> None:
-        """Wait until all queued rows are written, at most `_FLUSH_S` seconds.
+        """Wait until all queued rows are written, for `_FLUSH_S` seconds at most.
 
-        While an earlier flush has not ended, this returns at once.
+        If the thread has not yet caught up with an earlier flush, this returns at once.
         """
         if not self._late.is_set():
             # Cleared by the thread, once it has caught up.
@@ -168,7 +168,10 @@ class MetricWriters:
             self._wait(_FLUSH_S)
 
     def close(self) -> None:
-        """Write what is queued, close all writers and end the thread, within `_CLOSE_S` seconds."""
+        """Write what is queued, close all writers and end the thread.
+
+        This waits for `_CLOSE_S` seconds at most. Then a line says which writers do not answer.
+        """
         self._calls.put(partial(self._call_all, "close"))
         if not (self._hangs or self._wait(_CLOSE_S)):
             self._report_hang(f"no answer for {_CLOSE_S:.0f} s")
@@ -181,7 +184,7 @@ class MetricWriters:
             call()
 
     def _call_all(self, method: str, *arguments: Any) -> None:
-        """Call a method of every writer, and leave out those that fail."""
+        """Call a method of every writer. Close and remove those that raise, and print a line."""
         # A copy, because those that fail are removed.
         for mirror in [*self._mirrors]:
             try:
@@ -221,8 +224,8 @@ class MetricsWriter:
     """Context manager that writes the rows of a run to metrics.jsonl, TensorBoard and trackers.
 
     `write` only queues a row. A thread writes it within a second. An error in the thread, such as
-    a full disk, is raised by the next `write`, or by `close`. Only one process of a run may have a
-    writer.
+    a full disk, is raised by the next `write`, `flush` or `close`. Only one process of a run may
+    have a writer.
 
     Args:
         workdir: Folder of the run, made if missing. It gets `metrics.jsonl`, and `tensorboard/` if
@@ -264,7 +267,7 @@ class MetricsWriter:
         self._thread.start()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Queue one row: `step`, and numbers, strings, booleans or `None`.
+        """Queue one row and return at once: `step`, and numbers, strings, booleans or `None`.
 
         Raises:
             DiskError, RuntimeError: An earlier row could not be written.
@@ -273,7 +276,7 @@ class MetricsWriter:
         self._rows.put((row, time.time()))
 
     def show(self, step: int, media: Media) -> None:
-        """Pass images, texts and histograms to TensorBoard.
+        """Queue images, texts and histograms for TensorBoard. Without it, do nothing.
 
         Args:
             step: Number of steps done.
@@ -285,8 +288,10 @@ class MetricsWriter:
     def flush(self) -> None:
         """Wait until every row so far is on disk, safe from a kill and a power cut.
 
+        Then wait for TensorBoard and trackers, for `_FLUSH_S` seconds at most.
+
         Raises:
-            DiskError, RuntimeError: A row could not be written.
+            DiskError, RuntimeError: A row could not be written, or the file was moved or deleted.
         """
         try:
             with self._draining:
@@ -326,7 +331,7 @@ class MetricsWriter:
         self.close()
 
     def _check_there(self) -> None:
-        """Check that the open file is the one that a reader would find.
+        """Check that the open file is still the one at `path`.
 
         Raises:
             DiskError: The workdir was moved or emptied.
@@ -357,7 +362,10 @@ class MetricsWriter:
         raise RuntimeError(f"could not write {self.path}: {error}") from error
 
     def _run(self) -> None:
-        """Write queued rows every `_DRAIN_SECONDS`, and once more after the stop."""
+        """Write queued rows every `_DRAIN_SECONDS`, and once more after the stop.
+
+        An error is kept in `_error`, which `_raise_error` raises in the training thread.
+        """
         is_last = False
         while not is_last:
             is_last = self._stop.wait(_DRAIN_SECONDS)
@@ -369,7 +377,12 @@ class MetricsWriter:
                 self._error = error
 
     def _drain(self) -> None:
-        """Write all queued rows."""
+        """Write all queued rows to metrics.jsonl, and queue them for TensorBoard and trackers.
+
+        Raises:
+            OSError: The rows cannot be written. They are dropped.
+            TypeError, ValueError: A row is no JSON. The rows before it are written.
+        """
         rows = []
         lines = []
         try:
@@ -384,7 +397,11 @@ class MetricsWriter:
                 self._mirrors.write(row, walltime)
 
     def _append(self, text: bytes) -> None:
-        """Append lines, all or none of them: half a row would spoil the file."""
+        """Append lines to the file, all or none of them: half a row would spoil the file.
+
+        Raises:
+            OSError: They cannot be written. The file is cut back to its earlier size.
+        """
         end = os.fstat(self._file.fileno()).st_size
         try:
             while text:
@@ -473,10 +490,12 @@ def to_json(row: Mapping[str, Any]) -> str:
 
 
 def _keep_until(path: Path, step: int | None) -> str:
-    """Cut a metrics.jsonl back to the rows up to a step, or to nothing without one.
+    """Rewrite metrics.jsonl with only its rows up to a step, or empty if `step` is `None`.
+
+    A missing file is created.
 
     Returns:
-        A line for the user if rows of steps up to `step` are missing, otherwise "".
+        A line for the user if training rows of steps up to `step` are missing, otherwise "".
     """
     rows = []
     if step is not None and disk.status(path) is not None:
@@ -517,7 +536,7 @@ class Evaluations:
             self.add(row)
 
     def add(self, row: Mapping[str, Any]) -> dict[str, float | None]:
-        """Add the row of an evaluation, and return its metrics by name.
+        """Add the row of an evaluation, update `stopped`, and return the row's metrics by name.
 
         Args:
             row: Row of metrics.jsonl, with its `step`.
@@ -530,7 +549,7 @@ class Evaluations:
         return measured
 
     def go_back(self, step: int) -> None:
-        """Forget the evaluations after a step to which the run goes back."""
+        """Drop the evaluations after a step to which the run goes back, and update `stopped`."""
         self.metrics = {
             evaluated_step: measured
             for evaluated_step, measured in self.metrics.items()

@@ -39,7 +39,9 @@ the loss could be seen."""
 
 
 def guesses(data: Data, logits: Callable[[np.ndarray], Any]) -> dict[str, np.ndarray]:
-    """Predict test images, and return images, targets and predictions for `prediction_picture`.
+    """Predict the first test images. Return `images`, `targets` and `predictions` as arrays.
+
+    At least `_NUM_IMAGES` images are predicted, in whole batches, or all if there are fewer.
 
     Args:
         logits: Function from images [B, H, W, C] to logits [B, classes]. Every process of a run
@@ -72,9 +74,10 @@ def prediction_picture(
     class_names: Sequence[str] | None,
     out_png: Path | str,
 ) -> None:
-    """Draw test images with their predicted labels, the wrong ones first, framed.
+    """Draw up to 40 test images with their predicted labels into a PNG file.
 
-    At most half of the grid shows wrong predictions.
+    Wrong predictions come first, framed and with the true class. They fill at most half of the
+    grid. The heading has the share of right ones among all images given.
 
     Args:
         images: Images, float [N, H, W, C] with C = 1 or 3, in any normalization per channel. The
@@ -254,9 +257,10 @@ def limits(axes: Axes, values: np.ndarray, *, log: bool) -> None:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers in [low, high]: of the coarsest list that has five there.
+    """Return round numbers in [low, high] as the ticks of a log axis, five or more if possible.
 
-    Only those inside are returned, because matplotlib lays out labels that are out of sight, too.
+    The coarsest list that has five numbers inside is used, such as 1, 2, 5 per decade, or else the
+    finest. Numbers outside are left out, because matplotlib lays out labels out of sight, too.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     lists_of_leads = (
@@ -283,7 +287,7 @@ def second_scale(axes: Axes, factor: float, label: str) -> None:
 
     Args:
         axes: Axes of a panel whose ticks are set.
-        factor: Numbers in the other unit over those in the panel's.
+        factor: Factor from the unit of the panel to the other unit.
     """
     from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -336,7 +340,10 @@ def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: flo
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Return the nearest heights (least squares) that keep a gap between each other."""
+    """Return the nearest heights (least squares) that are at least `gap` apart.
+
+    `heights` must be in ascending order, which the result keeps.
+    """
     # Without the gaps this is isotonic regression. Its min-max formula is used and not
     # scipy.optimize, which takes half a second to load.
     count = len(heights)

@@ -47,7 +47,11 @@ _SHOWN_DATA_WAIT = 0.05
 
 @dataclasses.dataclass
 class Total:
-    """Sums over steps. Each second of training multiplies the sums so far by e^(-1/fading)."""
+    """Sums over steps, in which recent steps may weigh more.
+
+    Each second of training multiplies the sums so far by e^(-1/fading). The default `fading` is
+    infinite, which gives plain sums.
+    """
 
     fading: float = math.inf
     steps: float = 0.0
@@ -56,7 +60,7 @@ class Total:
     waited: float = 0.0
 
     def add(self, seconds: float, units: int, waited: float) -> None:
-        """Add a step.
+        """Add a step to the sums, after multiplying them by e^(-seconds/fading).
 
         Args:
             waited: Seconds of the step in which the devices had nothing to do.
@@ -70,7 +74,7 @@ class Total:
 
     @property
     def rate(self) -> float:
-        """Units per second."""
+        """Units (tokens or images) per second."""
         return self.units / self.seconds
 
     @property
@@ -125,10 +129,10 @@ class Timing:
         self._row_time = clock()
 
     def step(self, seconds: float, units: int, waited: float = 0.0) -> None:
-        """Add a finished step.
+        """Add a finished step to all sums. The first step of the session is left out.
 
         Args:
-            waited: Seconds of the step in which the devices waited for its batch.
+            waited: Seconds of the step in which the devices waited for its batch. Default 0.
         """
         # The first step of a session warms up and is no measure of speed.
         if self._warm:
@@ -152,7 +156,8 @@ class Timing:
         """Return the row about the steps since the last row, and begin the next row.
 
         Returns:
-            Values in five digits by key, or nothing if no step was finished since.
+            Values in five digits by key (`perf_...`), or an empty dictionary if no step was
+            finished since.
         """
         window = self._window
         self._window = Total()
@@ -182,9 +187,9 @@ class Timing:
         return row
 
     def facts(self) -> dict[str, str]:
-        """Return lines of the summary about the session, by their label.
+        """Return lines of the summary by label: step times, FLOP/s and memory, compile time.
 
-        There are none if no step was finished after the first.
+        Empty if no step of the session was finished after the first.
         """
         if not self._step_seconds:
             return {}
@@ -298,7 +303,7 @@ def duration(seconds: float) -> str:
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
-    """Return the step time that a percentage of the steps does not exceed, by `PERCENTILES`."""
+    """Return the 50th, 90th and 99th percentile (nearest rank) of step times, by percentage."""
     ordered = sorted(seconds)
     percentiles = {}
     for percent in PERCENTILES:
@@ -383,7 +388,9 @@ class Progress:
         loss_per_byte: float | None = None,
         attention_logit: float | None = None,
     ) -> None:
-        """Show a finished optimizer step.
+        """Show a finished optimizer step on the live bar or, if it is due, in a plain line.
+
+        Plain lines come at round steps or every `_PLAIN_LINE_S` seconds, and at the last step.
 
         Args:
             step: Number of steps done, with this one.
@@ -410,7 +417,7 @@ class Progress:
             self._print_line()
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Print an evaluation above the bar.
+        """Print a line with the metrics of an evaluation, above the bar if there is one.
 
         Args:
             row: Row of metrics.jsonl, with the step and every metric of the evaluation.
@@ -435,14 +442,14 @@ class Progress:
         self.note(text)
 
     def note(self, text: str | Text) -> None:
-        """Print a line above the bar, exactly as given."""
+        """Print a line above the bar, if there is one. Markup in the text is not interpreted."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the last step at the recent rate, with evaluations.
+        """Estimated seconds to the last step at the recent speed, with evaluations and checkpoints.
 
-        `None` before the second step of the session.
+        `None` before the second step of the session is done.
         """
         stepping = self._timing.overall.seconds
         if self._warmed_up is None or not stepping:
@@ -526,7 +533,10 @@ class Progress:
 
 
 def _round_steps(total_steps: int) -> int:
-    """Return the least number of 1, 2, 5, 10, 20, 50, ... that gives at most `_PLAIN_LINES`."""
+    """Return the steps between plain lines of a run: 1, 2, 5, 10, 20, 50, ...
+
+    The smallest of these is returned with which the run prints at most `_PLAIN_LINES` lines.
+    """
     for power in range(18):
         for lead in (1, 2, 5):
             steps = lead * 10**power
@@ -536,7 +546,7 @@ def _round_steps(total_steps: int) -> int:
 
 
 def _per_byte(loss: float, loss_per_byte: float | None) -> str:
-    """Return the loss in nats per byte in brackets, or "" if it is unknown or a token is a byte."""
+    """Return the loss per byte as ` (0.6400/byte)`, or "" if it is unknown or equals the loss."""
     if loss_per_byte is None or not math.isfinite(loss_per_byte) or loss_per_byte == loss:
         return ""
     return f" ({loss_per_byte:.4f}/byte)"

@@ -35,7 +35,7 @@ class Reached(NamedTuple):
 
 
 class Memory:
-    """Memory that a run writes and its supervisor reads.
+    """Shared memory with a `Reached`, which a run writes and its supervisor reads.
 
     Args:
         descriptor: File descriptor of memory that the supervisor has made. By default new memory is
@@ -62,17 +62,19 @@ class Memory:
         _NUMBERS.pack_into(self._bytes, 0, *value)
 
     def note(self, **changes: int) -> None:
-        """Write new values of some fields of `Reached`."""
+        """Write new values of some fields of `Reached`. The other fields stay."""
         self.reached = self.reached._replace(**changes)
 
     def close(self) -> None:
-        """Give the memory back. Another process that has it open keeps it."""
+        """Unmap the memory and close its descriptor. Another process that has it open keeps it."""
         self._bytes.close()
         os.close(self.descriptor)
 
 
 def of_this_process(process: int, processes: int) -> Memory:
-    """Return the memory that the supervisor of this process reads, with the process written to it.
+    """Open the memory that the supervisor of this process reads, and write both numbers to it.
+
+    Remove its environment variable `MUPAX_ATTEMPT`, so that child processes do not get it.
 
     Args:
         process: Number of this process of the run, from 0.

@@ -105,7 +105,11 @@ class RestartAttempt:
         return text
 
     def failed_as(self, earlier: RestartAttempt) -> bool:
-        """Return whether both attempts ended at one step, or before any with the same error."""
+        """Return whether both attempts ended at steps at most `_SAME_STEP` apart.
+
+        If one of them ended before its first step, return whether both did, with the same return
+        code and last line.
+        """
         step = self.reached.step
         earlier_step = earlier.reached.step
         if step < 0 or earlier_step < 0:
@@ -113,7 +117,11 @@ class RestartAttempt:
         return abs(step - earlier_step) <= _SAME_STEP
 
     def say(self, next_action: str) -> None:
-        """Print a line about the end of the attempt, below what the run itself has printed."""
+        """Print on standard error at which step and why the attempt ended, and the next action.
+
+        Args:
+            next_action: End of the line, such as "starting again in 2 s (1 of 3)".
+        """
         process = f"process {self.reached.process}: " if self.reached.processes > 1 else ""
         if self.reached.step >= 0:
             place = f"after step {self.reached.step}"
@@ -126,7 +134,8 @@ class RestartAttempt:
     def record(self, config: Config) -> None:
         """Append the attempt to `attempts.jsonl`, if the run has a workdir yet.
 
-        A file that cannot be written is only noted.
+        Process I > 0 of a run has the file `attempts-I.jsonl`. If the file cannot be written, a
+        caution is printed and nothing is raised.
         """
         row: dict[str, Any] = {
             "attempt": self.number,
@@ -162,6 +171,8 @@ class RestartAttempt:
 def ended_since(config: Config, began: float) -> int:
     """Return how many processes have recorded the end of an attempt since a time.
 
+    The last row of each attempts file in the workdir counts. Errors of storage are only printed.
+
     Args:
         began: Time in seconds since 1970.
     """
@@ -188,7 +199,7 @@ def _folder(config: Config) -> Path:
 
 @contextlib.contextmanager
 def _cautions() -> Iterator[None]:
-    """Context manager for reading or writing attempts, in which any error of storage is noted."""
+    """Context manager for reading or writing attempts, which prints any error and drops it."""
     try:
         yield
     except Exception as error:
@@ -196,9 +207,9 @@ def _cautions() -> Iterator[None]:
 
 
 class Listener:
-    """Context manager that receives the signals of this process, and ends its waits by them.
+    """Context manager that records the signals of `SIGNALS`, and whose `wait` ends when one comes.
 
-    It must be entered in the main thread.
+    It must be entered in the main thread. Signals that this process ignores stay ignored.
 
     Attributes:
         received: Numbers of the received signals, in order.
@@ -254,8 +265,8 @@ def attempt(number: int, command: Sequence[str], listener: Listener) -> RestartA
 
     Args:
         number: Number of the attempt, from 1.
-        listener: Listener whose signals are passed on. Some seconds after a second signal the child
-            is killed.
+        listener: Listener whose signals are passed on. The child is killed `_KILL_SECONDS` after a
+            second signal.
     """
     began = time.time()
     kills_before = _kills_for_memory()
@@ -285,7 +296,11 @@ def attempt(number: int, command: Sequence[str], listener: Listener) -> RestartA
 
 
 def _attend(child: subprocess.Popen[bytes], listener: Listener) -> bytes:
-    """Pass on signals and standard error until the child ends. Return the end of the latter."""
+    """Pass signals to a child, and its standard error to that of this process, until it ends.
+
+    Kill the child `_KILL_SECONDS` after a second signal. Return the last `_TAIL_BYTES` of its
+    standard error.
+    """
     assert child.stderr is not None
     pipe = child.stderr.fileno()
     os.set_blocking(pipe, False)
@@ -328,7 +343,7 @@ def _ends_with_parent() -> Callable[[], object]:
 
 
 class _Output(NamedTuple):
-    """Standard error of a child that could be read."""
+    """Result of one read of a child's standard error."""
 
     text: bytes
     is_open: bool
@@ -336,7 +351,10 @@ class _Output(NamedTuple):
 
 
 def _pass_on(pipe: int) -> _Output:
-    """Read what a pipe has, write it to standard error, and return it."""
+    """Read all bytes that a non-blocking pipe has now, and write them to standard error.
+
+    Return the bytes, and whether the pipe is still open.
+    """
     text = b""
     try:
         while piece := os.read(pipe, 65536):
@@ -351,7 +369,10 @@ def _pass_on(pipe: int) -> _Output:
 
 
 def _last_words(text: str) -> str:
-    """Return the last line that begins with `error:`, or the last line, in 300 characters."""
+    """Return the last line that begins with `error:`, or else the last line that is not empty.
+
+    The line is cut to 300 characters. "" if there is none.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
         if line.startswith("error:"):
@@ -360,7 +381,7 @@ def _last_words(text: str) -> str:
 
 
 def _kills_for_memory() -> int:
-    """Return how often the kernel has killed a process for memory; 0 if it does not say."""
+    """Return how often the kernel has killed a process for memory since boot; 0 if unknown."""
     with contextlib.suppress(OSError):
         words = Path("/proc/vmstat").read_text().split()
         if "oom_kill" in words:
@@ -369,13 +390,18 @@ def _kills_for_memory() -> int:
 
 
 def run(config: Config, words: Sequence[str], max_restarts: int) -> int:
-    """Train in a child process, and again after a crash.
+    """Train in a child process, and start it again with `--resume` after a crash.
+
+    The child is not started again if it is done, had bad input or got a signal, or if two attempts
+    in a row failed at the same step. Each attempt is recorded in `attempts.jsonl`. The pause before
+    another attempt doubles from 1 second to 60 seconds.
 
     Args:
         words: Command line of the run after `mupax`.
+        max_restarts: Most times that the child is started again, at least 1.
 
     Returns:
-        Exit code of the last attempt.
+        Exit code of the last attempt, or 128 + signal number if a signal came during a pause.
     """
     command = _without(_command_line(words), "--restart")
     previous = None
@@ -437,7 +463,10 @@ def _without(words: Sequence[str], flag: str) -> list[str]:
 
 
 def _wait_for_processes(config: Config, last: RestartAttempt, listener: Listener) -> bool:
-    """Wait until every process has recorded the end of its attempt, or must have ended.
+    """Wait until every process of a run has recorded the end of its attempt.
+
+    The wait ends after `distributed.heartbeat_seconds` + 30 seconds, when all must have ended. A
+    run of one process has no wait.
 
     Returns:
         Whether a signal ended the wait.

@@ -58,11 +58,13 @@ _ROUNDING = 1e-6
 
 
 class Parts(NamedTuple):
-    """Gradients of each group in each layer, float32 [layers] or [1] outside of stacks.
+    """Gradient norms and loss slopes of each group in each layer, by group.
+
+    Arrays are float32 [layers], or [1] outside of stacks. u is the optimizer's update at rate 1.
 
     Attributes:
-        gradient: ‖∇‖ by group.
-        slope: <∇, u> by group, in nats per unit of learning rate.
+        gradient: Norm ‖∇‖ of the gradient.
+        slope: Fall of the loss <∇, u>, in nats per unit of learning rate.
     """
 
     gradient: dict[str, jax.Array]
@@ -81,8 +83,8 @@ def balance(
     """Derive a preset from backward passes over one batch at the reference initialization.
 
     Within a layer every group (`ParamSpec.group`) has an equal part, too, so that gains and biases
-    move at any size. The formula gives the output scale from one pass exactly while logits are
-    small. Passes repeat until the speed is right.
+    move at any size. The readout's multiplier is scaled until the last feature has speed 1 within
+    1 %. One pass finds the scale exactly while logits are small; otherwise passes repeat.
 
     Args:
         definition: Definition of a ViT, an untied decoder or encoder-decoder, or of a model that
@@ -99,8 +101,9 @@ def balance(
 
     Raises:
         PresetError: The readout is tied, a parameter has no gradient at this initialization (such
-            as all below a readout of zero), or two parameters of a group have different numbers in
-            the reference.
+            as all below a readout of zero), two parameters of a group have different numbers in
+            the reference, the reference starts keys as queries or sets Muon's blocks or norms, or
+            20 passes find no scale of the readout.
     """
     refuse_tied(definition)
     reference = reference or presets.get("sp")
@@ -166,7 +169,9 @@ def desiderata(
     seed: int,
     centered: bool,
 ) -> list[Speeds]:
-    """Measure every layer at each preset's initialization, under its rates at peak_lr 1.
+    """Measure every layer at each preset's initialization, under its learning rates at peak_lr 1.
+
+    Return the speeds of each preset, in the order of `presets`.
 
     Args:
         definition: Definition as for `balance`. The same models are refused.
@@ -300,7 +305,7 @@ def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
 
 
 def _slopes_by_layer(definition: Definition, grads: Arrays, updates: Arrays) -> list[Arrays]:
-    """Return <∇, u> of every group, layer by layer of `chain`."""
+    """Return <∇, u>, the product of gradients and updates, by group, for each layer of `chain`."""
     slopes: list[Arrays] = []
     for g, u in zip(split(definition, grads), split(definition, updates), strict=True):
         layer_slopes: Arrays = {}
@@ -319,7 +324,8 @@ def _shared_rates(
 ) -> Arrays:
     """Return the learning rate of every group that has parameters in several layers.
 
-    Groups of stacked parameters have a rate per layer and are not among them.
+    It is the least of the rates at which the group has its part in one of the layers. Groups of
+    stacked parameters have a rate per layer and are left out.
 
     Args:
         layers: Parameters of every layer, from `chain`.
@@ -371,7 +377,11 @@ def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
 
 
 def _check_gradients(parts: Parts) -> None:
-    """Raise PresetError if a parameter has no gradient from which a rate can be derived."""
+    """Raise PresetError if a group has no gradient above round-off in one of its layers.
+
+    A gradient that is not finite, or along which the update would not lower the loss, is refused,
+    too.
+    """
     norm = math.sqrt(sum(float(jnp.sum(g**2)) for g in parts.gradient.values()))
     if not 0 < norm < math.inf:
         raise PresetError(
@@ -391,10 +401,14 @@ def _check_gradients(parts: Parts) -> None:
 
 
 def _table(definition: Definition, factors: Factors, reference: Preset, optimizer: str) -> Table:
-    """Return the table of a measured preset.
+    """Return the table of a measured preset: a row of numbers per group, and residual scales.
+
+    Args:
+        factors: Factors with the derived learning rates and multipliers.
+        reference: Preset that gives the initial stds, the logit scale and the residual scales.
 
     Raises:
-        PresetError: Two parameters of a group have different numbers.
+        PresetError: Two parameters of a group have different numbers, such as initial stds.
     """
     columns: dict[str, Mapping[str, Any]] = {
         "multiplier": factors.multiplier,
@@ -440,7 +454,7 @@ def _table(definition: Definition, factors: Factors, reference: Preset, optimize
 def _residual_scales(
     reference: Preset, sizes: Mapping[str, int], stack: Stack
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Return the residual scales of every layer and branch of a stack."""
+    """Return (factor of the stream, factor of the branch) for every layer and branch of a stack."""
     layers = []
     for layer in range(sizes[stack.axis]):
         branches = []
@@ -451,6 +465,6 @@ def _residual_scales(
 
 
 def _number(values: Any) -> Number:
-    """Return one number if all layers have the same, otherwise a number per layer."""
+    """Return one number if all layers have the same, otherwise a tuple with a number per layer."""
     numbers = tuple(map(float, np.ravel(values)))
     return numbers[0] if len(set(numbers)) == 1 else numbers

@@ -49,7 +49,11 @@ class Balance:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mupax presets balance`: measure, derive, write, and measure again. Return 0."""
+    """Run `mupax presets balance`: derive learning rates from one batch and write a preset.
+
+    The preset is written to `--out`. Then the reference and the new preset are measured, and tables
+    of both are printed. Return 0.
+    """
     args, rest = command_line.parse_known(
         Balance, "mupax presets balance", cli.with_file_first(argv)
     )
@@ -129,7 +133,9 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
 
 
 def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
-    """Return the recipe's first training batch, or random inputs and labels for a model.
+    """Return the recipe's first training batch, or `check.even_batch`, random data, for a model.
+
+    The recipe's data is prepared if needed.
 
     Args:
         name: Name of a recipe, or of a model without data.
@@ -145,7 +151,7 @@ def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
 
 
 def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
-    """Print every layer before and after, the four desiderata, and the derived rates."""
+    """Print three tables: layers before and after, the four desiderata, and the derived rates."""
     layers = _layer_rows(before, after, table)
     title = f"layers, before ({reference}) | after"
     Section(layers, title, left=("layer",)).show()
@@ -156,7 +162,7 @@ def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
 
 
 def _layer_rows(before: Speeds, after: Speeds, table: Table) -> list[list[str]]:
-    """Return a row per layer, with "before | after" in every cell."""
+    """Return a heading and a row per layer, with "before | after" in every cell."""
     encoder_depth = table.sizes.get("encoder_layers", 0)
     names = ["embedding"]
     names += [f"encoder block {index}" for index in range(encoder_depth)]
@@ -180,7 +186,7 @@ def _layer_rows(before: Speeds, after: Speeds, table: Table) -> list[list[str]]:
 
 
 def _goal_rows(before: Speeds, after: Speeds) -> list[list[str]]:
-    """Return a row per desideratum: its name, its goal, and its value before and after."""
+    """Return a heading and a row per desideratum: name, goal, and value before and after."""
     rows = [
         ["", "wanted", "before", "after"],
         ["signal propagation (feature rms)", "about 1"],
@@ -198,7 +204,7 @@ def _goal_rows(before: Speeds, after: Speeds) -> list[list[str]]:
 
 
 def _rate_rows(table: Table) -> list[list[str]]:
-    """Return a row per group: its multiplier, and its learning rate in the outer layers."""
+    """Return a heading and a row per group: multiplier, learning rate in first and last layer."""
     import numpy as np
 
     rows = [["group", "multiplier", "rate, first layer", "rate, last layer"]]

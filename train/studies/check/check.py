@@ -69,12 +69,13 @@ over three doublings, over which the allowances were measured.
 
 
 class CheckModel(NamedTuple):
-    """A model as a check can afford it.
+    """Model with inputs that are small enough for a check, and notes on what was made smaller.
 
     Attributes:
-        model: Model with a smaller vocabulary and context, if necessary.
-        written: Names of the fields that keep their sizes in the check.
-        notes: Sentence on every field that was made smaller.
+        model: Model with a smaller vocabulary and context, if necessary. An image model is
+            unchanged, because `smallest` shrinks its images.
+        written: Names of the fields that `smallest` must not change.
+        notes: Sentence on every field that was made smaller or that `smallest` will make smaller.
     """
 
     model: ModelConfig
@@ -84,6 +85,9 @@ class CheckModel(NamedTuple):
 
 def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerConfig:
     """Return the model's structure at width 64, 4 heads, depth 2 and 16 positions.
+
+    The vocabulary becomes 64, and images become 8 x 8 pixels in patches of 2 x 2. Key heads keep
+    their ratio to query heads. Layers are applied by a scan, and `centered` is switched off.
 
     Args:
         written: Names of fields that keep their sizes.
@@ -128,7 +132,11 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
 
 
 def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> CheckModel:
-    """Return the model to check, with as much of its vocabulary and context as a check can afford.
+    """Return the model with its vocabulary, context and output length cut to a check's limits.
+
+    The limits are a vocabulary of 2**15, lengths of 512, and lengths at which a batch has at most
+    2**22 logits (but at least 16). An image model is returned unchanged, with notes on what
+    `smallest` will shrink.
 
     Args:
         written: Names of fields that the user wrote. They are not changed.
@@ -168,7 +176,7 @@ def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> CheckModel:
 
 
 def _image_notes(model: ModelConfig, written: Collection[str]) -> list[str]:
-    """Return a sentence on every size of images that the check makes smaller."""
+    """Return a sentence on the image size and on the patch size, if `smallest` changes them."""
     small = smallest(model, written)
     notes = []
     for name in ("image_size", "patch_size"):
@@ -180,13 +188,15 @@ def _image_notes(model: ModelConfig, written: Collection[str]) -> list[str]:
 
 
 def _size_note(word: str, field: str, new_size: int, model_size: int) -> str:
-    """Return a sentence on a size that was made smaller, with the flag that keeps it."""
+    """Return a note on a size that was changed for the check, with the flag that keeps it."""
     flag = field.replace("_", "-")
     return f"{word} {new_size} in place of {model_size} (--model.{flag} {model_size} keeps it)"
 
 
 def _affordable_length(vocab_size: int, longest: int) -> int:
-    """Return the longest context by doubling whose logits a check can afford.
+    """Double a length from 16 to at least `longest`, or until logits would exceed `_LOGITS`.
+
+    Return the length, in tokens. It is at least 16, and may be above `longest`.
 
     Args:
         longest: Longest sequence of the model, in tokens.
@@ -205,16 +215,17 @@ def _logits(vocab_size: int, length: int) -> int:
 def grow(
     model: ModelConfig, axis: str, count: int, written: Collection[str] = ()
 ) -> list[TransformerConfig]:
-    """Return `count` models from the smallest on, with one size doubling.
+    """Return `count` models, from `smallest(model)` on, whose size along `axis` doubles each time.
 
     Args:
         axis: "head_dim", "heads", "depth" (with an encoder's, unless that is written),
             "encoder_depth", "width" (heads and head_dim in turn), "mlp", "experts", "expert_dim" or
-            "kv_heads" (of 8 query heads).
+            "kv_heads" (from 1, of 8 query heads unless `num_heads` is written).
         written: Names of fields of the model that keep their sizes in the smallest model.
 
     Raises:
-        ConfigError: No size has the name `axis`, or there are more key heads than query heads.
+        ConfigError: No size has the name `axis`, the model has no such size, or there are more
+            key heads than query heads.
     """
     start = smallest(model, written)
     if axis == "kv_heads":
@@ -239,10 +250,13 @@ def grow(
 def _grow_key_heads(
     start: TransformerConfig, count: int, num_heads: int | None
 ) -> list[TransformerConfig]:
-    """Return models with 1, 2, 4, ... key heads.
+    """Return `count` models with 1, 2, 4, ... key heads.
 
     Args:
-        num_heads: Number of query heads in every model; 8 by default.
+        num_heads: Number of query heads in every model; 8 if `None`.
+
+    Raises:
+        ConfigError: The last model would have more key heads than query heads.
     """
     query_heads = 2 * _HEADS if num_heads is None else num_heads
     if 2 ** (count - 1) > query_heads:
@@ -257,10 +271,11 @@ def _grow_key_heads(
 
 
 def batch(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the batch that every size trains on, from a fixed seed.
+    """Return the batch that every size trains on, drawn from a fixed seed.
 
-    It has images of noise with random labels, or the tokens of `tokens`. An encoder-decoder also
-    gets a source with padding.
+    An image model gets 16 images of Gaussian noise with random labels. A language model gets
+    `examples` sequences from `tokens`. An encoder-decoder also gets source tokens of the same
+    distribution, with a mask of random padding.
 
     Args:
         model: Smallest model, whose inputs have the shapes of all sizes.
@@ -295,9 +310,10 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def even_batch(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Return a batch as `batch` does, but of 8 sequences whose tokens are equally frequent.
+    """Return a batch of 8 sequences whose tokens are drawn uniformly, from a fixed seed.
 
-    Studies that grow the context use it.
+    Targets of a decoder are its next tokens. The source of an encoder-decoder has random padding.
+    For an image model return `batch(model)`.
     """
     if model.task == "images":
         return batch(model)
@@ -326,25 +342,22 @@ def even_batch(model: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def examples(length: int) -> int:
-    """Return the number of sequences in a batch: about 128 tokens in all, from 2 to 8 sequences."""
+    """Return the number of sequences of `length` tokens in a batch: 128 // length, from 2 to 8."""
     return max(2, min(_EXAMPLES, _EXAMPLES * _POSITIONS // length))
 
 
 def tokens(vocab_size: int, length: int, count: int = 8) -> dict[str, np.ndarray]:
-    """Return `inputs`, `targets` and `weights` for a language model of any vocabulary and context.
+    """Return random `inputs`, `targets` and `weights`, [count, length], from a fixed seed.
 
-    Token i has a frequency proportional to 1 / (i + 1), which is Zipf's law of words. Targets are
-    random.
+    Tokens are below `vocab_size`. Input token i has a frequency proportional to 1 / (i + 1), which
+    is Zipf's law of words. Targets are drawn uniformly and independently of the inputs. All weights
+    are 1.
 
-    Tokens are not drawn evenly, because small widths would then be off the theory. An update of a
+    Inputs are not drawn evenly, because small widths would then be off the theory. An update of a
     matrix is a sum over tokens. It acts on each of K equally frequent tokens by K^-1/2 of its
     effect on a single one, which shows while the width is small against K. Even draws have K =
     min(vocabulary, tokens of the batch). Under Zipf's law K (the inverse of the sum of squared
     frequencies) is only 14 at a vocabulary of 64 and 73 at 32,000, at any context.
-
-    Args:
-        vocab_size: Number of different tokens.
-        length: Number of tokens in a sequence.
     """
     rng = np.random.default_rng(0)
     inputs = _zipf_tokens(rng, vocab_size, (count, length))
@@ -353,14 +366,14 @@ def tokens(vocab_size: int, length: int, count: int = 8) -> dict[str, np.ndarray
 
 
 def _zipf_tokens(rng: np.random.Generator, vocab_size: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return random tokens whose frequencies follow Zipf's law, int32."""
+    """Return random int32 tokens; token i has a frequency proportional to 1 / (i + 1)."""
     frequencies = 1 / np.arange(1.0, vocab_size + 1)
     drawn = rng.choice(vocab_size, size=shape, p=frequencies / frequencies.sum())
     return drawn.astype(np.int32)
 
 
 def digest(tree: Any) -> bytes:
-    """Return a hash of a pytree's structure and of its leaves' shapes, dtypes and bytes."""
+    """Return the SHA-256 of a pytree's structure and of its leaves' shapes, dtypes and bytes."""
     leaves, structure = jax.tree.flatten(tree)
     parts = []
     for leaf in leaves:
@@ -370,13 +383,17 @@ def digest(tree: Any) -> bytes:
 
 
 class Series:
-    """A model at growing sizes, to be measured under any preset.
+    """Model at growing sizes, to be trained and measured under any preset.
 
-    Each size compiles once, and trains once for a seed and equal numbers of a preset.
+    Each size compiles once, or once more for each setting of Muon's blocks and norms. Trainings
+    are cached by size, seed, batch, and the factors and initial stds of the preset.
 
     Args:
         config: Optimizer settings. The schedule should be constant.
         steps: Number of optimizer steps.
+
+    Raises:
+        MemoryLimitError: The host has too little memory for the largest size.
     """
 
     def __init__(
@@ -399,7 +416,7 @@ class Series:
         self._recorded: dict[tuple[str, int, bytes], list[dict[str, np.ndarray]]] = {}
 
     def numbers(self, preset: Preset) -> list[tuple[factors.Factors, dict[str, np.ndarray]]]:
-        """Return the factors and initial stds that a preset gives every size."""
+        """Return a pair for every size: the preset's factors, and its initial stds by parameter."""
         numbers = []
         for definition in self.definitions:
             size_factors = factors.resolve(preset, definition, self.config.name, self.config.decay)
@@ -409,7 +426,10 @@ class Series:
     def measure(
         self, preset: Preset, batch: Mapping[str, np.ndarray], seeds: int = 4
     ) -> dict[str, np.ndarray]:
-        """Return every observable at every size, float64 [sizes, seeds, steps + 1].
+        """Train every size from every seed, and return the observables by name.
+
+        Values are float64 [sizes, seeds, steps + 1]. Trainings of earlier calls are reused.
+        Gradients of shared biases that are nothing but rounding are left out.
 
         Observables that are recorded layer by layer are root mean squares over layers. Their layers
         are in the result, too: under the name `LAYERS` with a last axis of layers, or, if sizes
@@ -447,7 +467,7 @@ class Series:
     def _program(
         self, definition: Definition, matrix_steps: MatrixSteps = WHOLE_MATRICES
     ) -> Callable[..., dict[str, np.ndarray]]:
-        """Return the program of a size, which compiles at its first call."""
+        """Return the function that trains and measures one size. It compiles at its first call."""
         tx = optimizer.build(self.config, definition.specs, matrix_steps)
         # Some optimizers move nothing at first; their step 1 is the first that moves.
         still_steps = OPTIMIZERS[self.config.name].still_steps
@@ -456,9 +476,10 @@ class Series:
     def _program_for(
         self, index: int, preset: Preset
     ) -> tuple[str, Callable[..., dict[str, np.ndarray]]]:
-        """Return the program of a size for a preset, after a key of it.
+        """Return the key and the program of size number `index` for a preset.
 
-        One program serves all presets, except for blocks and norms of Muon's steps.
+        The key tells programs apart. One program serves all presets, except those that set blocks
+        or norms of Muon's steps: their programs are built once and kept.
         """
         definition = self.definitions[index]
         matrix_steps = preset.matrix_steps(definition.specs, definition.sizes, self.config.name)
@@ -472,7 +493,10 @@ class Series:
     def _records(
         self, preset: Preset, batch: Mapping[str, np.ndarray], seeds: int
     ) -> list[dict[str, np.ndarray]]:
-        """Return every size's observables, [seeds, steps + 1] or [seeds, steps + 1, layers]."""
+        """Train what is not cached, and return a dict of observables for every size.
+
+        Values are [seeds, steps + 1] or [seeds, steps + 1, layers].
+        """
         # One more than the steps, because the last observation takes a step as well.
         hyper = hyperparams(self.config, self.steps + 1)
         records = []
@@ -511,8 +535,8 @@ def study(
         accept: Troubles that the preset's source wants (`mupax.train.studies.check.theory.of`).
 
     Returns:
-        A finding per observable and step. `text` says what failed, and `require` raises an error
-        if a finding failed.
+        A finding per measured observable and step that theory covers. `text` says what failed,
+        and `require` raises an error if a finding failed.
 
     Raises:
         PresetError: Fewer than two models, or the largest is less than four times the smallest.

@@ -127,9 +127,13 @@ class _Plan(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mupax check`.
+    """Run `mupax check`: print the findings, and write the files that the flags name.
 
-    Return 0 if the program does what the table says and the table is good, otherwise 1.
+    Return 0 if the program does what the table says and the table is good, otherwise 1. A dry run
+    measures nothing and returns 0. With `--desiderata` run that study in place of the check.
+
+    Raises:
+        ConfigError: Too few sizes or seeds, or as for `configured`.
     """
     args, rest = command_line.parse_known(
         Check, "mupax check", with_group_constants(cli.with_file_first(argv))
@@ -157,7 +161,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_preset(args: Check, config: Config, rest: Sequence[str]) -> int:
-    """Check a preset as a size of the model grows. Return the exit code."""
+    """Check a preset as a size of the model grows, and report the findings. Return the exit code.
+
+    It is 0 if the check passes, otherwise 1. A dry run prints the plan and returns 0.
+    """
     from mupax.train.studies.check import check
 
     started = time.monotonic()
@@ -201,6 +208,11 @@ def _plan(args: Check, config: Config, rest: Sequence[str]) -> _Plan:
     Args:
         config: Run with the model, the preset and the optimizer.
         rest: Flags of the run, which name the fields of the model that the user wrote.
+
+    Raises:
+        PresetError: Widths grow too unevenly for the preset, `args.accept` does not fit it, or a
+            user's own model declares a role that its loss does not have.
+        ConfigError: The model cannot grow in this way.
     """
     from mupax.presets.analysis.uneven import refuse_uneven
     from mupax.train.studies.check import check, groups, theory
@@ -248,7 +260,7 @@ def _plan(args: Check, config: Config, rest: Sequence[str]) -> _Plan:
 
 
 def _print_plan(plan: _Plan) -> None:
-    """Print the sizes of a check and what theory expects."""
+    """Print the sizes of a check, what theory expects, and what is not judged or may vanish."""
     for model in plan.models:
         encoder = model.sizes().get("encoder_layers")
         depth = f"depth {model.depth}"
@@ -290,7 +302,10 @@ def _sizes_line(name: str, models: Sequence[TransformerConfig], notes: Sequence[
 
 
 def _next_steps(args: Check, preset: Preset, findings: Sequence[Finding]) -> list[str]:
-    """Return a sentence on what to type next."""
+    """Return a list of one sentence on what to type next.
+
+    It depends on the outcome: the check passed, only the table is wrong, or the program deviates.
+    """
     from mupax.train.studies.check.judge import passes
 
     if passes(findings):
@@ -312,7 +327,14 @@ def _next_steps(args: Check, preset: Preset, findings: Sequence[Finding]) -> lis
 
 
 def _check_joint_rule(args: Check, config: Config) -> int:
-    """Check a joint rule as batch or tokens grow. Return the exit code."""
+    """Check a joint rule as batch or tokens grow, and report the findings. Return the exit code.
+
+    It is 0 if the check passes, otherwise 1. A dry run prints runs and theory and returns 0.
+
+    Raises:
+        ConfigError: `args.model` is no recipe, or as for `joint_run.runs`.
+        UsageError: `--accept` is given.
+    """
     from mupax.presets.analysis.joint_limits import SYMBOLS
     from mupax.train.config import joint
     from mupax.train.studies.check import joint_run
@@ -374,7 +396,10 @@ def _report(
     not_judged: Sequence[str],
     about: dict[str, Any],
 ) -> int:
-    """Print, write and draw the findings. Return the exit code."""
+    """Print the findings, and write JSON and pictures to the paths that the flags name.
+
+    Return 0 if the check passes, otherwise 1.
+    """
     from mupax.train.studies.check import report
     from mupax.train.studies.check.judge import passes
 
@@ -457,7 +482,10 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
 
 
 def _refuse_flags_of_runs(args: Check, rest: Sequence[str]) -> None:
-    """Raise UsageError if a flag has a meaning only where batch or tokens grow."""
+    """Raise UsageError for flags that a check reads only if batch or tokens grow.
+
+    These are --preset.*, --optimizer.*, --data.*, --steps, --joint and --noise-scale.
+    """
     joint_flags = ("--joint", "--noise-scale")
     for word in rest:
         flag = word.partition("=")[0]

@@ -67,7 +67,7 @@ class Speeds(NamedTuple):
 
     @property
     def loss_decay(self) -> jax.Array:
-        """|dLoss/dt| in nats, []. Loss decay asks for Θ(1), balance for equal parts by layer."""
+        """-dLoss/dt in nats, []. Loss decay asks for Θ(1), balance for equal parts by layer."""
         return jnp.sum(self.contribution, axis=-1)
 
 
@@ -79,7 +79,9 @@ def measure(
     flow: Flow,
     parts: Callable[[Any], list] = list,
 ) -> tuple[Speeds, Any]:
-    """Return every quantity of the formula, and the gradients. Pure: jit it, or vmap it over seeds.
+    """Return every quantity of the formula, and the gradients of the loss, a pytree like `params`.
+
+    The function is pure: it can be compiled by `jax.jit`, or mapped over seeds by `jax.vmap`.
 
     Args:
         layers: V functions. The first takes `inputs`, each other the output of the one before.
@@ -136,7 +138,7 @@ def measure(
 
 
 def dot(a: Any, b: Any) -> jax.Array:
-    """Return the inner product of two pytrees of one structure, float32 [].
+    """Return the inner product of two pytrees with equal structure, float32 [].
 
     It is computed by products and sums, so that no matrix unit rounds the factors.
     """
@@ -181,7 +183,11 @@ def of_model(
     refuse_tied(definition)
 
     def bound(weights: Arrays, index: int | None = None, stack: str = "block.") -> Any:
-        """Return the model with some weights replaced; with `index`, as a stack of one layer."""
+        """Return the model with `weights` in place of its own parameters of these names.
+
+        With `index` the weights are of one layer, and become a stack of one layer. Multipliers and
+        the forward factors of `stack` are cut to that layer.
+        """
         multipliers = dict(factors.multiplier)
         forward = dict(factors.forward)
         if index is not None:

@@ -46,7 +46,7 @@ def labels(specs: Mapping[str, ParamSpec]) -> dict[str, str]:
 
 
 def _part(name: str, names: Collection[str]) -> str:
-    """Return the words of a dotted name that are not common to all names."""
+    """Return the words of a dotted name that not all `names` have, joined by dots."""
     word_sets = []
     for member in names:
         word_sets.append(set(member.split(".")))
@@ -94,7 +94,7 @@ def slopes(
 
 
 def _has_norm_of(role: Role, specs: Mapping[str, ParamSpec]) -> bool:
-    """Return whether the model has a QK-norm of queries or of keys."""
+    """Return whether the model has a QK-norm of `role`, which is `Role.QUERY` or `Role.KEY`."""
     return any(spec.role is Role.NORM_GAIN and spec.of is role for spec in specs.values())
 
 
@@ -102,6 +102,9 @@ def _movement(
     spec: ParamSpec, limit: Limit, preset: Preset, gradient_exponent: float | None
 ) -> float | None:
     """Return the exponent of a parameter's first step, multiplier included, or `None` if unknown.
+
+    It is unknown under SGD if the gradient's exponent is, and for matrices outside the theory that
+    Muon orthogonalizes.
 
     Args:
         gradient_exponent: Exponent of its gradient as stored. Only SGD's step depends on it.
@@ -125,7 +128,9 @@ def _movement(
 def troubles(
     preset: Preset, specs: Mapping[str, ParamSpec], limit: Limit
 ) -> dict[tuple[str, int], Trouble]:
-    """Return the trouble with the row of every parameter, by (observable, step).
+    """Return the faults in the preset's rows for these parameters, by (observable, step).
+
+    Rows without a fault have no entry.
 
     Args:
         limit: Limit in which the table is judged.
@@ -189,17 +194,17 @@ def at_base(
 
 
 def _of_middle_layer(scale: Number) -> float:
-    """Return the median over layers. Only measured presets have one number per layer."""
+    """Return a number as it is, or the median of one number per layer (measured presets)."""
     return statistics.median(scale) if isinstance(scale, tuple) else scale
 
 
 def wrong_base(
     preset: Preset, specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], optimizer: str
 ) -> dict[tuple[str, int], float]:
-    """Return the numbers that are wrong because the preset has another base than this model.
+    """Return how many times too large the preset's numbers are, because its base is not this model.
 
-    A value says how many times too large the number of this (observable, step) is. The result is
-    empty for a preset without a base or with the right one.
+    Keys are (observable, step). Numbers that are right to 1 % are left out. The result is empty for
+    a preset without a base or with the right one.
 
     Args:
         sizes: Size of every logical axis of the smallest model, which should be the base.
@@ -229,7 +234,7 @@ def wrong_base(
 def not_judged(
     specs: Mapping[str, ParamSpec], expected: Collection[tuple[str, int]]
 ) -> tuple[str, ...]:
-    """Return the observables of parameters that theory says nothing about.
+    """Return the names of the parameters' observables that theory says nothing about.
 
     Initial sizes of biases are left out, because biases start at zero.
 

@@ -116,7 +116,10 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
 def observe(
     config: Config, batch_ratio: float, programs: dict[Any, Callable] | None = None
 ) -> dict[str, float]:
-    """Train on synthetic gradients. Return the observables of `joint_limits` by name.
+    """Run a config's optimizer on synthetic gradients for all steps, and return the observables.
+
+    The updates are summed and not applied: weights stay where they are. Names are those of
+    `joint_limits.OBSERVABLES`.
 
     Args:
         batch_ratio: Batch of the run divided by the batch at which signal and noise are as given.
@@ -180,12 +183,12 @@ def observe(
 
 
 def _column(factor: Mapping[str, Any], names: Collection[str]) -> np.ndarray:
-    """Return one factor of some parameters, a row per parameter or layer, [R, 1]."""
+    """Return one factor of the named parameters, a row per parameter or layer, [R, 1]."""
     return np.concatenate([np.ravel(factor[name]) for name in names])[:, None]
 
 
 def _moments(name: str) -> tuple[str, str]:
-    """Return the fields of an optimizer's state that b1 and b2 average.
+    """Return the names of the two moments in an optimizer's state: that of b1, and that of b2.
 
     Raises:
         ConfigError: The optimizer's state has no two such fields.
@@ -224,11 +227,11 @@ def _program(
     ends = np.cumsum(num_rows)
 
     def joined(tree: Mapping) -> jax.Array:
-        """Concatenate the rows of all parameters, [R, 5, E]."""
+        """Return the arrays of all parameters in one, [R, 5, E]."""
         return jnp.concatenate([tree[name].reshape(-1, _KINDS, _ENTRIES) for name in shapes])
 
     def parted(rows: jax.Array) -> Arrays:
-        """Split rows [R, 5, E] into parameters."""
+        """Return rows [R, 5, E] as arrays by parameter name, the inverse of `joined`."""
         params = {}
         for (name, shape), begin, end in zip(shapes.items(), ends, ends[1:], strict=False):
             params[name] = rows[begin:end].reshape(*shape, _KINDS, _ENTRIES)
@@ -295,9 +298,10 @@ def _program(
 
 
 def expectation(runs: Sequence[Config], grows: str) -> dict[str, Expected]:
-    """Return what the joint rule of the runs expects of every observable.
+    """Return the exponent, band, trouble and base value of every observable under the joint rule.
 
-    Values at the base come from the first run's config.
+    Values at the base come from the first run's config. Observables whose value is 0 there, such as
+    the warm-up of a run without one, are left out.
 
     Args:
         runs: Runs as `runs` returns them.
@@ -327,7 +331,7 @@ def expectation(runs: Sequence[Config], grows: str) -> dict[str, Expected]:
 
 
 def _base_values(config: Config) -> dict[str, Any]:
-    """Return the value of every observable of the run at the base; 0 if it has none."""
+    """Return the theoretical value of every observable of the base run, 0 if it has none."""
     optimizer = config.optimizer
     steps = config.steps
     schedule = schedule_table(optimizer, steps).astype(np.float64)
@@ -347,7 +351,7 @@ def _base_values(config: Config) -> dict[str, Any]:
 
 
 def study(runs: Sequence[Config], grows: str) -> tuple[list[Finding], list[str]]:
-    """Return a finding per observable, and the labels of observables that are not judged.
+    """Measure every run. Return a finding per observable, and the labels of those not judged.
 
     Args:
         runs: Runs as `runs` returns them.
@@ -367,7 +371,9 @@ def study(runs: Sequence[Config], grows: str) -> tuple[list[Finding], list[str]]
 
 
 def judged(rows: Sequence[Mapping[str, float]], expected: Mapping[str, Expected]) -> list[Finding]:
-    """Return a finding per observable, under its label in `LABELS`.
+    """Return a finding per observable of `expected`, under its label in `LABELS`.
+
+    Before it is judged, the decay over the run is corrected for a learning rate that deviates.
 
     Args:
         rows: Observables of every run, from `observe`. Each run is twice the one before.

@@ -46,8 +46,8 @@ class Finding:
         values: Geometric mean over seeds, one value per size.
         expected: Theory of this observable at this step.
         layer: Layer that deviates from theory, such as "layer 7". `None` if no layer does.
-        base: Measured value divided by the expected one, at the smallest size. 1 if theory has no
-            number.
+        base: Measured value divided by the expected one, at the smallest size. Movements are also
+            divided by their median ratio. 1 if theory has no number or a value is zero.
     """
 
     observable: str
@@ -65,7 +65,8 @@ class Finding:
         """True if the program does what its table says.
 
         The slope's interval has to meet the band of theory in every layer, and the value at the
-        smallest size has to be right. An interval that is NaN meets no band.
+        smallest size has to be right within a factor of 1.25. An interval that is NaN meets no
+        band.
         """
         inside = self.low <= self.expected.high and self.high >= self.expected.low
         # log, because half and twice the expected value are equally wrong.
@@ -75,7 +76,7 @@ class Finding:
     def trouble(self) -> str | None:
         """Trouble with the table according to theory, or `None`.
 
-        A foretold explosion counts only if the slope is measured to grow.
+        An explosion with a positive expected slope counts only if the measured slope is above 0.1.
         """
         foretold_growth = self.expected.slope > 0 and self.expected.trouble == "explodes"
         # `not >`, so that a NaN slope (all zeros) counts as no growth.
@@ -90,12 +91,15 @@ class Finding:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles whose steps theory blames for the trouble."""
+        """Roles whose steps theory blames for the trouble. Empty without trouble."""
         return self.expected.roles if self.trouble else ()
 
     @property
     def verdict(self) -> str:
-        """Verdict in a few words, for the report."""
+        """Verdict in words: "as predicted", the trouble, "zero", "frozen" or "contradicts theory".
+
+        The last has the layer, or the ratio at the smallest size, if that is what is wrong.
+        """
         if self.agrees:
             return self.trouble or "as predicted"
         if not any(self.values):
@@ -195,7 +199,10 @@ def _half_width_in_deviations(seeds: int) -> float:
 def _outlier(
     x: np.ndarray, name: str, step: int, measured: Mapping[str, np.ndarray], expected: Expected
 ) -> str | None:
-    """Return the layer whose slope is farthest outside the band of theory, or `None`.
+    """Return "layer N" for the layer outside the band of theory that strays the most, or `None`.
+
+    Single layers have a margin in addition to the band. If only the least and the greatest layer
+    were recorded, return "one layer". `None` also means that no layers can be compared.
 
     Args:
         x: log2 of the sizes, centered, [sizes].
@@ -235,6 +242,7 @@ def _base_ratios(
     """Return measured over expected values at the smallest size, where theory has a number.
 
     Movements are divided by their median ratio, so that they are compared with each other.
+    Observables with an exact zero are left out.
     """
     ratios: dict[tuple[str, int], float] = {}
     for (name, step), theory in expected.items():

@@ -95,10 +95,14 @@ def program(
     def step(
         state: TrainState, initial: Arrays, start: Arrays, inputs: StepInputs, batch: Batch
     ) -> tuple[TrainState, Arrays, Arrays]:
-        """Measure, and take one step.
+        """Measure the model, then take one optimizer step.
 
-        `initial` has the initial parameters. `start` has activations before the first step, and
-        the rows of lookup tables that were read in any earlier step.
+        Return the state after the step, the updated `start`, and the observables before the step.
+
+        Args:
+            initial: Parameters before the first step, from which movements are measured.
+            start: Activations before the first step, and masks of the rows of lookup tables that
+                were read in any earlier step. At step 0 its activations are replaced.
         """
         factors = inputs.factors
         now = forward(state.params, factors, batch)
@@ -166,7 +170,7 @@ def program(
 
 
 def _model_inputs(batch: Batch) -> dict[str, Any]:
-    """Return the arrays of a batch that the model is called with."""
+    """Return the batch without targets and weights: the arrays that the model is called with."""
     return drop_keys(batch, ("targets", "weights"))
 
 
@@ -175,8 +179,9 @@ def _activations(model: Any, now: Arrays, start: Arrays, inputs: Batch, tied: bo
 
     "X" is an activation, and "change X" its change since initialization. "update X" is the change
     of queries, keys and attention logits through their own weights alone: present weights act on
-    the inputs before training. "variance over heads" is that of the attention logits. Values are
-    float32 [], or [layers] for the activations in `_BY_LAYER`.
+    the inputs before training. Those three and cross-attention have no "change X". "variance over
+    heads" is that of the attention logits, if there are several heads. Values are float32 [], or
+    [layers] for the activations in `_BY_LAYER`.
 
     With a tied readout, "logits" leaves out the logit of the input token itself, which is "contact
     logit". At initialization this logit is a E_t . h / rms(h) with h = E_t + other terms: a sum of
@@ -260,10 +265,11 @@ def _rows_read(definition: Definition, grads: Arrays) -> Arrays:
 def _weights(
     definition: Definition, factors: Factors, weights: _Weights, rows_read: Arrays, read_now: Arrays
 ) -> Arrays:
-    """Return every parameter's effective weight, its movement, and its gradient over eps.
+    """Return root mean squares of every parameter's effective weight, movement and gradient.
 
-    The effective weight and its movement since initialization include the multiplier. The gradient
-    is divided by the parameter's factor on eps.
+    Their names are "weight/LABEL", "movement/LABEL" and "gradient/LABEL". Weight and movement
+    (since initialization) include the multiplier. The gradient is divided by the parameter's factor
+    on eps. Values are float32 [], or [layers] for stacked parameters.
 
     Args:
         rows_read: Masks of rows that had a gradient at any earlier step, from `_rows_read`.
@@ -285,9 +291,9 @@ def _weights(
 
 
 def along_targets(change: jax.Array, batch: Batch) -> jax.Array:
-    """Return the rise of the targets' logits above the mean of all logits, float32 [], positive.
+    """Return how far the targets' logits rise or fall against the mean of all logits, float32 [].
 
-    The rise is averaged over the targets with their weights.
+    The result is the absolute value of the weighted mean over targets.
 
     Args:
         change: Change of the logits, [B, V] or [B, T, V].
@@ -300,7 +306,7 @@ def along_targets(change: jax.Array, batch: Batch) -> jax.Array:
 
 
 def by_layer(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """Return the root mean square of every layer, float32 [layers].
+    """Return the root mean square over the entries of every layer, float32 [layers].
 
     Args:
         x: Array [layers, ...].
@@ -315,7 +321,8 @@ def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
     """Return the root mean square over all entries, or over those where a mask is true, float32 [].
 
     Args:
-        where: Mask that broadcasts to the shape of `x`. `None` counts all entries.
+        where: Mask that broadcasts to the shape of `x`. `None` counts all entries. A mask that is
+            false everywhere gives 0.
     """
     squares = jnp.square(x.astype(jnp.float32))
     if where is None:
@@ -389,9 +396,14 @@ def _cross(
     mask_BS: Any,
     bias: Any,
 ) -> jax.Array:
-    """Return what cross-attention adds to the stream, [B, T, D].
+    """Return what cross-attention adds to the stream, [B, T, D], scaled as in the block.
+
+    Cross-attention reads the stream after self-attention, which is computed here, too.
 
     Args:
+        h_BTD: Stream before the block, [B, T, D].
+        attended_BTD: Input of self-attention, after its norm, [B, T, D].
+        memory_BSD: Output of the encoder, [B, S, D].
         mask_BS: True at positions of the encoder that are not padding.
         bias: Relative position bias of self-attention, or `None`.
     """
@@ -403,7 +415,11 @@ def _cross(
 
 
 def _attention(block: Any, attended_BTD: jax.Array) -> Arrays:
-    """Return queries, keys and attention logits of a block."""
+    """Return the arrays `query`, `key` and `attention` of a block, by name, as in `internals`.
+
+    Args:
+        attended_BTD: Input of self-attention, after its norm, [B, T, D].
+    """
     q_BTHN, k_BSKN, _ = block.attention.heads(attended_BTD)
     groups = q_BTHN.shape[2] // k_BSKN.shape[2]
     logits_BHTS = jnp.einsum("bthn,bshn->bhts", q_BTHN, jnp.repeat(k_BSKN, groups, axis=2))

@@ -53,14 +53,14 @@ PASSING = (
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """Row of the picture: a heading, or an observable with the finding that decides it."""
+    """Row of the picture: a heading (without a finding), or an observable and one finding of it."""
 
     label: str
     finding: Finding | None = None
 
 
 def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str) -> None:
-    """Draw a row per observable: its slope, its interval, and the band of theory; failures on top.
+    """Write a PNG with a row per observable: slope, interval and band of theory; failures on top.
 
     An observable that was read after several steps has the row of the first step that failed, or of
     the last step.
@@ -108,7 +108,10 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
 
 
 def _columns(rows: Sequence[_Row]) -> list[Sequence[_Row]]:
-    """Return the rows in one column, or in two columns of about equal height."""
+    """Return the rows in one column, or, if they are more than 24, in two of about equal height.
+
+    A second column that begins within a section repeats the heading of the section.
+    """
     if len(rows) <= _ONE_COLUMN_ROWS:
         return [rows]
 
@@ -126,7 +129,7 @@ def _columns(rows: Sequence[_Row]) -> list[Sequence[_Row]]:
 
 
 def _verdict_title(findings: Sequence[Finding]) -> str:
-    """Return the verdict in one line, with the number of observables that failed."""
+    """Return the verdict in one line, with the numbers of observables and of those that failed."""
     observables = {finding.observable for finding in findings}
     if passes(findings):
         return f"passes: all {len(observables)} observables within theory"
@@ -138,7 +141,7 @@ def _verdict_title(findings: Sequence[Finding]) -> str:
 
 
 def _slope_limits(rows: Sequence[_Row]) -> tuple[float, float]:
-    """Return the ends of the axis of slopes: all bands and slopes, and some room."""
+    """Return the ends of the axis of slopes: 0.15 beyond all bands and finite slopes."""
     ends = []
     for row in rows:
         finding = row.finding
@@ -148,7 +151,10 @@ def _slope_limits(rows: Sequence[_Row]) -> tuple[float, float]:
 
 
 def _rows(findings: Sequence[Finding]) -> list[_Row]:
-    """Return headings and observables from the top: all failures, then each kind of observable."""
+    """Return headings and observables from the top: all failures, then each kind of observable.
+
+    An observable has one row, with the finding of the first step that failed or of the last step.
+    """
     decisive: dict[str, Finding] = {}
     for finding in findings:
         earlier = decisive.get(finding.observable)
@@ -176,7 +182,10 @@ def _rows(findings: Sequence[Finding]) -> list[_Row]:
 
 
 def _kind(finding: Finding) -> str:
-    """Return the key of `_SECTIONS`. Numbers of an optimizer over a run count as updates."""
+    """Return the key of the section in `_SECTIONS` that a passing finding is listed in.
+
+    Observables of an optimizer over a whole run count as updates.
+    """
     prefix = finding.observable.partition("/")[0]
     if prefix in _SECTIONS:
         return prefix
@@ -229,7 +238,11 @@ def _column(panel: Any, rows: Sequence[_Row], limits: tuple[float, float], talle
 def _observable(panel: Any, index: int, finding: Finding) -> None:
     """Draw the band of theory, its exponent, and the measured slope with its interval.
 
-    A failure has another colour and another marker, so that it shows without colours, too.
+    A failure has another colour, another marker, and its verdict in words. A slope that is not
+    finite is not drawn; the verdict stands in its place.
+
+    Args:
+        index: Height of the row on the axes, counted from the top.
     """
     expected = finding.expected
     panel.plot(
@@ -287,7 +300,7 @@ def _observable(panel: Any, index: int, finding: Finding) -> None:
 
 
 def _short(finding: Finding) -> str:
-    """Return a verdict that is short enough to stand beside a row."""
+    """Return the verdict without "contradicts theory", or "outside theory" if nothing is left."""
     verdict = finding.verdict.removeprefix("contradicts theory").strip(" ()")
     return verdict.replace("at the smallest size", "at the base") or "outside theory"
 
@@ -295,7 +308,7 @@ def _short(finding: Finding) -> str:
 def panels(
     path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str
 ) -> None:
-    """Draw a log-log panel per observable: a line per step, and theory dashed with its band shaded.
+    """Write a PNG with a log-log panel per observable: a line per step, and the band of theory.
 
     The title of a panel has the slope of the first step that failed (otherwise of the last step),
     its interval, and the slopes that pass.
@@ -348,7 +361,7 @@ def panels(
 
 
 def _panel_handles(axes: Sequence[Any], labels: Sequence[str]) -> list[Any]:
-    """Return one line per label and one band, for the legend of all panels."""
+    """Return one line for each label that was drawn and one band, for the legend of all panels."""
     lines = {}
     bands = []
     for panel in axes:
@@ -367,7 +380,9 @@ def _panel_handles(axes: Sequence[Any], labels: Sequence[str]) -> list[Any]:
 def _panel(
     panel: Any, findings: Sequence[Finding], sizes: Sequence[float], steps: Mapping[int, str]
 ) -> None:
-    """Draw one observable at every step.
+    """Draw one observable at every step on log-log axes, with the band of theory around one step.
+
+    That step is the first that failed, or the last. The title has its slope and verdict.
 
     Args:
         findings: Findings of the observable, one per step.
@@ -443,7 +458,7 @@ def _power_law(centre: float, ratios: Sequence[float], exponent: float) -> list[
 
 
 class CheckFailure(AssertionError):
-    """Coordinate check that did not pass. The message has a line per observable that failed."""
+    """Coordinate check that did not pass. The message is that of `text`."""
 
 
 def show(
@@ -464,6 +479,7 @@ def show(
         blamed: What the label of an observable is: the role of a parameter, or a number of the
             optimizer over a whole run.
         subject: Beginning of the conclusion, as for `verdict_line`.
+        following: Sentences on what to type next, printed below the conclusion.
     """
     from rich.table import Table
 
@@ -494,7 +510,7 @@ def show(
 
 
 def text(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
-    """Return the conclusion, and a sentence on each observable that failed."""
+    """Return the conclusion, and a line for each observable and step that failed."""
     lines = [_plain(verdict_line(findings, not_judged))]
     for finding in findings:
         if not finding.ok:
@@ -522,7 +538,7 @@ def readable(observable: str) -> str:
 
 
 def _sentence(finding: Finding) -> str:
-    """Return a sentence on a finding: observable, step, slope and what theory allows."""
+    """Return a sentence on a finding: observable, step, slope, what theory allows, and verdict."""
     expected = finding.expected
     steps = f"after {finding.step} step{'s' * (finding.step > 1)}"
     if finding.step == 0:
@@ -535,7 +551,7 @@ def _sentence(finding: Finding) -> str:
 
 
 def verdict_words(finding: Finding) -> str:
-    """Return the verdict on a finding and the roles that theory blames."""
+    """Return the verdict on a finding, with the roles that theory blames if there are any."""
     if not finding.roles:
         return finding.verdict
     return f"{finding.verdict} through {', '.join(finding.roles)}"
@@ -547,7 +563,9 @@ def verdict_line(
     blamed: Literal["role", "number"] = "role",
     subject: str = "",
 ) -> str:
-    """Return both verdicts in one line, with the observables and roles that failed.
+    """Return both verdicts in one line with Rich markup, and the observables that failed.
+
+    A check without findings fails.
 
     Args:
         blamed: What the label of an observable is, as for `show`.
@@ -576,7 +594,10 @@ def verdict_line(
 
 
 def _evidence(failed: Sequence[Finding], blamed: str) -> str:
-    """Return the failed observables in words: activations, then parameters by role or number."""
+    """Return the failed observables in words: activations, then parameters by role or number.
+
+    Of each kind the first six are named and the rest counted.
+    """
     # A dict keeps the order and drops words that come twice.
     activations: dict[str, None] = {}
     kinds_of_group: dict[str, list[str]] = {}
@@ -621,7 +642,7 @@ def _parameter_words(finding: Finding) -> str:
 
 
 def _first(names: list[str], count: int = 6) -> list[str]:
-    """Return the first `count` names, and an entry on the number of the rest."""
+    """Return the first `count` names and "and N more", or all names if they are not more."""
     if len(names) <= count:
         return names
     return [*names[:count], f"and {len(names) - count} more"]
@@ -630,7 +651,7 @@ def _first(names: list[str], count: int = 6) -> list[str]:
 def to_json(
     findings: Sequence[Finding], about: dict[str, Any], not_judged: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return a check as plain values.
+    """Return a check as a dict of plain values that `json.dumps` can write.
 
     `verdict` is "pass" or "fail", and so are `program` and `table`, the two verdicts that it
     combines. `observables` has a row per finding.
@@ -656,7 +677,7 @@ def to_json(
 
 
 def _row_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding as plain values, with `None` for numbers that are not finite."""
+    """Return a finding as a dict for JSON, with `None` for numbers that are not finite."""
     return {
         "observable": finding.observable,
         "step": finding.step,

@@ -79,12 +79,14 @@ class Expected:
 
     @property
     def high(self) -> float:
-        """Greatest slope that agrees."""
+        """Greatest measured slope that still agrees with theory: `slope` + `above`."""
         return self.slope + self.above
 
 
 def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str, float], float]:
-    """Return the exponent of every axis that grows, and the factor of the fastest axis.
+    """Return the exponent of every axis whose size changes, and the growth factor of the fastest.
+
+    Exponents are relative to the fastest axis, which has 1.
 
     Args:
         first: Size of every logical axis of the smallest model.
@@ -118,7 +120,10 @@ def of(
     strict: bool = False,
     accept: Collection[str] = (),
 ) -> dict[ObservableStep, Expected]:
-    """Return what theory expects of every observable and step.
+    """Return theory's exponent, band, troubles and value for every observable and step it covers.
+
+    If the preset starts an untied readout at zero, observables that are zero for this reason are
+    left out.
 
     Args:
         preset: Rules that the models are meant to follow.
@@ -186,7 +191,10 @@ class _Theory:
     accept: Collection[str]
 
     def expected(self, name: str, step: int) -> Expected:
-        """Return what theory expects of one observable."""
+        """Return exponent, band, trouble and value of one observable after `step` optimizer steps.
+
+        A positive exponent after initialization is the trouble "explodes".
+        """
         kind = name.partition("/")[0]
         slope = self.slopes[name, step]
         if (step, kind) in _FIRST_GRADIENT:
@@ -208,7 +216,10 @@ class _Theory:
         return Expected(slope, margin + below, margin + above, trouble, roles, base)
 
     def _room(self, name: str, step: int, slope: float, *, grows: bool) -> tuple[float, float]:
-        """Return how far a slope may lie below and above its exponent, without the margin."""
+        """Return how far a measured slope may lie below and above its exponent, both positive.
+
+        These are allowances for finite sizes. The margin of `expected` is not part of them.
+        """
         kind = name.partition("/")[0]
         below, above = self.allowances.get(allowance(name, step), (0.0, 0.0))
 
@@ -257,7 +268,11 @@ class _Theory:
         return below, above
 
     def _base(self, name: str, step: int) -> float | None:
-        """Return the value at the smallest size, or `None` if theory has no number."""
+        """Return the value that the table gives at the smallest size, or `None` if it gives none.
+
+        There is one for initial weights and attention logits, and for the movement of parameters
+        under Adam and Lion.
+        """
         kind = name.partition("/")[0]
         if step == 0:
             has_number = kind in ("weight", "attention")
@@ -346,7 +361,10 @@ def _derive_theory(
 
 
 def _expert_part(definition: Definition) -> str:
-    """Return the part of `Limit` that stands for a model's experts, or "" without experts."""
+    """Return the part of `Limit` for a model's experts, or "" without experts.
+
+    It is "shared experts" if the model also has a dense MLP, otherwise "experts".
+    """
     if {"experts", "mlp"} <= definition.sizes.keys():
         return "shared experts"
     return "experts" if "experts" in definition.sizes else ""
@@ -374,7 +392,9 @@ def _troubles(
 
 
 def _gain_drop(limit: Limit, factor: float) -> float:
-    """Return the drop of the first gradient of attention's norm gain below its exponent.
+    """Return by how much the slope of attention's norm gain's first gradient is below its exponent.
+
+    The drop is 0 unless the parts through logits fall.
 
     The gradient is a sum of what comes back through values, queries and keys. At the base, whose
     logits are q.k N^-1/2, the three parts are equally large in long contexts. (In one of T
@@ -478,7 +498,7 @@ def _embedding_moves(preset: Preset, definition: Definition, limit: Limit) -> li
 
 
 def _blamed_roles(name: str, limit: Limit) -> tuple[str, ...]:
-    """Return the weights that make an observable grow."""
+    """Return the weights whose steps make an observable grow, or () if theory names none."""
     activation = name.partition(" ")[2]
     if activation in ("query", "key", "embedding"):
         return (activation,)
@@ -553,7 +573,9 @@ def _change_with_encoder(limit: Limit) -> _DecoderChange:
 
 @functools.cache
 def _allowances(study: str, *, explodes: bool, tied: bool) -> dict[str, tuple[float, float]]:
-    """Return the measured allowances by name.
+    """Return the measured allowances (below, above) by name. A study without entries has none.
+
+    If something explodes, the allowances for rules without a limit apply, if they were measured.
 
     Args:
         study: Optimizer family and grown size, such as "adam head_dim".

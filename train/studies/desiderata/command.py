@@ -62,11 +62,14 @@ Row = dict[str, dict[str, tuple[Cell, Cell]]]
 
 
 class BlockProbe:
-    """Forward pass of a block, mapping by mapping. `outputs` has the output of each mapping.
+    """Forward pass of a block, cut into mappings, whose outputs are recorded in `outputs` by name.
+
+    Mappings are the operations of a block: q, k, v, logits, softmax, o, attention out, MLP in,
+    activation and MLP out.
 
     Args:
         zeros: Arrays that are added to the outputs of mappings, by name.
-        hold: Function on the input of every mapping.
+        hold: Function on the input of every mapping, such as `jax.lax.stop_gradient`.
         masked: Whether positions of a causal model see no later positions.
         label: Prefix of every name, such as "encoder ".
     """
@@ -79,7 +82,7 @@ class BlockProbe:
         self.outputs: Arrays = {}
 
     def mapping(self, name: str, x: jax.Array) -> jax.Array:
-        """Record the output of a mapping. Return it with its zeros added.
+        """Add a mapping's zeros, if it has any, to its output. Record the sum and return it.
 
         Args:
             name: Name of the mapping in its stack, without the label.
@@ -98,7 +101,9 @@ class BlockProbe:
         bias_HTS: jax.Array | None = None,
         part: str = "",
     ) -> jax.Array:
-        """Return the output of an attention, [B, T, D].
+        """Apply an attention to heads that are projected already, and record all its mappings.
+
+        Return its output, [B, T, D].
 
         Args:
             heads: Queries [B, T, H, N], keys [B, S, K, N] and values [B, S, K, N].
@@ -129,7 +134,11 @@ class BlockProbe:
         return self.mapping(f"{part}attention out", biased(projected_BTD, attention.out_bias))
 
     def mlp_output(self, mlp: Any, x_BTD: jax.Array) -> jax.Array:
-        """Return the output of an MLP, [B, T, D]."""
+        """Apply an MLP and record its mappings. Return its output, [B, T, D].
+
+        Args:
+            x_BTD: Input of the MLP, to which `hold` was already applied.
+        """
         up_BTF = self.mapping("MLP in", biased(project(x_BTD, mlp.up[...]), mlp.up_bias))
         if mlp.gate is not None:
             gate_BTF = biased(project(x_BTD, mlp.gate[...]), mlp.gate_bias)
@@ -145,7 +154,7 @@ class BlockProbe:
     def block(
         self, block: Any, h_BTD: jax.Array, bias_HTS: jax.Array | None, memory_BSD: jax.Array | None
     ) -> jax.Array:
-        """Return the residual stream after a block of the zoo, [B, T, D].
+        """Apply a block of the zoo and record its mappings. Return the stream after it, [B, T, D].
 
         Args:
             memory_BSD: Encoder output that cross-attention reads; `None` without an encoder.
@@ -165,7 +174,7 @@ class BlockProbe:
 def forward(
     model: Any, batch: Batch, zeros: Arrays, hold: Hold, *, masked: bool = True
 ) -> tuple[jax.Array, Arrays]:
-    """Return the mean loss over tokens, and the outputs of all mappings by name.
+    """Run a model. Return the mean loss over tokens, and the outputs of all mappings by name.
 
     Outputs of mappings of blocks have a first axis of layers.
 
@@ -185,7 +194,7 @@ def forward(
         memory_BSD: jax.Array | None = None,
         label: str = "",
     ) -> jax.Array:
-        """Apply all blocks of a stack to its embedding, and record their mappings."""
+        """Apply all blocks of a stack to its embedding, record outputs, and return the stream."""
         graph, stacked = nnx.split(block)
         # These two are added outside of the scan, which only takes arrays with an axis of layers.
         ends = {f"{label}embedding", f"{label}stream"}
@@ -232,7 +241,7 @@ def forward(
 class Mappings(NamedTuple):
     """Measurements of one model at one moment, float32 [] by mapping.
 
-    Each is a root mean square over all layers, tokens and entries.
+    All but `parts` are root mean squares over layers, tokens and entries.
 
     Attributes:
         signal: Outputs of the mappings.
@@ -251,7 +260,9 @@ class Mappings(NamedTuple):
 def measure(
     definition: Definition, params: Arrays, factors: Factors, batch: Batch, *, masked: bool = True
 ) -> Mappings:
-    """Measure all mappings of a model. Pure: jit it, or map it over seeds.
+    """Measure all mappings of a model on one batch, by one VJP and one JVP.
+
+    The function is pure: it can be compiled by `jax.jit`, or mapped over seeds.
 
     Args:
         definition: Definition of a transformer of the zoo with an untied readout. An
@@ -303,9 +314,9 @@ def measure(
 
 
 def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerConfig]:
-    """Return models in which one dimension doubles alone.
+    """Return `count` models in which one dimension, such as "d_k" or "heads", doubles alone.
 
-    They start from sizes at which exponents of the limit show.
+    The smallest is large enough that slopes are close to the exponents of the limit.
 
     Args:
         model: Model with the structure to measure. The models have as many key heads as query
@@ -321,7 +332,7 @@ def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerCon
 
 
 def _sizes(dimension: str, factor: int, *, denoises: bool, text: bool) -> dict[str, Any]:
-    """Return the sizes of a model in which one dimension is `factor` times that of the smallest.
+    """Return the config fields of a model whose `dimension` is `factor` times the smallest size.
 
     Args:
         text: Whether the model reads tokens.
@@ -376,7 +387,9 @@ def _sizes(dimension: str, factor: int, *, denoises: bool, text: bool) -> dict[s
 
 
 def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
-    """Return few random tokens without padding, fewer than the width at every size.
+    """Return the first 2 examples of `check.even_batch`, or 1 if the dimension counts tokens.
+
+    Nothing is padding. So few examples keep the number of tokens below the width.
 
     Args:
         model: Model from `grown`.
@@ -392,9 +405,9 @@ def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
 
 
 def base(smallest: TransformerConfig, dimension: str) -> dict[str, int]:
-    """Return the base of presets: the smallest model, with one layer if depth grows.
+    """Return the base sizes of presets: those of the smallest model, with one layer if depth grows.
 
-    Branches are then small at every depth.
+    With a base of one layer, branches are small at every depth.
 
     If d_k of an encoder-decoder grows, its base is an eighth of the smallest. Logits of scale 1/d_k
     are then small at every size, and so is what the encoder gets back through keys, whose power
@@ -413,7 +426,7 @@ def base(smallest: TransformerConfig, dimension: str) -> dict[str, int]:
 
 
 class Series:
-    """One structure at growing sizes, each compiled once for all presets.
+    """Models of one structure at growing sizes, each compiled once for all presets.
 
     Args:
         masked: Whether positions of a causal model see no later positions.
@@ -433,7 +446,10 @@ class Series:
         self._programs = [self._program(definition, masked) for definition in definitions]
 
     def _program(self, definition: Definition, masked: bool) -> Any:
-        """Return a compiled function (seeds, stds, factors, batch) -> `Mappings` [seeds]."""
+        """Return a function (seeds, stds, factors, batch) -> `Mappings`, with arrays [seeds].
+
+        It compiles at its first call.
+        """
 
         def of_seed(seed: Any, stds: Any, numbers: Any, batch: Any) -> Mappings:
             params = definition.initialize(seed, stds)
@@ -443,9 +459,11 @@ class Series:
         return jax.jit(lambda seeds, *arrays: jax.lax.map(lambda s: of_seed(s, *arrays), seeds))
 
     def slopes(self, preset: Preset) -> dict[str, dict[str, float]]:
-        """Return log-log slopes over sizes by field of `Mappings` and mapping.
+        """Measure every size under a preset, and return log-log slopes over the sizes.
 
-        Values are geometric means over seeds.
+        Slopes are keyed by field of `Mappings`, then by mapping, and fitted to geometric means over
+        seeds. Learning rates are those of SGD, or of the preset's first optimizer if it has no rule
+        for SGD.
 
         Args:
             preset: Rules, relative to the smallest size, or absolute.
@@ -481,9 +499,12 @@ def compared(
     *,
     encoder: bool = False,
 ) -> dict[str, tuple[Cell, Cell]]:
-    """Return theory and measurement of every desideratum.
+    """Return (theory, measurement) of signal, speed, balance and loss decay, by these names.
+
+    If theory has no exponent, the measurement is theory's cell.
 
     Args:
+        dimension: Dimension that grows, one of `growths`.
         slopes: Measured slopes, from `Series.slopes`.
     """
     expected = theory.desiderata(preset, dimension, encoder=encoder)
@@ -515,7 +536,7 @@ def compared(
 
 
 def apart(expected: Cell, measured: Cell) -> dict[str, float]:
-    """Return by how much measured exponents are larger than theory's, if by more than `BAND`."""
+    """Return measured minus theoretical exponents by name, for those farther apart than `BAND`."""
     gaps = {}
     for name, exponent in expected.exponents.items():
         gap = measured.exponents[name] - exponent
@@ -532,15 +553,18 @@ def measured(
     seeds: int,
     dimensions: Collection[str] | None = None,
 ) -> list[Row]:
-    """Measure presets in some dimensions, and compile each dimension's models once.
+    """Measure exponents of presets as dimensions grow, and compare them with theory.
+
+    The models of a dimension are compiled once for all presets.
 
     Args:
         presets: Functions from a base to a preset.
         count: Number of sizes of a dimension, each twice the one before.
-        dimensions: Dimensions to grow; by default all that the model has.
+        dimensions: Dimensions to grow; by default all that the model has. "positions" is skipped
+            for a model of images.
 
     Returns:
-        A row per preset.
+        A row per preset: (theory, measurement) by dimension and desideratum.
     """
     rows: list[Row] = [{} for _ in presets]
     for dimension in dimensions or theory.growths(encoder=model.denoises):
@@ -558,7 +582,7 @@ def measured(
 
 
 def table(row: Row) -> list[list[str]]:
-    """Return the table of one preset: a line per dimension, "theory | measurement" in every cell.
+    """Return a header and a line per dimension, with "theory | measurement" in every cell.
 
     The last column names exponents that are farther apart than `BAND`.
     """
@@ -576,7 +600,10 @@ def table(row: Row) -> list[list[str]]:
 
 
 def cell_text(expected: Cell, measurement: Cell) -> str:
-    """Return theory and measurement as text, such as "yes | -0.03" or "no: q, k -0.5 | -0.51"."""
+    """Return theory and measurement as text, such as "yes | -0.03" or "no: q, k -0.5 | -0.51".
+
+    Without an exponent from theory, return the reason for that.
+    """
     if expected.exponent is None:
         return expected.why
     if expected.holds:
@@ -586,12 +613,13 @@ def cell_text(expected: Cell, measurement: Cell) -> str:
 
 
 def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: bool = False) -> int:
-    """Run `mupax check MODEL --desiderata`.
+    """Run `mupax check MODEL --desiderata`: measure all dimensions, and print a table.
 
-    Return 0 if theory and measurement agree in every cell, otherwise 1.
+    Return 0 if theory and measurement agree in every cell, otherwise 1. A dry run returns 0.
 
     Args:
         config: Run with the model and the preset.
+        path: JSON file to write the exponents to. `None` writes none.
         dry_run: Print what theory says, and measure nothing.
 
     Raises:

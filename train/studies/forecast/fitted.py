@@ -112,7 +112,7 @@ class ScalingLaw:
 
     @property
     def misfit(self) -> float:
-        """Share of the loss by which settings miss the law."""
+        """Share of the loss by which settings miss the law, the median over the resamples."""
         return float(np.median(self.misses))
 
 
@@ -185,9 +185,10 @@ def fitted(points: Points) -> ScalingLaw:
 def _deviation(
     squares: np.ndarray, freedom: int, expected: float, prior_freedom: int = PRIOR_FREEDOM
 ) -> float:
-    """Return a standard deviation from squares and an expected deviation.
+    """Return a standard deviation that pools observed squares with an expected deviation.
 
     Args:
+        squares: Squared deviations that were observed; they may be empty.
         freedom: Degrees of freedom of `squares`.
         expected: Deviation that is expected without any squares.
         prior_freedom: Degrees of freedom that `expected` counts for, by default `PRIOR_FREEDOM`.
@@ -197,7 +198,7 @@ def _deviation(
 
 
 def _because(notes: Sequence[str]) -> str:
-    """Return notes in parentheses, for the end of a message."""
+    """Return notes in parentheses, for the end of a message, or "" without notes."""
     return f" ({'; '.join(notes)})" if notes else ""
 
 
@@ -216,10 +217,13 @@ class _Usable(NamedTuple):
 
 
 def _usable(points: Points) -> _Usable:
-    """Return the settings that a law can use.
+    """Return the settings that a law can use, with their best rates.
+
+    A setting is left out if all its rates diverged, or if it has three or more rates and its curve
+    has no minimum.
 
     Raises:
-        NoLaw: No setting has a best rate, although rates vary.
+        NoLaw: No setting is left, or none has a best rate, although rates vary.
     """
     usable = _Usable([], [], [])
     for setting in points.settings:
@@ -249,7 +253,7 @@ def _usable(points: Points) -> _Usable:
 
 
 def _missing_terms(rows: Rows, num_values: Sequence[int]) -> list[str]:
-    """Return a note on every term that is left out."""
+    """Return a note on every axis, or the learning rate, that has no term in the law."""
     notes = []
     for name, count in zip(("model size", "length of training", "batch"), num_values, strict=True):
         if count == 1:
@@ -274,7 +278,7 @@ class _CentralFit(NamedTuple):
 
 
 def _central_fit(rows: Rows, freedom: int, least_noise: float) -> _CentralFit:
-    """Fit parameters and noise in turns.
+    """Fit parameters and noise in turns, three times each.
 
     Args:
         freedom: Degrees of freedom of the settings around the law.
@@ -326,7 +330,10 @@ def _parts(rows: Rows, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rate_scatter(rows: Rows, theta: np.ndarray) -> float:
-    """Return the deviation of settings' own best rates from the law, in octaves."""
+    """Return the deviation of settings' own best rates from the law, in octaves.
+
+    It is pooled with the expected deviation `SCATTER`, which is all that counts without best rates.
+    """
     rate_names = [name for name in ("x0", "p", "q", "r") if name in rows.names]
     deviations = np.zeros(0)
     if rate_names:
@@ -406,7 +413,10 @@ class _Fold(NamedTuple):
 
 
 def _folds(rows: Rows) -> list[_Fold]:
-    """Return the largest one and two values of every axis that has enough values without them."""
+    """Return folds that leave out the largest value, or the two largest, of one axis.
+
+    An axis has a fold only if at least `MIN_VALUES` values are left.
+    """
     folds = []
     for column in rows.scale.T:
         values = np.unique(np.round(column, SIZE_DECIMALS))
@@ -462,13 +472,18 @@ def _error_growths(
 
 
 def _error_growth(squares: Sequence[float], expected: float) -> ErrorGrowth:
-    """Return an error per octave from squared errors and an expected error."""
+    """Return an error per octave that pools squared errors with an expected error.
+
+    Args:
+        squares: Squared error per octave of each fold.
+        expected: Error that is expected without folds. It counts for `BEYOND_FREEDOM` folds.
+    """
     deviation = _deviation(np.array(squares), len(squares), expected, BEYOND_FREEDOM)
     return ErrorGrowth(deviation, BEYOND_FREEDOM + len(squares))
 
 
 def parameters(law: ScalingLaw) -> dict[str, dict[str, float | bool]]:
-    """Return every parameter with its 90 % interval, in the units of `PRIORS`.
+    """Return the value and 90 % interval of every parameter of a law, in the units of `PRIORS`.
 
     `of_rows` is true if the rows say more of the parameter than its prior.
     """

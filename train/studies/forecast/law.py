@@ -107,7 +107,7 @@ class Rows:
 
 
 def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
-    """Return settings as arrays.
+    """Return the losses of settings as arrays, at the rates near each setting's best rate.
 
     Args:
         settings: Settings with at least one rate that trained.
@@ -155,7 +155,7 @@ def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
 
 
 def _parameter_names(varies: Sequence[bool], has_optimum: bool) -> tuple[str, ...]:
-    """Return the parameters that rows can determine.
+    """Return the parameters of the law for rows with these axes, in the order of `PRIORS`.
 
     Args:
         varies: Whether each axis of `AXES` varies.
@@ -263,7 +263,9 @@ def fit(
     whitening: np.ndarray,
     weight: np.ndarray | float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fit the parameters to many samples. Return parameters [R, P] and costs [R].
+    """Fit the parameters to many samples at once. Return parameters [R, P] and costs [R].
+
+    The fit stops after at most `ITERATIONS` steps, whether or not it has converged.
 
     Args:
         rows: Rows whose scales and rates all samples share.
@@ -323,7 +325,7 @@ def fit(
 
 
 def _slopes(rows: Rows, theta: np.ndarray) -> np.ndarray:
-    """Return the derivatives of `predicted` by each parameter, [R, M, P]."""
+    """Return derivatives of `predicted` by each parameter, by forward differences, [R, M, P]."""
     num_parameters = theta.shape[1]
     base_RM = predicted(rows, theta)
     moved_RPP = theta[:, None, :] + DIFFERENCE * np.eye(num_parameters)

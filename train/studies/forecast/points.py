@@ -69,7 +69,7 @@ PRESET = "preset."
 
 
 class PointsError(MupaxError):
-    """A folder without rows for a law. The text says what to write instead."""
+    """Error for a folder without rows for a law. The text says what to write instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Setting:
 
     @property
     def curve(self) -> Curve:
-        """Losses over rates, as a transfer study has them."""
+        """Losses over rates as a `Curve`. Rates are chosen by the seeds that every rate has."""
         # `Curve` takes the seeds that every rate has as the first ones.
         at_every_rate = (~np.isnan(self.losses)).all(axis=0)
         return Curve(self.x, self.losses, max(1, int(at_every_rate.sum())))
@@ -149,6 +149,8 @@ class _LabelledRow(NamedTuple):
 
 def load(folders: Sequence[Path]) -> list[Points]:
     """Return the rows of all folders by preset, in the order of each preset's first row.
+
+    Presets with equal rules are joined under the first of their labels.
 
     Args:
         folders: Folders of `mupax transfer` or `mupax sweep`.
@@ -188,6 +190,8 @@ def points_of(
 ) -> Points:
     """Return the rows of one preset as settings.
 
+    Losses are of evaluations if every row that did not diverge has one, otherwise of training.
+
     Args:
         label: Name of the preset with its constants.
         pairs: Run and row of every point. A row that comes twice counts once.
@@ -223,8 +227,8 @@ def points_of(
 def field_differences(config: Config, setting: Config) -> list[tuple[str, Any, Any]]:
     """Return the fields in which two runs differ in more than their scale.
 
-    Fields of `SCALES` and `ELSEWHERE` do not count. Fields of presets that give all parameters the
-    same factors do not count, except the form.
+    Fields of `SCALES` and `ELSEWHERE` do not count. If both presets have equal rules and one base,
+    the fields of the preset do not count either, except its form.
 
     Returns:
         (name, value of `config`, value of `setting`) of each field.
@@ -245,12 +249,15 @@ def field_differences(config: Config, setting: Config) -> list[tuple[str, Any, A
 
 
 def _recorded(config: Config) -> dict[str, Any]:
-    """Return a run as JSON, with all values that follow from others."""
+    """Return a run's config as JSON, with defaults that follow from other fields filled in."""
     return to_json(config.resolved())
 
 
 def _without_rate(config: Config) -> str:
-    """Return a run without rate and seed as text, the same for all rows of a setting."""
+    """Return a run's config without learning rate and seed as JSON text.
+
+    All rows of a setting have equal texts.
+    """
     fields = _recorded(config)
     del fields["seed"]
     del fields["optimizer"]["peak_lr"]
@@ -258,13 +265,17 @@ def _without_rate(config: Config) -> str:
 
 
 def _loss(row: Row, evaluated: bool) -> float:
-    """Return the loss of a row, inf if it diverged."""
+    """Return the loss of a row, inf if it diverged or has no such loss.
+
+    Args:
+        evaluated: Return the loss of the evaluation and not of training.
+    """
     value = row.eval_loss if evaluated else row.loss
     return math.inf if value is None or row.diverged else value
 
 
 def _setting(pairs: Sequence[tuple[Config, Row]], evaluated: bool) -> Setting:
-    """Return the setting of rows that differ in rate and seed alone."""
+    """Return the setting of rows that differ in learning rate and seed alone."""
     rates = sorted({config.optimizer.peak_lr for config, _ in pairs})
     seeds = sorted({config.seed for config, _ in pairs})
     losses = np.full((len(rates), len(seeds)), np.nan)
@@ -283,7 +294,11 @@ def _setting(pairs: Sequence[tuple[Config, Row]], evaluated: bool) -> Setting:
 
 
 def _study_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]:
-    """Yield the rows of a transfer study, each under every preset that it serves."""
+    """Yield the rows of the transfer study in a folder, with the run that each was trained as.
+
+    A row that several presets or axes share is yielded once for each. Points without a row are
+    skipped.
+    """
     from mupax.train.studies.transfer.planned import replanned
 
     record = disk.read_json(folder / "transfer.json")
@@ -302,7 +317,9 @@ def _study_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
 
 
 def _sweep_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]:
-    """Yield the rows of a sweep. A row's run is that of its recorded command.
+    """Yield the rows of a sweep, each with the run of its recorded `mupax train` command.
+
+    Rows without such a command are skipped.
 
     Raises:
         PointsError: No row has a command.

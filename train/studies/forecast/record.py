@@ -31,11 +31,11 @@ SOURCES = (
 
 
 class ForecastError(MupaxError):
-    """A file that is no forecast, or that was changed after it was written."""
+    """Error for a file that is no forecast, or that was changed after it was written."""
 
 
 def forecast(law: ScalingLaw, prediction: Prediction, request: str) -> dict[str, Any]:
-    """Return a forecast as JSON, dated now.
+    """Return a forecast as a JSON dict, dated now and with a digest of its content.
 
     Args:
         request: Words that asked for the forecast, such as "head_dim=128".
@@ -94,9 +94,9 @@ def digest(content: dict[str, Any]) -> str:
 
 
 def write(folder: Path, content: dict[str, Any]) -> Path:
-    """Write a forecast into a folder and return its path.
+    """Write a forecast as a JSON file into a folder and return its path.
 
-    A forecast of the same name stays, and the new one gets a number.
+    Nothing is overwritten: if the file name is taken, a number is added to it.
 
     Args:
         folder: Folder of the forecasts. It is made if missing.
@@ -115,7 +115,7 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the forecast in a file. In the file of a plan it is the plan's forecast.
+    """Return the forecast in a file, which is a forecast or a plan that contains one.
 
     Raises:
         ForecastError: The file has no forecast, or one whose digest does not match its content.
@@ -140,12 +140,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def config_of(content: dict[str, Any]) -> Config:
-    """Return the run of a forecast."""
+    """Return the config of the run that a forecast is for."""
     return from_json(content["config"])
 
 
 def lines(content: dict[str, Any]) -> list[str]:
-    """Return a forecast as lines of text: rate, loss and cautions."""
+    """Return a forecast as lines of text: heading, best rate if it has one, loss and cautions."""
     loss = content["prediction"]["loss"]
     rate = content["prediction"]["log2_lr"]
     text = [

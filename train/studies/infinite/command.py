@@ -60,7 +60,11 @@ MATRICES = 22
 
 
 def with_heads(config: Config, heads: int) -> Config:
-    """Return the run with another number of heads of the same dimension, and the width to match."""
+    """Return the run with `heads` heads of its own head dimension, and the width to match.
+
+    Raises:
+        ConfigError: The model is no vision transformer.
+    """
     model = _vit(config)
     wide_model = dataclasses.replace(
         model, num_heads=heads, width=heads * model.heads_dim, head_dim=None
@@ -117,7 +121,10 @@ def numbers(config: Config) -> LimitConfig:
 
 
 def check(config: Config) -> None:
-    """Refuse a run whose updates are not of low rank, or whose model has no limit here.
+    """Raise ConfigError for a run that the infinite limit does not cover.
+
+    It covers vision transformers without gains and biases, trained by SGD, with or without
+    momentum, at a constant learning rate.
 
     Raises:
         ConfigError: A field has an unsupported value. The text says what to write.
@@ -179,7 +186,8 @@ def check_rank(config: Config, images: int) -> int:
         images: Number of images, the same in every step.
 
     Raises:
-        ConfigError: Recording so many directions is not worthwhile. The text says what fits.
+        ConfigError: The directions are more than a quarter of the width, so that recording them is
+            not worthwhile. The text says what fits.
     """
     model = _vit(config)
     # One more than steps, because the state after the last step is looked at, too.
@@ -250,7 +258,7 @@ class _NetworkStates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """Training of several networks.
+    """Losses, logits and kernels of several networks at every step of their training.
 
     Attributes:
         losses: Mean cross-entropy in nats, [Z, S + 1].
@@ -270,9 +278,10 @@ class Trajectory:
 
     @staticmethod
     def of(networks: Sequence[_NetworkStates], targets: np.ndarray) -> Trajectory:
-        """Return the trajectory of Z networks.
+        """Compute losses and kernels from the states of Z networks, and return the trajectory.
 
         Args:
+            networks: States of each network, with logits that are centered already.
             targets: Classes of the examples, int [B].
         """
         logits = []
@@ -293,7 +302,10 @@ class Trajectory:
 
 
 def examples(config: Config, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return images and classes of the first `count` training examples of a run."""
+    """Return images and classes of the first training batch of a run, with `count` examples.
+
+    The run's data is prepared if needed.
+    """
     source = dataclasses.replace(config.data, batch_size=count)
     dataset = data.load(source, config.model, seed=config.data_seed, note=lambda line: None)
     batch = dataset.train_batch(0)
@@ -311,9 +323,10 @@ def limit(
     responses: bool = True,
     dtype: type[np.floating] = np.float32,
 ) -> Trajectory:
-    """Train the infinite model, with the same batch at every step.
+    """Train networks that stand for the infinite model, with the same batch at every step.
 
     The networks have a finite number of heads, and exactly the law of dense networks of that width.
+    Return their trajectory.
 
     Args:
         config: Run with the model (at any number of heads), preset, optimizer and steps.
@@ -364,6 +377,8 @@ def limit(
 def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: int) -> Trajectory:
     """Train the run's own model by the zoo's training step, with the same batch at every step.
 
+    Return the trajectory. It has no attention logits. All runs are on one device.
+
     Args:
         config: The run. Its data are not used.
         images: [B, height, width, channels].
@@ -390,7 +405,7 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
 
     @jax.jit
     def outputs_of(params: Any, step_inputs: Any) -> tuple[jax.Array, jax.Array]:
-        """Return logits and inputs of the readout."""
+        """Return logits, less those of the reference if there is one, and inputs of the readout."""
         factors = step_inputs.factors
         readings = []
         for weights in (params, step_inputs.reference):
@@ -469,6 +484,8 @@ class Dynamics:
 def main(argv: Sequence[str]) -> int:
     """Train the networks, print a table, and write JSON and a figure if asked. Return exit code 0.
 
+    A dry run only prints the sizes of the network and of its records.
+
     Raises:
         UsageError, ConfigError, PresetError: The flags or the model do not fit.
     """
@@ -518,7 +535,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _config(args: Dynamics, rest: Sequence[str]) -> Config:
-    """Return the config of the run to follow.
+    """Return the config of the run to compute the infinite limit of.
+
+    A model without a recipe gets the recipe `bordelon-vit`. That recipe trains on synthetic images
+    (`shapes`) unless `--data.name` is given. The run has `args.steps` steps.
 
     Args:
         rest: Words of the command line that are no flags of `Dynamics`.
@@ -537,7 +557,7 @@ def _config(args: Dynamics, rest: Sequence[str]) -> Config:
 
 
 def _with_model_flag(argv: Sequence[str]) -> list[str]:
-    """Return a command line with `--model PATH` for `--config PATH`."""
+    """Return a command line in which a config file (`--config PATH` or first) is `--model PATH`."""
     words = cli.with_file_first(argv)
     if words and cli.is_file(words[0]):
         return ["--model", *words]
@@ -545,14 +565,15 @@ def _with_model_flag(argv: Sequence[str]) -> list[str]:
 
 
 def mean(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean over networks, axis 0, and its standard error."""
+    """Return the mean over networks, axis 0, and its standard error. Needs two networks."""
     # ddof=1 needs two networks, which `Dynamics` demands.
     return values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
 
 
 def rows(limit: Trajectory, nets: Mapping[int, Trajectory]) -> list[list[str]]:
-    """Return the cells of a table with one line per step, and a header.
+    """Return a header and a line per step: losses, kernels and attention logits, as text.
 
+    Cells after the step number are means over networks with their standard errors.
     C(t, 0) is divided by the square root of C(t, t) C(0, 0). The last two columns are the root mean
     square of the attention logits, and of their mean over heads.
 
@@ -589,7 +610,7 @@ def _cells(values: np.ndarray) -> list[str]:
 def picture(
     limit: Trajectory, nets: Mapping[int, Trajectory], title: str
 ) -> matplotlib.figure.Figure:
-    """Draw loss, C(t, s) and attention logits by layer over the steps.
+    """Return a figure of loss, C(t, s) and attention logits by layer over the steps.
 
     Args:
         nets: Finite models by their number of heads. Only their losses are drawn.
@@ -621,7 +642,10 @@ def picture(
 def _draw_losses(
     axes: Any, steps: np.ndarray, limit: Trajectory, nets: Mapping[int, Trajectory]
 ) -> None:
-    """Draw the losses of finite models, the faintest for the fewest heads, and of the limit."""
+    """Draw the losses of finite models, the faintest for the fewest heads, and of the limit.
+
+    Every finite network has a thin line, and their mean a full one. The limit has error bars.
+    """
     from mupax.train.run.report.plotting import BLUE, ORANGE
 
     opacities = np.linspace(0.4, 0.9, len(nets))
@@ -635,7 +659,7 @@ def _draw_losses(
 
 
 def _draw_kernels(axes: Any, steps: np.ndarray, limit: Trajectory) -> None:
-    """Draw C(t, s) over t, a line for each s."""
+    """Draw the mean over networks of C(t, s) over t, a line for each s, later ones darker."""
     from mupax.train.run.report.plotting import BLUE
 
     memory = limit.memory.mean(0)
@@ -644,7 +668,7 @@ def _draw_kernels(axes: Any, steps: np.ndarray, limit: Trajectory) -> None:
 
 
 def _draw_attention(axes: Any, steps: np.ndarray, limit: Trajectory) -> None:
-    """Draw the attention logits of every layer, and their mean over heads."""
+    """Draw the root mean square of every layer's attention logits, and of their mean over heads."""
     from mupax.train.run.report.plotting import BLUE, GREY
 
     num_layers = limit.attention.shape[2]

@@ -1,7 +1,7 @@
 """`mupax plan RECIPE --tokens 10b --from FOLDER`: config, cost and loss of a run before training.
 
-Memory, time and cost come from the chips' compiler where there is one, otherwise from a formula. The
-source is printed beside each value.
+Memory, time and cost come from the chips' compiler where there is one, otherwise from a formula.
+The source is printed beside each value.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def has_speed(self) -> bool:
-        """True if a flag says how fast the run is."""
+        """True if `--tokens-per-second` or `--mfu` is given."""
         return bool(self.tokens_per_second or self.mfu)
 
 
@@ -106,7 +106,7 @@ class Request:
 
     Attributes:
         config: The run.
-        source: Recipe or study of the settings without a flag, for a person.
+        source: Text such as "recipe NAME" or "study FOLDER": origin of settings without a flag.
     """
 
     config: Config
@@ -114,7 +114,10 @@ class Request:
 
 
 def with_name(argv: Sequence[str]) -> list[str]:
-    """Return the words with the value of `--model` first, if no word is a recipe, model or file.
+    """Return the words with the value of `--model` added as the first word, if none is a name.
+
+    The words are returned unchanged if there is no `--model`, if the first word is no flag, or if a
+    word that is not a flag's value is a recipe, model or file.
 
     Args:
         argv: Words of the command line after `plan`.
@@ -133,12 +136,13 @@ def with_name(argv: Sequence[str]) -> list[str]:
 
 
 def run_of(args: Plan, recipe_flags: Sequence[str], studies: Sequence[Points]) -> Request:
-    """Return the run that a command line asks for.
+    """Return the config of the run that a command line asks for, at the tokens of `--tokens`.
 
     Args:
         args: Flags of `mupax plan`.
-        studies: Rows by preset. A model alone takes the settings of the first study whose preset
-            still has its rules after the flags.
+        recipe_flags: Words of the command line that are flags of the recipe.
+        studies: Rows by preset. A model without a recipe gets the settings of the first study whose
+            preset has the same rules after the flags, or of the first study if none has.
 
     Raises:
         ConfigError: Two words contradict each other, a value does not fit, or a model alone has no
@@ -184,11 +188,18 @@ def run_of(args: Plan, recipe_flags: Sequence[str], studies: Sequence[Points]) -
 
 
 def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str]) -> Config:
-    """Return a recipe's run, or a study's, with flags, at the tokens of `--tokens`.
+    """Return a recipe's run, or a study's, with flags applied and with the length of `--tokens`.
+
+    `--tokens` is rounded to whole steps. Warm-up stays the same fraction of the run, unless a flag
+    or a joint rule sets it. The workdir is removed.
 
     Args:
         recipe: Name of the recipe, or of the recipe of the study.
         setting: Run of the study, whose settings replace the recipe's. `None` keeps the recipe's.
+        words: Flags of the recipe.
+
+    Raises:
+        ConfigError: `--tokens` is given with a flag that is relative to the run's steps.
     """
     names = _flag_names(words)
     durations = []
@@ -225,16 +236,19 @@ def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str
 
 
 def _flag_names(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line without values, with dashes for underscores."""
+    """Return each word of a command line up to its `=`, with dashes for underscores.
+
+    Values that are words of their own stay in the list.
+    """
     # Either spelling of a flag is accepted, such as --optimizer.peak_lr.
     return [word.partition("=")[0].replace("_", "-") for word in words]
 
 
 def _study_run(args: Plan, study: Points, words: Sequence[str]) -> Config:
-    """Return the run of a study's largest setting with flags.
+    """Return the run of a study's largest setting, with flags applied.
 
     Args:
-        words: Flags of the recipe. They name the model.
+        words: Flags of the recipe, with `--model`.
 
     Raises:
         PresetError: The study's preset is not for the model.
@@ -251,9 +265,11 @@ def _study_run(args: Plan, study: Points, words: Sequence[str]) -> Config:
 
 
 def _with_settings(recipe: Config, setting: Config) -> Config:
-    """Return a study's recipe with all settings on which a measured rate and loss depend.
+    """Return a recipe with the model, data, preset, optimizer and length of a study's run.
 
-    The recipe keeps its rate, its seeds, and how and where it runs.
+    The recipe keeps its own peak rate, seeds, evaluation batch size, compute settings (such as
+    dtype and remat), mesh and all other settings. Average of the parameters and frozen parameters
+    come from the study.
     """
     data = dataclasses.replace(
         setting.data, seed=recipe.data.seed, eval_batch_size=recipe.data.eval_batch_size
@@ -287,11 +303,14 @@ class Cost:
 
 
 def with_cost(config: Config, args: Plan, studies: Sequence[Points]) -> tuple[Config, Cost]:
-    """Return a run with its mesh and remat policy, and its cost.
+    """Return a run and its memory, time and price.
+
+    With `--chips` the run gets the mesh and remat policy that the chips' compiler finds to fit.
+    Without it the run is unchanged and the cost is that of this machine.
 
     Args:
         args: Flags of `mupax plan`.
-        studies: Rows whose speed is taken for that of this machine.
+        studies: Rows whose speed is used as that of this machine if no flag gives a speed.
     """
     if args.chips:
         return _on_chips(config, args, args.chips)
@@ -299,12 +318,14 @@ def with_cost(config: Config, args: Plan, studies: Sequence[Points]) -> tuple[Co
 
 
 def _on_chips(config: Config, args: Plan, chips: str) -> tuple[Config, Cost]:
-    """Return a run as the compiler of its chips makes it fit, and its cost.
+    """Return a run with a mesh and remat policy found by compiling for its chips, and its cost.
 
-    Without the compiler the run stays as it is, and the cost is that of `_by_formula`.
+    Up to `--limit` combinations of mesh, remat and microbatches are compiled, and the fastest that
+    fits is used. With `--limit 0` the run is compiled unchanged. Without the compiler's packages
+    the run is unchanged, and the cost is that of `_by_formula`.
 
     Args:
-        chips: Value of `--chips`.
+        chips: Value of `--chips`, such as `v5e:16x16`.
     """
     from mupax.train.pods import topology
 
@@ -334,10 +355,14 @@ def _on_chips(config: Config, args: Plan, chips: str) -> tuple[Config, Cost]:
 def _compiled_cost(
     config: Config, args: Plan, report: dict[str, Any], count: int, chip: Chip, place: str
 ) -> Cost:
-    """Return the cost of a compiled run.
+    """Return the memory, time and price of a compiled run.
+
+    The time comes from `--tokens-per-second` or `--mfu`, otherwise from the compiler's roofline. A
+    run that does not fit has only the rows of memory, and a caution.
 
     Args:
         report: Report of the compiler, as `mupax compile --json` writes it.
+        count: Number of chips in all slices.
         place: Chips and slices, such as `v5e:4x4 x 2 slices`.
     """
     peak = report["peak_bytes_per_device"]
@@ -371,9 +396,10 @@ def _compiled_cost(
 
 
 def _state_bytes(config: Config) -> int:
-    """Return the bytes of a run's state and gradients, from shapes alone.
+    """Return the bytes of a run's training state and gradients on all devices, from shapes alone.
 
-    The state is parameters, moments of the optimizer and an average of the parameters.
+    The state has the parameters, the optimizer's moments and, if there is one, the average of the
+    parameters. Only trained parameters have gradients.
     """
     import jax
 
@@ -391,10 +417,13 @@ def _state_bytes(config: Config) -> int:
 
 
 def _by_formula(config: Config, args: Plan, count: int, chip: Chip, reason: str) -> Cost:
-    """Return the cost without a compiler: the state's memory, and the time at a given speed.
+    """Return the cost of a run without a compiler: the state's memory, and the time by a flag.
+
+    Without `--tokens-per-second` or `--mfu` there is no time, and a caution says so.
 
     Args:
         count: Number of chips, over which the state is split.
+        reason: Sentence on why there is no compiler, for the caution.
     """
     # The least that a chip can hold: no mesh splits the state over more chips.
     state = _state_bytes(config) / count
@@ -415,7 +444,11 @@ def _by_formula(config: Config, args: Plan, count: int, chip: Chip, reason: str)
 
 
 def _on_this_machine(config: Config, args: Plan, studies: Sequence[Points]) -> Cost:
-    """Return the cost on the devices of this process."""
+    """Return the cost of a run on the devices of this process, without compiling it.
+
+    The memory comes from a formula. The time comes from `--tokens-per-second` or `--mfu`, otherwise
+    from the speed of the studies. If there is neither, a caution replaces the time.
+    """
     from mupax.train.core.program import assemble
     from mupax.train.parallel.sharding import described
     from mupax.train.pods import estimates
@@ -483,9 +516,9 @@ def _flag_duration(config: Config, args: Plan, peak: float) -> StepDuration:
 
 
 def _study_duration(config: Config, studies: Sequence[Points]) -> StepDuration | None:
-    """Return the duration of a step at the speed of the study's largest rows.
+    """Return the duration of a step at the FLOP/s of the studies' setting with the most FLOPs.
 
-    Return `None` if no row has a duration.
+    Return `None` if no setting has a duration.
     """
     flops = []
     speeds = []
@@ -507,15 +540,15 @@ def _study_duration(config: Config, studies: Sequence[Points]) -> StepDuration |
 
 
 def _step_flops(config: Config) -> float:
-    """Return the FLOPs of a step, without recomputation."""
+    """Return the training FLOPs of one step over the whole batch, without recomputation."""
     return families.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
 def _time_rows(config: Config, args: Plan, duration: StepDuration, count: int) -> list[PlanRow]:
-    """Return the rows of time, FLOPs and, with `--price`, cost.
+    """Return the table rows of the run's time, its FLOPs and, with `--price`, its cost.
 
     Args:
-        count: Number of devices that are paid for.
+        count: Number by which `--price` is multiplied: chips, or 1 for this machine.
     """
     seconds = config.steps * duration.seconds
     if seconds >= 3600:
@@ -544,9 +577,9 @@ def _time_rows(config: Config, args: Plan, duration: StepDuration, count: int) -
 
 
 def _with_flags(config: Config, flags: Sequence[str]) -> Config:
-    """Return the config of a run after further flags, without its workdir.
+    """Return the config of a run with further command-line flags applied, and without a workdir.
 
-    The flags are parsed after those that turn the recipe into the run, so they win.
+    The flags are parsed after those that turn the recipe into the run, so they override those.
 
     Args:
         flags: Words such as `--mesh.fsdp`, `16`.
@@ -559,16 +592,18 @@ def _with_flags(config: Config, flags: Sequence[str]) -> Config:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mupax plan`, or another command that its words ask for.
+    """Run `mupax plan` and return its exit code.
 
     `plan score` compares a forecast with its run. A table of runs as `--from` is planned by
-    `mupax.train.studies.tables.command`. A model without a study is planned from evidence.
+    `mupax.train.studies.tables.command`. A model without a study is planned from evidence. All else
+    is planned as a run of a recipe or study.
 
     Args:
         argv: Words of the command line after `plan`.
 
     Returns:
-        0, or 1 if the run does not fit the chips.
+        0, or 1 if the run does not fit the chips. `plan score` and a table of runs return the code
+        of their own commands.
 
     Raises:
         ConfigError: As for `run_of`.
@@ -601,7 +636,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> int:
-    """Plan a run, print the plan and write it to `--out`.
+    """Plan a run, print the plan and, with `--out`, write it and its forecast as JSON.
+
+    A written `--optimizer.peak-lr` is kept. Otherwise the studies give the rate.
 
     Args:
         argv: Words of the command line after `plan`, for the record.
@@ -651,10 +688,10 @@ def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> i
 
 
 def _model_alone(args: Plan, recipe_flags: Sequence[str]) -> str | None:
-    """Return the model of a command that names neither a recipe nor a study, otherwise `None`.
+    """Return the model's name if a command has no recipe and no study, otherwise `None`.
 
-    Some recipes have the name of their model. With `--model` and no flag of a recipe such a name
-    is the model.
+    A name that is both a recipe and a model counts as the model if `--model` repeats it, `--tokens`
+    is given, and no other flag of the recipe and no flag of the cost is.
     """
     name = args.recipe
     flag = cli.value_of("--model", recipe_flags)
@@ -668,7 +705,7 @@ def _model_alone(args: Plan, recipe_flags: Sequence[str]) -> str | None:
 
 
 def _cost_flags(args: Plan) -> list[str]:
-    """Return the flags of a command line that ask for the cost of a run."""
+    """Return those of `--chips`, `--price`, `--mfu` and `--tokens-per-second` that are given."""
     values = {
         "--chips": args.chips,
         "--price": args.price,
@@ -679,10 +716,17 @@ def _cost_flags(args: Plan) -> list[str]:
 
 
 def _plan_from_evidence(model: str, args: Plan, recipe_flags: Sequence[str]) -> int:
-    """Plan a model from the best evidence that applies.
+    """Plan a model from the best evidence that applies: print the plan, and write it to `--out`.
 
     Args:
         recipe_flags: Flags of the recipe. Only `--model` is allowed.
+
+    Returns:
+        0, the exit code.
+
+    Raises:
+        ConfigError: There is another flag of the recipe or of the cost, `--tokens` is missing, or
+            no evidence applies.
     """
     from mupax.train.studies.plan import evidence
 
@@ -699,7 +743,9 @@ def _plan_from_evidence(model: str, args: Plan, recipe_flags: Sequence[str]) -> 
 
 
 def _conclusion(recipe: str, config: Config, rows: Sequence[PlanRow], *, fits: bool) -> str:
-    """Return a sentence with rate, loss and time, or that the run does not fit.
+    """Return the plan's summary: a sentence with steps, rate, loss and time.
+
+    A run that does not fit the chips has a sentence that says so, without loss and time.
 
     Args:
         recipe: Recipe, file or model of the command line.

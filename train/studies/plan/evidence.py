@@ -51,7 +51,7 @@ class Evidence:
             evidence does not apply.
         doublings: Distance from the nearest model that was tried, in doublings of the size that is
             farthest.
-        applies: Whether the distance is at most `FAR`.
+        applies: True if the distance is at most `FAR`.
         remark: Conditions of the evidence.
     """
 
@@ -70,7 +70,7 @@ class Evidence:
 
 
 def body_parameters(model: ModelConfig) -> int:
-    """Return a model's number of parameters without embeddings and readout."""
+    """Return a model's number of parameters without token and position embeddings and readout."""
     sizes = model.sizes()
     tables = 0
     for spec in model.parameters().values():
@@ -80,7 +80,9 @@ def body_parameters(model: ModelConfig) -> int:
 
 
 def candidates_for(model: ModelConfig, tokens: float) -> list[Evidence]:
-    """Return the best evidence of each kind, best first. Evidence that does not apply comes last.
+    """Return the best evidence of each kind, ordered by kind, with what does not apply at the end.
+
+    The list has at most three entries. A kind without evidence for such a model is left out.
 
     Args:
         tokens: Number of tokens, or images, of the run.
@@ -92,13 +94,13 @@ def candidates_for(model: ModelConfig, tokens: float) -> list[Evidence]:
 
 
 class _Candidate(NamedTuple):
-    """Tuned preset with its order among others: the least is the best.
+    """Tuned preset with its sort key, the first four fields: the smallest key is the best.
 
     Attributes:
         is_far: True if its sizes are more than `FAR` doublings away.
         is_unproven: True if its rate is not known to transfer.
-        doublings: Distance of its sizes or its length, whichever is farther.
-        use: Value for `--preset`, which decides between equals.
+        doublings: Doublings from its sizes, or beyond its run length, whichever is more.
+        use: Value for `--preset`, the last key, so that the order is unique.
         tuned: The preset.
     """
 
@@ -110,7 +112,11 @@ class _Candidate(NamedTuple):
 
 
 def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
-    """Return the nearest tuned preset that was measured here, if any is for the model's kind."""
+    """Return the evidence of the best tuned preset that mupax measured, or `None` without one.
+
+    Presets of another kind of model, and those whose rate drifts with size, are left out. Presets
+    within `FAR` doublings come first, then those whose rate transfers, then the nearest.
+    """
     candidates: list[_Candidate] = []
     for path in find.files().values():
         tuned = find.load(path)
@@ -151,7 +157,10 @@ def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
 
 
 def _law(model: ModelConfig, tokens: float) -> Evidence | None:
-    """Return the evidence of the law of published runs, if the model is a dense decoder."""
+    """Return the evidence of the law of published runs, or `None` if the model is no dense decoder.
+
+    The loss is left out if the model is more than `FAR` doublings beyond the law's runs.
+    """
     if not _is_dense_decoder(model):
         return None
     forecaster = stored.load()
@@ -186,7 +195,10 @@ def _law(model: ModelConfig, tokens: float) -> Evidence | None:
 
 
 def _published(model: ModelConfig) -> Evidence | None:
-    """Return the nearest published constants, if any are for the model's kind."""
+    """Return the evidence of the tuned preset with published constants that is nearest in size.
+
+    Return `None` if none is for models of this kind.
+    """
     best: tuple[float, Tuned] | None = None
     for path in find.files().values():
         tuned = find.load(path)
@@ -214,7 +226,7 @@ def _published(model: ModelConfig) -> Evidence | None:
 
 
 def _distance(sizes: Mapping[str, int], model: Mapping[str, int]) -> float:
-    """Return the doublings between two models, in width or depth, whichever is farther."""
+    """Return the doublings between two models in width ("embed") or depth, whichever are more."""
     doublings = []
     for axis in ("embed", "layers"):
         if axis in sizes and axis in model:
@@ -223,9 +235,10 @@ def _distance(sizes: Mapping[str, int], model: Mapping[str, int]) -> float:
 
 
 def _same_kind(tuned: Tuned, model: ModelConfig) -> bool:
-    """Return whether a tuned preset is for models of this kind.
+    """Return True if a tuned preset is for models of this kind.
 
-    The kinds are models of images, and decoders of tokens without experts.
+    The two kinds are models of images, and decoder-only language models without experts. Any other
+    model has no preset.
     """
     if tuned.provenance["unit"] != model.unit:
         return False
@@ -233,7 +246,7 @@ def _same_kind(tuned: Tuned, model: ModelConfig) -> bool:
 
 
 def _is_dense_decoder(model: ModelConfig) -> bool:
-    """Return whether a model is a decoder of tokens, without an encoder or experts."""
+    """Return True if a model is a decoder-only language model without experts."""
     parameters: Mapping[str, Any] = model.parameters()
     roles = {spec.role for spec in parameters.values()}
     return (
@@ -245,12 +258,15 @@ def _is_dense_decoder(model: ModelConfig) -> bool:
 
 
 def plan(name: str, tokens: float, path: Path | None) -> int:
-    """Print the settings that the best evidence gives a model, and all other evidence. Return 0.
+    """Print a model's rate and batch by the best evidence, a train command and all other evidence.
 
     Args:
         name: Key of `CONFIGS`.
         tokens: Number of tokens, or images, of the run.
-        path: JSON file of the plan. `None` writes none.
+        path: JSON file to write the plan to. `None` writes none.
+
+    Returns:
+        0, the exit code.
 
     Raises:
         ConfigError: No evidence applies to models of this kind and size.
@@ -297,12 +313,15 @@ def plan(name: str, tokens: float, path: Path | None) -> int:
 
 
 def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence) -> str:
-    """Return the command that trains a model by evidence, with the recipe of the nearest model.
+    """Return a `mupax train` command for a model with the preset, rate and batch of evidence.
+
+    The recipe is that of the same model type with the nearest number of parameters. A tuned preset
+    sets the rate itself, so that the command has no `--optimizer.peak-lr` then.
 
     Args:
         name: Key of `CONFIGS` of the model.
         tokens: Number of tokens, or images, of the run.
-        evidence: Evidence for the preset, rate and batch.
+        evidence: Evidence for the preset, rate and batch. Without a batch the recipe's is used.
     """
     recipes: dict[str, Config] = {}
     for recipe, make in RECIPES.items():
@@ -330,7 +349,7 @@ def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence
 
 
 def rows(candidates: list[Evidence]) -> list[tuple[str, ...]]:
-    """Return evidence as a table. The first row has the heads of the columns."""
+    """Return evidence as rows of text for the terminal. The first row has the column headings."""
     table = [("evidence", "rate", "interval", "batch", "loss", "")]
     for evidence in candidates:
         interval = "not known"
@@ -350,7 +369,7 @@ def rows(candidates: list[Evidence]) -> list[tuple[str, ...]]:
 
 
 def _range(ends: tuple[float, float], template: str) -> str:
-    """Return the ends of an interval as text.
+    """Return the ends of an interval as text, "LOW to HIGH".
 
     Args:
         template: Format of a number, such as "{:.3g}".

@@ -47,13 +47,14 @@ class RateSource(NamedTuple):
 
 
 def transferred(config: Config, points: Points) -> tuple[float | None, list[str]]:
-    """Return the best rate of a study's largest setting, with cautions.
+    """Return log2 of the best peak rate of the largest comparable setting of a study, and cautions.
 
-    Only settings count whose optimizer and preset make the rate comparable to the run's.
+    A setting counts if its best rate lies inside its grid and it agrees with the run in optimizer
+    name, schedule, clip norm, preset name and base (`rate_differences`).
 
     Returns:
-        log2 of the peak rate, and cautions. The rate is `None` if there is no such setting. The
-        first caution then says what differs and what to write.
+        log2 of the peak rate, and cautions as sentences. The rate is `None` if no setting counts;
+        the only caution then says why and which flags to write.
     """
     best = _best(points)
     if not best:
@@ -92,7 +93,7 @@ def _differences_text(differing: Sequence[tuple[str, Any, Any]]) -> str:
 
 
 def _other_run_caution(config: Config, setting: Setting) -> list[str]:
-    """Return a caution if a rate comes from runs that differ in more than their scale."""
+    """Return a caution if a run and its measured setting differ in more than their scale, or []."""
     differing = field_differences(config, setting.config)
     if not differing:
         return []
@@ -104,7 +105,9 @@ def _other_run_caution(config: Config, setting: Setting) -> list[str]:
 
 
 def rate_differences(config: Config, setting: Config) -> list[tuple[str, Any, Any]]:
-    """Return the fields in which two runs differ so that their rates are not comparable.
+    """Return the fields that differ between two runs and make their learning rates not comparable.
+
+    Compared are the optimizer's name, schedule and clip norm, and the preset's name and base.
 
     Returns:
         (name, value of `config`, value of `setting`) of each field.
@@ -123,7 +126,10 @@ def rate_differences(config: Config, setting: Config) -> list[tuple[str, Any, An
 
 
 def preset_flags(config: Config, setting: Config) -> str:
-    """Return the flags that give a run the preset of another run."""
+    """Return the command-line flags that change the preset of `config` into that of `setting`.
+
+    The measured noise scale is left out.
+    """
     fields = differences(to_json(config)["preset"], to_json(setting)["preset"], "preset.")
     # The noise scale is measured, and no rule of the preset.
     changed = []
@@ -134,7 +140,7 @@ def preset_flags(config: Config, setting: Config) -> str:
 
 
 def flags(fields: Sequence[tuple[str, Any]]) -> str:
-    """Return the flags that give a run these fields, quoted for a shell.
+    """Return fields of a config as command-line flags in one string, quoted for a shell.
 
     Args:
         fields: Name and value of each field. A list becomes several words.
@@ -149,7 +155,10 @@ def flags(fields: Sequence[tuple[str, Any]]) -> str:
 
 
 def contradictions(config: Config, points: Points) -> list[str]:
-    """Return the cautions of `horizons` for the study's largest setting with a best rate."""
+    """Return the cautions of `horizons` for the study's largest setting with a best rate.
+
+    The list is empty if no setting has its best rate inside its grid.
+    """
     best = _best(points)
     if not best:
         return []
@@ -158,10 +167,11 @@ def contradictions(config: Config, points: Points) -> list[str]:
 
 
 def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
-    """Return a caution if published rules of batch and tokens give the run different rates.
+    """Return a caution if published rules of batch and tokens disagree on the run's learning rate.
 
-    Each rule extrapolates the measured rate to the run's batch and tokens. A run with a joint rule
-    gets the cautions of that rule.
+    Each rule for Adam extrapolates the measured rate to the run's batch and tokens. The list is
+    empty if their rates are less than `APART` octaves apart. A run with a joint rule gets the
+    cautions of that rule instead.
 
     Args:
         log2_lr: log2 of the setting's best peak rate.
@@ -202,13 +212,13 @@ def _best(points: Points) -> list[tuple[Setting, float]]:
 
 
 def _text(value: Any) -> str:
-    """Return a value as a flag has it, or "none"."""
+    """Return a field's value as text for the command line; `None` becomes "none"."""
     return "none" if value is None else text_of(value)
 
 
 @dataclasses.dataclass(frozen=True)
 class StudyEstimates:
-    """Learning rate and loss of a run, as studies estimate them.
+    """Learning rate and loss of a planned run, estimated from studies.
 
     Attributes:
         config: Run at the rate to train with.
@@ -227,10 +237,10 @@ class StudyEstimates:
     cautions: tuple[str, ...] = ()
 
     def forecast(self, config: Config, request: str) -> dict[str, Any] | None:
-        """Return the forecast in the plan, or `None` without a law.
+        """Return the prediction as a forecast in JSON, dated now, or `None` without a law.
 
         Args:
-            config: Run with the mesh and the other settings of the plan.
+            config: Run with the mesh of the plan. It replaces the config of the prediction.
             request: Words of the command line, for the record.
         """
         if self.law is None or self.prediction is None:
@@ -241,10 +251,14 @@ class StudyEstimates:
 
 
 def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False) -> StudyEstimates:
-    """Return the run at the rate that studies give, with their prediction of its loss.
+    """Return the run at the best learning rate by a law fitted to a study, with its predicted loss.
+
+    If no law can be fitted, the rate is that of the study's largest comparable setting
+    (`transferred`) and no loss is predicted. Without a study of the run's preset the run keeps its
+    rate. A caution in the result says why.
 
     Args:
-        studies: Rows by preset. Only those of the run's preset count.
+        studies: Rows by preset. Only the first whose preset has the run's rules is used.
         keep_rate: Keep the run's own rate. By default it becomes the best rate.
     """
     if not studies:
@@ -291,7 +305,10 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
 def _without_law(
     config: Config, points: Points, caution: str, *, keep_rate: bool
 ) -> StudyEstimates:
-    """Return the run at the best rate of the study's largest setting, without a loss."""
+    """Return the run at the rate of `transferred`, with no predicted loss.
+
+    The run keeps its own rate if `keep_rate` is set or the study has no comparable rate.
+    """
     if keep_rate:
         rate = RateSource("", REQUEST)
         return StudyEstimates(config, rate, points=points, cautions=(caution,))
@@ -308,17 +325,18 @@ def _without_law(
 
 
 def _origin(points: Points) -> str:
-    """Return number and folders of rows, as text."""
+    """Return the number of a study's rows and their folders as text, "N rows of FOLDER and ..."."""
     return f"{points.rows} rows of {' and '.join(points.folders)}"
 
 
 def rows(config: Config, estimates: StudyEstimates, source: str) -> list[PlanRow]:
-    """Return a run as rows: shape, length, optimizer and expected loss.
+    """Return the plan's table rows of a run: shape, length, optimizer and expected loss.
 
     Args:
         config: Run with the mesh and the other settings of the plan.
         estimates: Learning rate and loss, from `of_law`.
-        source: Recipe or study of the values that nothing else sets.
+        source: Text such as "recipe NAME", printed as the source of values that no law and no joint
+            rule sets.
     """
     return [
         *_size_rows(config, source),
@@ -328,7 +346,7 @@ def rows(config: Config, estimates: StudyEstimates, source: str) -> list[PlanRow
 
 
 def _size_rows(config: Config, source: str) -> list[PlanRow]:
-    """Return the rows of a run's model, batch, length and preset."""
+    """Return the plan's table rows of a run's model, batch, length and preset."""
     model = config.model
     parameters = families.params(model)
     tokens = config.steps * config.data.batch_size * model.units
@@ -345,7 +363,10 @@ def _size_rows(config: Config, source: str) -> list[PlanRow]:
 
 
 def _optimizer_rows(config: Config, estimates: StudyEstimates, source: str) -> list[PlanRow]:
-    """Return the rows of a run's learning rate and optimizer."""
+    """Return the plan's table rows of the optimizer, with only the values that the optimizer reads.
+
+    The values are those after a joint rule, so the table shows what the run trains with.
+    """
     joint_rule = config.preset.joint
     rule = source if joint_rule == "none" else f"{source}, joint rule {joint_rule}"
     at_base = config.optimizer
@@ -386,7 +407,7 @@ def _optimizer_rows(config: Config, estimates: StudyEstimates, source: str) -> l
 
 
 def _loss_row(estimates: StudyEstimates) -> PlanRow:
-    """Return the row of the expected loss."""
+    """Return the plan's table row of the expected loss, which is "not predicted" without a law."""
     if estimates.prediction is None or estimates.points is None:
         return PlanRow("loss", ranges.NOT_PREDICTED, ranges.NONE, "no law, see the cautions")
     loss = estimates.prediction.loss

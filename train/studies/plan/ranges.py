@@ -44,13 +44,14 @@ class PlanRow(NamedTuple):
 
 
 def of_roofline(bound: float, utilization: float) -> tuple[Range, str]:
-    """Return the range of a step's seconds from the compiler's bound, and its source.
+    """Return the range of a step's seconds from the compiler's lower bound up, and its source.
 
-    The range ends at the seconds of the lowest published utilization.
+    The range begins at `bound` and ends at the seconds at `PUBLISHED_MFU`, the lowest published
+    utilization. It has no upper end if that time is not above `bound`.
 
     Args:
         bound: Seconds of the step's roofline, which no run beats.
-        utilization: Model FLOPs utilization at that bound.
+        utilization: Model FLOPs utilization at that bound, as a fraction.
     """
     highest = bound * utilization / PUBLISHED_MFU
     if highest <= bound:
@@ -59,10 +60,14 @@ def of_roofline(bound: float, utilization: float) -> tuple[Range, str]:
 
 
 def of_settings(step: float, speed: float, speeds: Sequence[float]) -> tuple[Range, str]:
-    """Return the range of a step's seconds between a study's settings, and its source.
+    """Return the range of a step's seconds over the speeds of a study's settings, and its source.
+
+    With fewer than two speeds the range is `None` and the source is "".
 
     Args:
-        step: Seconds of a step at `speed`.
+        step: Seconds of a step of the planned run at `speed`.
+        speed: FLOP/s at which `step` was computed.
+        speeds: FLOP/s of each setting of the study.
     """
     if len(speeds) < 2:
         return None, ""
@@ -72,7 +77,7 @@ def of_settings(step: float, speed: float, speeds: Sequence[float]) -> tuple[Ran
 
 
 def memory(expected: float) -> tuple[str, str]:
-    """Return the range of a device's memory as text, and its source.
+    """Return the range of a device's memory and the source of its upper end, both as text.
 
     Args:
         expected: Bytes by the formula of `mupax.train.pods.estimates`.
@@ -83,11 +88,13 @@ def memory(expected: float) -> tuple[str, str]:
 
 
 def text(band: Range, unit: float, template: str = "{:,.1f}") -> str:
-    """Return a range as text.
+    """Return a range of a step's seconds as text, in the unit of the run's time or cost.
+
+    The text is "LOW to HIGH", "at least LOW" without an upper end, or `NONE` without a range.
 
     Args:
-        band: Range of a step's seconds.
-        unit: Printed value of one second per step, such as the run's hours for it.
+        band: Lowest and highest seconds of a step.
+        unit: Factor from seconds per step to the printed number, such as steps / 3600 for hours.
         template: Format of a number, "{:,.1f}" by default.
     """
     if band is None:

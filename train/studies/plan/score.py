@@ -47,7 +47,7 @@ class Outcome:
     Attributes:
         loss: Loss by the forecast's metric, inf if the run diverged.
         seed: Seed of the run.
-        began: Time at which the run began. `None` if unknown.
+        began: UTC time of the oldest file of the run's workdir. `None` for a row, which has none.
     """
 
     loss: float
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mupax plan score`: print every outcome beside the forecast.
+    """Run `mupax plan score`: print the loss of every matching run, and its error and intervals.
 
     Returns:
         0 if every outcome is inside its 90 % interval, otherwise 1.
@@ -87,9 +87,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def score(content: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
-    """Return how an outcome compares with a forecast, as JSON.
+    """Return a run's loss and seed as JSON, with its error against the forecast.
 
-    `error` is the relative error of the loss, inf if the run diverged.
+    `error` is the relative error of the loss, inf if the run diverged. `inside90` and `inside50`
+    are True if the loss lies inside the interval.
 
     Args:
         content: Forecast, from `record.read`.
@@ -107,15 +108,15 @@ def score(content: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
 
 
 def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
-    """Return the outcomes of every run of a forecast in a place, at least one.
+    """Return the outcome of every run in `place` that is the run of the forecast, at least one.
 
     Args:
         content: Forecast, from `record.read`.
-        place: Workdir of the run, or folder of rows.
+        place: Workdir of one finished run, or folder of rows of a study.
 
     Raises:
-        ForecastError: The run is another one, is not done or began before the forecast, or no row
-            is of the run.
+        ForecastError: The workdir has another run, or one that is not done or began before the
+            forecast. Or no row is of the run.
         WorkdirError: The place has neither a run nor rows.
         PointsError: The rows cannot be read as runs.
     """
@@ -139,12 +140,14 @@ def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
 
 
 def other_fields(content: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields in which a run is not the one that is forecast.
+    """Yield the fields in which a run differs from the run of a forecast.
 
-    Seeds do not count, and neither do fields that do not change what a run learns.
+    Seeds do not count, and neither do fields without an effect on training, such as mesh and
+    logging (`ELSEWHERE`). Peak rates may differ by 1e-6 of their value.
 
     Args:
         content: Forecast, from `record.read`.
+        config: Config of the run.
 
     Yields:
         (name, value in the forecast, value of the run) of each field.
@@ -161,7 +164,10 @@ def other_fields(content: dict[str, Any], config: Config) -> Iterator[tuple[str,
 
 
 def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
-    """Return the outcome of the run in a workdir.
+    """Return the outcome of the run in a workdir, with the loss of the forecast's metric.
+
+    The loss is the evaluation loss after the last step, or the mean training loss over the last
+    1 / `LAST` of the steps.
 
     Raises:
         ForecastError: The run is another one, or is not done.
@@ -203,7 +209,10 @@ def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
 
 
 def _began(place: Path) -> datetime.datetime | None:
-    """Return when the oldest file of a workdir was written, soon after the run began."""
+    """Return the UTC modification time of the oldest file of a workdir, or `None` without files.
+
+    It is taken as the time at which the run began.
+    """
     times = []
     for path in place.rglob("*"):
         if path.is_file():
@@ -212,10 +221,13 @@ def _began(place: Path) -> datetime.datetime | None:
 
 
 def of_points(content: dict[str, Any], studies: Sequence[points.Points]) -> list[Outcome]:
-    """Return the outcome of every row that is of the run that is forecast.
+    """Return the outcome of every row whose run is that of the forecast, one per seed.
+
+    Studies with another metric of the loss than the forecast's are left out.
 
     Args:
         content: Forecast, from `record.read`.
+        studies: Rows by preset.
     """
     matching = []
     for study in studies:
@@ -228,7 +240,10 @@ def of_points(content: dict[str, Any], studies: Sequence[points.Points]) -> list
 
 
 def _of_setting(content: dict[str, Any], setting: points.Setting) -> list[Outcome]:
-    """Return the outcomes of a setting at the rate that is forecast; none if it is another run."""
+    """Return the outcome of each trained seed of a setting at the forecast's rate.
+
+    The list is empty if the setting is of another run or has no row at that rate.
+    """
     matching = []
     for x, losses in zip(setting.x, setting.losses, strict=True):
         # A study may have the run at many rates, of which one is forecast.

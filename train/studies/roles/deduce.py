@@ -36,7 +36,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def fact(matrices: Matrices, use: OperandUse) -> Constraint:
-    """Return the constraint from a use that is no product.
+    """Return the role that a parameter has in one operation other than a matrix product.
+
+    The operation is a sum, a product of elements, a lookup or a concatenation.
 
     Raises:
         Refusal: The role is not certain.
@@ -71,7 +73,11 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
 
 
 def _looked_up(matrices: Matrices, use: OperandUse) -> Constraint:
-    """Return the constraint on a table that the batch looks up."""
+    """Return the role of a table that the batch looks up: a token or position embedding.
+
+    Raises:
+        Refusal: The batch looks up distances in a table of relative positions.
+    """
     names = matrices.names[use.param]
     axes = set()
     for param, index in use.node.info["chosen"]:
@@ -92,9 +98,9 @@ def _looked_up(matrices: Matrices, use: OperandUse) -> Constraint:
 
 
 def _bias_after_branch(matrices: Matrices, use: OperandUse) -> Constraint | None:
-    """Return the bias of the matrix that ended the branch before, as in h + x @ w + b.
+    """Return the role of a bias whose matrix ended the branch before, as in h + x @ w + b.
 
-    The result is `None` if the sum is no such bias.
+    The result is `None` if the parameter is no such bias.
     """
     flow = matrices.flow
     assert use.other is not None
@@ -114,7 +120,10 @@ def _bias_of(matrix: Constraint, evidence: str) -> Constraint:
 
 
 def _constraints(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Constraint | None]:
-    """Return the constraint of every product among origins. `None` for a refused one."""
+    """Return the constraint of every product with a parameter among sources of a signal.
+
+    The constraint is `None` for a parameter whose role in the product was refused.
+    """
     constraints = []
     for source in sources:
         for param in source.params:
@@ -123,17 +132,21 @@ def _constraints(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Co
 
 
 def _accepted(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Constraint]:
-    """Return the constraints of the products among origins, without the refused ones."""
+    """Return the constraints of products with parameters among sources, without refused ones."""
     return [fact for fact in _constraints(matrices, sources) if fact is not None]
 
 
 def _role_names(roles: Iterable[Role]) -> str:
-    """Return the names of roles, or words for a signal that comes from no matrix."""
+    """Return the names of roles with "and" between, or "no matrix's product" without roles."""
     return " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
 
 
 def _added(matrices: Matrices, use: OperandUse) -> Constraint:
-    """Return the constraint on a parameter that is added: a bias or a position embedding."""
+    """Return the role of a parameter that is added: a bias, or a position embedding.
+
+    Raises:
+        Refusal: It is neither, or is added to the product of a parameter that is refused.
+    """
     flow = matrices.flow
     other = use.other
     assert other is not None
@@ -176,9 +189,9 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
 
 
 def _added_to_logits(use: OperandUse, in_block: bool) -> Constraint:
-    """Return the constraint to the role of a relative bias.
+    """Return the role of a relative bias, for a parameter that is added to attention logits.
 
-    Distances of positions must look the parameter up.
+    Its rows must be chosen by an index that does not depend on the batch: distances of positions.
 
     Args:
         use: Use of the parameter as a summand of attention logits.
@@ -199,7 +212,10 @@ def _added_to_logits(use: OperandUse, in_block: bool) -> Constraint:
 
 
 def _output_axes(matrices: Matrices, sources: Iterable[SignalSource]) -> set[str]:
-    """Return the axes of products with parameters, without those that they sum over."""
+    """Return the axes of the parameters of products, without those that the products sum over.
+
+    Sources that are no product with a parameter, or a refused one, add nothing.
+    """
     axes: set[str] = set()
     for source in sources:
         for param in source.params:
@@ -216,12 +232,17 @@ def _output_axes(matrices: Matrices, sources: Iterable[SignalSource]) -> set[str
 
 
 def _axes(matrices: Matrices, use: OperandUse) -> tuple[str, ...]:
-    """Return the axes of a use's parameter."""
+    """Return the single axes of the parameter in a use, in the order of its dimensions."""
     return split_names(matrices.names[use.param])
 
 
 def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
-    """Return the constraint on a parameter that is multiplied elementwise: a gain."""
+    """Return the role of a parameter that is multiplied elementwise: the gain of a norm or matrix.
+
+    Raises:
+        Refusal: It multiplies neither a norm of the stream, nor a norm of one matrix's product, nor
+            the product of one matrix that ends a branch.
+    """
     flow = matrices.flow
     node = use.node
     other = use.other
@@ -277,7 +298,10 @@ def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
 
 
 def _are_streams(flow: Flow, sources: Sequence[SignalSource]) -> bool:
-    """Return whether all origins are streams: ends of branches, lookups, or embeddings."""
+    """Return whether all sources are ends of branches, lookups, or products with parameters.
+
+    Without sources return False.
+    """
     if not sources:
         return False
     for source in sources:
@@ -288,7 +312,14 @@ def _are_streams(flow: Flow, sources: Sequence[SignalSource]) -> bool:
 
 
 def _normalized(matrices: Matrices, factor: Node) -> Node | None:
-    """Return the input of a norm whose factor is multiplied by the gain first."""
+    """Return the signal that a norm's factor multiplies after a gain was multiplied into it.
+
+    Args:
+        factor: Product of the gain and the factor of the norm.
+
+    Returns:
+        The input of the norm, or `None` if no single signal is multiplied.
+    """
     stack = [factor]
     while stack:
         node = stack.pop()
@@ -318,7 +349,7 @@ def cuts_of(graph: Graph) -> dict[ParamDim, set[tuple[int, ...]]]:
 def _add_cuts(
     cuts: dict[ParamDim, set[tuple[int, ...]]], param_dims: Iterable[ParamDim], dim: Dim
 ) -> None:
-    """Add the parts of a dimension to the cuts of dimensions of parameters."""
+    """Add the sizes of a dimension's parts, if it has any, to the `cuts` of `param_dims`."""
     parts = _parts(dim)
     if parts:
         for param_dim in param_dims:
@@ -326,7 +357,7 @@ def _add_cuts(
 
 
 def _parts(dim: Dim) -> set[tuple[int, ...]]:
-    """Return the sizes of parts that a dimension is cut into, or consists of."""
+    """Return tuples of sizes: of a dimension's atoms if it has several, and of each atom's cuts."""
     parts: set[tuple[int, ...]] = set()
     if len(dim) > 1:
         parts.add(tuple(atom.size for atom in dim))
@@ -349,7 +380,8 @@ def _descendants(atom: Atom) -> list[Atom]:
 def _aligned_dims(use: OperandUse) -> list[tuple[ParamDim, Dim]]:
     """Return dimensions of a parameter with the dimensions of activations that they lie along.
 
-    A product contracts the two with each other, a sum adds along them.
+    A product contracts the two with each other, a sum adds along them. A use without another
+    operand has none.
     """
     view = use.view
     node = use.node
@@ -403,7 +435,7 @@ class Roles:
 
 
 def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
-    """Return the declarations of the parameters of a traced loss.
+    """Return the declarations of the parameters of a traced loss, and reasons for those refused.
 
     Args:
         graph: Graph of the loss at the sizes of the first sample.
@@ -447,7 +479,10 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
 
 
 def _fact(matrices: Matrices, all_attention: list[Attention], use: OperandUse) -> Constraint:
-    """Return the complete constraint from one use of a parameter.
+    """Return the role of a parameter in one use, and whether the use is in an encoder.
+
+    For a norm before queries of cross-attention `cross` is set. `shared` has the axes that the
+    parameter is shared along.
 
     Raises:
         Refusal: The role is not certain.
@@ -480,7 +515,7 @@ def _fact(matrices: Matrices, all_attention: list[Attention], use: OperandUse) -
 
 
 def _is_in_encoder(flow: Flow, cross_attention: list[Attention], node: Node) -> bool:
-    """Return whether keys of cross-attention are computed from a value."""
+    """Return whether inputs of the keys of any cross-attention are computed from `node`."""
     for attention in cross_attention:
         for key, _ in attention.keys:
             for use in flow.matrices[key]:
@@ -490,7 +525,10 @@ def _is_in_encoder(flow: Flow, cross_attention: list[Attention], node: Node) -> 
 
 
 def _makes_cross_queries(flow: Flow, cross_attention: list[Attention], node: Node) -> bool:
-    """Return whether all matrices that a value goes into make queries of cross-attention."""
+    """Return whether all matrices that read `node` make queries of cross-attention.
+
+    If no matrix reads it, return False.
+    """
     queries: set[Node] = set()
     for attention in cross_attention:
         for query, _ in attention.queries:
@@ -505,7 +543,8 @@ def _makes_cross_queries(flow: Flow, cross_attention: list[Attention], node: Nod
 def _shared(matrices: Matrices, use: OperandUse, constraint: Constraint) -> tuple[str, ...]:
     """Return the growing axes of the other operand that the parameter itself lacks.
 
-    The parameter's gradient is a sum over these axes.
+    The parameter's gradient is a sum over these axes. The result is empty outside of residual
+    branches, for a gain or bias of queries or keys, and for a relative bias.
     """
     # The own axes of a QK-norm's gain and of a relative bias already tell about the sum.
     is_qk_norm = constraint.of in (Role.QUERY, Role.KEY)
@@ -570,7 +609,9 @@ def _agreed(facts: list[Constraint]) -> tuple[Constraint, Constraint | None]:
 
 
 def _spec(names: tuple[str, ...], constraint: Constraint) -> ParamSpec:
-    """Return the declaration of a parameter.
+    """Return the declaration of a parameter with these axes and this role.
+
+    The fan-in axis of keys and values of cross-attention is named "memory".
 
     Args:
         names: Axes of each dimension. Two axes of one dimension have a space between them.
@@ -604,7 +645,7 @@ def _spec(names: tuple[str, ...], constraint: Constraint) -> ParamSpec:
 def axis_names(
     samples: Sequence[Sample], graph: Graph | None = None
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Name the axis of every dimension of every parameter.
+    """Return the name of the axis of every dimension of every parameter, from sizes and shapes.
 
     A dimension of two axes has both names in order, with a space between: "heads head_dim"
     (`split_names`).
@@ -615,7 +656,8 @@ def axis_names(
             By default such dimensions are refused.
 
     Returns:
-        Names by parameter, and for parameters with an unnamed dimension the reason.
+        Names by parameter, and reasons by refused parameter: a dimension belongs to no single
+        axis, or two dimensions to one. The names of a refused parameter may be incomplete.
     """
     cuts = {} if graph is None else cuts_of(graph)
     # No parameter has an axis of active experts. The memory is as wide as the stream, and the axis

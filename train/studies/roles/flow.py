@@ -113,7 +113,10 @@ class Softmaxes(NamedTuple):
 
 
 def softmaxes(graph: Graph) -> Softmaxes:
-    """Find the softmaxes of a graph."""
+    """Find the softmaxes of a graph: exponentials that are divided by their sums.
+
+    Return the values of all softmaxes together. A product with the inverse of the sum counts, too.
+    """
     users_of = users(graph)
     exps: set[Node] = set()
     denominators: set[Node] = set()
@@ -150,7 +153,7 @@ def _is_inverse(node: Node, operand: Node) -> bool:
 def _closure(
     nodes: Iterable[Node], users_of: Mapping[Node, list[Node]], ops: frozenset[str]
 ) -> set[Node]:
-    """Return all values that these operations compute from nodes, in any number of steps."""
+    """Return all values that operations `ops` compute from `nodes`, in one or more steps."""
     stack = list(nodes)
     result: set[Node] = set()
     while stack:
@@ -162,7 +165,7 @@ def _closure(
 
 
 class Step(NamedTuple):
-    """Operand that carries a signal into a value."""
+    """Operand whose signal enters a value, as `Flow.carriers` returns it."""
 
     source: Node
     plain: bool
@@ -170,7 +173,7 @@ class Step(NamedTuple):
 
 
 class SignalSource(NamedTuple):
-    """Origin of a signal."""
+    """Value that a signal comes from, as `Flow.sources` returns it."""
 
     node: Node
     params: frozenset[str]
@@ -180,7 +183,10 @@ class SignalSource(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """End of the way of a signal: a product, the end of a branch, or the loss."""
+    """Value at which `Flow.reaches` stops or passes: a product, the end of a branch, or the loss.
+
+    Unsupported operations and `top_k` are destinations, too.
+    """
 
     end: Node
     last: Node
@@ -199,7 +205,11 @@ class Branch(NamedTuple):
 
 
 class Flow:
-    """Signals of a graph, and the products, branches and norms on their ways."""
+    """Analysis of a graph: the paths of its activations from operation to operation.
+
+    It has the matrix products, residual branches, norms and softmaxes on these paths. A signal is a
+    floating-point activation that is more than a statistic or scale of another.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -255,7 +265,11 @@ class Flow:
         return ancestor is node or bool(self._ancestors[node.number] >> ancestor.number & 1)
 
     def carriers(self, node: Node) -> list[Step]:
-        """Return the operands that carry a signal into a value."""
+        """Return the operands that carry a signal into a value.
+
+        Statistics and factors of norms, orders and extremes (`STILL`), integers, and values that
+        are no activations have none.
+        """
         if not node.floating or node.kind != "activation":
             return []
         if node in self.statistics or node in self.still or node in self.normalizers:
@@ -285,7 +299,7 @@ class Flow:
         return node in self.matrices
 
     def mixes(self, node: Node) -> bool:
-        """Return whether a value is a product of two activations."""
+        """Return whether a value is a matrix product of two activations, without parameters."""
         if node.op != "dot" or self.matrix(node):
             return False
         return sum(operand.kind == "activation" for operand in node.inputs) == 2
@@ -294,11 +308,12 @@ class Flow:
         """Return the origins of a value's signal.
 
         An origin is a product with parameters, a product of two signals, the end of a branch, a
-        lookup, an unsupported operation, or the batch.
+        lookup, an unsupported operation, or a value without a signal among its operands, such as
+        the batch.
 
         Args:
-            through: Whether to go on through nonlinearities, which `SignalSource.plain` then tells.
-                Otherwise they are origins, too.
+            through: Follow the signal through nonlinearities and elementwise products of signals,
+                and set `SignalSource.plain` to `False` then. By default they are origins, too.
         """
         result: dict[tuple[Node, frozenset[str]], SignalSource] = {}
         stack: list[tuple[Node, frozenset[str] | None, bool]] = [(node, None, True)]
@@ -336,7 +351,11 @@ class Flow:
         return list(result.values())
 
     def _is_origin(self, node: Node) -> bool:
-        """Return whether `sources` ends at a value that is no product with parameters."""
+        """Return whether `sources` stops at a value: a product of two activations, or a lookup.
+
+        It also stops at unsupported operations and ends of branches. Products with parameters are
+        not tested here.
+        """
         is_product = node in self.products
         return is_product or node in self.opaque or node in self.branches or node.op == "lookup"
 
@@ -344,7 +363,7 @@ class Flow:
         """Yield the destinations of a value's signal.
 
         Destinations are the next products, ends of branches, unsupported operations, `top_k` and
-        the loss. The signal goes on behind a product of two activations.
+        the loss. A product of two activations is yielded, and its own destinations are, too.
 
         Args:
             param: Parameter whose signal it is. Of a concatenation of several products, only the
@@ -379,7 +398,7 @@ class Flow:
                     stack.append((consumer, plain and step_plain))
 
     def users(self, node: Node) -> list[Node]:
-        """Return the values that are computed from a value."""
+        """Return the results of all operations of which a value is an operand."""
         return self._users.get(node, [])
 
     def norm(self, node: Node) -> Node | None:
@@ -400,7 +419,7 @@ class Flow:
         return None
 
     def norm_after(self, node: Node) -> bool:
-        """Return whether the factor of a norm multiplies a value next.
+        """Return whether a norm's factor is applied to a value next, after layout operations alone.
 
         A factor whose statistic is computed from the value itself does not count.
         """
@@ -428,7 +447,7 @@ class Flow:
 
     @functools.cached_property
     def _streams(self) -> set[Node]:
-        """Values of all streams up to a fork."""
+        """Forks of all branches, and all values that are summed up in them."""
         nodes: set[Node] = set()
         for branch in self.branches.values():
             nodes.update(self._stream(branch.fork))
@@ -471,7 +490,7 @@ class Flow:
         return False
 
     def _stream(self, node: Node) -> list[Node]:
-        """Return a value and all values that are summed up in it, apart from scalings."""
+        """Return a value and all values that enter it through sums, layout, or constant factors."""
         stack = [node]
         result: list[Node] = []
         while stack:
@@ -491,7 +510,7 @@ _SUPPORTED = _LINEAR | NONLINEAR | STILL | {"lookup"}
 
 
 def _signals(node: Node) -> list[Node]:
-    """Return the operands that are activations of real numbers."""
+    """Return the operands that are floating-point activations."""
     activations = []
     for operand in node.inputs:
         if operand.kind == "activation" and operand.floating:

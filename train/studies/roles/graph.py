@@ -47,7 +47,7 @@ class Atom:
     broadcast: bool = False
 
     def copy(self) -> Atom:
-        """Return the same axis for the result of a product, which has other values along it."""
+        """Return a new atom of the same size and parameters, for the result of a product."""
         # Without `broadcast`, because the product may differ along the axis.
         return Atom(self.size, self.param_dims, segments=self.segments)
 
@@ -62,7 +62,11 @@ class Atom:
         return [self, *self.source.ancestors()]
 
     def cut(self, outer_size: int) -> tuple[Atom, Atom]:
-        """Return the outer part and the inner part. Equal cuts return the same two atoms."""
+        """Cut the atom into an outer part of `outer_size` and an inner part, and return both.
+
+        The parts are kept in `parts`, so that an equal cut directly after it returns the same two
+        atoms.
+        """
         if self.parts is None or self.parts[0].size != outer_size:
             inner_size = self.size // outer_size
             outer = Atom(outer_size, self.param_dims, self, broadcast=self.broadcast)
@@ -161,7 +165,7 @@ class Graph:
         kind: Kind,
         **info: Any,
     ) -> Node:
-        """Add a value. The arguments are the attributes of `Node`.
+        """Add a value and return its node. The arguments are the attributes of `Node`.
 
         Views and derived values take over the parameters of the views among their inputs.
         """
@@ -179,7 +183,7 @@ class Graph:
         return node
 
     def parameter(self, path: str, shape: tuple[int, ...]) -> Node:
-        """Add a parameter as it is stored.
+        """Add a parameter as a view in its stored layout, and return its node.
 
         Args:
             path: Keys of the parameter in the tree, joined by dots.
@@ -194,14 +198,17 @@ class Graph:
         return node
 
     def use(self, node: Node, view: Node, other: Node | None) -> None:
-        """Record a use of all parameters of a view. The arguments are those of `OperandUse`."""
+        """Record a use of every parameter of a view. Arguments are attributes of `OperandUse`."""
         # Sorted, because the order of a set of texts differs between processes.
         for param in sorted(view.params):
             self.uses.append(OperandUse(param, node, view, other))
 
 
 def users(graph: Graph) -> dict[Node, list[Node]]:
-    """Return the values that are computed from each value."""
+    """Return, for each value, the results of the operations of which it is an operand.
+
+    Values without such a result have no entry.
+    """
     result: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         for operand in node.inputs:
@@ -210,7 +217,7 @@ def users(graph: Graph) -> dict[Node, list[Node]]:
 
 
 def fresh(shape: Iterable[int], broadcast: bool = False) -> tuple[Dim, ...]:
-    """Return new dimensions that belong to no parameter.
+    """Return new dimensions of these sizes that belong to no parameter.
 
     Args:
         broadcast: Whether all elements along these dimensions are equal.
@@ -259,7 +266,7 @@ def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...] | No
 
 
 class Slice(NamedTuple):
-    """Range of a dimension."""
+    """Part of a dimension, and the parameters in this part."""
 
     dim: Dim
     params: frozenset[str] | None
@@ -267,7 +274,11 @@ class Slice(NamedTuple):
 
 
 def sliced(dim: Dim, start: int, stop: int, stride: int = 1) -> Slice:
-    """Return a range of a dimension."""
+    """Return the part of a dimension from `start` to `stop`.
+
+    The whole dimension is returned unchanged. A part has one new atom, or none at size 1. If the
+    dimension is a concatenation of parameters, the result names those in the range.
+    """
     size = size_of(dim)
     count = len(range(start, stop, stride))
     if count == size:

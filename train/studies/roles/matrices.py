@@ -66,7 +66,7 @@ class _SoftmaxProduct(NamedTuple):
 
 
 def attentions(flow: Flow) -> list[Attention]:
-    """Find all attention in a loss.
+    """Find all attention in a loss, and return one entry for each softmax over keys.
 
     Products of two activations that are sums weighed by a router are removed from `flow.products`.
     """
@@ -173,7 +173,7 @@ def _are_all_chosen_by(flow: Flow, sources: list[SignalSource]) -> bool:
 
 
 def _matrices(flow: Flow, node: Node) -> frozenset[Matrix]:
-    """Return the products with parameters that a value comes from."""
+    """Return the products with parameters that a value comes from without a nonlinearity."""
     matrices = set()
     for source in flow.sources(node):
         for param in source.params:
@@ -182,7 +182,7 @@ def _matrices(flow: Flow, node: Node) -> frozenset[Matrix]:
 
 
 def _streams(flow: Flow, matrices: frozenset[Matrix]) -> set[Node]:
-    """Return the origins of the inputs of products."""
+    """Return the sources of the activations that these parameters are multiplied with."""
     nodes = set()
     for node, param in matrices:
         for use in flow.matrices[node]:
@@ -194,7 +194,7 @@ def _streams(flow: Flow, matrices: frozenset[Matrix]) -> set[Node]:
 
 
 def split_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return single axes. A name such as "heads head_dim" is a dimension of two axes."""
+    """Return single axes: a name of two axes, such as "heads head_dim", is split at its space."""
     axes: list[str] = []
     for name in names:
         axes += name.split()
@@ -263,11 +263,11 @@ class _Product:
 
     @property
     def contraction(self) -> str:
-        """Beginning of the evidence."""
+        """Beginning of the evidence: "contracts " and the axes that the product sums over."""
         return f"contracts {self.summed_axes}"
 
     def constraint(self, role: Role, evidence: str, *, cross: bool = False) -> Constraint:
-        """Return the constraint that the product has a role.
+        """Return the constraint that the product's parameter has a role.
 
         Args:
             evidence: Reason for the role, written after `contraction`.
@@ -282,7 +282,9 @@ class _Product:
 
 
 class Matrices:
-    """Constraints from every product with a parameter.
+    """Roles of parameters in every product with a parameter, deduced when an object is made.
+
+    `constraints` has the roles, and `refused` the parameters whose role is not certain.
 
     Args:
         names: Axes of the dimensions by parameter. Parameters without names are left out.
@@ -343,7 +345,12 @@ class Matrices:
         return self._mlp_or_hidden(product)
 
     def _product(self, use: OperandUse) -> _Product:
-        """Return the facts about a product that decide on the role."""
+        """Return the operands, summed axes and destinations of a product, which determine the role.
+
+        Raises:
+            Refusal: The parameter is changed by a computation before the product, or the product
+                sums over only a part of a dimension, or over nothing.
+        """
         assert use.other is not None
         if use.view.kind == "derived":
             raise Refusal(
@@ -370,7 +377,7 @@ class Matrices:
         )
 
     def _refuse_opaque(self, product: _Product, sources: list[SignalSource]) -> None:
-        """Refuse a product next to an unsupported operation."""
+        """Raise Refusal for a product that reads, or is read by, an unsupported operation."""
         neighbors = []
         for source in sources:
             neighbors.append(source.node)
@@ -384,7 +391,11 @@ class Matrices:
                 )
 
     def _attention_out(self, product: _Product, sources: list[SignalSource]) -> Constraint | None:
-        """Return the role of a product that reads attention, `None` for any other product."""
+        """Return the role of a product that reads attention, `None` for any other product.
+
+        Raises:
+            Refusal: The product reads attention and something else.
+        """
         read = []
         for attention in self.attentions:
             if any(source.node is attention.mix for source in sources):
@@ -399,7 +410,10 @@ class Matrices:
         return product.constraint(Role.ATTENTION_OUT, evidence, cross=cross)
 
     def _refuse_products(self, product: _Product) -> None:
-        """Refuse a product next to a product of two activations that is no attention."""
+        """Raise Refusal for a product that reads, or is read by, a product of two activations.
+
+        Products of experts' outputs with a router's weights do not count.
+        """
         products = self.flow.products
         sources = self.flow.sources(product.other, through=True)
         reads = any(source.node in products for source in sources)
@@ -410,7 +424,12 @@ class Matrices:
             )
 
     def _mlp_or_hidden(self, product: _Product) -> Constraint:
-        """Return the role of a product of an MLP or of experts, or `Role.HIDDEN`."""
+        """Return the role of a product of an MLP or of experts, or `Role.HIDDEN` for any other.
+
+        Raises:
+            Refusal: The parameter has an axis of experts along which nothing chooses, or it is
+                neither the first nor the last matrix of the experts' MLPs.
+        """
         flow = self.flow
         use = product.use
         rows = self._rows(product)
@@ -462,7 +481,10 @@ class Matrices:
         )
 
     def _rows(self, product: _Product) -> list[int]:
-        """Return the dimensions along which a batch or routing chooses among matrices."""
+        """Return the indices of the parameter's dimensions that hold one matrix per position.
+
+        These are batch dimensions of the product, and dimensions that routing indexes.
+        """
         use = product.use
         rows = [*use.dims_of_param(use.node.info["batched"][product.side])]
         for (param, index), kind in use.view.picks:
@@ -477,7 +499,10 @@ class Matrices:
         return any((use.param, index) in atom.param_dims for atom in left_atoms | right_atoms)
 
     def _of_attention(self, use: OperandUse) -> list[Constraint]:
-        """Return one constraint for each role of query, key and value that a product has."""
+        """Return one constraint for each role of query, key and value that a product has.
+
+        Their `fan_in` is not set.
+        """
         # By role, because several attentions may use a matrix in one role without contradiction.
         constraints: dict[Role, Constraint] = {}
         matrix = (use.node, use.param)
@@ -518,7 +543,10 @@ class Matrices:
 
 
 def _constraint_on_data(product: _Product) -> Constraint:
-    """Return the role of a product with the batch itself: an embedding."""
+    """Return the role of a product with the batch itself: an embedding.
+
+    It is a token embedding for one-hot vectors, otherwise a patch embedding.
+    """
     if _is_one_hot(product.other):
         return Constraint(
             role=Role.TOKEN_EMBEDDING,
@@ -534,7 +562,7 @@ def _constraint_on_data(product: _Product) -> Constraint:
 def complete_dims(
     use: OperandUse, shape: tuple[int, ...], dims: tuple[Dim, ...]
 ) -> tuple[int, ...]:
-    """Return the indices of the parameter's dimensions that dimensions of its view are.
+    """Return the sorted indices of the parameter's dimensions that `dims` of its view consist of.
 
     Args:
         shape: Shape of the stored parameter, before any cut.
@@ -559,7 +587,7 @@ def complete_dims(
 
 
 def _is_one_hot(node: Node) -> bool:
-    """Return whether a value comes from an equality test by layout operations."""
+    """Return whether a value is an equality test (`eq`), perhaps in another layout or dtype."""
     # `jax.nn.one_hot` broadcasts the ids and a range of numbers, and compares them.
     while node.op in LAYOUT and node.inputs:
         node = node.inputs[0]

@@ -46,7 +46,7 @@ _TOGETHER = (("num_heads", "num_kv_heads"), ("image_size", "patch_size"))
 
 
 def trace(loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any) -> Graph:
-    """Return the graph of a loss. Nothing is computed.
+    """Trace a loss and return its graph. Nothing is computed.
 
     Args:
         loss: Function of parameters and a batch that returns a scalar.
@@ -67,7 +67,7 @@ def trace(loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any) -> Gra
 
 
 class _Output(NamedTuple):
-    """Output variable of an equation."""
+    """Shape of an output of an equation, and whether its dtype is floating-point."""
 
     shape: tuple[int, ...]
     floating: bool
@@ -80,7 +80,7 @@ class _Interpreter:
         self.graph = graph
 
     def run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Node]) -> list[Node]:
-        """Return the outputs of a jaxpr.
+        """Add all values of a jaxpr to the graph, and return the nodes of its outputs.
 
         Args:
             consts: Arrays, or nodes of an outer jaxpr.
@@ -95,13 +95,13 @@ class _Interpreter:
         return [self._value(var, values) for var in jaxpr.outvars]
 
     def _value(self, var: Any, values: Mapping[Any, Node]) -> Node:
-        """Return the node of a variable, or a new constant for a literal."""
+        """Return the node of a variable. A literal is added to the graph as a constant."""
         if hasattr(var, "val"):
             return self._constant(var.val)
         return values[var]
 
     def _constant(self, value: Any) -> Node:
-        """Add a constant to the graph, with its value if it is a scalar."""
+        """Add a constant to the graph, with its value if it is a scalar, and return its node."""
         shape = tuple(np.shape(value))
         # A scalar can be a Python number, which has no dtype.
         dtype = np.asarray(value).dtype if shape == () else value.dtype
@@ -112,7 +112,10 @@ class _Interpreter:
         return self.graph.add("constant", (), fresh(shape), floating, "constant", **info)
 
     def _equation(self, eqn: Any, operands: list[Node]) -> list[Node]:
-        """Add the outputs of an equation to the graph."""
+        """Add the outputs of an equation to the graph, and return their nodes.
+
+        Calls, scans and conditionals are entered, except while loops and the calls in `OPAQUE`.
+        """
         name = eqn.primitive.name
         params = eqn.params
         outputs = []
@@ -151,7 +154,7 @@ class _Interpreter:
     def _cond(
         self, branches: Sequence[Any], operands: list[Node], outputs: list[_Output]
     ) -> list[Node]:
-        """Run all branches. Every output is a `select_n` of their results."""
+        """Add all branches of a conditional to the graph. Return a `select_n` for each output."""
         # The first operand chooses the branch.
         results = [self.run(*_opened(branch), operands[1:]) for branch in branches]
         selected = []
@@ -160,7 +163,7 @@ class _Interpreter:
         return selected
 
     def _op(self, name: str, params: dict[str, Any], operands: list[Node], output: _Output) -> Node:
-        """Add the result of a primitive to the graph, and record uses of parameters."""
+        """Add the result of a primitive to the graph, record uses of parameters, and return it."""
         op = "scatter" if name.startswith("scatter") else name
         node = self._result(op, params, operands, output)
         if node.kind == "derived" and op == "sub" and _is_zero(operands):
@@ -181,7 +184,10 @@ class _Interpreter:
     def _result(
         self, op: str, params: dict[str, Any], operands: list[Node], output: _Output
     ) -> Node:
-        """Add the result of a primitive to the graph."""
+        """Add the result of a primitive to the graph without recording uses, and return it.
+
+        The result of an unknown primitive gets dimensions that belong to no parameter.
+        """
         graph = self.graph
         shape = output.shape
         floating = output.floating
@@ -213,7 +219,10 @@ class _Interpreter:
     def _scan(
         self, params: dict[str, Any], operands: list[Node], outputs: list[_Output]
     ) -> list[Node]:
-        """Run the body of a scan twice, so that the second round reads results of the first."""
+        """Add the body of a scan to the graph for its first two rounds (or one if it has one).
+
+        The second round reads the carry of the first. Return the last carry and stacked outputs.
+        """
         body = _opened(params["jaxpr"])
         if "ft_in" in params:  # jax 0.12
             num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
@@ -241,14 +250,14 @@ class _Interpreter:
         return [*carry, *stacked]
 
     def _row(self, array: Node, index: int, axis: int) -> Node:
-        """Add one row along an axis to the graph, without the axis."""
+        """Add one row along an axis to the graph, without the axis, and return its node."""
         row = self._slice(array, axis, index, 1)
         shape = (*array.shape[:axis], *array.shape[axis + 1 :])
         output = _Output(shape, array.floating)
         return self._op("squeeze", {"dimensions": (axis,)}, [row], output)
 
     def _slice(self, array: Node, axis: int, start: int, size: int) -> Node:
-        """Add a range along one axis to the graph, as the primitive `slice` makes it."""
+        """Add a range along one axis to the graph as a `slice`, and return its node."""
         starts = [0] * len(array.dims)
         stops = list(array.shape)
         starts[axis] = start
@@ -260,12 +269,12 @@ class _Interpreter:
 
 
 def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Return a jaxpr that is open, and the constants of a closed one."""
+    """Return the open jaxpr and the constants of a closed jaxpr. An open one has no constants."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def _is_zero(operands: Sequence[Node]) -> bool:
-    """Return whether a difference is 0, as in x - stop_gradient(x)."""
+    """Return whether both operands of a difference are one value, as in x - stop_gradient(x)."""
     left, right = operands
     while left.op in operations.SAME or right.op in operations.SAME:
         if left.op in operations.SAME:
@@ -287,7 +296,7 @@ class Build(Protocol):
 
 
 class _Sizes(dict[str, int]):
-    """Sizes by axis. A missing axis raises an error that says what to write."""
+    """Sizes by axis. A missing axis raises a PresetError that says what to write."""
 
     def __missing__(self, axis: str) -> int:
         raise PresetError(
@@ -297,7 +306,7 @@ class _Sizes(dict[str, int]):
 
 
 def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
-    """Return the declarations of anyone's model, from its loss.
+    """Return the declarations of the parameters of a user's model, traced from its loss.
 
     Args:
         build: Function that makes the model at any sizes. Shapes (`jax.ShapeDtypeStruct`) suffice,
@@ -305,7 +314,8 @@ def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
         sizes: Base sizes by logical axis (`mupax.presets.roles.AXES`). Each is doubled alone.
 
     Raises:
-        PresetError: An axis does not exist, or the model has other parameters at other sizes.
+        PresetError: An axis does not exist, the model asks for a size that is not given, or it has
+            other parameters at other sizes.
     """
     for axis in sizes:
         if axis not in AXES:
@@ -344,7 +354,10 @@ def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
 
 
 def roles_of_config(config: ModelConfig) -> Roles:
-    """Return the declarations of a model of the zoo, from the loss that it trains with."""
+    """Return the declarations of a model of the zoo, traced from the loss that it trains with.
+
+    Nothing is computed.
+    """
     model = definition(config)
     batch = {}
     for name, array in config.example().items():
@@ -359,9 +372,9 @@ def roles_of_config(config: ModelConfig) -> Roles:
 def loss_of(
     model: Definition, layout: Layout = ONE_DEVICE
 ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], jax.Array]:
-    """Return the loss of a model of the zoo, a function of parameters and a batch.
+    """Return the summed loss of a model of the zoo, a function of parameters and a batch.
 
-    All multipliers are 1.
+    It includes the penalty of routers, if the model has experts. All multipliers are 1.
 
     Args:
         layout: Layout of the devices that the loss is traced for, by default one device.
@@ -447,7 +460,8 @@ def differences(
 ) -> dict[str, str]:
     """Return the differences between declarations and traced roles, in words by parameter.
 
-    The initial value of a gain is not compared, because no loss shows it.
+    Parameters that agree and parameters that tracing refused have no entry. The initial value of a
+    gain is not compared, because no loss shows it. A tied readout has the entry "tied readout".
 
     Args:
         declared: Declarations to compare. By default those of the config.
@@ -470,7 +484,9 @@ def differences(
 
 
 def refuse_wrong_declarations(config: ModelConfig) -> None:
-    """Check a model's declarations against its loss. Parameters that tracing refuses pass.
+    """Raise an error if a model's declarations are not what tracing its loss shows.
+
+    Parameters that tracing refuses pass.
 
     Raises:
         PresetError: A declaration differs from the role that the loss shows.
@@ -497,7 +513,7 @@ def _different_fields(declared: ParamSpec, traced: ParamSpec) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return the value of a declaration's field as text."""
+    """Return the value of a declaration's field as text: a tuple in parentheses, a role's name."""
     if isinstance(value, tuple):
         return f"({', '.join(value)})"
     return str(getattr(value, "value", value))

@@ -57,7 +57,11 @@ ELEMENTWISE = frozenset({
 
 
 def kind_of(op: str, inputs: Sequence[Node]) -> Kind:
-    """Return the kind of a primitive's result."""
+    """Return the kind of a primitive's result, from the kinds of its operands.
+
+    A parameter with an activation or the batch gives an activation. A parameter alone stays a view
+    under layout operations and constant factors, and is derived under all others.
+    """
     kinds = {node.kind for node in inputs}
     if not kinds & {"view", "derived", "activation"}:
         return "data" if "data" in kinds else "constant"
@@ -71,7 +75,11 @@ def kind_of(op: str, inputs: Sequence[Node]) -> Kind:
 
 
 def _is_scaled_view(op: str, inputs: Sequence[Node]) -> bool:
-    """Return whether a primitive multiplies one view by constants."""
+    """Return whether a primitive multiplies one view by constants, divides it, or negates it.
+
+    Args:
+        inputs: Operands, all of them views or constants.
+    """
     if op not in SCALING:
         return False
     num_views = [node.kind for node in inputs].count("view")
@@ -82,7 +90,8 @@ def _is_scaled_view(op: str, inputs: Sequence[Node]) -> bool:
 def combined(inputs: Sequence[Node], shape: tuple[int, ...]) -> tuple[Dim, ...]:
     """Return the dimensions of an elementwise result.
 
-    Dimensions of activations come before those of views, and these before those of constants.
+    Dimensions of activations come before those of views, and these before those of constants. A
+    dimension along which all elements are equal is taken only if every operand has such a one.
     """
     order = ("activation", "view", "derived", "data", "constant")
     # Scalars have no dimensions that could say anything.
@@ -105,6 +114,8 @@ def combined(inputs: Sequence[Node], shape: tuple[int, ...]) -> tuple[Dim, ...]:
 def joined(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
     """Return the dimensions of concatenated arrays.
 
+    If all arrays are views of parameters, the dimension `axis` has a segment for each of them.
+
     Args:
         axis: Dimension along which the arrays are concatenated.
     """
@@ -121,7 +132,10 @@ def joined(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
 
 
 def _joined_values(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
-    """Return the dimensions of concatenated arrays that are not all views."""
+    """Return the dimensions of concatenated arrays that are not all views.
+
+    They are those of the first activation (or array), with a new dimension along `axis`.
+    """
     # The first activation, or the first array if there is none.
     leading = max(inputs, key=lambda node: node.kind == "activation")
     dims = list(leading.dims)
@@ -158,7 +172,9 @@ def _merged(dims: Sequence[Dim], size: int) -> Dim:
 def layout(
     graph: Graph, op: str, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]
 ) -> Node:
-    """Add the result of a layout operation to the graph.
+    """Add the result of a layout operation to the graph, and return it.
+
+    A gather of a parameter's rows by the batch becomes a lookup, and its use is recorded.
 
     Args:
         inputs: Operands, the array first. Indices and start positions come after it.
@@ -244,6 +260,8 @@ def _dynamically_sliced(
 ) -> tuple[list[Dim], dict[str, Any]]:
     """Return the dimensions of a dynamic slice, and its selection of parameters.
 
+    The selection is empty if a start is unknown, or if the array is no concatenation.
+
     Args:
         inputs: Array, then the start index of every dimension.
     """
@@ -272,7 +290,7 @@ def _where_size_stays(array: Node, shape: tuple[int, ...]) -> list[Dim]:
 
 
 def _with_row(graph: Graph, node: Node, axis: int) -> Node:
-    """Add an array with one more dimension of size 1 to the graph."""
+    """Add an array with one more dimension of size 1 at `axis` to the graph, and return it."""
     dims = list(node.dims)
     dims.insert(axis, ())
     return graph.add("expand_dims", (node,), dims, node.floating, node.kind)
@@ -295,10 +313,11 @@ def _selection(slices: Sequence[Slice]) -> dict[str, Any]:
 def _gathered(
     graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]
 ) -> Node:
-    """Add rows that an index chose to the graph.
+    """Add the result of a gather to the graph, and return it.
 
-    Rows of a parameter are a lookup if the index comes from the batch alone. They are a view if it
-    comes from constants, such as positions, or from activations, such as routing.
+    Rows of a parameter are a lookup if the index comes from the batch alone, and this use is
+    recorded. They are a view if the index comes from constants, such as positions, or from
+    activations, such as routing.
     """
     array = inputs[0]
     index = inputs[1]
@@ -338,7 +357,7 @@ def _gathered(
 
 
 def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
-    """Add a `dot_general` to the graph.
+    """Add the result of a `dot_general` to the graph, and return it.
 
     Its info has, for the left and the right side, the dimensions that it sums over ("contracted"),
     the batch dimensions ("batched"), and the atoms of the others in the result ("kept").
@@ -369,21 +388,22 @@ def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
 
 
 def _copied(dim: Dim) -> Dim:
-    """Return a dimension of the same axes for the result of a product."""
+    """Return copies of a dimension's atoms, of the same parameters, for the result of a product."""
     return tuple(atom.copy() for atom in dim)
 
 
 def _take(dims: Sequence[Dim], axes: Sequence[int]) -> tuple[Dim, ...]:
-    """Return some of the dimensions, in the order of `axes`."""
+    """Return the dimensions at the indices `axes`, in this order."""
     return tuple(dims[axis] for axis in axes)
 
 
 def ragged(
     graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shape: tuple[int, ...]
 ) -> Node:
-    """Add a `ragged_dot_general` to the graph: rows in groups, times one matrix per group.
+    """Add the result of a `ragged_dot_general` to the graph, and return it.
 
-    The dimension of groups counts as a batch dimension of the matrices.
+    It multiplies rows in groups by one matrix per group. The dimension of groups counts as a batch
+    dimension of the matrices.
 
     Args:
         inputs: Rows, matrices, and the sizes of the groups.

@@ -81,7 +81,9 @@ class Sweep:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mupax sweep`, and return 0 when every point has a row.
+    """Run `mupax sweep`: train the points, print the answer, and write rows and summary. Return 0.
+
+    With `--dry-run` the points are only listed.
 
     Raises:
         UsageError, ConfigError, PresetError: Flags do not fit together, or the grid has more than
@@ -113,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
-    """Return every point of a sweep.
+    """Return every point of a sweep: all combinations of `--vary`, sizes, rates and seeds.
 
     Args:
         rest: Further words of the command line, flags of the recipe for every point.
@@ -165,7 +167,13 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
 
 
 def _flag_values(text: str) -> list[tuple[str, str]]:
-    """Return the flag of a `--vary` with each of its values, as words of a command line."""
+    """Return (flag, value) for each value of a `--vary` text such as `preset.gamma0=0.5,1,2`.
+
+    The flag has no leading dashes. Values with a colon are a grid (`grids.parse`).
+
+    Raises:
+        ConfigError: `text` is not FLAG=VALUES.
+    """
     flag, equals, values = (part.strip() for part in text.lstrip("-").partition("="))
     if not (flag and equals and values):
         raise ConfigError(f"--vary {text!r}: write FLAG=VALUE,VALUE, as preset.gamma0=0.5,1,2")
@@ -176,7 +184,7 @@ def _flag_values(text: str) -> list[tuple[str, str]]:
 
 
 def _dry_run(grid: Sequence[Planned]) -> None:
-    """Print the points of each program."""
+    """Print each program with its points, rates, seeds, parameters and steps; train nothing."""
     from mupax.train.studies.sweep.sweep import grouped
 
     groups = grouped([point.config for point in grid], {})
@@ -203,7 +211,9 @@ def _dry_run(grid: Sequence[Planned]) -> None:
 
 
 def _run(args: Sweep, grid: Sequence[Planned], command: str) -> None:
-    """Train the points, print the answer and the table, and write all files.
+    """Train the points, print the answer and the table, and write sweep.json.
+
+    If the learning rate varies, sweep.png is drawn too. `--save-tuned` writes a tuned preset.
 
     Args:
         command: Command as it was typed, for the record.
@@ -240,14 +250,22 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> None:
 
 
 def _rows_by_loss(rows: Sequence[Row], judge: str) -> list[Row]:
-    """Return the rows with the loss that is judged as their training loss."""
+    """Return rows whose field `loss` is the loss to judge by.
+
+    Args:
+        judge: "training" to return the rows unchanged, or "evaluation" to replace `loss` by the
+            evaluation loss.
+    """
     if judge == "training":
         return list(rows)
     return [dataclasses.replace(row, loss=row.final_loss) for row in rows]
 
 
 def _next_step(grid: Sequence[Planned], rows: Sequence[Row], table: LiveTable) -> Step:
-    """Return the step that the report proposes: train the best point alone."""
+    """Return the report's next step: the command that trains the point of the lowest loss alone.
+
+    The loss is the one that `table` shows. If the point has no command, its label is shown.
+    """
     from mupax.train.studies.report import Step
 
     # By the loss that the table shows, so that the step fits the table.
@@ -259,7 +277,7 @@ def _next_step(grid: Sequence[Planned], rows: Sequence[Row], table: LiveTable) -
 
 
 def _points_json(grid: Sequence[Planned], rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Return the points and their rows as sweep.json has them."""
+    """Return label, peak rate, seed and all fields of the row of each point, for sweep.json."""
     content = []
     for point, row in zip(grid, rows, strict=True):
         fields = {
@@ -278,7 +296,7 @@ def _write_studies(
     folder: Path,
     command: str,
 ) -> None:
-    """Draw the loss against the learning rate, and save the tuned preset.
+    """Draw the loss against the learning rate in sweep.png, and save the preset of `--save-tuned`.
 
     Args:
         config: Config of the first point. Its optimizer and number of steps are those of all.
@@ -348,7 +366,7 @@ def _best_rate(
 def judged(
     points: Sequence[Planned], rows: Sequence[Row], axis: str
 ) -> list[tuple[Measured, Analysis]]:
-    """Analyse the rows of a sweep. Every choice of `--vary` is a study of its sizes.
+    """Fit the best learning rate of every size, for each choice of `--vary` as a study of its own.
 
     Args:
         rows: Row of each point. Their training loss is judged.
@@ -370,7 +388,10 @@ def judged(
 
 
 def _measured(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> Measured:
-    """Return points that differ only in size, rate and seed as a study with its rows."""
+    """Return points that differ only in size, rate and seed as a study with its rows.
+
+    If no size grows, the study's axis is the width, with the model's width as its only size.
+    """
     from mupax.train.studies.transfer.fit import STEP
     from mupax.train.studies.transfer.study import Measured, Study
 

@@ -28,7 +28,7 @@ def parse(text: str) -> tuple[float, ...]:
             numbers separated by commas. A number may be a power, as in `2^-7.5`.
 
     Raises:
-        ConfigError: `text` has neither form.
+        ConfigError: `text` has neither form, or START or STOP is not above 0.
     """
     parts = text.split(":")
     if len(parts) == 1:
@@ -92,6 +92,9 @@ def _number(word: str, text: str) -> float:
 
     Args:
         text: Grid that has the word, for the message of an error.
+
+    Raises:
+        ConfigError: `word` is no finite real number.
     """
     base, hat, exponent = word.strip().partition("^")
     try:
@@ -126,13 +129,15 @@ class Planned:
 
 
 def at_rate(config: Config, peak_lr: float) -> Config:
-    """Return the run with another peak learning rate."""
+    """Return a copy of a run's config with the peak learning rate `peak_lr`."""
     optimizer = dataclasses.replace(config.optimizer, peak_lr=peak_lr)
     return dataclasses.replace(config, optimizer=optimizer)
 
 
 def point(config: Config, peak_lr: float, seed: int) -> Config:
-    """Return the run with another peak learning rate and initialization, on the same batches.
+    """Return a copy of a run's config with another peak learning rate and initialization seed.
+
+    The batches stay the same.
 
     Args:
         seed: Seed of the initialization. The data keep the seed that they have in `config`.

@@ -36,12 +36,14 @@ def summarized(losses: np.ndarray) -> tuple[float, tuple[float, ...]]:
 
 
 def _rounded_mean(losses: np.ndarray) -> float:
-    """Return the mean with nine digits, which tell all float32 values apart."""
+    """Return the mean to nine significant digits, which tell all float32 values apart."""
     return float(f"{losses.mean():.9g}")
 
 
 def save_losses(folder: Path, losses: np.ndarray) -> str:
-    """Write the losses of points in training, and return the digest for their checkpoint.
+    """Write the losses of points in training to a file, and return the digest of its content.
+
+    The file is losses-STEPS.npy. The digest is stored in the points' checkpoint.
 
     Args:
         folder: Folder of the points in training; created if it is missing.

@@ -42,7 +42,7 @@ _CURVE_TYPES = (int, float, _NONE)
 
 
 class RowsError(MupaxError):
-    """Error of a file of rows that is not as it was written. The text says what to do with it."""
+    """Error of a file of rows that is damaged or was changed. The text says how to repair it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Row:
     """Result of one finished point.
 
     Attributes:
-        key: Name of what the point's config trains (`key_of`).
+        key: Digest of the config fields and data that determine the training (`key_of`).
         command: Command that trains the point alone; "" if no recipe has its name.
         loss: Mean training loss over the last tenth of the steps, in nats per target; inf if the
             point diverged.
@@ -116,12 +116,12 @@ class Row:
 
 
 def _finite_or_none(value: float) -> float | None:
-    """Return a loss as JSON has it, which knows no infinity."""
+    """Return a finite loss unchanged, and `None` for inf or NaN, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 
 def _number_or_inf(value: float | None) -> float:
-    """Return the loss that `_finite_or_none` turned into `value`."""
+    """Return `value` unchanged, and inf for `None`: the inverse of `_finite_or_none`."""
     return math.inf if value is None else value
 
 
@@ -161,7 +161,13 @@ class Rows(dict[str, Row]):
             )
 
     def _read(self, lines: Sequence[bytes], path: Path) -> int:
-        """Add the rows of a file's lines, and return how many have no digest."""
+        """Add the rows of a file's lines to this dict, and return the number without a digest.
+
+        A later row of a point replaces an earlier one.
+
+        Raises:
+            RowsError: A line is no row, or does not match its digest.
+        """
         without_digest = 0
         for number, line in enumerate(lines, start=1):
             try:
@@ -182,10 +188,10 @@ class Rows(dict[str, Row]):
         return without_digest
 
     def has(self, key: str, *, evaluated: bool) -> bool:
-        """Return True if a point is finished.
+        """Return True if a point has a row that is complete, so that it need not train again.
 
         Args:
-            key: Name of what the point trains (`key_of`).
+            key: Key of the point (`key_of`).
             evaluated: True if the row needs an evaluation loss. The row of a point that diverged
                 never has one and is finished without.
         """
@@ -196,7 +202,7 @@ class Rows(dict[str, Row]):
         return row.diverged or row.eval_loss is not None or not evaluated
 
     def add(self, row: Row) -> None:
-        """Write a row, and wait until it is on disk.
+        """Append a row to the file, wait until it is on disk, and add it to this dict.
 
         Raises:
             DiskError: The disk cannot write. The file is as before.

@@ -122,14 +122,14 @@ class _Timing(NamedTuple):
 
 
 class ExecutionTrial:
-    """Choice of how the points of a program train, by trials of a few steps.
+    """Chooser between training points together and in turn, by timing a few steps of each.
 
     A trial finds out whether points train faster together or in turn. In turn, on one CPU device,
     it also finds out how many threads should train at the same time. Every program is compiled
     once.
 
     Args:
-        mode: `auto` for trials; the other modes do what they say.
+        mode: `auto` to time both; `together` or `in-turn` to use that one without a trial.
         batches: Data of the points. A trial trains on their first batches.
         evaluated: True if the trainers also evaluate points.
     """
@@ -148,7 +148,10 @@ class ExecutionTrial:
     def trainer(
         self, key: object, points: Sequence[Program], log: Callable[[str], None]
     ) -> Trainer:
-        """Return a trainer for points of one program, after a trial if that is worth its time.
+        """Return a compiled trainer for points of one program, after a timing trial if needed.
+
+        A trial is made only in mode `auto` on CPU, for several points with enough steps, and once
+        per program. On other devices `auto` trains as many points together as fit into memory.
 
         Args:
             key: Key of the program (`grouped`).
@@ -190,7 +193,10 @@ class ExecutionTrial:
     def _together(
         self, key: object, points: Sequence[Program], log: Callable[[str], None]
     ) -> Trainer | None:
-        """Return a trainer of as many points as fit into memory, or `None` if only one fits."""
+        """Return a compiled trainer of as many points at once as fit into memory.
+
+        Return `None` if only one fits, or if there is only one point.
+        """
         count = len(points)
         batch_size = trainers.points_per_batch(points[0], count)
         if batch_size == 1:
@@ -212,6 +218,9 @@ class ExecutionTrial:
         self, key: object, single: Trainer, points: Sequence[Program], log: Callable[[str], None]
     ) -> Trainer:
         """Time steps in turn and, if it may pay, together. Return and keep the faster trainer.
+
+        Together is timed only if several points fit into memory and training in turn would last
+        for `MIN_COMPILATIONS` compilations. The choice is logged.
 
         Args:
             key: Key of the program (`grouped`).
@@ -244,7 +253,10 @@ class ExecutionTrial:
         return self._fastest[key]
 
     def _compiled(self, key: object, program: Program, count: int) -> Trainer:
-        """Return the trainer of `count` points at once, which is compiled at the first call."""
+        """Return the trainer of `count` points at once, which is compiled at the first call.
+
+        Later calls with the same key and count return the same trainer.
+        """
         if (key, count) not in self._trainers:
             began = time.monotonic()
             trainer = trainers.compile_trainer(program, count, self._evaluated)
@@ -253,7 +265,11 @@ class ExecutionTrial:
         return self._trainers[key, count]
 
     def _time_in_turn(self, single: Trainer, points: Sequence[Program]) -> _Timing:
-        """Time a step with 1, 2, 4, ... threads until more threads are not faster."""
+        """Time a step of one point at a time with 1, 2, 4, ... threads until more are not faster.
+
+        The number of threads is limited by cores, points and memory. A mesh of several devices is
+        timed with one thread only.
+        """
         program = single.program
         times = {1: self._step_seconds(single, points[:1])}
         threads = 1
@@ -278,7 +294,10 @@ class ExecutionTrial:
         )
 
     def _step_seconds(self, trainer: Trainer, points: Sequence[Program], threads: int = 1) -> float:
-        """Return the time of a step, of `threads` that train at once the share of one."""
+        """Return the seconds of a step of the slowest of `threads` threads, divided by `threads`.
+
+        All threads train the same points with the trainer at the same time.
+        """
         # All threads begin together, or the first would be timed while others still compile or
         # load.
         barrier = threading.Barrier(threads)
@@ -335,9 +354,11 @@ def _num_cores() -> int:
 def note_changes(
     folder: Path, program: Program, log: Callable[[str], None], *, goes_on: bool
 ) -> None:
-    """Log what changed since the last points of a folder were trained, and record the present.
+    """Log changes of the environment since a folder's last points, and write it to `FILE_NAME`.
 
-    Rows of two environments may differ in bits. They stay as comparable as two seeds are.
+    The environment is the machine, packages, mesh and compiler options. Rows of two environments
+    may differ by rounding errors, and are still used together. The file is not written if nothing
+    changed.
 
     Args:
         program: Program of the next point, whose mesh and compiler options are recorded.
@@ -361,9 +382,9 @@ def note_changes(
 
 
 def key_of(config: Config, data_digest: str) -> str:
-    """Return the name of what a config trains, a digest of 16 characters.
+    """Return the name of a point: a digest of its config and its data, 16 hex characters.
 
-    Configs that differ only in where they run and what they report have the same name.
+    Fields without an effect on what is trained, such as workdir, logging and mesh, do not count.
 
     Args:
         data_digest: Digest of the data that the point sees.
@@ -381,12 +402,15 @@ def key_of(config: Config, data_digest: str) -> str:
 
 
 def without_reports(config: Config) -> Config:
-    """Return the config with defaults for where it is saved and what it reports."""
+    """Return the config with defaults for workdir and resume, checkpoints, logs and evaluations."""
     return with_defaults(config, ("session", "reports", "course"))
 
 
 def _unnamed_fields(config: Config) -> Iterator[str]:
-    """Yield the dotted paths of fields that are not part of a point's name."""
+    """Yield the dotted paths of config fields that are not part of a point's name.
+
+    These are fields newer than `_FIRST` that have their default or do not change what is trained.
+    """
     for field in config_fields(config):
         # A model of a plugin declares nothing: all its fields are part of the name.
         if field.affects is None or field.path in _FIRST_PATHS:
@@ -420,9 +444,10 @@ def _unnamed_sections(config: Config) -> Iterator[str]:
 
 
 def _delete(fields: dict[str, Any], path: str) -> None:
-    """Delete a field or section of a config as JSON, if it is there.
+    """Delete a field or section of a config as JSON in place, if it is there.
 
     Args:
+        fields: Config as nested dicts, which is changed.
         path: Dotted path, such as "data.pixels".
     """
     *sections, name = path.split(".")
@@ -434,19 +459,22 @@ def _delete(fields: dict[str, Any], path: str) -> None:
 def grouped(
     configs: Sequence[Config], programs: dict[str, Program], devices: Sequence[Any] | None = None
 ) -> dict[object, list[Point]]:
-    """Group points by their program, in the order of each group's first point.
+    """Group points that can share a compiled program, in the order of each group's first point.
 
     Nothing is compiled or allocated, and a model definition is built once per shape.
 
     Args:
-        programs: Programs of earlier points by their shape. New ones are added.
+        configs: Config of every point. A point's index is its position here.
+        programs: Programs of earlier points by their shape. New ones are added in place.
         devices: JAX devices of the mesh; all of them by default.
 
     Returns:
         Points of each program by a key of the program.
 
     Raises:
-        ConfigError, PresetError, MeshError: A config has parts that do not fit together.
+        ConfigError, PresetError, MeshError: A config has parts that do not fit together, or has
+            `stop.patience` or `data.evaluate`, which are for single runs.
+        MemoryLimitError: The state of a point does not fit into a device's memory.
     """
     groups: dict[object, list[Point]] = {}
     for index, config in enumerate(configs):
@@ -470,9 +498,11 @@ def grouped(
 
 
 def shape_of(config: Config) -> Config:
-    """Return the config with one value for every number that is an input of the step.
+    """Return the config with fixed values for the fields that need no new compilation.
 
-    Configs of equal shape share a program.
+    Such fields are seed, learning rate, schedule, weight decay, eps and the preset's numbers, which
+    are inputs of the compiled step, and fields of logging and saving. Configs for which the result
+    is equal share a program.
     """
     # Without a limit of attention logits the step has no input for it, so `None` stays.
     qk_clip = None if config.optimizer.qk_clip is None else 1.0
@@ -551,7 +581,9 @@ class Sweep:
         return all(rows.has(key, evaluated=self._evaluated) for key in keys.values())
 
     def run(self, configs: Sequence[Config], watcher: SweepCallback | None = None) -> list[Row]:
-        """Train every point that has no row in the folder.
+        """Train every point that has no row in the folder, and write its row when it is finished.
+
+        Points that were saved in training are resumed.
 
         Args:
             configs: Points. Those that differ only in numbers (`shape_of`) share a program.
@@ -563,6 +595,7 @@ class Sweep:
         Raises:
             ConfigError, PresetError, MeshError, DataError: A config or its data do not fit. This is
                 raised before the first step.
+            MemoryLimitError: A point does not fit into a device's memory.
             WorkdirError: Another sweep trains in the folder.
             RowsError: The folder's rows are not as they were written.
             Stopped: `stop` returned True.
@@ -598,7 +631,7 @@ class Sweep:
             return [rows[keys[index]] for index in range(len(configs))]
 
     def _keys(self, groups: dict[object, list[Point]]) -> dict[int, str]:
-        """Return the name of what each point trains, by the point's index."""
+        """Return the name (`key_of`) of each point by its index, and load the data for it."""
         keys = {}
         for group in groups.values():
             for index, program in group:
@@ -614,7 +647,16 @@ class Sweep:
         rows: Rows,
         watcher: SweepCallback,
     ) -> None:
-        """Train points of one program, and write a row as each is finished."""
+        """Train points of one program, write a row as each is finished, and delete its saved state.
+
+        Args:
+            program_key: Key of the program (`grouped`).
+            keys: Name of each point by its index.
+            rows: Rows of the folder, to which the new rows are added.
+
+        Raises:
+            Stopped: The sweep's `stop` returned True. The points in training are saved.
+        """
         programs = [program for _, program in points]
         trainer = self._trial.trainer(program_key, programs, watcher.note)
         work = Work(trainer, self._batches, self._folder, keys, watcher, self._stop)
@@ -633,7 +675,7 @@ class Sweep:
 
 
 def _unique(points: Sequence[Point], keys: dict[int, str]) -> list[Point]:
-    """Return the points without those that equal an earlier one."""
+    """Return the points without those whose name in `keys` is that of an earlier one."""
     by_key: dict[str, Point] = {}
     for index, program in points:
         by_key.setdefault(keys[index], (index, program))
@@ -642,9 +684,9 @@ def _unique(points: Sequence[Point], keys: dict[int, str]) -> list[Point]:
 
 @contextlib.contextmanager
 def engine(folder: Path, mode: Mode, *, evaluated: bool) -> Iterator[Sweep]:
-    """Context manager of the engine of a command.
+    """Context manager that yields a `Sweep` which saves its points in training when a signal comes.
 
-    A signal saves the points in training and ends the command.
+    After that it prints a message and ends the command.
 
     Args:
         folder: Folder of rows and unfinished points; created if it is missing.
@@ -678,9 +720,12 @@ def run(
     watcher: SweepCallback | None = None,
     **options: Any,
 ) -> list[Row]:
-    """Train points in a folder, with an engine of its own, and return a row per config.
+    """Train the points that have no row in a folder yet, and return a row per config.
+
+    It makes a new `Sweep`, so nothing compiled is kept for another call.
 
     Args:
+        configs: Config of every point.
         folder: Folder of rows and unfinished points; created if it is missing.
         watcher: Callbacks that show the progress; none by default.
         **options: Other arguments of `Sweep`.

@@ -36,9 +36,10 @@ class _Cell(NamedTuple):
 
 
 class LiveTable(SweepCallback):
-    """Context manager that shows a sweep while it trains.
+    """Context manager that shows a table of losses and a progress bar while a sweep trains.
 
-    A command prints its conclusion after that, and then the table by `show`.
+    Both are erased at its exit, so that a command can print its conclusion first and then the table
+    by `show`. On a console that is no terminal it prints a line per finished point instead.
 
     Args:
         console: Console that the table is drawn on, which may be no terminal.
@@ -84,13 +85,16 @@ class LiveTable(SweepCallback):
         self._live.stop()
 
     def show(self) -> None:
-        """Print the table, unless no point has finished."""
+        """Print the name of the loss and the table, or nothing if no point has finished."""
         if self._rows:
             self.note(f"{self.metric}, mean over seeds")
             self._console.print(self.table())
 
     def value(self, row: Row) -> float:
-        """Return the loss of a finished point that its cell shows."""
+        """Return the loss of a finished point that the table shows.
+
+        It is the evaluation loss if the points are evaluated, otherwise the training loss.
+        """
         return row.final_loss if self._evaluated else row.loss
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
@@ -107,7 +111,7 @@ class LiveTable(SweepCallback):
             self.note(f"{len(done)} of {len(configs)} points are done already")
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line above the live table, where it is not erased."""
         self._console.print(text, highlight=False)
 
     def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
@@ -136,7 +140,11 @@ class LiveTable(SweepCallback):
         self.note(f"{progress}  {name}: {outcome}  ({duration(row.seconds)})")
 
     def _advance_to(self, point: int, share: float) -> None:
-        """Advance the bar to a share of the point's steps."""
+        """Record that a point has done this share of its steps, and advance the bar by the FLOPs.
+
+        Args:
+            share: Fraction of the point's steps that are done, from 0 to 1.
+        """
         new_share = share - self._shares.get(point, 0.0)
         # In FLOPs, because a step of a large size takes longer than one of a small size.
         self._bar.advance(self._task, new_share * _cost(self._configs[point]))
@@ -175,7 +183,13 @@ class LiveTable(SweepCallback):
         return table
 
     def _mean_losses(self, points_of: dict[_Cell, list[int]]) -> dict[_Cell, float]:
-        """Return the mean loss of each cell: inf if a point diverged, nan before the first loss."""
+        """Return the mean last loss of each cell, over its points that have one.
+
+        The mean is inf if a point diverged, and nan before the first loss.
+
+        Args:
+            points_of: Indices of the points of each cell.
+        """
         means = {}
         # `Live` draws in a thread of its own, while a point may be added to `_losses`.
         last_losses = dict(self._losses)
@@ -199,7 +213,7 @@ def _lowest(means: dict[_Cell, float], column: str) -> float | None:
 
 
 def _mean_text(mean: float) -> str:
-    """Return the text of a cell."""
+    """Return the text of a cell: "" for nan, "diverged" for inf, otherwise four decimals."""
     if math.isnan(mean):
         return ""
     if math.isinf(mean):

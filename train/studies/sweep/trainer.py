@@ -62,12 +62,15 @@ class Trainer:
 
 
 def compile_trainer(program: Program, count: int, evaluated: bool) -> Trainer:
-    """Compile a trainer of one point, with the step of a run alone, or of several points.
+    """Compile a trainer of one point, with the step of a run alone, or of several points at once.
 
     Args:
         program: Program of any one of the points.
         count: Number of points at once: 1, or a multiple of the mesh axis `sweep`.
         evaluated: True if the trainer also evaluates points.
+
+    Raises:
+        MemoryLimitError: `count` is 1 and the compiled step does not fit into memory.
     """
     if count > 1:
         return _compile_together(program, count, evaluated)
@@ -92,7 +95,10 @@ def compile_trainer(program: Program, count: int, evaluated: bool) -> Trainer:
 
 
 def _compile_together(program: Program, count: int, evaluated: bool) -> Trainer:
-    """Compile the step mapped over a first axis [count], which the mesh axis `sweep` splits."""
+    """Compile a trainer of `count` points at once, with `jax.vmap` over a first axis [count].
+
+    The mesh axis `sweep` splits that axis. All points see the same batches.
+    """
     mesh = program.mesh
     axis_name = "sweep" if mesh.shape["sweep"] > 1 else None
     over_points = NamedSharding(mesh, PartitionSpec(axis_name))
@@ -170,7 +176,8 @@ def _stack(trees: Sequence[Any]) -> Any:
 def _stacked_stds(points: Sequence[Program]) -> dict[str, np.ndarray]:
     """Return the initial standard deviations of points by name, with a first axis [points].
 
-    Some presets draw keys from the query's random key (`SHARED_INIT`), others have no such entry.
+    Some presets draw keys from the query's random key and have an entry `SHARED_INIT` + name.
+    Points without it get the parameter's own draw as that entry, so that all have the same names.
     """
     names = set()
     for point in points:
@@ -187,9 +194,10 @@ def _stacked_stds(points: Sequence[Program]) -> dict[str, np.ndarray]:
 
 
 def points_per_batch(program: Program, points: int, single: Trainer | None = None) -> int:
-    """Return how many points should train at once, so that they fit a device's memory.
+    """Return the number of points to train at once, so that they fit a device's memory.
 
     If they do not all fit, they are spread over batches of one size, which one program can train.
+    If the free memory is unknown, all points train at once.
 
     Args:
         program: Program of any one of the points.
@@ -243,7 +251,7 @@ class Batches:
         self._lock = threading.RLock()
 
     def data_of(self, program: Program) -> Data:
-        """Return the data of a program. They are loaded once for all points with the same data."""
+        """Return the data of a program, loaded at the first call and shared by later ones."""
         config = program.config
         key = self._key(program)
         with self._lock:
@@ -258,7 +266,11 @@ class Batches:
             return self._data[key]
 
     def train(self, program: Program, start: int) -> Generator[Batch, None, None]:
-        """Yield training batches of a program's data, on its devices.
+        """Yield training batches of a program's data as arrays on its devices, from batch `start`.
+
+        If the batches of the whole run fit into `CACHED_BYTES`, they are kept in host memory for
+        later calls, and the iterator ends with the run's last step. Otherwise they are read anew,
+        for as long as the data have batches.
 
         Args:
             start: Number of the first batch, from 0. It is the number of steps that are done.
@@ -284,7 +296,7 @@ class Batches:
 
     @staticmethod
     def _key(program: Program) -> Any:
-        """Return a key that is equal for programs with the same batches."""
+        """Return a key of data config, data seed and batch shapes, equal for equal batches."""
         config = program.config
         shapes = []
         for name, leaf in program.train_feed().abstract.items():

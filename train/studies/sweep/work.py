@@ -46,7 +46,7 @@ PointBatch = Sequence[Point]
 
 
 class SweepCallback:
-    """Callbacks on the progress of a sweep, which do nothing here.
+    """Base class of callbacks on the progress of a sweep. Its methods do nothing.
 
     `mupax.train.studies.sweep.table.LiveTable` shows the progress.
     """
@@ -60,7 +60,7 @@ class SweepCallback:
         """
 
     def note(self, text: str) -> None:
-        """Receive a line for the user."""
+        """Receive a line of text for the user, such as a choice or a problem."""
 
     def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
         """Receive the progress of points in training, every few steps.
@@ -80,10 +80,10 @@ class SweepCallback:
 
 
 class LockedCallback(SweepCallback):
-    """Callbacks that several threads may call. One call waits for another to end.
+    """Callbacks that forward each call to others under a lock, so that several threads may call.
 
     Args:
-        callback: Callbacks that know nothing of threads and are called in their place.
+        callback: Callbacks to forward to, which need not be thread-safe.
     """
 
     def __init__(self, callback: SweepCallback) -> None:
@@ -108,11 +108,11 @@ class LockedCallback(SweepCallback):
 
 
 class Stopped(Exception):
-    """Signal that the sweep was stopped. Its points in training are saved and can go on."""
+    """Exception of a stopped sweep. Its points in training are saved and can be resumed."""
 
 
 class _Restored(NamedTuple):
-    """Points in training as they were saved.
+    """State and losses of points in training, restored from their checkpoint.
 
     Attributes:
         state: State on the devices of the trainer.
@@ -143,13 +143,13 @@ class _Progress:
     data: Data
 
     def save(self, step: int, state: TrainState) -> None:
-        """Save the state and the losses after `step` steps."""
+        """Save the state as a checkpoint and the losses as a file, after `step` steps."""
         # Losses first: a checkpoint names their digest, so it must never be newer than they are.
         digest = save_losses(self.folder, self.losses[:step])
         self.checkpoints.save(step, state, {**self.data.facts, "losses": digest}, last=True)
 
     def record(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Fill in the losses of a step.
+        """Write the losses of a step into `losses`, nan for points that have diverged.
 
         A point that diverged once stays diverged, even if later losses are finite again.
 
@@ -165,7 +165,7 @@ class _Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Training of one group of points, which share a program.
+    """Training loop for points that share a program, with saves and restores.
 
     Attributes:
         trainer: Compiled program, for `trainer.count` points at once.
@@ -186,7 +186,10 @@ class Work:
     concurrent: int = 1
 
     def unfinished_folder(self, points: PointBatch) -> Path:
-        """Return the folder of points while they train."""
+        """Return the folder in which state and losses of these points are saved while they train.
+
+        It depends on the points' names and on the trainer's count. It is not created here.
+        """
         keys = [self.keys[index] for index, _ in points]
         # By count, too: a state of several points does not fit a trainer of one.
         return self.folder / "unfinished" / cache.digest(str(self.trainer.count), *keys)
@@ -194,11 +197,15 @@ class Work:
     def train(self, points: PointBatch) -> list[tuple[int, Row]]:
         """Train points at once, and return the index and the row of each.
 
+        Training continues from the points' saved state if there is one. After the last step the
+        points are evaluated, if the trainer evaluates and any of them did not diverge. Rows are not
+        written to disk here.
+
         Args:
             points: At most `trainer.count` points.
 
         Raises:
-            Stopped: `stop` returned True. The points are saved.
+            Stopped: `stop` returned True before the last step. The points are saved.
         """
         trainer = self.trainer
         programs = [program for _, program in points]
@@ -238,7 +245,7 @@ class Work:
     def _row(
         self, index: int, program: Program, losses: np.ndarray, score: float | None, seconds: float
     ) -> Row:
-        """Return the row of a finished point.
+        """Return the row of a finished point, in which losses after a divergence are inf.
 
         Args:
             losses: float64 [steps], nan from the step at which the point diverged.
@@ -291,8 +298,13 @@ class Work:
     ) -> TrainState:
         """Run the steps that are left, fill in `progress.losses`, and return the last state.
 
+        It saves every `SAVE_EVERY_S` seconds, and ends early if all points have diverged.
+
         Args:
             steps_done: Number of steps that are done.
+
+        Raises:
+            Stopped: `stop` returned True before the last step. The points are saved.
         """
         losses = progress.losses
         steps = len(losses)
@@ -392,7 +404,10 @@ class Work:
 
 
 def _stop_all(stopping: threading.Event, futures: Iterable[Future[Any]]) -> None:
-    """Let running threads save their points and stop, and cancel the others."""
+    """Tell running threads to save their points and stop, and cancel futures not yet started.
+
+    It does not wait for the threads.
+    """
     stopping.set()
     for future in futures:
         future.cancel()

@@ -65,7 +65,7 @@ class TablePlan:
 
 
 def asks_for_table(argv: Sequence[str]) -> bool:
-    """Return whether --from or --table is followed by a file of runs, by the ending of its name.
+    """Return True if the value of --from or --table has the ending of a table of runs, as .csv.
 
     The value may be the next word or come after "=".
     """
@@ -81,7 +81,7 @@ def asks_for_table(argv: Sequence[str]) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan a run from a table and print the plan. Return the exit code.
+    """Plan a run from a table, print the plan as text or JSON, and write it to `--out`. Return 0.
 
     Raises:
         UsageError, ConfigError: The words do not say one table and one run.
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _request(options: TablePlan) -> dict[str, float]:
-    """Return the size and length, or the FLOPs, that the options ask for.
+    """Return the parameters and tokens, or the FLOPs, of the options as numbers by name.
 
     Raises:
         UsageError: The options name no run or two runs, or a rate or batch is not above 0.
@@ -133,7 +133,17 @@ def _request(options: TablePlan) -> dict[str, float]:
 def _content(
     forecaster: Forecaster, options: TablePlan, request: dict[str, float]
 ) -> dict[str, Any]:
-    """Return the plan as JSON has it."""
+    """Return the plan as plain values for JSON: best rate, batch and loss, next runs and law.
+
+    A budget of FLOPs is turned into the best size and tokens first, unless the table has FLOPs
+    alone. With a rate or batch in the options, the entry "at" has the loss there.
+
+    Args:
+        request: Parameters and tokens, or FLOPs, from `_request`.
+
+    Raises:
+        TableError: The table says nothing of the run.
+    """
     fit = forecaster.fit
     place = dict(request)
     content: dict[str, Any] = {
@@ -175,7 +185,7 @@ def _content(
 
 
 def _chosen(options: TablePlan) -> dict[str, float]:
-    """Return the rate and the batch that the options choose, without those left open."""
+    """Return the values of `--peak-lr` and `--batch-sequences` by name, only those given."""
     chosen: dict[str, float] = {}
     for name in SEARCHED_AXES:
         value = getattr(options, name)
@@ -185,7 +195,7 @@ def _chosen(options: TablePlan) -> dict[str, float]:
 
 
 def _best_values(best: Recommendation) -> dict[str, float]:
-    """Return the best rate and batch, without those that do not vary in the table."""
+    """Return the best rate and batch as numbers by name, without those that are `None`."""
     values = {}
     if best.peak_lr is not None:
         values["peak_lr"] = best.peak_lr.value
@@ -195,7 +205,7 @@ def _best_values(best: Recommendation) -> dict[str, float]:
 
 
 def _best_json(best: Recommendation) -> dict[str, Any]:
-    """Return a recommendation as JSON has it."""
+    """Return a recommendation as plain values for JSON; `None` stays `None`."""
     intervals = {
         "peak_lr": best.peak_lr,
         "batch_sequences": best.batch_sequences,
@@ -211,9 +221,10 @@ def _best_json(best: Recommendation) -> dict[str, Any]:
 
 
 def _law_json(forecaster: Forecaster) -> dict[str, Any]:
-    """Return the numbers and the noise of a law as JSON has them.
+    """Return the numbers and the noise of a law as rounded values for JSON.
 
-    `of_runs` of a number says that the runs, and not its prior, determine it.
+    `of_runs` of a number is true if its deviation is below `PRIOR_SHARE` of its prior's, so that
+    the runs determine it.
     """
     fit = forecaster.fit
     deviations = fit.covariance.diagonal() ** 0.5
@@ -247,7 +258,7 @@ def _law_json(forecaster: Forecaster) -> dict[str, Any]:
 def _cautions(
     forecaster: Forecaster, place: dict[str, float], chosen: dict[str, float]
 ) -> list[str]:
-    """Return what to know before the plan is believed, a sentence each.
+    """Return reasons to doubt the plan, a sentence each.
 
     Reasons are a run far beyond the table's, an axis of which the table says little, and a rate or
     batch at or beyond the end of the table's.
@@ -337,7 +348,7 @@ def _conclusion(content: dict[str, Any]) -> str:
 
 
 def _plan_rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the table of the plan, with its heads first: each value, its interval and source."""
+    """Return rows of text with each value, its interval and source; the first row has headings."""
     rows: list[tuple[str, ...]] = [("", "value", "90 % interval", "from")]
     table = content["table"]
     source = f"law over {table['used']} of {table['rows']} runs of {table['file']}"
@@ -359,7 +370,7 @@ def _plan_rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _next_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the table of runs that would narrow the interval, with its heads first.
+    """Return rows of text of the runs that would narrow the interval; the first row has headings.
 
     Args:
         runs: Fields of `NextRun` of each run.
@@ -382,7 +393,7 @@ def _next_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _cells(interval: dict[str, float], spec: str) -> tuple[str, str]:
-    """Return a value and its interval as two cells.
+    """Return a value and its interval, "LOW to HIGH", as two texts.
 
     Args:
         interval: Fields of an `Interval`.

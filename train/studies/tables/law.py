@@ -134,10 +134,10 @@ with a deviation of a quarter of it either way.
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Law without its numbers: the terms that a table can say something about.
+    """Functional form of the law for a table: its terms and axes, without fitted numbers.
 
     Attributes:
-        terms: Terms of `TERMS`, with the exponents of axes that vary.
+        terms: Terms of `TERMS` that the table can determine, with the exponents of axes that vary.
         axes: Axes that vary in the table. Arrays of shape [..., A] have them in this order.
         centre: Middle between the smallest and the largest log2 of each axis [A].
         loss: Lowest loss of the table, in nats.
@@ -169,7 +169,7 @@ class Form:
         return np.array(means), np.array(deviations)
 
     def place(self, values: Mapping[str, np.ndarray | float]) -> np.ndarray:
-        """Return the log2 of runs, less the centre of the table [M, A].
+        """Return the log2 of each run's axes, less the centre of the table [M, A].
 
         Args:
             values: Numbers or arrays [M] of each axis of `axes`, broadcast against each other.
@@ -220,7 +220,9 @@ class Noise:
     far: float = FAR
 
     def of_run(self, excess: np.ndarray) -> np.ndarray:
-        """Return the deviation of runs.
+        """Return the standard deviation of the log loss of each run [M].
+
+        It is `near` at the best rate and batch of a setting and grows linearly with the excess.
 
         Args:
             excess: Log of their loss, less the log of the best loss of their setting [M].
@@ -253,19 +255,23 @@ class Fit:
     setting: np.ndarray
 
     def log_loss(self, values: Mapping[str, np.ndarray | float]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log of the loss [M] and its derivatives by the numbers of the law [M, P].
+        """Return the fitted log loss [M] and its derivatives by the numbers of the law [M, P].
 
         Args:
-            values: Numbers or arrays [M] of each axis, broadcast against each other.
+            values: Numbers or arrays [M] of each axis of the law, broadcast against each other.
         """
         return self.form.log_loss(self.numbers, self.form.place(values))
 
     def grid(self, values: Mapping[str, float], per_octave: int = 4) -> dict[str, np.ndarray]:
-        """Return a grid of rates and batches within those of the table, at one size and length.
+        """Return a grid of rates and batches between the table's ends, at one size and length.
 
         Args:
-            values: Numbers of the axes other than rate and batch.
+            values: Number of each axis of the law other than rate and batch.
             per_octave: Number of points per octave of rate and of batch.
+
+        Returns:
+            Array of all points of the grid [M] for each axis of the law. A rate or batch that does
+            not vary in the table is left out.
         """
         ranges = []
         searched = []
@@ -287,7 +293,7 @@ class Fit:
 
 
 def form_of(table: RunTable) -> Form:
-    """Return the terms that a table can say something about.
+    """Return the form of the law for a table, with the terms and exponents of axes that vary.
 
     Raises:
         TableError: All runs have one size and length.
@@ -338,7 +344,7 @@ def settings_of(table: RunTable) -> np.ndarray:
 
 
 def lowest_of(table: RunTable) -> np.ndarray:
-    """Return the lowest log loss of each setting [K]."""
+    """Return the lowest log loss of each setting, in the order of `settings_of` [K]."""
     setting = settings_of(table)
     lowest = np.full(setting.max() + 1, math.inf)
     # `at` counts repeated indices, which plain indexing would not.
@@ -347,7 +353,7 @@ def lowest_of(table: RunTable) -> np.ndarray:
 
 
 def fitted(table: RunTable, form: Form | None = None) -> Fit:
-    """Fit a law to a table.
+    """Fit a law to the runs of a table, in `ROUNDS` rounds that also estimate the noise.
 
     Args:
         table: Runs. Those that diverged, or nearly, are left out (`WINDOW`).
@@ -385,7 +391,7 @@ def fitted(table: RunTable, form: Form | None = None) -> Fit:
 
 
 def _setting_values(table: RunTable, setting: np.ndarray, index: int) -> dict[str, float]:
-    """Return the number of each column of a setting's first run."""
+    """Return the values of the first run of the setting with this index, by column."""
     first = int(np.argmax(setting == index))
     row = {}
     for axis, column in table.values.items():
@@ -401,7 +407,9 @@ def _once(
     excess: np.ndarray,
     start: np.ndarray | None,
 ) -> Fit:
-    """Return the most probable law for one noise, and the Gaussian around it.
+    """Return the most probable law for a given noise, with the covariance of its numbers.
+
+    Effects of settings are fitted at the same time. Large residuals count less (pseudo-Huber).
 
     Args:
         setting: Index of each run's setting [M].
@@ -462,7 +470,7 @@ def _once(
 
 
 def _pseudo_huber(residual: np.ndarray) -> np.ndarray:
-    """Return values whose squares grow linearly with large residuals.
+    """Return residuals shrunk so that their squares grow only linearly where they are large.
 
     A single run with a large residual then does not bend the law.
     """
@@ -470,7 +478,7 @@ def _pseudo_huber(residual: np.ndarray) -> np.ndarray:
 
 
 def _pseudo_huber_slope(residual: np.ndarray) -> np.ndarray:
-    """Return the derivative of `_pseudo_huber`."""
+    """Return the derivative of `_pseudo_huber` at each residual."""
     root = np.sqrt(1 + residual**2)
     value = np.sqrt(2 * (root - 1))
     # The limit at 0 is 1, where the quotient is 0 / 0.
@@ -478,7 +486,10 @@ def _pseudo_huber_slope(residual: np.ndarray) -> np.ndarray:
 
 
 def _noise(fit: Fit, missed: np.ndarray, excess: np.ndarray) -> Noise:
-    """Return the noise that a fit leaves, by medians, which single runs do not move.
+    """Return the noise estimated from a fit's residuals and effects.
+
+    `near` and `far` use medians, so that single runs do not move them. Each keeps the value of the
+    round before if at most `LEAST_RUNS` runs determine it.
 
     Args:
         fit: Law with the effects of settings, fitted with the noise of the round before.

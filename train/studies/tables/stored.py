@@ -24,7 +24,7 @@ DENSE = FOLDER / "published-dense.json"
 
 
 def to_json(forecaster: Forecaster) -> dict[str, Any]:
-    """Return a law as JSON has it.
+    """Return a law as plain values for JSON, from which `load` makes a forecaster again.
 
     The content has the terms, the fitted numbers with their covariance, the noise, and the smallest
     and largest value of every axis.
@@ -56,7 +56,7 @@ def to_json(forecaster: Forecaster) -> dict[str, Any]:
 
 
 def _term_json(term: Term) -> dict[str, Any]:
-    """Return a term as JSON has it, each prior as a list of mean and deviation."""
+    """Return a term as plain values for JSON, each prior as a list of mean and deviation."""
     exponents = {}
     for axis, prior in term.exponents.items():
         exponents[axis] = [prior.mean, prior.deviation]
@@ -68,7 +68,10 @@ def _term_json(term: Term) -> dict[str, Any]:
 
 
 def load(path: Path = DENSE) -> Forecaster:
-    """Return the forecasts of a law that was written by `to_json`.
+    """Read a law that `to_json` wrote, and return a forecaster of it.
+
+    The runs of the fit are not in the file. The forecaster's table has only the two ends of each
+    axis.
 
     Args:
         path: File of the law; the law of published dense decoders by default.
@@ -113,7 +116,7 @@ def load(path: Path = DENSE) -> Forecaster:
 
 
 def _term(fields: dict[str, Any]) -> Term:
-    """Return the term that `_term_json` wrote."""
+    """Return the term with the fields that `_term_json` wrote."""
     exponents = {}
     for axis, prior in fields["exponents"].items():
         exponents[axis] = Prior(*prior)

@@ -173,12 +173,12 @@ class RunTable:
 
 
 def is_table(path: str | Path) -> bool:
-    """Return True if the ending of a path is that of a table."""
+    """Return True if a path ends in .csv, .tsv, .jsonl or .ndjson. The file is not opened."""
     return str(path).lower().endswith(ENDINGS)
 
 
 def read(path: Path, columns: Sequence[str] = ()) -> RunTable:
-    """Read the runs of a file.
+    """Read the runs of a file. Seeds of a run are averaged, and its best weight decay is kept.
 
     Args:
         path: CSV (a line of names first), TSV, or JSONL (an object per line).
@@ -188,6 +188,7 @@ def read(path: Path, columns: Sequence[str] = ()) -> RunTable:
     Raises:
         TableError: The file has no rows or lacks a column, a text is no number, a unit cannot be
             right, no loss is finite, or two rows of one run have two losses.
+        JsonError: A line of a JSONL file is no JSON object.
         DiskError: The file cannot be read.
     """
     content = disk.read_bytes(path)
@@ -204,14 +205,19 @@ def read(path: Path, columns: Sequence[str] = ()) -> RunTable:
 
 
 class _Source(NamedTuple):
-    """Column of the file that a number is in, and the factor to the number's unit."""
+    """Name of a file's column, and the factor that turns its numbers into the unit of `COLUMNS`."""
 
     text: str
     factor: float
 
 
 def _parse(path: Path, content: bytes) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the names of the columns, and the rows."""
+    """Return the names of a file's columns, and its rows, by the format of the file's ending.
+
+    Raises:
+        TableError: The content is not UTF-8 text or no valid CSV.
+        JsonError: A line of a JSONL file is no JSON object.
+    """
     try:
         # A CSV file of a spreadsheet may begin with a byte order mark.
         text = content.decode("utf-8-sig")
@@ -225,7 +231,7 @@ def _parse(path: Path, content: bytes) -> tuple[list[str], list[dict[str, Any]]]
 
 
 def _is_jsonl(path: Path) -> bool:
-    """Return True if a file has a JSON object per line and no line of names."""
+    """Return True if a file ends in .jsonl or .ndjson: a JSON object per line, no line of names."""
     return path.suffix.lower() in (".jsonl", ".ndjson")
 
 
@@ -242,7 +248,12 @@ def _parse_jsonl(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]
 
 
 def _parse_csv(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the names in the first line, and the rows."""
+    """Return the names in the first line, and the rows below it as dicts of text by name.
+
+    Raises:
+        TableError: The CSV is invalid, a name occurs twice, or a row has too few or too many
+            fields.
+    """
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     # `newline=""`, because the reader itself handles line ends inside of quotes.
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -271,7 +282,10 @@ def _sources(path: Path, names: Sequence[str], words: Sequence[str]) -> dict[str
 
     Args:
         names: Names of the file's columns, in their order in the file.
-        words: Words of `--columns`.
+        words: Words of `--columns`, such as `tokens=D*1e9`.
+
+    Raises:
+        TableError: A word is invalid, or the file lacks a column that is named or required.
     """
     sources = {name: _Source(name, 1.0) for name in COLUMNS if name in names}
     for word in words:
@@ -313,7 +327,10 @@ def _source(word: str, text: str, names: Sequence[str]) -> _Source:
     Args:
         word: Complete word of `--columns`, for messages.
         text: Part behind the `=`.
-        names: Names of the file's columns, which may have these signs themselves.
+        names: Names of the file's columns, which may have `*` or `/` themselves.
+
+    Raises:
+        TableError: The factor is not a number above 0.
     """
     # A column may be named "a/b" itself, so the whole text is tried first.
     if text in names:
@@ -335,10 +352,13 @@ def _source(word: str, text: str, names: Sequence[str]) -> _Source:
 def _numbers(
     path: Path, rows: Sequence[Mapping[str, Any]], name: str, source: _Source
 ) -> np.ndarray:
-    """Return a column in its unit, float64 [rows].
+    """Return a column of numbers, multiplied by the factor to its unit, float64 [rows].
 
     Args:
         name: Name in `COLUMNS`.
+
+    Raises:
+        TableError: A cell is no number that the column can have (`_is_valid`).
     """
     numbers = []
     for index, row in enumerate(rows):
@@ -354,7 +374,11 @@ def _numbers(
 
 
 def _is_valid(name: str, number: float | None) -> bool:
-    """Return True if a column can have a number. Only a loss may be nan, of a diverged run."""
+    """Return True if a column can have a number.
+
+    `None` is never valid. Only a loss may be nan, for a diverged run. Columns in `POSITIVE` need a
+    number above 0.
+    """
     if number is None:
         return False
     if name == "loss":
@@ -365,12 +389,18 @@ def _is_valid(name: str, number: float | None) -> bool:
 
 
 def _line(path: Path, index: int) -> int:
-    """Return the number of a row's line in its file, which has a line of names unless JSONL."""
+    """Return the line number, from 1, of the row `index` in its file, for messages.
+
+    CSV and TSV files have a line of names before the rows, and JSONL files have none.
+    """
     return index + 1 if _is_jsonl(path) else index + 2
 
 
 def _number(value: Any) -> float | None:
-    """Return the number that a cell means, as 1e9, 22.7B or nan, or `None` if it means none."""
+    """Return a cell such as 1e9, 1,000, 22.7B or nan as a number, or `None` if it is none.
+
+    The texts "inf" and "diverged" become nan.
+    """
     # bool is a kind of int.
     if isinstance(value, bool):
         return None
@@ -389,10 +419,14 @@ def _number(value: Any) -> float | None:
 
 
 def _check_unit(path: Path, column: Column, numbers: np.ndarray, text: str) -> None:
-    """Refuse a column whose numbers cannot be in its unit.
+    """Refuse a column whose median is outside of the bounds of its unit.
 
     Args:
         text: Name of the column in the file, for messages.
+
+    Raises:
+        TableError: The median is outside of the bounds, no loss is finite, or a loss is not above
+            0.
     """
     finite = numbers[np.isfinite(numbers)]
     if column.name == "loss" and not finite.size:
@@ -428,6 +462,9 @@ class _Run(NamedTuple):
 
 def _merged(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
     """Return a table with one run for each model, length, rate and batch.
+
+    Log losses are averaged over seeds, inf if a seed diverged. Of several weight decays the one
+    with the lowest mean is kept. FLOPs are dropped if there are parameters and tokens.
 
     Args:
         digest: sha256 of the file.
@@ -487,7 +524,9 @@ def _merged(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
 
 
 def _rows_by_setting(values: Mapping[str, np.ndarray], num_rows: int) -> list[list[int]]:
-    """Group rows of one model, length, rate and batch.
+    """Return lists of row indices, one for each model, length, rate and batch.
+
+    Learning rates that round to the same 1/16 octave count as equal.
 
     Args:
         values: Numbers of all rows by name [rows], without loss, seed and weight decay.
@@ -506,7 +545,7 @@ def _rows_by_setting(values: Mapping[str, np.ndarray], num_rows: int) -> list[li
 def _rows_of_seeds(
     path: Path, rows: Sequence[int], loss: np.ndarray, seeds: np.ndarray | None
 ) -> list[int]:
-    """Return the first row of each seed, among rows of one run and weight decay.
+    """Return the index of the first row of each seed, among rows of one run and weight decay.
 
     Args:
         loss: Losses of all rows [rows].

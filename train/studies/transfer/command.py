@@ -29,10 +29,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | None = None) -> int:
-    """Measure, judge, print and write the studies.
+    """Train the studies of a command, judge their drift, and print and write the report.
 
-    Return 0 when done, whatever the verdict. Return 1 if no study could be judged, a frugal size
-    has no best rate, or the forecast of `--predict` cannot be made.
+    With `--dry-run` the studies are only listed. Return 0 when done, whatever the verdict. Return 1
+    if no study could be judged, a frugal size has no best rate, or the forecast of `--predict`
+    cannot be made.
 
     Args:
         rest: Further words of the command line, the flags of the recipe.
@@ -91,7 +92,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
 
 
 def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
-    """Print the sizes of every study, and how much it trains."""
+    """Print the sizes of every study, its number of rates and seeds, its steps and time limit."""
     points = f"5 rates or more a size, {args.seeds} to {args.max_seeds} seeds"
     if args.search == "frugal":
         points = f"{args.seeds} seeds at the smallest size, else 3 rates and 1 seed or more"
@@ -107,7 +108,7 @@ def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
 
 
 def _watched(engine: Sweep, console: Console) -> Runner:
-    """Return a function that trains points and shows a table on the console."""
+    """Return a function that trains points with the engine and shows a live table meanwhile."""
     from mupax.train.studies.sweep.table import LiveTable
 
     def run(configs: Sequence[Config]) -> list[Row]:
@@ -129,10 +130,16 @@ def _report(
     command: str,
     label: str,
 ) -> int:
-    """Judge, print and write the studies. Return the exit code.
+    """Judge the studies, print and write the report, and do what --save-tuned and --predict ask.
 
     Args:
         control: Label of the preset that should drift; `None` without one.
+        command: Command as it was typed, for the record.
+        label: Label of the recipe's preset, whose rate is saved.
+
+    Returns:
+        0, or 1 if no study could be judged, a frugal size has no best rate, or there is no
+        forecast.
     """
     from mupax.train.studies.transfer import report, tuned
 

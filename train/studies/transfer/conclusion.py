@@ -27,7 +27,9 @@ def main_studies(studies: Studies, control: str | None) -> Studies:
 
 
 def conclusions(studies: Studies, control: str | None) -> list[str]:
-    """Return a paragraph per study other than the control's, with the price under the control.
+    """Return a paragraph per study: keep the rate or not, and the price under the control.
+
+    The control's own studies are left out, unless there are no others.
 
     Args:
         studies: All studies, those of the control included.
@@ -50,7 +52,7 @@ def conclusions(studies: Studies, control: str | None) -> list[str]:
 
 
 def _analysis_of(studies: Studies, label: str, axis: str) -> Analysis | None:
-    """Return the first analysis of a preset and axis, or `None`."""
+    """Return the analysis of the first study with this preset label and axis, or `None`."""
     for measured, analysis in studies:
         if measured.study.label == label and measured.study.axis == axis:
             return analysis
@@ -58,7 +60,7 @@ def _analysis_of(studies: Studies, label: str, axis: str) -> Analysis | None:
 
 
 def conclusion(measured: Measured, analysis: Analysis) -> str:
-    """Return whether to keep the learning rate, and why, in one to three sentences."""
+    """Return one to three sentences: keep or retune the learning rate, or not decided, and why."""
     axis = measured.study.axis
     small = f"{axis} {analysis.sizes[0]}"
     large = f"{axis} {analysis.sizes[-1]}"
@@ -87,10 +89,14 @@ def control_words(label: str, analysis: Analysis) -> str:
 
 
 def cost_words(price: Interval, verb: str) -> str:
-    """Return a verb with a price and its interval as object, or words if the price has no number.
+    """Return a verb with a price as object, such as "costs 0.012 nats [0.004, 0.020]".
+
+    Without an interval the text says so. A NaN price is "an unknown loss", and an infinite one
+    gives "diverges" or "diverge".
 
     Args:
         price: Price in nats.
+        verb: "costs" or "cost".
     """
     if math.isnan(price.value):
         return f"{verb} an unknown loss"
@@ -103,7 +109,7 @@ def cost_words(price: Interval, verb: str) -> str:
 
 
 def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
-    """Return why a study decides nothing, and how many more seeds would decide.
+    """Return the reason why a study is undecided, and the number of seeds that would decide it.
 
     Args:
         used: Words on the price of not retuning.
@@ -131,7 +137,7 @@ def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
 
 
 def _minutes(measured: Measured, analysis: Analysis, seeds: int) -> str:
-    """Return the probable training time of further seeds in words."""
+    """Return the expected training time of further seeds as text, such as "3 minutes"."""
     minutes = round(seeds * measured.seconds_of(measured.seed_points(analysis)) / 60)
     if minutes < 1:
         return "less than a minute"
@@ -139,7 +145,7 @@ def _minutes(measured: Measured, analysis: Analysis, seeds: int) -> str:
 
 
 def next_steps(studies: Studies, control: str | None, command: str) -> list[Step]:
-    """Return what to type next.
+    """Return the steps to propose after a study, each a sentence with a command.
 
     The first preset's decided studies lead to a run of the largest size. One command adds seeds to
     all undecided studies.
@@ -147,6 +153,7 @@ def next_steps(studies: Studies, control: str | None, command: str) -> list[Step
     Args:
         studies: All studies, those of the control included.
         control: Label of the preset that should drift; `None` without one.
+        command: Command of this study, which is repeated with more seeds and minutes.
     """
     steps: list[Step] = []
     limits: list[tuple[int, int]] = []
@@ -185,7 +192,10 @@ def _training(measured: Measured, analysis: Analysis) -> Step:
 
 
 def _limits(measured: Measured, analysis: Analysis) -> list[tuple[int, int]]:
-    """Return the (seeds, minutes) that would probably decide a study, or [] if none would."""
+    """Return the --max-seeds and --minutes that would probably decide a study, or [] if none would.
+
+    The list has at most one pair.
+    """
     # One seed has no scatter from which a number of seeds follows, so three are proposed.
     more = analysis.seeds_to_decide() if analysis.seeds > 1 else 3 - analysis.seeds
     if not more:

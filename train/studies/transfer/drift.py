@@ -53,7 +53,10 @@ class Interval:
 
     @classmethod
     def of_mean(cls, values: np.ndarray) -> Interval:
-        """Return the mean of independent values [n] with its interval."""
+        """Return the mean of independent values [n] with its interval by Student's t.
+
+        One value has an infinite interval.
+        """
         seeds = len(values)
         half_width = math.inf
         if seeds > 1:
@@ -73,7 +76,7 @@ class Interval:
         return rounded
 
     def meets(self, low: float, high: float) -> bool:
-        """Return whether the interval has a point of [low, high]."""
+        """Return True if the interval overlaps [low, high]."""
         return self.low <= high and self.high >= low
 
 
@@ -125,7 +128,8 @@ class Analysis:
     def verdict(self) -> Verdict:
         """Verdict on the drift, by `judge`.
 
-        Without an optimum at the smallest and at the largest size nothing transfers.
+        Without an optimum at both the smallest and the largest size, "transfers" becomes
+        "undecided".
         """
         verdict = judge(self.drift.value, self.drift.low, self.drift.high)
         # The sizes between would span too few doublings to vouch for the whole range.
@@ -150,7 +154,8 @@ class Analysis:
     def seeds_to_decide(self) -> int | None:
         """Return the number of further seeds that would decide, if drift and scatter do not change.
 
-        Return `None` if an end has no optimum, or more than `MOST_SEEDS` seeds would be needed.
+        It is 0 if the drift is decided already. Return `None` if the smallest or largest size has
+        no optimum, there are fewer than two seeds, or more than `MOST_SEEDS` seeds would be needed.
         """
         if self.fits[0].trouble or self.fits[-1].trouble or self.seeds < 2:
             return None
@@ -162,7 +167,14 @@ class Analysis:
 
 
 def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
-    """Fit every size. Return fits, drift and prices with their intervals."""
+    """Fit the best rate of every size. Return fits, drift and prices with their 95 % intervals.
+
+    All sizes use the same number of seeds (`_paired_seeds`).
+
+    Args:
+        sizes: Grown sizes, increasing.
+        curves: Losses of each size, in the order of `sizes`.
+    """
     seeds = _paired_seeds(curves)
     fits = tuple(fit(curve, seeds) for curve in curves)
     scatters = []
@@ -190,7 +202,10 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
 
 
 def _paired_seeds(curves: Sequence[Curve]) -> int:
-    """Return the number of first seeds that every size has at every rate of its window."""
+    """Return the number of seeds, counted from the first, that all sizes have at all fitted rates.
+
+    The fitted rates of a size are those of its `window`.
+    """
     shortest = min(curve.losses.shape[1] for curve in curves)
     is_run = []
     for curve in curves:
@@ -201,7 +216,7 @@ def _paired_seeds(curves: Sequence[Curve]) -> int:
 
 
 def _scatter(curve: Curve, fitted_curve: Fit, seeds: int) -> Scatter:
-    """Return the scatter between seeds of a size.
+    """Return the scatter between seeds of a size; NaN without an optimum or with one seed.
 
     It comes from the seeds' slopes at the vertex, and from the noise that no slope explains.
     """
@@ -257,7 +272,14 @@ def _interval(value: float, half_width: float) -> Interval:
 def _slope_terms(
     sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter]
 ) -> tuple[float, np.ndarray]:
-    """Return the slope of the optima per doubling, and a seed's deviation in each of its terms."""
+    """Return the slope of the best rates per doubling of the size, and the terms of its error.
+
+    Sizes without an optimum are left out.
+
+    Returns:
+        Least-squares slope in octaves per doubling, and for each size with an optimum its weight in
+        the slope times the standard deviation of one seed's best rate.
+    """
     fitted = []
     for index, fitted_curve in enumerate(fits):
         if not fitted_curve.trouble:
@@ -273,7 +295,10 @@ def _slope_terms(
 def _drift(
     sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int
 ) -> Interval:
-    """Return the drift in octaves per doubling. NaN with fewer than two optima."""
+    """Return the drift of the best rate in octaves per doubling of the size, with its interval.
+
+    With fewer than two optima the value is NaN and the interval infinite.
+    """
     if sum(not fitted_curve.trouble for fitted_curve in fits) < 2:
         return Interval(math.nan, -math.inf, math.inf)
     slope, deviations = _slope_terms(sizes, fits, scatters)
@@ -286,7 +311,8 @@ def _price(
     """Return the loss at the smallest size's best rate less that at the size's own best rate.
 
     It is read from the size's parabola within the rates of its fit, otherwise between measured
-    rates. Its interval is not below zero.
+    rates. The value is in nats and its interval is cut at zero. The value is NaN if either size has
+    no optimum or the rate lies outside the size's grid, and 0 for the smallest size.
     """
     base = fits[0]
     own = fits[index]
@@ -319,7 +345,8 @@ def _measured_price(
 ) -> Interval:
     """Return the price if the smallest size's best rate lies outside of the size's parabola.
 
-    It is interpolated between the two measured rates around that rate.
+    It is interpolated between the two measured rates around that rate, and infinite if a seed
+    diverged at either of them.
     """
     upper = int(np.searchsorted(curve.x, base.optimum))
     pair = [max(upper - 1, 0), upper]
@@ -349,7 +376,10 @@ def _measured_price(
 def _worse(
     sizes: Sequence[int], curves: Sequence[Curve], base: Fit
 ) -> tuple[tuple[tuple[int, float, Interval], ...], int]:
-    """Return where a size is worse than the size before, and the number of comparisons.
+    """Return the entries of `Analysis.worse`, and the number of sizes and rates compared.
+
+    An entry is a size with a larger mean loss than the size before at the same rate and seeds, or
+    one that diverged there.
 
     Args:
         base: Fit of the smallest size. Rates within an octave of its optimum are compared.

@@ -40,7 +40,7 @@ def draw(
     title: str,
     loss: str = LOSSES["training"],
 ) -> None:
-    """Draw a PNG of panels with shared axes, one per study, at most `ACROSS` in a row.
+    """Draw loss against learning rate as a PNG, a panel per study, at most `ACROSS` in a row.
 
     Curves go from light (smallest size) to dark (largest), each with a marker of its own. Faint
     points are seeds. A cross at the top is a rate at which a seed diverged. A ringed point is a
@@ -164,7 +164,10 @@ def _price_line(analysis: Analysis) -> str:
 
 
 def drift_words(analysis: Analysis) -> str:
-    """Return the drift and the verdict for a panel's title; with a single size, its best rate."""
+    """Return the drift and the verdict for a panel's title.
+
+    With a single size it is the best rate, or the trouble of its fit.
+    """
     if len(analysis.sizes) == 1:
         return analysis.fits[0].trouble or f"best rate {2.0 ** analysis.fits[0].optimum:.3g}"
     drift = analysis.drift

@@ -99,15 +99,16 @@ class Curve:
         return near & (excess <= steep)
 
     def missing(self, step: float = STEP) -> list[float]:
-        """Return the rates to add until the best rate has its neighbours on either side.
+        """Return the rates to add so that the best rate has measured neighbours on either side.
 
-        Beyond a rate that diverged none is added.
+        These are two on each side for steps up to `STEP`, otherwise one. Beyond a rate that
+        diverged none is added. If every rate diverged, four rates below the smallest are returned.
 
         Args:
             step: Distance between neighbours, in octaves.
 
         Returns:
-            log2 of the rates.
+            log2 of the rates; empty if none is missing.
         """
         mean = self.mean
         if not np.isfinite(mean).any():
@@ -167,7 +168,7 @@ def projection(x: np.ndarray, centre: float) -> np.ndarray:
 
     Args:
         x: log2 of the rates [n], increasing, at least three.
-        centre: Where the tricube weights are greatest, in log2 of the rate.
+        centre: Centre of the tricube weights, in log2 of the rate.
     """
     # On a coarse grid the reach grows, so that three rates have weight wherever the centre is.
     reach = max(REACH, REACH * float((x[2:] - x[:-2]).max()))
@@ -207,7 +208,9 @@ def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
 
 
 def fit(curve: Curve, seeds: int) -> Fit:
-    """Return the minimum of a curve.
+    """Return the minimum of a curve, or a `Fit` with `trouble` if it has none.
+
+    The result is cached in the curve for each number of seeds.
 
     Args:
         seeds: Number of seeds whose mean is fitted, counted from the first. At least 1.
@@ -218,7 +221,11 @@ def fit(curve: Curve, seeds: int) -> Fit:
 
 
 def _fitted(curve: Curve, seeds: int) -> Fit:
-    """Fit a curve. Arguments as for `fit`."""
+    """Fit a parabola to the rates of a curve's window at which all `seeds` seeds trained.
+
+    The result has `trouble` and no optimum if every rate diverged, the best rate is at the end of
+    the grid, fewer than three rates are left, or the parabola has no minimum between the rates.
+    """
     window = curve.window()
     # A rate at which a later seed diverged leaves the fit but stays in the window.
     trained = window & np.isfinite(curve.losses[:, :seeds]).all(axis=1)

@@ -65,13 +65,14 @@ def report(
     label: str,
     command: str,
 ) -> int:
-    """Print and write the best rates of all sizes, and save a tuned preset if asked.
+    """Print the best rates of all sizes, write frugal.json, and save a tuned preset if asked.
 
     Return 1 if a size has no best rate, otherwise 0.
 
     Args:
         about: Facts on what was trained, for the record.
         save: Name of a tuned preset for the smallest size's rate; `None` saves none.
+        label: Label of the preset whose rate is saved.
     """
     records = []
     for study in measured:
@@ -162,7 +163,7 @@ class Optimum:
         deviation: Standard deviation of `value`, in octaves.
         curvature: Loss per octave squared.
         noise: Standard deviation of a loss, apart from the seed's effect.
-        full: Whether the size was searched in full.
+        full: True if the size was searched on a grid of half octaves with all first seeds.
     """
 
     value: float
@@ -204,7 +205,10 @@ class Frugal(Measured):
         return [], optima
 
     def _search(self, index: int, optima: Sequence[Optimum]) -> tuple[list[Point], Optimum | None]:
-        """Return the missing points of one size, or its best rate.
+        """Return the points that one size still needs and `None`, or [] and its best rate.
+
+        The smallest size is searched in full. Others get three rates from one seed, then from two,
+        and are searched in full if the vertex is still known too badly.
 
         Args:
             optima: Best rates of the sizes before it.
@@ -245,7 +249,8 @@ class Frugal(Measured):
     ) -> tuple[list[Point], Optimum | None]:
         """Search half octaves around the best rate that the first seed finds, with all first seeds.
 
-        Return the missing points, or the best rate.
+        Return the missing points and `None`, or [] and the best rate. Without a minimum the rate is
+        that of `_vertex`, or NaN if there is no `base`.
 
         Args:
             centre: Start of the search, log2 of the rate.
@@ -281,7 +286,9 @@ class Frugal(Measured):
         return [], Optimum(math.nan, math.inf, math.nan, math.nan, True)
 
     def _vertex(self, index: int, base: Optimum, expected: float) -> Optimum:
-        """Return the vertex of a size by least squares with priors, weights centred at the vertex.
+        """Return a size's best rate by a weighted least-squares parabola with normal priors.
+
+        All finite losses of the size are used, with a level for each seed.
 
         Args:
             base: Best rate of a smaller size, whose curvature and noise are priors.
@@ -343,15 +350,25 @@ class Frugal(Measured):
         return Curve(np.array(rates, float) * STEP, table, seeds)
 
     def _grid(self, index: int) -> Collection[int]:
-        """Return the rates of a size that may be trained, in steps of `STEP` octaves."""
+        """Return the rates of a size that may be trained, in steps of `STEP` octaves.
+
+        Without a `grid` these are 2^-50 to 2^20 in half octaves.
+        """
         return self.grid[index] if self.grid else range(-100, 41)
 
     def _nearest(self, index: int, x: float) -> int:
-        """Return the rate of the grid nearest to `x`, log2 of a rate."""
+        """Return the allowed rate nearest to `x`, in steps of `STEP` octaves.
+
+        Args:
+            x: log2 of a learning rate.
+        """
         return min(self._grid(index), key=lambda rate: abs(rate * STEP - x))
 
     def _three(self, index: int, centre: int) -> list[int]:
-        """Return the centre and, on both sides, the rate of the grid nearest to an octave from it."""
+        """Return the centre and, on each side, the allowed rate nearest to an octave from it.
+
+        All are in steps of `STEP` octaves. A side without an allowed rate is left out.
+        """
         octave = round(OCTAVE / STEP)
         rates = [centre]
         for side in (-1, 1):
@@ -379,6 +396,8 @@ def _complete_losses(x: np.ndarray, seed: np.ndarray, loss: np.ndarray) -> np.nd
 
 def _noise(losses: np.ndarray, prior_noise: float) -> float:
     """Return the standard deviation of losses apart from effects of rate and seed, in nats.
+
+    It is at least `SMALLEST_NOISE`.
 
     Args:
         losses: Losses [rates, seeds]. Rates at which a seed diverged are left out.

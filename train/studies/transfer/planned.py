@@ -132,7 +132,7 @@ def parsed(args: Transfer, rest: Sequence[str]) -> tuple[cli.Command, bool]:
 
 
 def shared(studies: Sequence[Study]) -> list[Study]:
-    """Return the studies with points that are trained once for all presets with the same numbers.
+    """Return the studies with `trained` runs that presets with the same numbers share.
 
     Every relative preset is `sp` at its base, a preset without a depth rule is `sp` at every depth,
     and `mup` and `mup-half` are one rule where heads grow. Such a point is trained under `sp`, or
@@ -147,14 +147,14 @@ def shared(studies: Sequence[Study]) -> list[Study]:
 
 
 class _NumberedRun(NamedTuple):
-    """A run, and all numbers that its preset decides. Without numbers no other run equals it."""
+    """Run with all numbers that its preset sets, from `_numbers`; no numbers if it has no rule."""
 
     config: Config
     numbers: list[np.ndarray]
 
 
 def _first_equal(config: Config, distinct: list[_NumberedRun]) -> Config:
-    """Return the first run that trains exactly like `config`.
+    """Return the first run whose training is numerically identical to that of `config`.
 
     The candidates are the run under `sp`, and then `distinct`. If none is equal, the run itself is
     returned and added to `distinct`. A run that the preset has no rule for equals none.
@@ -182,7 +182,7 @@ def _first_equal(config: Config, distinct: list[_NumberedRun]) -> Config:
 
 
 def _numbers(config: Config) -> list[np.ndarray]:
-    """Return all numbers that a preset decides in a run, its steps of Muon and its optimizer.
+    """Return all numbers that a preset sets in a run, and its Muon steps and optimizer, as arrays.
 
     The list is empty if the preset has no rule for the run.
     """
@@ -207,7 +207,9 @@ def _numbers(config: Config) -> list[np.ndarray]:
 
 
 def planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Study], str | None]:
-    """Return the studies, axis by axis and preset by preset, and the control's label.
+    """Return a study for each axis of --grow and each preset, and the control's label or `None`.
+
+    The presets are the recipe's, those of --compare and that of --control. Nothing is trained.
 
     Args:
         config: Run of the recipe with its own flags.

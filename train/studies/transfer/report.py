@@ -35,7 +35,7 @@ _HEADER = (
 
 
 def provenance() -> dict[str, str]:
-    """Return the versions of Python, packages and the platform."""
+    """Return the versions of Python, of `_PACKAGES` that are installed, and the platform."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         # A checkout that runs without an installation has no version of mupax.
@@ -45,10 +45,10 @@ def provenance() -> dict[str, str]:
 
 
 def _comparison(studies: Studies, control: str | None) -> list[dict[str, Any]]:
-    """Return how each study stands against the control of its axis.
+    """Return a comparison of each study with the control's study of the same axis, for JSON.
 
     An entry says whether the intervals of the drifts are apart, and has the prices at the largest
-    size.
+    size. Studies without a control of their axis, and the control itself, have no entry.
     """
     compared = []
     for measured, analysis in studies:
@@ -137,7 +137,11 @@ def _size(measured: Measured, analysis: Analysis, index: int) -> dict[str, Any]:
 
 
 def _sentences(measured: Measured, analysis: Analysis) -> list[str]:
-    """Return sentences on verdict and drift, sizes left out, larger sizes, and the end."""
+    """Return sentences on a study for the report.
+
+    They are on verdict and drift, sizes without an optimum, whether larger sizes are better, and
+    the reason why the study ended.
+    """
     study = measured.study
     verdict = analysis.verdict.replace("undecided", "is undecided")
     drift = figure.drift_words(analysis).partition(":")[0]
@@ -213,7 +217,7 @@ def _rows(measured: Measured, analysis: Analysis) -> list[Sequence[str]]:
 
 
 def _price_cell(price: Interval) -> str:
-    """Return a price with its interval, or "diverges"."""
+    """Return a price as text with its interval if there is one, or "diverges" if infinite."""
     if not math.isfinite(price.value):
         return "diverges"
     interval = ""
@@ -256,7 +260,7 @@ def report_of(
 
 
 def _compared(studies: Studies, control: str | None) -> list[str]:
-    """Return a sentence on each study and its control."""
+    """Return a sentence on the drift and price of each study against its control's."""
     lines = []
     for entry in _comparison(studies, control):
         apart = "apart from" if entry["apart"] else "not apart from"
@@ -269,7 +273,7 @@ def _compared(studies: Studies, control: str | None) -> list[str]:
 
 
 def write(folder: Path, studies: Studies, control: str | None, about: dict[str, Any]) -> Path:
-    """Write transfer.json, a picture per axis, and a page that opens without server or network.
+    """Write transfer.json, a PNG per axis, and transfer.html, a self-contained page.
 
     transfer.json has each point's loss, the fits, drift, prices and verdict of each study, the
     comparison with the control, and `about`. null stands for a number that is not finite: the loss
@@ -314,7 +318,7 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
 
 
 def _price(value: float) -> float | str:
-    """Return a rounded price, or a word if it is unknown or infinite."""
+    """Return a price rounded to four digits, "unknown" if NaN, or "diverges" if infinite."""
     if math.isnan(value):
         return "unknown"
     return round(value, 4) if math.isfinite(value) else "diverges"

@@ -66,7 +66,10 @@ class Study:
     trained: tuple[Config, ...] = ()
 
     def config(self, point: Point) -> Config:
-        """Return the run of a point."""
+        """Return the complete config of a point: its size's run with the point's rate and seed.
+
+        The batches are the same for all seeds.
+        """
         index, rate, seed = point
         config = (self.trained or self.configs)[index]
         return grids.point(config, 2.0 ** (rate * STEP), config.seed + seed)
@@ -126,13 +129,13 @@ class _CachedAnalysis(NamedTuple):
 
 @dataclasses.dataclass
 class Measured:
-    """A study with the rows that it has so far.
+    """Study in progress: its plan, the rows of trained points, and the choice of the next points.
 
     Attributes:
         study: Plan of the study.
         first: Number of seeds at every rate.
         rows: Rows of the points that are trained.
-        stopped: Why the study asks for no more points. Empty while it does.
+        stopped: Reason why `next_points` returned no more points. Empty before.
         chosen: Index of a size to the number of seeds by which its rates are chosen, if that is
             more than `first`.
     """
@@ -155,7 +158,10 @@ class Measured:
         return sum(row.seconds for row in self.rows.values())
 
     def curve(self, index: int) -> Curve:
-        """Return the losses of one size, at the rates that have their first seeds."""
+        """Return the losses of one size, at the rates that have all of the first seeds.
+
+        The curve is cached until there are new rows.
+        """
         cached = self._curves.get(index)
         num_rows = len(self.rows)
         first = self._first(index)
@@ -214,9 +220,13 @@ class Measured:
         return cached.analysis
 
     def next_points(self, max_seeds: int, minutes: float) -> Sequence[Point]:
-        """Return the points to train next. It is empty if the study is over; `stopped` says why.
+        """Return the points to train next: missing rates first, then the points of one more seed.
+
+        The result is empty if the study is over, and `stopped` is then set to the reason. The
+        method may raise the number of seeds in `chosen` for a size without a minimum.
 
         Args:
+            max_seeds: Most seeds at the rates near an optimum.
             minutes: Most minutes of training that the study may take.
         """
         points = self._rates()
@@ -238,7 +248,7 @@ class Measured:
         )
 
     def _stop(self, why: str) -> list[Point]:
-        """Note why the study is over. Return no points."""
+        """Set `stopped` to the reason `why`, and return an empty list of points."""
         self.stopped = why
         return []
 
@@ -247,7 +257,11 @@ class Measured:
         return self.chosen.get(index, self.first)
 
     def _rates(self) -> Sequence[Point]:
-        """Return the missing points of the first size that has not all rates that it needs."""
+        """Return the untrained points of the first size whose rates are not complete, or [].
+
+        A size needs five rates around the best rate of the size before it, neighbours on both sides
+        of its own best rate, and the two rates around the smallest size's optimum.
+        """
         # Rates here are in steps of `STEP` octaves.
         centre = round(math.log2(self.study.configs[0].optimizer.peak_lr) / STEP)
         transferred: float | None = None
@@ -283,7 +297,11 @@ class Measured:
         return []
 
     def _untrained(self, index: int, rates: Sequence[int], seeds: Sequence[int]) -> list[Point]:
-        """Return the points of a size, rate by rate, that have no row. A rate counts once."""
+        """Return the points of one size that have no row, rate by rate and without repeated rates.
+
+        Args:
+            rates: Rates in steps of `STEP` octaves.
+        """
         points: list[Point] = []
         for rate in dict.fromkeys(rates):
             for seed in seeds:
@@ -305,7 +323,10 @@ class Measured:
         return points
 
     def seconds_of(self, points: Sequence[Point]) -> float:
-        """Return an estimate of the training time of points, from rows of their sizes."""
+        """Return the expected training time of points in seconds.
+
+        It is the mean time of the rows of each size; a size without rows counts as 0.
+        """
         seconds = 0.0
         for index in {point[0] for point in points}:
             durations = []
@@ -317,7 +338,11 @@ class Measured:
         return seconds
 
     def _seed(self, max_seeds: int, minutes: float) -> list[Point]:
-        """Return the points of one more seed, or stop and note why there are none."""
+        """Return the points of one more seed, or set `stopped` and return [] if none is to follow.
+
+        None follows if the verdict is decided and no size is noisy, `max_seeds` are used, the
+        minutes do not suffice, or fewer than two sizes can have a minimum.
+        """
         analysis = self.analysis()
         if analysis is None:
             return self._stop("fewer than two sizes have a minimum; more seeds would not help")
@@ -337,7 +362,7 @@ class Measured:
         return points
 
     def seeds_line(self, points: Sequence[Point], max_seeds: int, minutes: float) -> str:
-        """Return a line on the next seed: why it is added, how many may follow, and the time.
+        """Return a message on the next seed: why it is added, how many may follow, and the time.
 
         The line is empty if the points are of rates that are still missing.
 
@@ -370,7 +395,7 @@ class Measured:
 
 
 def _in_steps(log2_rates: Iterable[float]) -> list[int]:
-    """Return rates in steps of `STEP` octaves.
+    """Return rates as whole numbers of `STEP` octaves, rounded.
 
     Args:
         log2_rates: log2 of the learning rates.
@@ -404,6 +429,10 @@ def measure(
         max_seeds: Most seeds at the rates near an optimum, 8 by default.
         minutes: Most minutes of training per study. Training that was resumed counts, too.
         kind: Class of the studies, which chooses their points.
+
+    Returns:
+        Finished studies with their rows, in the order of `studies`. `stopped` of each says why it
+        ended.
     """
     all_measured = [kind(study, seeds) for study in studies]
     while requests := _requests(all_measured, max_seeds, minutes, run, trained):
@@ -422,7 +451,7 @@ def _tell_round(
     max_seeds: int,
     minutes: float,
 ) -> None:
-    """Tell which rates and seeds are trained next, and how many seeds may follow."""
+    """Call `tell` with a line on the rates and seeds to train next, and lines on added seeds."""
     groups: dict[str, list[Point]] = {}
     for measured, point in requests:
         name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
@@ -451,7 +480,11 @@ def _requests(
     run: Runner,
     trained: Callable[[Sequence[Config]], bool],
 ) -> list[tuple[Measured, Point]]:
-    """Return the points that all studies ask for next. Rows from before are used first."""
+    """Return (study, point) for the points that all studies ask for next.
+
+    If a grid study would end, its further seeds that an earlier command trained are added to its
+    rows first.
+    """
     requests: list[tuple[Measured, Point]] = []
     for measured in studies:
         points = measured.next_points(max_seeds, minutes)
@@ -467,10 +500,10 @@ def _requests(
 def _use_trained(
     measured: Measured, run: Runner, trained: Callable[[Sequence[Config]], bool]
 ) -> bool:
-    """Add further seeds that were trained before, so that the verdict leaves no seed out.
+    """Add the rows of further seeds that an earlier command trained to a study's rows.
 
     Returns:
-        Whether there were any such seeds.
+        True if there were any such seeds.
     """
     added = False
     while analysis := measured.analysis():

@@ -30,11 +30,11 @@ It is that of the project's own transfer studies.
 
 
 class NoMinimum(MupaxFailure):
-    """Trained study whose losses have no minimum, so that there is no rate to save."""
+    """Error of a finished study whose losses have no minimum, so that no rate can be saved."""
 
 
 def check_name(name: str, preset: str) -> str:
-    """Return the bare name of a tuned preset, or refuse it before anything is trained.
+    """Return the bare name of a tuned preset, without the path and the preset of a file name.
 
     Args:
         name: Name, or path of a file PRESET.NAME.json.
@@ -42,7 +42,7 @@ def check_name(name: str, preset: str) -> str:
 
     Raises:
         PresetError: The name has characters that no name may have.
-        ConfigError: The project has a tuned preset of this name, or the path is no
+        ConfigError: A tuned preset of this name comes or came with mupax, or the path is no
             PRESET.NAME.json.
     """
     path = Path(name)
@@ -85,7 +85,7 @@ def check_before_training(name: str, config: Config) -> None:
 
 
 def _warmup_share(config: Config) -> float:
-    """Return the warm-up as a share of a run's steps."""
+    """Return the warm-up as a share of a run's steps, at most 1, rounded to four digits."""
     return round(min(1.0, config.optimizer.warmup_steps / config.steps), 4)
 
 
@@ -96,17 +96,18 @@ def save(
     command: str,
     loss: str = "training",
 ) -> tuple[Path, str]:
-    """Write the smallest size's best rate as a tuned preset.
+    """Write the file of a tuned preset with the smallest size's best rate and its evidence.
 
     Args:
         name: Name of a file in `mupax.presets.tuned.find.OWN_FOLDER`, or path of a file
             PRESET.NAME.json.
+        label: Label of the preset whose studies are used.
         judged: All studies. Those of the preset, relative to the same base as its first study, are
             the evidence.
         loss: Loss of the studies, "training" or "evaluation".
 
     Returns:
-        Path of the file, and the word for `--preset`.
+        Path of the file, and the argument of `--preset` that uses it.
 
     Raises:
         NoMinimum: The smallest size has no fitted best rate.
@@ -160,15 +161,18 @@ def save(
 def write(
     name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any], command: str
 ) -> tuple[Path, str]:
-    """Write the settings of a run and evidence for its learning rate as a tuned preset.
+    """Write the file of a tuned preset from a run's settings and evidence for its learning rate.
 
     Args:
         name: Name or path, as for `save`.
+        config: Run whose preset, optimizer, warm-up share and data are saved.
+        peak_lr: Peak learning rate to save in place of the run's.
         evidence: `sizes`, `seeds`, `log2_lr`, `loss`, `log2_optimum` and `transfer` of the
             provenance, and `search` if one was made.
 
     Returns:
-        Path of the file, and the word for `--preset`.
+        Path of the file, and the argument of `--preset` that uses it: PRESET:NAME if its folder is
+        searched, otherwise PRESET:PATH.
     """
     preset = preset_of(config)
     # `choices` also holds what the preset fixes. Only arguments of the preset are constants.
@@ -227,7 +231,9 @@ def write(
 
 
 def saved_message(path: Path, word: str) -> str:
-    """Return where a tuned preset is, and how to use it here and from any folder.
+    """Return a message with the path of a tuned preset and the flag that uses it.
+
+    A caution is added if its warm-up is longer than `LONGEST_WARMUP`.
 
     Args:
         path: File that `save` or `write` wrote.

@@ -106,7 +106,9 @@ class Tune:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mupax tune` and return 0, whatever the search found.
+    """Run `mupax tune`: search, print the result, and write record and picture. Return 0.
+
+    With `--dry-run` constants, ranges and cost are only listed.
 
     Args:
         argv: Words of the command line after `mupax tune`.
@@ -149,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _words(texts: Sequence[str]) -> list[str]:
-    """Return the words of all `--over`, which have commas between them."""
+    """Return the comma-separated words of all `--over` texts, stripped and without empty ones."""
     words = []
     for text in texts:
         # Several `--over` are as one with commas, and an empty word is none.
@@ -182,6 +184,8 @@ def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:
 
 def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: str) -> int:
     """Search, write the record and the picture, and print the result. Return 0.
+
+    `--save-tuned` also writes a tuned preset.
 
     Args:
         command: Command line of this search, for the record.

@@ -33,7 +33,7 @@ LEAST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Elimination:
-    """Elimination of points by their losses so far.
+    """Result of comparing a search's points: their means, and which of them are dropped.
 
     Attributes:
         means: Means of the points without the effects of their seeds, float [P]. inf where a seed
@@ -59,12 +59,12 @@ class Elimination:
 
     @property
     def best(self) -> int:
-        """Index of the point with the lowest mean."""
+        """Index of the point with the lowest finite mean, 0 if there is none."""
         return int(np.argmin(np.where(np.isfinite(self.means), self.means, np.inf)))
 
 
 def race(losses: np.ndarray, looks: int) -> Elimination:
-    """Return which points stay after the seeds that they have.
+    """Compare all points by their losses so far, and return their means and which are dropped.
 
     Args:
         losses: Losses, float [P, S]. inf where a seed diverged, NaN where it was not trained. The

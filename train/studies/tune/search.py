@@ -68,7 +68,7 @@ class Search:
         limits: Limits of the search.
         points: Points so far, the start first.
         rows: Row of every finished run.
-        stopped: Why the search asks for no more points. Empty while it does.
+        stopped: Reason why the search asks for no more points. Empty before.
     """
 
     config: Config
@@ -79,7 +79,10 @@ class Search:
     stopped: str = ""
 
     def config_of(self, run: Run) -> Config:
-        """Return the config of a point and seed."""
+        """Return the complete config of a run: the start with the point's constants and the seed.
+
+        The batches are the same for all seeds.
+        """
         point, seed = run
         config = with_point(self.config, self.constants, point)
         # Seeds count from the run's own, so the start at seed 0 is the run itself.
@@ -103,7 +106,10 @@ class Search:
         return np.array(losses, float).reshape(len(self.points), self.limits.seeds)
 
     def losses_of(self, point: Point, seeds: Iterable[int]) -> list[float]:
-        """Return a point's losses. inf where a run diverged, NaN where it was not trained."""
+        """Return a point's losses, evaluation losses if the runs are evaluated.
+
+        A loss is inf where a run diverged, NaN where it was not trained.
+        """
         losses = []
         for seed in seeds:
             row = self.rows.get((point, seed))
@@ -122,7 +128,7 @@ class Search:
         return range(FRESH, FRESH + self.limits.confirm)
 
     def race(self) -> Elimination:
-        """Return which points stay after the seeds that they have."""
+        """Return the comparison of all points by the losses so far, with those to drop."""
         # Bonferroni counts the whole search, so the error does not depend on when one looks.
         return race(self.losses, self.limits.points * self.limits.seeds)
 
@@ -162,9 +168,11 @@ class Search:
         return Interval.of_mean(differences)
 
     def next_runs(self) -> list[Run]:
-        """Return the runs to train next.
+        """Return the runs to train next, and add their new points to `points`.
 
-        The last runs are those of winner and start on fresh seeds. After them the list is empty.
+        If the minutes do not hold another round, `stopped` is set. The last runs are those of
+        winner and start on fresh seeds, unless the start is the winner. After them the list is
+        empty.
         """
         if not self.stopped:
             runs = self._next_search_runs()
@@ -187,7 +195,10 @@ class Search:
         return fresh_runs
 
     def _has_time(self, runs: Sequence[Run]) -> bool:
-        """Return whether the minutes hold these runs and the comparison at the end."""
+        """Return True if the minutes left suffice for these runs and the comparison at the end.
+
+        The time of a run is taken as the mean of the runs so far.
+        """
         # Without a row the mean is 0, so that the first round always has time.
         mean_seconds = self.seconds / max(len(self.rows), 1)
         # The comparison of winner and start must fit, or the search ends without a result.
@@ -195,9 +206,10 @@ class Search:
         return self.seconds + mean_seconds * remaining_runs <= 60 * self.limits.minutes
 
     def _next_search_runs(self) -> list[Run]:
-        """Return a further seed of points that stay, otherwise the first seed of new points.
+        """Return the next seed of points that stay, otherwise the first seed of new points.
 
-        The list is empty at the end of the search, and `stopped` then says why.
+        New points are added to `points`. The list is empty at the end of the search, and `stopped`
+        then says why.
         """
         if self.points:
             num_seeds = self._num_seeds()
@@ -219,7 +231,11 @@ class Search:
         return [(point, 0) for point in points]
 
     def _new_points(self, count: int) -> list[Point]:
-        """Return up to `count` new points: the start, then spread ones, then the surrogate's."""
+        """Return up to `count` points that are not in `points` yet.
+
+        The start comes first, then points spread over the ranges, until there are `SPREAD` per
+        constant. Later points are chosen by the surrogate.
+        """
         first = [] if self.points else [self.start]
         tried = len(self.points) + len(first)
         if tried > SPREAD * len(self.constants):

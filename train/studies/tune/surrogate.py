@@ -31,7 +31,7 @@ SAMPLES = 2048
 
 
 def spread(constants: Sequence[Constant], first: int, count: int, seed: int) -> list[Point]:
-    """Return points that are spread evenly over the ranges.
+    """Return `count` grid points that are spread evenly over the ranges. They may repeat.
 
     They are terms of a Kronecker sequence on the generalized golden ratio (Roberts 2018).
 
@@ -59,7 +59,9 @@ def ask(
     count: int,
     seed: int,
 ) -> list[Point]:
-    """Return points to try next. None of them was tried before.
+    """Return new points to try next, those of the largest expected improvement by the surrogate.
+
+    None of them is in `points`.
 
     Args:
         points: Points that were tried, n of them.
@@ -121,7 +123,7 @@ def importance(
 ) -> list[float]:
     """Return the total Sobol index of every constant, between 0 and 1.
 
-    The sum is above 1 if constants act jointly.
+    The sum is above 1 if constants act jointly. All are 0 if the losses are equal.
 
     Args:
         points: Points that were tried, n of them.

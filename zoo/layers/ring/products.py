@@ -140,7 +140,7 @@ def _logits(
 
 
 def _segments_of_heads(segments: Segments | None, q_BHTN: jax.Array) -> jax.Array | None:
-    """Return the queries' segments, repeated for every head: [B, H, T]."""
+    """Return the queries' segments repeated for every head, [B, H, T]. `None` without segments."""
     if segments is None:
         return None
     return jnp.broadcast_to(segments.queries_B1T, q_BHTN.shape[:3])

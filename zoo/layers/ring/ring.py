@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """One part of the keys, as it travels from device to device."""
+    """Keys, values and segments of one device's positions, which are sent around the ring."""
 
     k_BKSN: jax.Array
     v_BKSN: jax.Array
@@ -74,7 +74,7 @@ class _Keys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Queries of a device, which stay where they are."""
+    """Queries of a device and their segments, which are not sent to other devices."""
 
     q_BHTN: jax.Array
     segments_B1T: jax.Array | None
@@ -193,7 +193,7 @@ def zigzag(*arrays: jax.Array, layout: Layout, back: bool = False) -> list[jax.A
 
 
 def zigzag_layout(layout: Layout) -> Layout:
-    """Return a copy of the layout with positions in zig-zag.
+    """Return a shallow copy of the layout with `zigzag` set to True.
 
     It is for a stack whose attention is a ring. Only rotary positions read the order of positions.
     """
@@ -225,14 +225,19 @@ def _forward(
     v_BKSN: jax.Array,
     segments_B1T: jax.Array | None,
 ) -> tuple[jax.Array, _Saved]:
-    """Return this device's outputs, and the arrays for the backward pass."""
+    """Return ring attention of this device's queries, and the arrays for the backward pass."""
     num_devices = jax.lax.axis_size(mesh_axes)
     queries = _Queries(q_BHTN, segments_B1T)
     own_keys = _Keys(k_BKSN, v_BKSN, segments_B1T)
     later_queries = jax.tree.map(lambda x: _parts(x, causal)[-1], queries)
 
     def accumulate(totals: list[_Output], keys: _Keys, step: jax.Array | int) -> list[_Output]:
-        """Add the attention to keys of the device that is `step` devices before this one."""
+        """Return `totals` combined with attention to the keys of another device.
+
+        Args:
+            totals: Attention to the keys seen so far, for each part of the queries.
+            keys: Keys of the device that is `step` devices before this one in the ring.
+        """
 
         def all_queries_see_first_part() -> list[_Output]:
             first_part = jax.tree.map(lambda x: _parts(x, causal)[0], keys)
@@ -291,13 +296,13 @@ def _backward(
     later_queries = jax.tree.map(lambda x: _parts(x, causal)[-1], queries)
 
     def accumulate(dq: Any, dkv: Any, keys: _Keys, step: jax.Array | int) -> tuple[Any, Any]:
-        """Add the gradients of attention to keys of the device that is `step` devices before.
+        """Return `dq` and `dkv` plus the gradients of attention to another device's keys.
 
         Args:
             dq: Gradients of the queries, a list of their parts.
             dkv: Gradients of keys and of values, each a list of their parts.
-            keys: Keys of that device, whose gradients `dkv` are.
-            step: Distance to that device in the ring, int32 [].
+            keys: Keys of the device that is `step` devices before this one in the ring.
+            step: Distance to that device, int32 [].
         """
         dk, dv = dkv
 
@@ -360,7 +365,7 @@ def _attend(part: Part, queries: _Queries, keys: _Keys, *, masked: bool) -> _Out
 
 
 def _gradients(part: Part, queries: _SeenQueries, keys: _Keys, *, masked: bool) -> list[jax.Array]:
-    """Return the gradients of queries, keys and values by `_attend`, in float32."""
+    """Return the gradients of queries, keys and values for the result of `_attend`, in float32."""
     residuals = Residuals(queries.q_BHTN, keys.k_BKSN, keys.v_BKSN, queries.y_BHTN, queries.lse_BHT)
     segments = _paired(queries.segments_B1T, keys.segments_B1S)
     cotangents = part.backward(residuals, queries.gradient_BHTN, masked, segments)

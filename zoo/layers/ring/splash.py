@@ -98,7 +98,7 @@ def attention(
     v_KSN: jax.Array,
     segments: SegmentIds = None,
 ) -> jax.Array:
-    """Return outputs [H, T, N] of one example.
+    """Return splash attention [H, T, N] of one example.
 
     For gradients, outputs and log-sum-exps have the checkpoint name `SAVED`.
 
@@ -187,7 +187,7 @@ def part(blocks: Callable[..., splash.BlockSizes], interpret: bool) -> Part:
 
 
 def _segment_ids(segments: Segments | None) -> SegmentIds:
-    """Return segments in the form that the kernels take, [B, T] and [B, S]."""
+    """Return segments as the kernels' `SegmentIds`, [B, T] and [B, S], or `None` without any."""
     if segments is None:
         return None
     return splash.SegmentIds(segments.queries_B1T[:, 0], segments.keys_B1S[:, 0])

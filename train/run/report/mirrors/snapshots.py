@@ -29,9 +29,10 @@ _NUM_BINS = 64
 
 
 class Snapshots:
-    """Takes the images and histograms of evaluations.
+    """Producer of the images and histograms that a run shows at its evaluations.
 
-    Every process of a run makes the same calls. Each of the two programs is compiled once.
+    Every process of a run makes the same calls. Each of the two programs is compiled at its first
+    use.
 
     Args:
         program: Program of the run. Its config says which media to take.
@@ -56,6 +57,8 @@ class Snapshots:
     def begin(self, params: Arrays) -> None:
         """Copy parameters, from which the next histograms of changes are computed.
 
+        Nothing is copied if the config asks for no histograms.
+
         Args:
             params: Parameters on the devices. The run goes on with them.
         """
@@ -66,7 +69,11 @@ class Snapshots:
     def take(
         self, state: TrainState, dispatching: Callable[[], AbstractContextManager[object]]
     ) -> Media:
-        """Return the images and histograms of a state.
+        """Return images with predictions, and histograms of parameters and of their changes.
+
+        Each is made only if the config asks for it. The images are the same first evaluation
+        examples at every call. Changes are counted from the parameters of the last call, or of
+        `begin`, and those of `state` are copied for the next call.
 
         Args:
             state: State of the run. If it has a moving average of the parameters, predictions are
@@ -104,7 +111,7 @@ class Snapshots:
 def _predicted(
     program: Program, count: int, params: Arrays, step_inputs: StepInputs, batch: Batch
 ) -> tuple[jax.Array, ...]:
-    """Return inputs, targets, weights and predictions of the first `count` examples of a batch."""
+    """Return inputs, targets, weights and predicted classes of a batch's first `count` examples."""
     logits = logits_of(
         program.definition, params, step_inputs, batch["inputs"], layout=program.layout
     )
@@ -121,7 +128,7 @@ def _shown(
     *,
     names: list[str] | None,
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Return images by tag, and a Markdown table of their labels and predictions.
+    """Return images (uint8) by tag, and a Markdown table of their labels and predictions.
 
     The smallest value of a channel over all images becomes black, the largest full strength.
     Padding, whose weight is 0, is left out.
@@ -148,13 +155,12 @@ def _shown(
 
 
 def _spread(params: Arrays, earlier_params: Arrays) -> dict[str, dict[str, jax.Array]]:
-    """Return what `_histogram` needs of each parameter and of its change, by tag.
+    """Return the histogram statistics (`_numbers`) of each parameter and of its change, by tag.
 
-    Tags are "parameters/NAME" and "changes/NAME". The numbers (`_numbers`) are the range, counts,
-    sum and sum of squares of the array's finite entries.
+    Tags are "parameters/NAME" and "changes/NAME".
 
     Args:
-        earlier_params: Parameters from which the change is counted.
+        earlier_params: Parameters that are subtracted to get the change.
     """
     spread = {}
     for name, param in params.items():
@@ -165,10 +171,11 @@ def _spread(params: Arrays, earlier_params: Arrays) -> dict[str, dict[str, jax.A
 
 
 def _numbers(x: jax.Array) -> dict[str, jax.Array]:
-    """Return the numbers of a histogram of all finite entries of an array.
+    """Return range, cumulative counts, sum and sum of squares of an array's finite entries.
 
-    Only sums and extremes over all of the array are computed, so that no device needs the part of
-    another.
+    `below` has the number of entries below each limit between two of `_NUM_BINS` bins of equal
+    width. Only sums and extremes over all of the array are computed, so that no device needs the
+    part of another.
     """
     finite = jnp.isfinite(x)
     or_inf = jnp.where(finite, x, jnp.inf)

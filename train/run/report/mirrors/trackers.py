@@ -48,7 +48,7 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Write everything that waits, and end."""
+        """Write everything that is buffered, and close the files or the run of the tracker."""
 
 
 class TensorBoard(Writer):
@@ -174,7 +174,10 @@ class Media:
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row of metrics by tag, such as `train/loss` or `eval/accuracy`."""
+    """Return the numbers of a row of metrics by tag, such as `train/loss` or `eval/accuracy`.
+
+    The step, booleans, texts and `None` are left out.
+    """
     values = {}
     for key, value in row.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -184,7 +187,10 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _tag(key: str) -> str:
-    """Return the tag of a key: `eval_loss` becomes `eval/loss`, and `loss` becomes `train/loss`."""
+    """Return the tag of a key: `eval_loss` becomes `eval/loss`, and `loss` becomes `train/loss`.
+
+    A key with a slash is its own tag.
+    """
     if "/" in key:
         return key
     group, _, name = key.partition("_")
@@ -192,7 +198,10 @@ def _tag(key: str) -> str:
 
 
 class Tracker(Writer):
-    """Run of a tracker: the run of an earlier session, unless it is new.
+    """Run in a tracker such as Weights & Biases. A resumed run continues its earlier run there.
+
+    The constructor starts it, and writes its id into the workdir. Standard output of the tracker
+    goes to standard error.
 
     Args:
         project: Project of the tracker that the run belongs to.
@@ -224,7 +233,11 @@ class Tracker(Writer):
 
     @abc.abstractmethod
     def _start(self, project: str, workdir: Path, run_id: str | None) -> tuple[Any, str]:
-        """Start a run, or go on with the run of an id. Return the run and its id."""
+        """Start a new run in the tracker, or continue the run `run_id`. Return the run and its id.
+
+        Args:
+            run_id: Id of the earlier run, or `None` to start a new one.
+        """
 
     def close(self) -> None:
         with contextlib.redirect_stdout(sys.stderr):
