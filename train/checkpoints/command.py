@@ -51,7 +51,10 @@ class CheckpointFlags:
 
     @property
     def average(self) -> bool | None:
-        """Choice of the moving average: True, False, or `None` for what the run keeps."""
+        """True to read the moving average, False to read the parameters themselves.
+
+        `None` without a flag: the moving average is then read if the run keeps one.
+        """
         if self.ema:
             return True
         if self.no_ema:
@@ -109,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
     metric = _best_metric(record["config"])
     _add_metrics(rows, args.workdir, metric)
-    _add_reasons(rows, record)
+    _add_reasons(rows, record, metric)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -133,7 +136,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[str, Any]]:
-    """Return one entry per checkpoint, oldest first. Those that were set aside come last.
+    """Return one entry (`_entry`) per checkpoint, oldest first, and quarantined ones last.
+
+    A checkpoint that a run deletes meanwhile is left out.
 
     Args:
         run: Name of the run that the checkpoints must be of, or `None` for any.
@@ -158,7 +163,15 @@ def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[s
 
 
 def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> dict[str, Any]:
-    """Return step, size, age and health of one checkpoint."""
+    """Return a dictionary with step, size in bytes, age in seconds and health of one checkpoint.
+
+    `damaged` has the problems in one line, or `None`. A checkpoint that is being saved is not
+    checked.
+
+    Args:
+        verify: Read all files and arrays, not only the sizes of files.
+        run: Name of the run that the checkpoint must be of, or `None` for any.
+    """
     from mupax import disk
     from mupax.train.checkpoints import folder
     from mupax.train.checkpoints.layout import is_being_saved, is_quarantined
@@ -201,7 +214,10 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
 def _health(
     checkpoint: Path, verify: bool, workdir: Path, run: str | None
 ) -> tuple[int | None, list[str]]:
-    """Compare a checkpoint with its manifest.
+    """Compare a checkpoint with its manifest, and the run's assets with those listed there.
+
+    Without `verify` only the sizes of the checkpoint's files are compared. With it, all files and
+    arrays are read and compared with their digests.
 
     Returns:
         Number of arrays, or `None` if the manifest cannot be read, and a line for each problem.
@@ -237,11 +253,13 @@ def _best_metric(config: Any) -> str:
 def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None:
     """Add the losses of its step to every entry as `metrics`, and mark the best entry as `best`.
 
-    Checkpoints that were set aside, and those that are being saved, are never the best.
+    Checkpoints that are quarantined or being saved are never the best. If no imported module
+    defines `metric`, none is, and a note is printed.
 
     Args:
         rows: Entries of `_checkpoints`, which are changed in place.
         workdir: Folder with metrics.jsonl. Evaluations of the checkpoints stand in for lost rows.
+        metric: Name of the metric that ranks checkpoints, such as `eval_loss`.
     """
     from mupax.train.checkpoints import checkpointer
     from mupax.train.config.metrics import METRICS, metric_name
@@ -269,30 +287,48 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         rows[index]["best"] = True
 
 
-def _add_reasons(rows: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
-    """Add to every entry the reason for which it stays, as `stays_as`. `None` means no reason.
+def _add_reasons(rows: list[dict[str, Any]], record: Mapping[str, Any], metric: str) -> None:
+    """Add to every entry which settings keep it, as `stays_as`, such as "newest, every 1000".
+
+    `None` means that the checkpoint is deleted at the next save. "unknown" means that it may be
+    one of the best by a metric that no imported module defines.
 
     Args:
         rows: Entries of `_checkpoints` with their `metrics`; changed in place. If a checkpoint has
             lost its own metrics, these are of metrics.jsonl, from which the run writes them again.
+        record: Content of config.json.
+        metric: Name of the metric that ranks checkpoints, such as `eval_loss`.
     """
     from mupax.train.config import sections
+    from mupax.train.config.metrics import METRICS, metric_name
 
+    parts = sections.run_parts(record)
+    is_known = metric_name(metric) in METRICS
+    ranks = any(policy.ranks for policy in parts[-1].policies)
+    if not is_known:
+        # The best cannot be told, so only the other policies are asked.
+        for index, part in enumerate(parts):
+            others = tuple(policy for policy in part.policies if not policy.ranks)
+            parts[index] = part._replace(policies=others)
     measured = {row["step"]: row["metrics"] for row in rows if _counts(row)}
-    reasons = sections.staying(sorted(measured), measured, sections.run_parts(record))
+    reasons = sections.staying(sorted(measured), measured, parts)
     for row in rows:
-        row["stays_as"] = reasons.get(row["step"]) if _counts(row) else None
+        row["stays_as"] = None
+        if _counts(row):
+            otherwise = "unknown" if ranks and not is_known else None
+            row["stays_as"] = reasons.get(row["step"], otherwise)
 
 
 def _counts(row: dict[str, Any]) -> bool:
-    """Return whether an entry is of a checkpoint that a run can go on from."""
+    """Return whether a checkpoint is neither quarantined nor being saved. It may be damaged."""
     return not row["set_aside"] and not row["being_saved"]
 
 
 def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
-    """Return losses and evaluations of every step in metrics.jsonl.
+    """Return the loss and the evaluation metrics of every step in metrics.jsonl, by step.
 
-    `None` stands for a value that was not finite.
+    `None` stands for a value that was not finite. Lines that are no rows are skipped. Empty if the
+    file is missing.
     """
     from mupax import disk
 
@@ -319,7 +355,7 @@ def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
 
 
 def _metric_text(row: dict[str, Any], name: str) -> str:
-    """Return a metric of an entry as a cell of the table; empty if the entry does not have it."""
+    """Return a metric of an entry with four decimals, "not finite", or "" if it has no value."""
     if name not in row["metrics"]:
         return ""
     value = row["metrics"][name]
@@ -327,10 +363,11 @@ def _metric_text(row: dict[str, Any], name: str) -> str:
 
 
 def _cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
-    """Return a line of the table.
+    """Return the cells of one checkpoint's line in the table, as text.
 
     Args:
         row: Entry of `_checkpoints`, with `best` and `stays_as`.
+        columns: Names of the metrics that have a column.
     """
     if row["being_saved"]:
         health = "being saved (or left by a run that was ended, and deleted when it is resumed)"

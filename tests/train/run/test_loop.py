@@ -361,3 +361,17 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(
     assert len(failed.err.splitlines()) == 1
     assert train("--workdir full --resume --log.no-tensorboard").code == 0
     assert losses("full") == losses("plain")
+
+
+def test_a_sample_that_cannot_be_made_does_not_end_a_finished_run(
+    plain: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> str:
+        raise ValueError("the logits are not finite")
+
+    monkeypatch.setattr(finish, "_sample", broken)
+    done = train("--workdir sampleless --log.no-tensorboard --log.samples")
+    assert done.code == 0, done.err
+    assert "the sample is left out: ValueError: the logits" in " ".join(done.out.split())
+    assert "sample.txt" not in done.out
+    assert losses("sampleless") == losses("plain")

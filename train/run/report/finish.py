@@ -62,7 +62,7 @@ def loss_plot(
     bytes_per_token: float | None = 1.0,
     sets: Mapping[str, float | None] | None = None,
 ) -> None:
-    """Draw the training loss, the evaluations and the reference models over steps.
+    """Draw the training loss, evaluations and reference models over steps into a PNG file.
 
     A language model's loss is drawn in nats per byte, so that tokenizers compare. An image model
     gets a second panel with its accuracy. Other metrics have a panel each if rows have them and
@@ -353,7 +353,10 @@ def _add_metrics(
 def _add_set(
     table: Table, rows: Sequence[Mapping[str, Any]], set_name: str, scale: _LossScale
 ) -> None:
-    """Add a row with the last evaluation on a further set: its loss, then its other metrics."""
+    """Add a row with the last evaluation on a further set: its loss, then its other metrics.
+
+    No row is added if the set was never evaluated.
+    """
     _, losses = _series(rows, row_name("loss", set_name))
     if not losses.size:
         return
@@ -381,7 +384,10 @@ def _add_training_loss(table: Table, rows: Sequence[Mapping[str, Any]], scale: _
 
 
 def _add_attention_logit(table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add a row with the largest attention logit of the last step, and of all steps."""
+    """Add a row with the largest attention logit of the last step, and of all steps.
+
+    No row is added if the run has not measured them, or none is finite.
+    """
     steps, values = _series(rows, "attention_logit_max")
     if not np.isfinite(values).any():
         return
@@ -406,9 +412,9 @@ def _rows(path: Path | str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _per_token(loss_per_byte: float, bytes_per_token: float | None) -> str:
-    """Return a loss in nats per token, to stand behind the loss per byte.
+    """Return a text such as `, 1.6200 nats/token`, to print after the loss per byte.
 
-    Returns "" if a token is a byte, or if the loss is not per byte (`None`).
+    Return "" if a token is one byte, or if the loss is not per byte (`bytes_per_token` is `None`).
     """
     if bytes_per_token is None or bytes_per_token == 1:
         return ""
@@ -443,7 +449,7 @@ class _FurtherSet(NamedTuple):
 
 
 def _shortened(name: str) -> str:
-    """Return the name of an evaluation set, cut so that it fits into the margin."""
+    """Return the name of an evaluation set, cut to `_MAX_NAME_LENGTH` characters."""
     if len(name) <= _MAX_NAME_LENGTH:
         return name
     return f"{name[: _MAX_NAME_LENGTH - 1]}…"
@@ -513,7 +519,10 @@ def _draw_evaluations(
 
 
 def _compared(console: Console, value: float, reference: Reference, metric: Metric) -> Text:
-    """Return by how much a value is better or worse than that of a reference model."""
+    """Return a colored text on how much a value is better or worse than a reference model's.
+
+    The text is "diverged" if the value is NaN.
+    """
     good, bad = ("+", "x") if console.options.ascii_only else ("✓", "✗")
     if math.isnan(value):
         return Text(f"{bad} diverged", "red")
@@ -538,8 +547,9 @@ def relative(path: Path | str) -> str:
 def leave(session: CompiledRun, params: Arrays) -> None:
     """Write loss.png and sample.txt or predictions.png into the workdir, and print the summary.
 
-    Every process of the run calls this, since each holds a part of the parameters. Process 0
-    writes and prints.
+    A sample or predictions are made only with `log.samples`. Every process of the run calls this,
+    since each holds a part of the parameters. Process 0 writes and prints. If it cannot write a
+    file or the summary, it prints a line and makes the rest.
     """
     program = session.program
     data = session.data
@@ -580,6 +590,7 @@ def leave(session: CompiledRun, params: Arrays) -> None:
         shown_files = [
             context.folder / file.relative_to(folder).as_posix()
             for file in (*files, curve_path, folder / "config.json")
+            if file.exists()
         ]
         summary(
             context.console,
@@ -596,10 +607,15 @@ def leave(session: CompiledRun, params: Arrays) -> None:
 
 
 def _leave_sample(session: CompiledRun, params: Arrays, path: Path) -> None:
-    """Generate a sample on all processes, and write and print it on process 0."""
+    """Generate a sample text on all processes. Write it to `path` and print it on process 0.
+
+    It is shown in TensorBoard, too, if `log.tensorboard` is set.
+    """
     context = session.context
-    text = _sample(session.program, session.data, params, session.inputs)
-    if not context.processes.leader:
+    text = None
+    with _optional(context, "the sample"):
+        text = _sample(session.program, session.data, params, session.inputs)
+    if text is None or not context.processes.leader:
         return
     with _optional(context, "sample.txt"):
         path.write_text(text, encoding="utf-8")
@@ -611,16 +627,16 @@ def _leave_sample(session: CompiledRun, params: Arrays, path: Path) -> None:
 
 
 def _leave_predictions(session: CompiledRun, params: Arrays, path: Path) -> None:
-    """Predict test images on all processes, and draw them on process 0."""
+    """Predict test images on all processes, and draw them into a PNG file on process 0."""
     program = session.program
     data = session.data
     # Replicated, so that every process can read the predictions.
     logits = jax.jit(
         partial(logits_of, program.definition), out_shardings=program.layout.replicated
     )
-    shown = plotting.guesses(data, lambda images: logits(params, session.inputs, images))
-    if session.context.processes.leader:
-        with _optional(session.context, "predictions.png"):
+    with _optional(session.context, "predictions.png"):
+        shown = plotting.guesses(data, lambda images: logits(params, session.inputs, images))
+        if session.context.processes.leader:
             plotting.prediction_picture(**shown, class_names=data.class_names, out_png=path)
 
 
@@ -654,14 +670,20 @@ def _next_command(config: Config, data: Data, folder: str) -> str:
 
 
 def _prompt_flag(text: str) -> list[str]:
-    """Return the words of `--prompt`. A text that looks like a flag is joined to it."""
+    """Return `--prompt` and a text as two words, or as `--prompt=TEXT` if it begins with a dash.
+
+    The text `-`, which would read standard input, is replaced by `def`.
+    """
     if text == "-":  # which reads standard input
         text = _PROMPT.strip()
     return [f"--prompt={text}"] if text.startswith("-") else ["--prompt", text]
 
 
 def _prompt(config: Config, data: Data) -> str:
-    """Return a prompt: `def ` for Python code, otherwise words of the first evaluation example."""
+    """Return a prompt: up to three words of the first evaluation example, or `def ` for Python.
+
+    Text without printable words also gets `def `.
+    """
     if config.data.name == "python_corpus":
         return _PROMPT
     text = data.tokenizer.decode(data.eval_batch(0, slice(0, 1))["inputs"][0])
@@ -673,7 +695,11 @@ def _prompt(config: Config, data: Data) -> str:
 
 @contextlib.contextmanager
 def _optional(context: RunContext, name: str) -> Iterator[None]:
-    """Context manager for work whose failure is only printed, because the run is done without."""
+    """Context manager that prints an exception inside of it as a line, and does not raise it.
+
+    Args:
+        name: Name of the file or other result that is then missing.
+    """
     try:
         yield
     except Exception as error:
@@ -684,7 +710,11 @@ def _optional(context: RunContext, name: str) -> Iterator[None]:
 
 
 def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) -> str:
-    """Return a prompt with its continuation, or texts that an encoder-decoder has restored."""
+    """Return a prompt with its continuation of `_SAMPLE_TOKENS` tokens.
+
+    For an encoder-decoder, return two corrupted evaluation texts with the model's restorations and
+    the targets.
+    """
     if program.config.model.denoises:
         from mupax.train.reuse.generate import denoised
 

@@ -24,7 +24,10 @@ _PATIENCE_S = 60.0
 class UploadBuffer:
     """Context manager of a local folder whose files are uploaded to a folder in a bucket.
 
-    Leaving it uploads what has changed since the last upload.
+    The constructor fetches metrics.jsonl and the ids of trackers from the bucket. Leaving the
+    context uploads changed files for up to 60 seconds and deletes the local folder. If metrics
+    cannot be uploaded, all files are kept in another local folder, which a `MupaxFailure` names.
+    Nothing is uploaded at the end after KeyboardInterrupt or SystemExit.
 
     Attributes:
         folder: Folder on this machine, to write to.
@@ -42,7 +45,6 @@ class UploadBuffer:
         self._sent: dict[Path, tuple[int, int]] = {}
         """Size and time of change of every file when it was uploaded."""
         self._sending = threading.Lock()
-        self._sent_all = False
         # TensorBoard begins a new file in each session, so its files are not fetched.
         for name in _CONTINUED:
             source = target / name
@@ -70,15 +72,19 @@ class UploadBuffer:
 
     def send_later(self) -> threading.Thread:
         """Start `send` in a thread and return it. Files that fail are sent the next time."""
-        thread = threading.Thread(target=self._try_to_send, name="upload", daemon=True)
+        return self._start(threading.Event())
+
+    def _start(self, sent: threading.Event) -> threading.Thread:
+        """Start `send` in a thread that sets `sent` if no upload failed, and return the thread."""
+
+        def send() -> None:
+            with contextlib.suppress(OSError):
+                self.send()
+                sent.set()
+
+        thread = threading.Thread(target=send, name="upload", daemon=True)
         thread.start()
         return thread
-
-    def _try_to_send(self) -> None:
-        self._sent_all = False
-        with contextlib.suppress(OSError):
-            self.send()
-            self._sent_all = True
 
     def __enter__(self) -> UploadBuffer:
         return self
@@ -93,8 +99,10 @@ class UploadBuffer:
             if error is not None and not isinstance(error, Exception):
                 # SystemExit or Ctrl-C: whoever stops the process at once does not wait.
                 return
-            self.send_later().join(_PATIENCE_S)
-            if not self._sent_all:
+            # An event of this upload alone: an earlier one may still be under way.
+            sent = threading.Event()
+            self._start(sent).join(_PATIENCE_S)
+            if not sent.is_set():
                 # The local folder is removed below, so its files are copied to one that stays.
                 folder = tempfile.mkdtemp(prefix="mupax-unsent-")
                 disk.copy(self.folder, Path(folder))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,38 @@ def test_a_picture_that_cannot_be_sent_stops_nothing_and_rows_are_kept(
     with pytest.raises(MupaxFailure, match="cannot upload all rows to gs://"):
         files.__exit__(None, None, None)
     assert (next(tmp_path.glob("mupax-unsent-*")) / "metrics.jsonl").read_text() == "a\n"
+
+
+def test_rows_are_kept_if_the_last_upload_fails_while_an_earlier_one_succeeds(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    copy = disk.copy
+    copies: list[str] = []
+    may_end = threading.Event()
+
+    def first_alone(source: Path, target: Path) -> None:
+        if disk.is_remote(target):
+            copies.append(source.name)
+            if len(copies) > 1:
+                raise OSError(5, "Input/output error")
+            may_end.wait(10)
+        copy(source, target)
+
+    monkeypatch.setattr(disk, "copy", first_alone)
+    files = UploadBuffer(path_of(f"{bucket}/run"))
+    rows = files.folder / "metrics.jsonl"
+    rows.write_text("a\n")
+    earlier = files.send_later()
+    while not copies:
+        time.sleep(0.01)
+    rows.write_text("a\nb\n")
+    # The earlier upload ends while the last one waits for it.
+    threading.Timer(0.3, may_end.set).start()
+    with pytest.raises(MupaxFailure, match="cannot upload all rows"):
+        files.__exit__(None, None, None)
+    earlier.join()
+    assert (next(tmp_path.glob("mupax-unsent-*")) / "metrics.jsonl").read_text() == "a\nb\n"
 
 
 def test_an_upload_without_end_does_not_keep_a_run(

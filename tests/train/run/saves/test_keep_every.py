@@ -56,6 +56,18 @@ def test_multiples_stay_beside_the_newest_and_the_best(every_run: Done) -> None:
     assert [line.split()[0] for line in lines if " every 3 " in line] == ["3", "6"]
 
 
+def test_a_run_whose_metric_is_of_a_missing_plugin_is_listed_all_the_same(
+    every_run: Done, tmp_path: Path
+) -> None:
+    shutil.copytree("every", tmp_path / "run")
+    file = tmp_path / "run" / "config.json"
+    record = json.loads(file.read_text())
+    record["plugins"] = ["no_such_module"]
+    record["config"]["checkpoint"]["best_metric"] = "eval_median"
+    file.write_text(json.dumps(record))
+    assert listed(tmp_path / "run") == {2: "unknown", 3: "every 3", 6: "every 3", LAST: "newest"}
+
+
 def test_control_without_the_flag_they_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, MEASURED)
     assert train("--workdir without", ALL).code == 0
