@@ -58,7 +58,10 @@ class Model:
     guessed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def entries_per_layer(self, name: str) -> float:
-        """Return the number of entries that one layer's parameter should have by its axes."""
+        """Return the number of entries that one layer's parameter should have by its axes.
+
+        A fused array counts queries, keys and values. Axes without a known size count as 1.
+        """
         parameter = self.parameters[name]
         sizes = {**self.sizes, **dict.fromkeys(LAYER_AXES, 1)}
         count = math.prod(sizes.get(axis, 1) for axis in parameter.spec.axes)
@@ -76,13 +79,14 @@ def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
         overrides: Roles by pattern, from `--role`.
 
     Raises:
-        PresetError: The dumps have different parameters, a parameter's role is not known, or a
-            shape does not fit the other shapes.
+        PresetError: The dumps have different parameters, a parameter's role is not known, a shape
+            does not fit the other shapes, or all learning rates of a dump are 0.
     """
     for dump in dumps:
         _check_learning_rates(dump)
     layer_entries = [_merge_layers(dump) for dump in dumps]
     _check_same_parameters(dumps, layer_entries)
+    _check_same_readout(dumps)
 
     sources = [dump.source for dump in dumps]
     shapes = {}
@@ -123,7 +127,7 @@ def _check_same_parameters(
 
 
 def check_ranks(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]]) -> None:
-    """Refuse a parameter that has another number of dimensions in one of the files.
+    """Raise an error if a parameter has different numbers of dimensions in the files.
 
     Args:
         sources: Names of the files, for messages; the first is the base of comparisons.
@@ -146,7 +150,10 @@ def check_ranks(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]]) -
 def check_widths(
     sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]], labels: Mapping[str, Label]
 ) -> None:
-    """Refuse a table whose width is no dimension of any block's parameter.
+    """Raise an error if the last size of a table is no dimension of any block's parameter.
+
+    Tables are token embeddings and positions. Sizes are compared in pairs, one in the first file
+    and one in another. A single file or a model without blocks passes.
 
     Args:
         sources: Names of the files, for messages; the first is the base of comparisons.
@@ -185,7 +192,9 @@ def check_widths(
 
 
 def check_growth(base: Model, model: Model) -> None:
-    """Refuse a block's parameter that does not grow as its axes do by the other parameters.
+    """Raise an error if a block's parameter does not grow as its axes do in other parameters.
+
+    Growth factors may differ by `ROUNDING`. Parameters with a role in `UNSHARED` are not checked.
 
     Raises:
         PresetError: The message names the parameter, both shapes and the axes.
@@ -210,7 +219,11 @@ def check_growth(base: Model, model: Model) -> None:
 
 
 def _merge_layers(dump: Dump) -> dict[str, list[Entry]]:
-    """Return the entries of all layers by name, with a star for the number of a layer."""
+    """Return the entries of all layers by name, with a star for the number of a layer.
+
+    Raises:
+        PresetError: A parameter has different shapes in two layers.
+    """
     layer_entries: dict[str, list[Entry]] = {}
     for name, entry in dump.parameters.items():
         entries = layer_entries.setdefault(names.merged(name), [])
@@ -294,7 +307,13 @@ def _has_two_stacks(parameters: Mapping[str, Sequence[Entry]]) -> bool:
 
 
 def _with_role(label: Label, text: str, name: str, source: str) -> Label:
-    """Return the label with a role that a user or a file gives, such as "block.query.bias"."""
+    """Return the label with a role that a user or a file gives, such as "block.query.bias".
+
+    "block." puts the parameter into a block, and ".bias" makes it a bias.
+
+    Raises:
+        PresetError: No role has the name.
+    """
     without_block = text.removeprefix("block.")
     role = without_block.removesuffix(".bias")
     if role not in names.ROLES:
@@ -314,8 +333,8 @@ def _with_role(label: Label, text: str, name: str, source: str) -> Label:
 def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape]]) -> str:
     """Return the role that shapes at several sizes show, or "".
 
-    A matrix has its role by which of its dimensions grow, as in microsoft/mup. A bias has the role
-    of its matrix.
+    A matrix has its role by which of its dimensions grow, as in microsoft/mup: "hidden",
+    "readout" or "patch_embedding". A bias has the role of its matrix, a gain is "norm_gain".
     """
     if label.leaf == "bias":
         return _role_of_matrix(name, shapes)
@@ -434,8 +453,19 @@ def _parameter(name: str, entries: Sequence[Entry], label: Label, blocks: int | 
     )
 
 
+def _check_same_readout(dumps: Sequence[Dump]) -> None:
+    """Raise `PresetError` if the readout is the embedding's table in some of the dumps alone."""
+    tied = [dump.source for dump in dumps if dump.readout is not None]
+    untied = [dump.source for dump in dumps if dump.readout is None]
+    if tied and untied:
+        raise PresetError(
+            f'{tied[0]} has "readout" in "model", for a readout that is the embedding\'s table, '
+            f"and {untied[0]} has not; write it into every file, or into none"
+        )
+
+
 def _check_readout(dump: Dump, parameters: Mapping[str, Parameter]) -> None:
-    """Refuse a language model without readout, and a tied readout without a table."""
+    """Raise `PresetError` for a language model without readout, or a tied one without a table."""
     roles = set()
     for parameter in parameters.values():
         if len(parameter.entry.shape) > 1:
@@ -454,7 +484,11 @@ def _check_readout(dump: Dump, parameters: Mapping[str, Parameter]) -> None:
 
 
 def _own_sizes(spec: ParamSpec, shape: Shape, layout: str) -> dict[str, int]:
-    """Return sizes of axes that only this matrix has, as `Parameter.sizes`."""
+    """Return sizes of axes that only this matrix has, as `Parameter.sizes`.
+
+    They are "input" and "output" of a hidden matrix, and "embed" of a readout with a known layout.
+    Other parameters have none.
+    """
     if spec.role not in (Role.HIDDEN, Role.READOUT) or len(shape) < 2:
         return {}
     # Further dimensions are those of a convolution's window, which the fan-in includes.
@@ -544,7 +578,10 @@ def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:
 
 
 def _declaration(role: Role, in_block: bool) -> ParamSpec:
-    """Return the declaration of a role's matrix or gain, in the model's only stack."""
+    """Return the declaration of a role's matrix or gain, as in a model with one stack.
+
+    `in_block` matters only to norm gains and matrices of the role `HIDDEN`.
+    """
     if role is Role.NORM_GAIN:
         axes = ("layers", "embed") if in_block else ("embed",)
         return ParamSpec(role=role, axes=axes, in_block=in_block)

@@ -54,7 +54,10 @@ LIKE_LLAMA: dict[Family, Defaults] = {
 
 
 def family_of(model: DecoderConfig) -> Family:
-    """Return the plainest family that has all features of a decoder with rotary positions."""
+    """Return the family whose files are to hold a decoder with rotary positions.
+
+    It is the plainest one with the decoder's main features. `reasons` has those that it lacks.
+    """
     is_layernorm_without_gate = model.norm == "layernorm" and not model.gated
     if model.parallel or model.rotary_fraction != 1 or is_layernorm_without_gate:
         return "gpt_neox"
@@ -72,7 +75,7 @@ def family_of(model: DecoderConfig) -> Family:
 
 
 def reasons(model: DecoderConfig, family: Family) -> list[str]:
-    """Return why the code of `transformers` cannot compute a decoder; empty if it can.
+    """Return the reasons why the code of `transformers` cannot compute a decoder, `[]` if it can.
 
     Args:
         family: Result of `family_of`.
@@ -107,7 +110,7 @@ def reasons(model: DecoderConfig, family: Family) -> list[str]:
 
 
 def _reasons_of_gpt_neox(model: DecoderConfig) -> list[str]:
-    """Return why GPT-NeoX's code cannot compute a model; empty if it can."""
+    """Return the reasons why GPT-NeoX's code cannot compute a model, `[]` if it can."""
     width = model.width
     num_heads = model.num_heads
     problems = []
@@ -205,6 +208,9 @@ def read_llama(config: Fields, family: Family) -> Published:
 
     Args:
         family: Key of `LIKE_LLAMA`.
+
+    Raises:
+        ConfigError: The model has a feature that ours lack, or a field is wrong.
     """
     if config.read("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError(
@@ -264,7 +270,11 @@ def read_llama(config: Fields, family: Family) -> Published:
 
 
 def read_gpt_neox(config: Fields) -> Published:
-    """Return the model that the config.json of a GPT-NeoX describes."""
+    """Return the model that the config.json of a GPT-NeoX describes.
+
+    Raises:
+        ConfigError: The model has a feature that ours lack, or a field is wrong.
+    """
     stack = read_stack(config, "gpt_neox")
     stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
     # Versions of transformers write the share of a head that is rotated in different places.
@@ -300,7 +310,11 @@ def read_gpt_neox(config: Fields) -> Published:
 
 
 def _read_window(config: Fields, family: Family, depth: int) -> int | None:
-    """Return the window of every block, `None` if no block has a window."""
+    """Return the window that every block has, in positions, or `None` if no block has one.
+
+    Raises:
+        ConfigError: Some blocks have a window and others have none, or a field is wrong.
+    """
     if family == "llama":
         return None
     if family in ("mistral", "mixtral"):
@@ -313,7 +327,11 @@ def _read_window(config: Fields, family: Family, depth: int) -> int | None:
         return window
 
     # Qwen's code has no window in the first `max_window_layers` layers.
-    num_full = min(depth, config.fields.get("max_window_layers", 28)) if window else depth
+    num_full = depth
+    if window:
+        # `read` refuses 0, which gives every layer the window.
+        has_zero = config.fields.get("max_window_layers") == 0
+        num_full = 0 if has_zero else min(depth, config.read("max_window_layers", 28))
     default_types = [FULL] * num_full + [SLIDING] * (depth - num_full)
     layer_types = config.fields.get("layer_types") or default_types
     check_layer_types(layer_types, depth)
@@ -326,7 +344,7 @@ def _read_window(config: Fields, family: Family, depth: int) -> int | None:
 
 
 def check_layer_types(layer_types: Any, depth: int) -> None:
-    """Refuse a field `layer_types` that is not a list of `FULL` or `SLIDING` for every layer."""
+    """Raise ConfigError unless `layer_types` is a list of `FULL` or `SLIDING` for every layer."""
     is_list = isinstance(layer_types, list) and len(layer_types) == depth
     if not is_list or not {FULL, SLIDING}.issuperset(map(str, layer_types)):
         raise ConfigError(
@@ -336,7 +354,9 @@ def check_layer_types(layer_types: Any, depth: int) -> None:
 
 
 def read_rope(config: Fields, *, partial: bool = False) -> dict[str, Any]:
-    """Return the fields of our config that describe rotary positions.
+    """Return the fields of `DecoderConfig` for rotary positions: theta and any scaling.
+
+    The share of a head that is rotated is not among them.
 
     Args:
         partial: Accept an architecture that rotates a part of each head. The default is False.
@@ -352,11 +372,8 @@ def read_rope(config: Fields, *, partial: bool = False) -> dict[str, Any]:
             raise ConfigError(f"config.json: rotary parameters are {shown(value)}, not an object")
     merged = {**(parameters or {}), **(scaling or {})}
     rope_type = merged.get("rope_type", merged.get("type", "default"))
-    is_partial = (
-        merged.get("partial_rotary_factor", 1) != 1
-        or config.fields.get("partial_rotary_factor", 1) != 1
-    )
-    if is_partial and not partial:
+    factors = [fields.read("partial_rotary_factor", 1.0) for fields in (Fields(merged), config)]
+    if factors != [1.0, 1.0] and not partial:
         raise ConfigError(
             "config.json: partial_rotary_factor turns only a part of each head; ours turn all of it"
         )

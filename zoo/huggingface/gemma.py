@@ -34,7 +34,7 @@ GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
 def reasons(model: DecoderConfig, family: Family) -> list[str]:
-    """Return why Gemma's code cannot compute a model; empty if it can.
+    """Return the reasons why Gemma's code cannot compute a model, `[]` if it can.
 
     Args:
         family: "gemma2" or "gemma3_text".
@@ -67,7 +67,7 @@ def reasons(model: DecoderConfig, family: Family) -> list[str]:
 
 
 def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
-    """Return the fields of config.json that not all families have.
+    """Return the fields of a Gemma's config.json that not all families have.
 
     Args:
         family: "gemma2" or "gemma3_text".
@@ -107,10 +107,15 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
 
 
 def read_gemma(config: Fields, family: Family) -> Published:
-    """Return the model that the config.json of a Gemma describes.
+    """Return the model that the config.json of a Gemma 2 or 3 describes.
+
+    `Published.query_scale` has the factor by which Gemma's attention logits differ from ours.
 
     Args:
         family: "gemma2" or "gemma3_text".
+
+    Raises:
+        ConfigError: The model has a feature that ours lack, or a field is wrong.
     """
     defaults = DEFAULTS[family]
     is_gemma3 = family == "gemma3_text"
@@ -160,7 +165,11 @@ def read_gemma(config: Fields, family: Family) -> Published:
 
 
 def _check_supported(config: Fields, family: Family) -> None:
-    """Refuse features that Gemma's code or our models do not have."""
+    """Raise ConfigError if config.json has a feature that Gemma's code or our models lack.
+
+    These are a soft cap of attention logits in Gemma 3, another activation than GELU in tanh form,
+    biases of attention, and attention to later tokens.
+    """
     if family == "gemma3_text" and config.fields.get("attn_logit_softcapping") is not None:
         raise ConfigError(
             "config.json: attn_logit_softcapping is given, and Gemma 3's code does not read it"
@@ -183,12 +192,18 @@ def _read_rope_by_layer_type(config: Fields, windows: dict[str, Any]) -> dict[st
 
     Args:
         windows: Fields of our config that say which layers have a window (`_read_windows`).
+
+    Raises:
+        ConfigError: The object for a type of layer is missing or wrong, or our config cannot hold
+            both.
     """
     parameters = config.fields.get("rope_parameters")
     if parameters is None:
         # Versions before transformers 5 write the fields side by side.
         local_theta = config.read("rope_local_base_freq", 1e4)
         scaling = config.fields.get("rope_scaling") or {}
+        if not isinstance(scaling, dict):
+            raise ConfigError(f"config.json: rope_scaling is {shown(scaling)}, not an object")
         parameters = {
             FULL: {"rope_theta": config.read("rope_theta", 1e6), **scaling},
             SLIDING: {"rope_theta": local_theta},
@@ -216,7 +231,11 @@ def _read_rope_by_layer_type(config: Fields, windows: dict[str, Any]) -> dict[st
 
 
 def _read_rope_parameters(parameters: dict[str, Any], default_theta: float) -> dict[str, Any]:
-    """Return the fields of our config for one object of `rope_parameters`."""
+    """Return the fields of our config for one object of `rope_parameters`.
+
+    Args:
+        default_theta: Base wavelength if the object has no `rope_theta`.
+    """
     return read_rope(Fields({"rope_parameters": {"rope_theta": default_theta, **parameters}}))
 
 
@@ -226,6 +245,9 @@ def _read_windows(config: Fields, depth: int, default_period: int) -> dict[str, 
     Args:
         default_period: Every so many layers, one has no window. `sliding_window_pattern` overrides
             the number, and `layer_types` overrides both.
+
+    Raises:
+        ConfigError: The layers without a window are not every n-th layer.
     """
     window = config.optional("sliding_window", 4096)
     layer_types = config.fields.get("layer_types")
@@ -248,5 +270,5 @@ def _read_windows(config: Fields, depth: int, default_period: int) -> dict[str, 
 
 
 def _periodic_layer_types(depth: int, period: int) -> list[str]:
-    """Return the types of layers of which every `period`-th has no window."""
+    """Return `FULL` for every `period`-th of `depth` layers, and `SLIDING` for the others."""
     return [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(depth)]

@@ -72,7 +72,7 @@ class Loaded(NamedTuple):
 def to_huggingface(
     model: TransformerConfig, params: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and value of every tensor of a file.
+    """Yield the name and value of every tensor of a file in the layout of `transformers`.
 
     Args:
         model: Model that `mupax.zoo.huggingface.config.to_huggingface` does not refuse.
@@ -108,13 +108,15 @@ def to_huggingface(
 def from_huggingface(files: Tensors, published: Published) -> Loaded:
     """Read the parameters of our model from a file in the layout of `transformers`.
 
+    The factors of `published` on queries and embeddings are multiplied into the parameters.
+
     Args:
         files: Tensors of the file, or of several files with an index.
         published: Model that the config.json beside the file describes.
 
     Raises:
-        TensorFileError: A tensor is missing or has another shape, or the architecture does not have
-            it.
+        TensorFileError: A tensor is missing or has another shape, or the file has a tensor that the
+            architecture does not have.
     """
     model = published.model
     family = family_of(model)
@@ -150,7 +152,11 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
 
 
 def _without_prefix(files: Tensors, family: Family) -> dict[str, str]:
-    """Return the name of every tensor in the file, by its name without the prefix."""
+    """Return the name of every tensor in the file, by its name without the prefix.
+
+    Raises:
+        TensorFileError: Two tensors have the same name without the prefix.
+    """
     names_in_file: dict[str, str] = {}
     for name in files.shapes:
         if family == "gpt_neox" and name == NEOX_HEAD:
@@ -169,12 +175,12 @@ def _without_prefix(files: Tensors, family: Family) -> dict[str, str]:
 def _check_number_of_layers(
     files: Tensors, model: TransformerConfig, names_in_file: Mapping[str, str]
 ) -> None:
-    """Refuse a config whose layers, or layers times experts, are more than the file's tensors.
+    """Raise an error if a config has more layers, or layers times experts, than tensors exist.
 
     This comes before any loop over layers, because a config may claim millions of them.
 
     Raises:
-        TensorFileError: They are more.
+        TensorFileError: The file has fewer tensors than that number.
     """
     largest = max((tensor.sizes(model) for tensor in tensors(model)), key=math.prod)
     if math.prod(largest) > len(names_in_file):
@@ -191,7 +197,11 @@ def _check_number_of_layers(
 def _zero_params(
     files: Tensors, published: Published, names_in_file: Mapping[str, str]
 ) -> set[str]:
-    """Return the parameters that are zero because the file does not hold them."""
+    """Return the names of the parameters that are zero because the file does not hold them.
+
+    Raises:
+        TensorFileError: The file has no classifier, and the config has too many classes to add one.
+    """
     model = published.model
     zeros = set(published.zeros)
     if family_of(model) == "mbart" and "final_logits_bias" not in names_in_file:
@@ -222,7 +232,11 @@ def _is_zero(tensor: Tensor, zeros: set[str]) -> bool:
 def _expected_names(
     files: Tensors, model: TransformerConfig, names_in_file: Mapping[str, str], zeros: set[str]
 ) -> set[str]:
-    """Check the shapes of the tensors to read. Return their names without the prefix."""
+    """Check the shapes of the tensors to read. Return their names without the prefix.
+
+    Raises:
+        TensorFileError: A tensor is missing or has another shape than config.json says.
+    """
     expected = set()
     for tensor in tensors(model):
         if _is_zero(tensor, zeros):
@@ -246,7 +260,10 @@ def _expected_names(
 def _read_params(
     files: Tensors, model: TransformerConfig, names_in_file: Mapping[str, str], zeros: set[str]
 ) -> Params:
-    """Return our parameters, stacked over layers. Registers are still apart from the positions."""
+    """Read our parameters, stacked over layers. Those in `zeros` are filled with zeros.
+
+    Registers are still apart from the positions.
+    """
     params: Params = {}
     for tensor in tensors(model):
         sizes = tensor.sizes(model)
@@ -266,13 +283,19 @@ def _read_params(
 
 
 def _drop_unused_biases(files: Tensors, params: Params, model: TransformerConfig) -> None:
-    """Remove biases that our model does not have, if they change no output."""
+    """Remove biases that our model does not have from `params`, in place.
+
+    These are key biases, which change no output, and biases of zeros.
+
+    Raises:
+        TensorFileError: Another bias is not zero.
+    """
     for name in params.keys() - model.parameters().keys():
         value = params.pop(name)
         # Softmax does not see a key bias: the function without the bias is exactly the same.
         if not name.endswith("key_bias") and value.any():
             raise TensorFileError(
-                f"{files.path}: final_logits_bias is not zero, and our models have no such bias"
+                f"{files.path}: the values of {name} are not zero, and our models have no such bias"
             )
 
 
@@ -283,13 +306,18 @@ def _check_unread(
     unread: list[str],
     params: Params,
 ) -> list[str]:
-    """Return the tensors that were not read and change no output. Refuse all others.
+    """Return the names of unread tensors that may be dropped, because they change no output.
+
+    Copies of the token embedding are compared with it. Of these only a readout is returned.
 
     Args:
         files: Tensors of the file, for the values of copies.
         names_in_file: Name in the file by the name without the prefix.
         unread: Names without the prefix of the tensors that were not read.
         params: Parameters that were read, for comparison with copies.
+
+    Raises:
+        TensorFileError: A copy differs from the embedding, or a tensor is unknown.
     """
     dropped = [
         name for name in sorted(unread) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)
@@ -331,7 +359,10 @@ def _check_unread(
 
 
 def _separate_registers(params: Mapping[str, np.ndarray], model: TransformerConfig) -> Params:
-    """Return the parameters with the registers taken out of the positions."""
+    """Return a copy of the parameters with the registers' rows moved out of "position".
+
+    They become a parameter of their own, `REGISTERS`.
+    """
     assert isinstance(model, ViTConfig)
     # Row 0 of the positions is that of the CLS token.
     rows = slice(1, 1 + (model.registers or 0))

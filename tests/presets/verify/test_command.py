@@ -168,6 +168,10 @@ def test_what_is_left_out_is_not_judged_and_said(
             "has no readout",
         ),
         (
+            [{**SMALL, "model": {**SMALL["model"], "readout": 1}}, LARGE],
+            "write it into every file, or into none",
+        ),
+        (
             [{**SMALL, "model": {**SMALL["model"], "optimizer": "sgd"}}, LARGE],
             "the files have different optimizers",
         ),

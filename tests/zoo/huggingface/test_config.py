@@ -151,6 +151,7 @@ def test_fields_that_a_t5_or_mt5_leaves_out_have_its_own_defaults() -> None:
             {"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 5.0}},
             "not objects full_attention and",
         ),
+        ({"model_type": "gemma3_text", "rope_scaling": "linear"}, "rope_scaling is 'linear'"),
         (
             {"model_type": "gemma3_text", "sliding_window_pattern": "six"},
             "sliding_window_pattern is 'six'",
@@ -213,6 +214,10 @@ def test_fields_that_a_t5_or_mt5_leaves_out_have_its_own_defaults() -> None:
         ),
         ({"model_type": "qwen2", "use_sliding_window": True}, "layer_types has both"),
         (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "x"},
+            "max_window_layers is 'x'",
+        ),
+        (
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked"]},
             "layer_types is",
         ),
@@ -232,6 +237,7 @@ def test_fields_that_a_t5_or_mt5_leaves_out_have_its_own_defaults() -> None:
         ),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts is 0"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "a part of each head"),
+        ({"model_type": "llama", "partial_rotary_factor": "x"}, "partial_rotary_factor is 'x'"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "our gated MLP has silu"),
         ({"model_type": "gpt2", "activation_function": "tanh"}, "activation_function is 'tanh'"),
         ({"model_type": "gpt2", "scale_attn_weights": False}, "without head_dim"),
@@ -251,6 +257,19 @@ def test_fields_that_a_t5_or_mt5_leaves_out_have_its_own_defaults() -> None:
 def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_huggingface(fields)
+
+
+def test_a_null_field_means_its_default() -> None:
+    llama = {"model_type": "llama"}
+    assert from_huggingface({**llama, "partial_rotary_factor": None}) == from_huggingface(llama)
+    qwen = {"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 28}
+    default = from_huggingface(qwen).model
+    assert isinstance(default, DecoderConfig)
+    assert default.window is None
+    assert from_huggingface({**qwen, "max_window_layers": None}).model == default
+    everywhere = from_huggingface({**qwen, "max_window_layers": 0}).model
+    assert isinstance(everywhere, DecoderConfig)
+    assert everywhere.window == 4096
 
 
 @pytest.mark.parametrize(
