@@ -45,17 +45,26 @@ class Compile:
     that differ, print the best that fit. All that was tried is written beside the workdir,
     WORKDIR.search-CHIP-AxB.json."""
     limit: Annotated[int, conf.arg(metavar="N")] = 6
-    """With --search: compile at most so many."""
+    """With --search: compile at most so many, one of them as configured."""
 
     def __post_init__(self) -> None:
-        at_least("--", self, 1, "slices", "limit")
+        at_least("--", self, 1, "slices")
+        # The run as configured is compiled, too.
+        at_least("--", self, 2, "limit")
+        if self.search and self.hlo is not None:
+            raise command_line.UsageError(
+                "--hlo writes one program, and --search compiles several; leave one out"
+            )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile a recipe's step and print the report.
+    """Compile a recipe's step, or several with `--search`, and print the report.
+
+    The report is written to `--json` if it is given. Without `--search`, the program is written to
+    `--hlo` if it is given.
 
     Returns:
-        0 if the step fits, 1 if it does not.
+        0 if the step, or the best of a search, fits. 1 if it does not.
 
     Raises:
         MupaxError: The flags, the recipe or the topology cannot be used, or the compiler refuses
@@ -86,7 +95,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _search(args: Compile, config: Config, title: str) -> list[dict[str, Any]]:
-    """Compile several configurations, print their table and return their reports, best first."""
+    """Compile several configurations, print their table and return their reports, best first.
+
+    All that was tried is written to `record_of`, again after each compilation.
+    """
     from mupax.train.pods import search
 
     file = record_of(config, args.topology, args.slices)
@@ -102,7 +114,12 @@ def _search(args: Compile, config: Config, title: str) -> list[dict[str, Any]]:
 
 
 def _compile(args: Compile, config: Config, title: str) -> dict[str, Any]:
-    """Compile the configuration as given, print its tables and return its report."""
+    """Compile the configuration as given, print its tables and return its report.
+
+    The program is written to `--hlo` if it is given and the compiler made one. It makes none for a
+    step that does not fit on TPUs. For a step that does not fit on GPUs, the report names the
+    smallest topology that would do (`would_fit`), if there is one. Nothing is compiled for that.
+    """
     from mupax.train.pods.compiled import compile_for
 
     compiled = compile_for(config, args.topology, args.slices)
@@ -115,7 +132,10 @@ def _compile(args: Compile, config: Config, title: str) -> dict[str, Any]:
             name, plan = smallest
             report["would_fit"] = {"topology": name, "flags": plan.words, "bytes": plan.bytes}
     if args.hlo is not None:
-        args.hlo.write_text(compiled.text)
+        if compiled.text:
+            args.hlo.write_text(compiled.text)
+        else:
+            terminal.note(f"{args.hlo} is not written: the compiler made no program that fits")
     print("\n\n".join(_tables(report, title)))
     return report
 
@@ -199,7 +219,7 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
 
 
 def _roofline_facts(report: dict[str, Any]) -> dict[str, str]:
-    """Return the lines of a summary that only a step that fits has."""
+    """Return the lines of a summary for a step with a compiled program: sizes, FLOPs and times."""
     roofline = report["roofline"]
     kinds = ("argument", "temporary", "output", "code")
     sizes = []
@@ -289,7 +309,10 @@ def _loss(loss: dict[str, Any]) -> str:
 
 
 def _maker(op_name: str) -> str:
-    """Return the operation that made an array, and the pass of the traced program it is in."""
+    """Return the operation that made an array and its pass, such as "dot_general, backward".
+
+    An operation of the forward pass has no addition.
+    """
     *path, operation = op_name.split("/")
     if "rematted_computation" in path:
         return f"{operation}, recomputed"

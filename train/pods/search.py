@@ -129,6 +129,9 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield every configuration that splits over the devices, with its estimates.
 
+    The mesh, remat policy, microbatches, batch size, loss and attention block vary, on GPUs also
+    the compiler flags. Configurations that do not divide evenly are left out.
+
     Args:
         slices: Number of slices, joined by the slow network.
         batches: Batch sizes to try, as multiples of the run's own.
@@ -197,7 +200,7 @@ def _blocks(config: Config, chip: Chip) -> list[int | None]:
 
 
 def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidate:
-    """Return a config as a candidate, with open axes of its mesh filled in.
+    """Return a config with its estimates, and with open axes (-1) of its mesh filled in.
 
     Args:
         slices: Number of slices, joined by the slow network.
@@ -213,7 +216,8 @@ def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidat
 def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:
     """Yield every split of the devices over data, fsdp, sequence and tensor.
 
-    Slices are along data.
+    The experts axis keeps its size. Slices are along data. The tensor axis is at most
+    `MOST_TENSOR`.
     """
     devices //= mesh.experts
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
@@ -292,7 +296,9 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
 def smallest_that_fits(config: Config, chip: Chip) -> tuple[str, Candidate] | None:
     """Return the smallest topology of GPUs that a run is expected to fit, with its configuration.
 
-    All parameters and optimizer state are split over all GPUs (fsdp). Nothing is compiled.
+    All parameters and optimizer state are split over all GPUs (fsdp). A run is expected to fit if
+    the estimate of its memory is at most `ROOM` of what JAX leaves arrays. Parts of one host are
+    tried first, then 2, 4, 8 and more complete hosts. Nothing is compiled.
 
     Returns:
         Topology such as h100:2x8 and the candidate, or `None` if `MOST_HOSTS` hosts are too few.
@@ -362,7 +368,7 @@ def search(
 
     Returns:
         Reports of `mupax.train.pods.compiled.Compiled` with the flags that make them. Those that
-        fit come first, the fastest first.
+        fit come first, the fastest first. Configurations that the compiler refuses have none.
 
     Raises:
         MeshError: No mesh of these axes fits the model and batch.
@@ -387,8 +393,7 @@ def search(
         # The smallest are tried all the same, because the estimate may be wrong.
         ranked = sorted(tried, key=lambda plan: plan.bytes)
     configured = candidate(config, chip, devices, slices)
-    # At least two: the run as configured, and one to compare it with.
-    chosen = [configured, *different(ranked, limit)][: max(2, limit)]
+    chosen = [configured, *different(ranked, limit)][:limit]
 
     minutes = max(1, round(_compile_seconds(chosen, chip, devices) / 60))
     terminal.say(
@@ -501,9 +506,9 @@ def record(
 
 
 def different(ranked: list[Candidate], limit: int) -> list[Candidate]:
-    """Return `limit` candidates: the best, the best that differs in each setting, the next best.
+    """Return up to `limit` candidates of `ranked`, which has the best first.
 
-    `ranked` has the best first.
+    They are the best, then for each setting the best that differs in it, then the next best.
 
     Near copies of the best differ by less than the error of the estimates. Candidates that differ
     show in which direction the estimates are wrong.
@@ -521,7 +526,9 @@ def different(ranked: list[Candidate], limit: int) -> list[Candidate]:
 
 
 def table(reports: list[dict[str, Any]], title: str) -> str:
-    """Return the reports of `search` as text, in their order.
+    """Return the reports of `search` as a table, in their order.
+
+    A line below says how many of the best reports of GPUs are a tie.
 
     Args:
         reports: Result of `search`, best first.
@@ -549,7 +556,10 @@ def table(reports: list[dict[str, Any]], title: str) -> str:
 
 
 def _num_ties(reports: list[dict[str, Any]]) -> int:
-    """Return the number of the best reports of GPUs that no estimate tells apart."""
+    """Return the number of GPU reports that fit and are within `TIE` of the best time per example.
+
+    The best report, the first one, is counted if it fits. The result is 0 for TPUs.
+    """
     _, best = _rank(reports[0])
     num_ties = 0
     for report in reports:

@@ -69,7 +69,11 @@ def test_only_whole_pods_and_cubes_are_tori(name: str, around: list[bool]) -> No
         (["lm-tiny"], "--topology"),
         (["lm-tinny", "--topology", "v5e:2x2"], "no recipe is named 'lm-tinny'"),
         (["lm-tiny", "--topology", "v5e:2x2", "--stepps", "3"], "--steps"),
-        (["lm-tiny", "--topology", "v5e:2x2", "--search", "--limit", "0"], "--limit is 0"),
+        (["lm-tiny", "--topology", "v5e:2x2", "--search", "--limit", "1"], "--limit is 1"),
+        (
+            ["lm-tiny", "--topology", "v5e:2x2", "--search", "--hlo", "step.txt"],
+            "--hlo writes one program, and --search compiles several",
+        ),
         (["lm-tiny", "--topology", "7x7"], "'7x7' is not a topology"),
     ],
 )

@@ -187,7 +187,7 @@ def test_files_of_any_size_and_mode_are_read_and_broken_ones_named() -> None:
     assert all(line.count("%") == 2 for line in out.splitlines())
     assert "left out: cannot read the image kinds/torn.png" in err
     assert "left out: cannot read the image kinds/missing.png" in err
-    summary = f"8 of 10 images by step {STEPS} of vit, its moving average; 2 could not be read"
+    summary = f"8 of 10 images by step {STEPS} of vit, its moving average; 2 without an answer"
     assert summary in err
     assert call("predict vit kinds/torn.png")[:2] == (2, "")
 

@@ -117,7 +117,7 @@ def per_row(config: Config) -> int | None:
 
 
 def temporary(program: Program, row: int) -> int:
-    """Estimate the bytes of activations and gradients on one device.
+    """Estimate the bytes of activations, gradients and gathered parameters on one device.
 
     Args:
         program: Program whose devices this machine does not have.
@@ -140,9 +140,10 @@ def temporary(program: Program, row: int) -> int:
 
 
 def buffers(program: Program) -> int:
-    """Return the bytes of gathered parameters on a device at one moment.
+    """Estimate the bytes of gathered parameters on a device at one moment.
 
-    0 if parameters are not split by rows.
+    Counted are one layer of each stack and all parameters outside of stacks, `_COPIES` times. The
+    result is 0 if the mesh does not split the axis "embed".
     """
     if program.layout.num_shards("embed") == 1:
         return 0
@@ -179,7 +180,7 @@ class MemoryEstimate:
         return self.state + self.temporary + self.saved
 
     def fits(self, limit: int) -> bool:
-        """Return whether a device with `limit` bytes has room, with some slack for an estimate."""
+        """Return whether the peak is at most `limit` bytes, or 90 % of them for an estimate."""
         if self.compiled:
             return self.peak <= limit
         return self.peak <= _SLACK * limit
@@ -195,9 +196,10 @@ def program_of(config: Config) -> Program:
 
 
 def needs(program: Program) -> MemoryEstimate | None:
-    """Return the memory of the step: compiled, or estimated if its devices are not here.
+    """Compile the training step and return its memory on one device.
 
-    `None` if the compiler does not say.
+    If this machine lacks devices of the program, the step is compiled for one device with one and
+    two examples, and the memory is estimated from these. `None` if the compiler reports no memory.
     """
     if here(program):
         return needs_of(program, program.compile_train())
@@ -224,7 +226,7 @@ def needs_of(program: Program, step: jax.stages.Compiled) -> MemoryEstimate | No
 def needs_by_shapes(program: Program) -> MemoryEstimate:
     """Estimate the memory of a step from shapes, without compiling.
 
-    The state, its gradients and the activations are counted.
+    Counted are the state, the gradients, the activations and, on CPU, the copy for a checkpoint.
     """
     temporary = _gradients(program) + _activations(program, program.config)
     return MemoryEstimate(_state(program), temporary, compiled=False, saved=_saved(program))
@@ -242,7 +244,7 @@ def room(device: Any) -> int | None:
 
 
 def limit_of(program: Program) -> int | None:
-    """Return the free bytes of a program's device on this machine.
+    """Return the free bytes of the program's first device that belongs to this process.
 
     `None` if they are not known, or if the config or `MUPAX_MEMORY_CHECK` turns checks off.
     """
@@ -288,6 +290,8 @@ def check_arrays(arrays: Any, purpose: str, advice: str) -> None:
 def check_state(program: Program, limit: int | None, *, saves: bool = True) -> None:
     """Refuse a run whose state and gradients alone do not fit, before anything is compiled.
 
+    On CPU the copy for a checkpoint counts, too. Activations do not.
+
     Args:
         limit: Bytes of a device. `None` checks nothing.
         saves: `False` if the run writes no checkpoints. By default it does.
@@ -310,6 +314,8 @@ def check_step(
     program: Program, step: jax.stages.Compiled, limit: int | None, *, saves: bool = True
 ) -> None:
     """Refuse a run whose compiled step does not fit, before the first step.
+
+    Nothing is refused if the compiler reports no memory.
 
     Args:
         step: Compiled step, from `Program.compile_train`.
@@ -345,7 +351,7 @@ def check_evaluation(
 
     Raises:
         MemoryLimitError: The evaluation does not fit. The message names an evaluation batch that
-            does.
+            fits by estimate, or says that none does.
     """
     analysis = evaluation.memory_analysis()
     if limit is None or analysis is None:
@@ -372,7 +378,10 @@ def check_evaluation(
 
 
 def advice(program: Program) -> str:
-    """Return a sentence with flags that take less memory, for a run that ran out of memory."""
+    """Return a text for a run that ran out of memory: an estimate, and flags that take less.
+
+    Nothing is compiled.
+    """
     usage = needs_by_shapes(program)
     # The true limit is below the estimate by an unknown amount.
     limit = int(0.75 * usage.peak)
@@ -381,7 +390,10 @@ def advice(program: Program) -> str:
 
 
 def _usage_text(peak: float, limit: int, program: Program) -> str:
-    """Return the peak and the limit of a device in words."""
+    """Return a text with the peak and the limit of a device.
+
+    On CPU it also says what limits the memory, if that is not the machine itself.
+    """
     devices = "each device" if program.mesh.size > 1 else "one device"
     source = ""
     if program.mesh.devices.flat[0].platform == "cpu":
@@ -417,7 +429,11 @@ def verdict(
 def _fitting(
     program: Program, usage: MemoryEstimate, limit: int, *, compiles: bool, elsewhere: bool
 ) -> str:
-    """Return flags that make a step fit, or the sentence that there are none."""
+    """Return a text with flags that make a step fit on the present devices, and its memory.
+
+    If none do, the text names larger meshes or smaller runs instead. At most `_TRIES` proposals
+    are compiled or, without `compiles` or time, estimated.
+    """
     start_time = time.monotonic()
     # Nothing can be compiled for devices that are not here.
     if here(program):
@@ -483,7 +499,7 @@ def _on_more_devices(program: Program, limit: int) -> str:
 
 
 def _on_devices(count: int, flags: str, peak: float) -> str:
-    """Return the estimated memory of a run on more devices, in words."""
+    """Return a text with flags and estimated memory on more devices, ending in "by estimate"."""
     return f"On {count} such devices, with {flags}, it takes {gib(peak)} by estimate"
 
 
@@ -503,7 +519,11 @@ def _scaled(program: Program, usage: MemoryEstimate, target: Program) -> MemoryE
 
 
 def _on_more_devices_by_shapes(program: Program, usage: MemoryEstimate, limit: int) -> str:
-    """Return the fewest devices that hold the run by `_scaled`, without compiling."""
+    """Return a text on the fewest devices that the run fits by `_scaled`, without compiling.
+
+    The text has mesh flags and memory, and ends with "by estimate" if there are such devices.
+    Otherwise it says how much the largest mesh takes, or that no larger mesh divides the sizes.
+    """
     best = "No larger mesh divides the batch and the model's sizes"
     for larger in _larger(program):
         peak = _scaled(program, usage, larger).peak
@@ -535,9 +555,10 @@ class _Size(NamedTuple):
 
 
 def _smaller(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[str]:
-    """Yield flags of runs that fit the same devices but give another result.
+    """Yield flags of runs that fit the same devices by estimate but give another result.
 
-    Each flag sets one size to a half, a quarter, and so on.
+    A flag sets one size to a half, a quarter, and so on: the first of these that fits. The last
+    flag stores float32 parameters in bfloat16.
     """
     config = program.config
     # Every microbatch needs an example on every device.
@@ -573,6 +594,9 @@ def _reduced(program: Program, usage: MemoryEstimate, config: Config) -> float:
     """Estimate the peak of a smaller run on the same mesh.
 
     The state shrinks with the parameters, and activations in proportion to the estimates by shapes.
+
+    Raises:
+        MeshError: The mesh does not divide the batch of the smaller run.
     """
     program.layout.check_batch(config.data.batch_size, config.accumulation_steps)
     model = definition(config.model)
@@ -621,9 +645,10 @@ def _savings(program: Program, kinds: tuple[str, ...]) -> Iterator[tuple[Config,
 
 
 def _proposals(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[tuple[Config, str]]:
-    """Yield runs that should fit the present devices and give the same result, with their flags.
+    """Yield runs that by estimate fit the present devices, with the same result, and their flags.
 
-    Runs that cost less time come first, one per mesh and remat policy.
+    Runs that cost less time come first. Each mesh and remat policy has at most one, with the fewest
+    microbatches that fit.
     """
     own_activations = max(1, _activations(program, program.config))
     own_gradients = _gradients(program)
@@ -689,7 +714,10 @@ def _with_most_fsdp(program: Program, num_devices: int) -> Program | None:
 
 
 def _with_mesh(program: Program, *, data: int, fsdp: int) -> Program | None:
-    """Return the run on another mesh, or `None` if the mesh does not fit the run's sizes."""
+    """Return the run on another mesh, or `None` if the mesh does not fit the run's sizes.
+
+    An evaluation batch that does not split over the mesh is replaced (`_evaluating`).
+    """
     config = program.config
     shape = program.mesh.shape
     num_shards = data * fsdp * shape["experts"]
@@ -723,7 +751,7 @@ def _evaluating(data: DataConfig, num_shards: int) -> DataConfig:
 
 
 def _mesh_flags(old: Config, new: Config) -> list[str]:
-    """Return flags for changed sizes of the mesh and a changed evaluation batch."""
+    """Return flags for the axes data and fsdp and the evaluation batch, where `new` differs."""
     flags = []
     for axis in ("data", "fsdp"):
         size = getattr(new.mesh, axis)
@@ -743,7 +771,7 @@ def _estimated(program: Program, row: int) -> MemoryEstimate:
 
 
 def _state(program: Program) -> int:
-    """Return the bytes of the state on one device."""
+    """Return the bytes of the state and of a centred output's initial parameters on one device."""
     # A centered model subtracts its initial output, so it keeps its initial parameters.
     reference = program.abstract.params if program.config.model.centered else {}
     leaves = jax.tree.leaves((program.abstract, reference))
@@ -764,14 +792,24 @@ def _saved(program: Program) -> int:
 
 
 def optimizer_bytes(program: Program) -> int:
-    """Return the bytes that training holds on one device and an evaluation does not read."""
-    parameters = program.abstract.evaluated.values()
-    evaluated = sum(memory.bytes_of(leaf, leaf.sharding) for leaf in parameters)
-    return _state(program) - evaluated + _saved(program)
+    """Return the bytes that training holds on one device besides the evaluated parameters.
+
+    They are the optimizer state, parameters if an average replaces them and, on CPU, the copy for a
+    checkpoint. Initial parameters of a centred output are not among them: an evaluation reads them.
+    """
+    held = 0
+    for leaf in jax.tree.leaves(program.abstract):
+        held += memory.bytes_of(leaf, leaf.sharding)
+    for leaf in program.abstract.evaluated.values():
+        held -= memory.bytes_of(leaf, leaf.sharding)
+    return held + _saved(program)
 
 
 def _gradients(program: Program) -> int:
-    """Return the bytes of the gradients of all trained parameters on one device."""
+    """Return the bytes of the gradients of all trained parameters on one device.
+
+    With accumulation the gradients are float32, otherwise they have the parameters' dtypes.
+    """
     # Gradients of microbatches are summed in float32.
     summed = program.config.accumulation_steps > 1
     total = 0

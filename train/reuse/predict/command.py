@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the likeliest classes of image files.
 
     Returns:
-        The exit code: 0, or 2 if a file could not be read.
+        The exit code: 0, or 2 if a file could not be read or the model had no finite answer for it.
 
     Raises:
         UsageError: A path does not exist, or a folder or list has no images.
@@ -81,16 +81,16 @@ def main(argv: Sequence[str]) -> int:
 
     summary = f"{len(paths) - num_failed} of {len(paths)} images by {model.described}"
     if num_failed:
-        summary += f"; {num_failed} could not be read"
+        summary += f"; {num_failed} without an answer"
     terminal.note(summary)
     return 2 if num_failed else 0
 
 
 def files(places: Sequence[Path]) -> list[Path]:
-    """Return the image files that the command line names.
+    """Return the image files that the command line names, and all image files below its folders.
 
     They come in the order of the command line, those of a folder sorted. Files of a folder that are
-    no images are listed on standard error.
+    no images are left out and summarized on standard error. Other files are not checked.
 
     Args:
         places: Image files, folders, or text files with one path per line.
@@ -118,7 +118,11 @@ def files(places: Sequence[Path]) -> list[Path]:
 
 
 def _images_below(folder: Path) -> list[Path]:
-    """Return the image files in a folder, and print a summary of its other files."""
+    """Return the image files below a folder, and print a summary of its other files.
+
+    Raises:
+        UsageError: there is no image.
+    """
     from mupax.train.data.records.listing import files_below, summary
     from mupax.train.data.sources.folders import is_image, not_an_image
 
@@ -140,7 +144,11 @@ def _images_below(folder: Path) -> list[Path]:
 
 
 def _listed(text: Path) -> list[Path]:
-    """Return the paths in a text file. At least one of them must be a file."""
+    """Return the paths in a text file, one per line that is not blank.
+
+    Raises:
+        UsageError: the file is not UTF-8, or none of its paths is a file.
+    """
     try:
         # Editors on Windows write a byte order mark, which would become part of the first path.
         content = text.read_text("utf-8-sig")
@@ -156,7 +164,7 @@ def _listed(text: Path) -> list[Path]:
 
 
 def ranked(probabilities: np.ndarray, top: int) -> list[tuple[int, float]]:
-    """Return label and probability of the likeliest classes, the likeliest first.
+    """Return label and probability of the `top` likeliest classes, the likeliest first.
 
     Args:
         probabilities: float64 [classes].

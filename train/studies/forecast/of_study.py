@@ -26,10 +26,11 @@ def target(config: Config, request: str) -> Config:
 
     Args:
         config: Run of the study at its smallest size.
-        request: AXIS=N with commas between, or a recipe. A recipe gets the study's preset.
+        request: AXIS=N with commas between, applied to `config` in turn, or a recipe. A recipe gets
+            the study's preset.
 
     Raises:
-        ConfigError: There is no such axis, or the size does not fit the run.
+        ConfigError: There is no such axis, or the size fits neither the run nor its joint rule.
         UsageError: There is no such recipe.
     """
     if "=" not in request:
@@ -48,7 +49,7 @@ def target(config: Config, request: str) -> Config:
 
 
 def check(config: Config, requests: Sequence[str]) -> None:
-    """Refuse, before training, what `target` would refuse after it.
+    """Raise the errors of `target` for wrong `--predict` flags before anything is trained.
 
     Args:
         config: Run of the study at its smallest size.
@@ -58,14 +59,19 @@ def check(config: Config, requests: Sequence[str]) -> None:
         ConfigError: A request comes twice, or is refused by `target`.
         UsageError: There is no such recipe.
     """
-    if len(set(requests)) < len(requests):
-        raise ConfigError(f"--predict {requests[0]} comes twice; write each run once")
+    seen = set()
     for request in requests:
+        if request in seen:
+            raise ConfigError(f"--predict {request} comes twice; write each run once")
+        seen.add(request)
         target(config, request)
 
 
 def points(measured: Sequence[Measured]) -> dict[str, Points]:
-    """Return the rows of studies by preset. Studies of several axes are joined."""
+    """Return the measured rows as `Points` by label of the preset.
+
+    Studies of one preset along several axes are joined.
+    """
     pairs_by_label: dict[str, list[tuple[Config, Row]]] = {}
     for result in measured:
         # Without `trained`, a point's config is that of the preset itself.
@@ -77,9 +83,13 @@ def points(measured: Sequence[Measured]) -> dict[str, Points]:
 
 
 def write(folder: Path, by_preset: Mapping[str, Points], requests: Sequence[str]) -> bool:
-    """Print and write every forecast. Return whether all of them could be made.
+    """Fit a law for each preset, and print and write a forecast for each request.
+
+    Return whether all forecasts could be made. For one that cannot be made, print the reason and
+    continue.
 
     Args:
+        folder: Folder that the forecasts are written to.
         by_preset: Rows by preset, from `points`.
         requests: Values of `--predict`.
     """
@@ -102,7 +112,7 @@ def write(folder: Path, by_preset: Mapping[str, Points], requests: Sequence[str]
 
 
 def _write_forecast(folder: Path, law: ScalingLaw, config: Config, request: str) -> None:
-    """Print and write the forecast of one run.
+    """Write the forecast of one run as a JSON file into a folder, and print it.
 
     Raises:
         NoLaw: The law says nothing of the run.

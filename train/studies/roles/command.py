@@ -42,7 +42,7 @@ class Command:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the roles of a model's parameters.
+    """Run `mupax models roles`: print roles, refusals and differences, as text or JSON.
 
     Returns:
         The exit code: 0 if all roles are found and as declared, 1 otherwise.
@@ -63,7 +63,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _zoo_model(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]:
-    """Return declarations, traced roles and their differences for a model of the zoo."""
+    """Return declarations, traced roles and their differences for a recipe or model of the zoo.
+
+    Raises:
+        UsageError: `--sizes` is given.
+    """
     if args.sizes is not None:
         raise UsageError(
             "--sizes is for a MODULE:FUNCTION; a model of the zoo has sizes of its own"
@@ -80,7 +84,13 @@ def _zoo_model(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str,
 
 
 def _function(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]:
-    """Return the traced roles of a MODULE:FUNCTION, which has no declarations to differ from."""
+    """Import a MODULE:FUNCTION, first from the present directory, and return its traced roles.
+
+    Declarations and differences, the first and the last value, are empty.
+
+    Raises:
+        UsageError: `--sizes` is missing or wrong, or the function cannot be imported.
+    """
     if args.sizes is None:
         raise UsageError(
             f"{args.name} needs --sizes, such as "
@@ -102,7 +112,11 @@ def _function(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, 
 
 
 def _parsed_sizes(text: str) -> dict[str, int]:
-    """Return the sizes of a text such as "embed=32,heads=4", by axis."""
+    """Return the sizes of a text such as "embed=32,heads=4", by axis.
+
+    Raises:
+        UsageError: A part is no AXIS=N of at least 2, or an axis comes twice.
+    """
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
@@ -140,8 +154,8 @@ def text(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str
     count = len(roles.specs) + len(roles.refused)
     summary = f"{len(roles.specs)} of {count} parameters found"
     if declared:
-        num_declared = sum(name in roles.specs for name in declared)
-        summary += f", {num_declared - len(differing)} as declared"
+        num_equal = sum(name in roles.specs and name not in differing for name in declared)
+        summary += f", {num_equal} as declared"
     lines.append(summary)
     return "\n".join(lines)
 

@@ -63,7 +63,7 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """Best rate and batch of a size and length.
+    """Best rate and batch for a model size and a number of tokens, with the predicted loss.
 
     Attributes:
         peak_lr: Best rate at the best batch; `None` if the rate does not vary in the table.
@@ -93,7 +93,7 @@ class NextRun:
 
 
 class Forecaster:
-    """Forecasts from a fitted law.
+    """Forecasts of loss, best rate and best batch from a fitted law, each with a 90 % interval.
 
     Args:
         fit: Law. The table of a stored law has only the smallest and largest value of each axis.
@@ -108,7 +108,7 @@ class Forecaster:
 
     @classmethod
     def of_table(cls, table: RunTable, form: Form | None = None) -> Forecaster:
-        """Fit a law to a table and return its forecasts.
+        """Fit a law to a table and return a forecaster of it.
 
         Args:
             form: Terms of the law, by default those of `form_of`.
@@ -133,9 +133,9 @@ class Forecaster:
         return deviations
 
     def distance(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return how many octaves a setting is beyond the runs, for each axis of size and length.
+        """Return the octaves of a setting beyond the table's runs, for each axis of `beyond`.
 
-        An axis within the range of the runs has the distance 0.
+        The number is positive in either direction, and 0 for an axis within the range of the runs.
         """
         octaves = {}
         for axis in self.beyond:
@@ -176,7 +176,7 @@ class Forecaster:
                 )
 
     def loss_at(self, values: Mapping[str, float]) -> Interval:
-        """Return the loss of one run.
+        """Return the median and 90 % interval of the loss of one run.
 
         Args:
             values: Number of every axis of the law.
@@ -191,7 +191,7 @@ class Forecaster:
     def points(
         self, values: Mapping[str, float], points: Mapping[str, np.ndarray]
     ) -> list[Interval]:
-        """Return the loss of each of several runs of one size and length.
+        """Return the median and 90 % interval of the loss of each run of one size and length.
 
         Args:
             values: Number of each axis of the size and length, by its name in `AXES`.
@@ -201,7 +201,7 @@ class Forecaster:
         return [Interval.from_draws(np.exp(row)) for row in losses]
 
     def lowest(self, values: Mapping[str, float], points: Mapping[str, np.ndarray]) -> Interval:
-        """Return the lowest loss of a search over rates and batches.
+        """Return the median and 90 % interval of the lowest loss among several runs of a search.
 
         The noise of the runs makes it lower than the loss of one run at the best rate and batch.
 
@@ -213,7 +213,7 @@ class Forecaster:
         return Interval.from_draws(np.exp(losses.min(axis=0)))
 
     def best(self, values: Mapping[str, float]) -> Recommendation:
-        """Return the best rate and batch of a size and length, within those of the table.
+        """Return the best rate and batch of a size and length within the table's, and their loss.
 
         The intervals of rate and batch hold nine in ten of the best runs of a search with two rates
         and two batches per octave. They count the noise of the runs of that search.
@@ -249,7 +249,8 @@ class Forecaster:
         budget leaves a token for every 10 parameters.
 
         Raises:
-            TableError: The law is not a function of both size and length.
+            TableError: The law is not a function of both size and length, or the budget is too
+                small for every size.
         """
         if not {"parameters", "tokens"} <= set(self.fit.form.axes):
             raise TableError(
@@ -258,7 +259,13 @@ class Forecaster:
             )
         logs = np.log2(self.fit.table.values["parameters"])
         sizes = 2.0 ** np.arange(logs.min() - 4, logs.max() + 6, 0.125)
+        least = 6 * sizes[0] ** 2 / 10
         sizes = sizes[flops / (6 * sizes) >= sizes / 10]
+        if not len(sizes):
+            raise TableError(
+                f"{flops:.3g} FLOPs are too few for {self.fit.table.source}: a sixteenth of its "
+                f"smallest size with a token for every 10 parameters takes {least:.3g}"
+            )
 
         # Best log loss of each size, and its derivatives by the numbers of the law.
         lowest = np.zeros(len(sizes))
@@ -333,7 +340,9 @@ class Forecaster:
         return sorted(candidates, key=lambda run: run.half_width)[:count]
 
     def prior_share(self, values: Mapping[str, float], axis: str) -> float:
-        """Return the share of the prior's uncertainty about an axis that the runs leave.
+        """Return the uncertainty about an axis after the fit, as a share of that of the prior.
+
+        A share near 1 means that the runs say little about the axis.
 
         The uncertainty is the standard deviation of the change of the best log loss when `axis`
         doubles: that of the fitted law over that of the prior.
@@ -345,7 +354,10 @@ class Forecaster:
         return float(np.sqrt(change @ self.fit.covariance @ change)) / max(prior, 1e-12)
 
     def _slopes_at_best(self, values: Mapping[str, float]) -> np.ndarray:
-        """Return the derivatives of a setting's best log loss by the numbers of the law [P]."""
+        """Return the derivatives of the log loss at a setting's best rate and batch [P].
+
+        They are by the numbers of the law.
+        """
         losses, slopes = self.fit.log_loss(self.fit.grid(values))
         return slopes[int(np.argmin(losses))]
 
@@ -357,7 +369,11 @@ class Forecaster:
         return root @ self._generator.standard_normal((count, DRAWS))
 
     def _draw(self, values: Mapping[str, float]) -> _Draws:
-        """Return draws of the law's numbers and of the effect that a new setting's runs share."""
+        """Return draws of the law's numbers and of the effect that a new setting's runs share.
+
+        The effect includes the error of each octave beyond the table's runs. The generator is reset
+        first, so that all settings get the same draws.
+        """
         # Every setting gets the same draws, so that a forecast does not depend on earlier ones.
         self._generator = np.random.default_rng(0)
         numbers = self._draw_numbers()
@@ -375,6 +391,7 @@ class Forecaster:
         Args:
             values: Number of each axis of the size and length, by its name in `AXES`.
             points: Numbers of the runs [M], for every axis of the law.
+            draws: Draws for this setting, from `_draw`.
         """
         grid_losses, grid_slopes = self.fit.log_loss(self.fit.grid(values))
         point_losses, slopes = self.fit.log_loss(points)
@@ -429,7 +446,7 @@ def _deviation_per_octave(fit: Fit, axis: str) -> tuple[float, int]:
 
 
 def _prediction_errors(fit: Fit, table: RunTable) -> np.ndarray:
-    """Return the error of a law's log loss for each setting of a table [K].
+    """Return the predicted minus the measured log loss for each setting of a table [K].
 
     The error of a setting is the median over its runs that are within 2 % of its best loss.
     """
@@ -444,7 +461,7 @@ def _prediction_errors(fit: Fit, table: RunTable) -> np.ndarray:
 
 
 def _number_text(value: float) -> str:
-    """Return a number of an axis as messages show it: from 10,000 on as a whole number."""
+    """Return a number of an axis as text for messages: from 10,000 on as a whole number."""
     return f"{value:,.0f}" if value >= 1e4 else f"{value:g}"
 
 

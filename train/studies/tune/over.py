@@ -65,7 +65,7 @@ Point = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """One constant that is searched.
+    """Constant that a search varies, with its flag, its range and the run's own value.
 
     Attributes:
         word: Word of `--over` without its range.
@@ -90,11 +90,15 @@ class Constant:
     def steps(self) -> tuple[int, int]:
         """Least and greatest grid step inside the range."""
         # The tolerance admits an end of the range that lies on a grid step.
-        ends = sorted(self._octaves(value) * STEPS_PER_OCTAVE for value in (self.low, self.high))
+        ends = sorted(self.octaves(value) * STEPS_PER_OCTAVE for value in (self.low, self.high))
         return math.ceil(ends[0] - 1e-6), math.floor(ends[1] + 1e-6)
 
     def value(self, step: int) -> float:
-        """Return the value at a grid step. At step 0 it is exactly the run's own value."""
+        """Return the constant's value at a grid step, a sixteenth of an octave each.
+
+        At step 0 it is exactly the run's own value. Other values have six digits, or are whole
+        numbers for `warmup_steps`.
+        """
         if step == 0:
             return self.start
         factor = 2.0 ** (step / STEPS_PER_OCTAVE)
@@ -108,8 +112,17 @@ class Constant:
         # Six digits, which a command line repeats exactly.
         return float(f"{number:.6g}")
 
+    def octaves(self, value: float) -> float:
+        """Return the octaves from step 0 of the grid to a value, negative below it.
+
+        Near 1 they are octaves of the distance from 1, so a larger value has fewer.
+        """
+        if self.near_one:
+            return math.log2((1 - value) / (1 - self.start))
+        return math.log2(value / self._reference)
+
     def cells(self) -> list[str]:
-        """Return the ends of the range and the run's own value, as tables show them."""
+        """Return low end, high end and the run's own value as text with four digits."""
         return [f"{number:.4g}" for number in (self.low, self.high, self.start)]
 
     @property
@@ -122,15 +135,9 @@ class Constant:
         """Value at step 0 of the grid. For a start of 0 it lies one step below the range."""
         return self.start or self.low * 2.0 ** (-1 / STEPS_PER_OCTAVE)
 
-    def _octaves(self, value: float) -> float:
-        """Return the octaves from step 0 of the grid to a value."""
-        if self.near_one:
-            return math.log2((1 - value) / (1 - self.start))
-        return math.log2(value / self._reference)
-
 
 def parse(words: Sequence[str], config: Config) -> tuple[Constant, ...]:
-    """Return the constants that words name, checked at both ends of their ranges.
+    """Return the constants that words of `--over` name, each checked at both ends of its range.
 
     Args:
         words: Words such as `lr` or `weight_decay=0.01:1`.
@@ -164,7 +171,10 @@ def parse(words: Sequence[str], config: Config) -> tuple[Constant, ...]:
 
 
 def vocabulary(config: Config) -> dict[str, str]:
-    """Return the flag of every name that `--over` takes, such as "optimizer.peak_lr" of "lr"."""
+    """Return a dict from every name that `--over` accepts for a run to its flag without dashes.
+
+    For example, "lr" has the flag "optimizer.peak_lr".
+    """
     flags: dict[str, str] = {}
     own_fields = []
     for name in sorted(OPTIMIZERS[config.optimizer.name].reads):
@@ -259,10 +269,14 @@ def with_point(config: Config, constants: Sequence[Constant], point: Point) -> C
 
 
 def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant:
-    """Return the constant of one word. Arguments as for `parse`.
+    """Return the constant of one word, with its written range or a default one.
 
     Args:
+        text: Word such as `lr` or `weight_decay=0.01:1`.
         by_word: Flags by word, from `vocabulary`.
+
+    Raises:
+        ConfigError: The word names no constant of the run, or its range cannot be searched.
     """
     word, equals, span = (part.strip() for part in text.partition("="))
     # Words may be written as flags: --lr, weight-decay, preset.rates.readout.
@@ -280,7 +294,7 @@ def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant
     elif start == 0:
         raise ConfigError(f"--over {word}: it is 0 in this run; write one, as {example}")
     else:
-        octaves = _default_octaves(flag)
+        octaves = _defaultoctaves(flag)
         if octaves is None:
             raise ConfigError(f"--over {word}: it has no range of its own; write one, as {example}")
         low = start * 2.0**-octaves
@@ -298,7 +312,10 @@ def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant
 
 
 def _no_such_constant(name: str, words: Iterable[str], config: Config) -> str:
-    """Return a message about a name that is no constant of the run."""
+    """Return an error message on an unknown name of a constant.
+
+    It lists the presets that have the constant, otherwise it proposes the most similar name.
+    """
     factor = ALIASES.get(name, name)
     if factor in FACTORS:
         owners = []
@@ -310,8 +327,11 @@ def _no_such_constant(name: str, words: Iterable[str], config: Config) -> str:
     return f"no number of this run has that name; did you mean {nearest!r}?"
 
 
-def _default_octaves(flag: str) -> float | None:
-    """Return the octaves of a default range on either side; `None` if it must be written."""
+def _defaultoctaves(flag: str) -> float | None:
+    """Return the octaves of a flag's default range on either side of the run's own value.
+
+    Return `None` for a flag without a default range, such as `optimizer.b1`.
+    """
     parts = flag.split(".")
     for part, octaves in OCTAVES.items():
         if part in parts:
@@ -320,7 +340,10 @@ def _default_octaves(flag: str) -> float | None:
 
 
 def _start(flag: str, config: Config) -> float:
-    """Return the run's own value of a flag."""
+    """Return the run's own value of a flag.
+
+    It is 1 for a factor of a group that is not written, and 0 for an option that is off.
+    """
     owner, _, name = flag.partition(".")
     if owner == "optimizer":
         value = getattr(config.optimizer, name)

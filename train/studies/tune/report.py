@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,13 +41,13 @@ END_STEPS = 2
 
 
 class SearchTable(LiveTable):
-    """Live table of a search while entered.
+    """Context manager that shows the best values of a search in a live table while it trains.
 
-    Where the terminal cannot draw, the table prints a line for every finished run.
+    On a console that is no terminal it prints a line for every finished run instead.
 
     Args:
-        search: Search that is shown. It changes meanwhile.
-        evaluated: Whether the losses are those of an evaluation.
+        search: Search that is shown. The table reads its points and rows as they are added.
+        evaluated: True if the losses are evaluation losses, False if they are training losses.
     """
 
     def __init__(self, console: Console, search: Search, *, evaluated: bool) -> None:
@@ -55,14 +56,20 @@ class SearchTable(LiveTable):
         super().__init__(console, [], evaluated=evaluated)
 
     def __exit__(self, *error: object) -> None:
-        """Print the table only after an error: a report has the constants below its answer."""
+        """End the live table. After an error, print heading and table if any run is finished.
+
+        Without an error nothing is printed, because the report has the same constants.
+        """
         super().__exit__(*error)
         if error[0] is not None and self._search.rows:
             self.note(self.heading())
             self._console.print(self.table())
 
     def begin_round(self, search: Search, runs: Sequence[Run]) -> None:
-        """Name the runs that are trained next, for the lines of finished runs."""
+        """Set the names of the runs that are trained next, "point N", for lines of finished runs.
+
+        N is the index of the point in the search.
+        """
         self._columns = [f"point {search.points.index(point)}" for point, _ in runs]
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
@@ -78,7 +85,10 @@ class SearchTable(LiveTable):
         self._bar.update(self._task, description=self.heading())
 
     def heading(self) -> str:
-        """Return the number of points so far, the best mean loss and that of the start."""
+        """Return text with the number of points so far, the best mean loss and that of the start.
+
+        Before the first finite loss it has only the number of points.
+        """
         search = self._search
         standing = search.race()
         tried = int(np.isfinite(standing.means).sum())
@@ -102,7 +112,7 @@ class SearchTable(LiveTable):
 
 
 def summary(search: Search, command: str) -> dict[str, Any]:
-    """Return the record of a finished search as plain values."""
+    """Return the record of a finished search as plain values for tune.json."""
     standing = search.race()
     winner = search.winner
     difference = search.difference()
@@ -133,7 +143,12 @@ def summary(search: Search, command: str) -> dict[str, Any]:
 
 
 def _constant_json(constant: Constant, step: int, share: float) -> dict[str, Any]:
-    """Return a constant with its range, the winner's value and its importance."""
+    """Return a constant's range, start, winner's value and importance as plain values for JSON.
+
+    Args:
+        step: Grid step of the winner.
+        share: Importance, from 0 to 1.
+    """
     return {
         "word": constant.word,
         "flag": constant.flag,
@@ -146,7 +161,10 @@ def _constant_json(constant: Constant, step: int, share: float) -> dict[str, Any
 
 
 def _points_json(search: Search, standing: Elimination) -> list[dict[str, Any]]:
-    """Return every point of a search with its values, losses and mean."""
+    """Return each point's values, losses, mean and a better point's index as values for JSON.
+
+    The index `worse_than` is `None` for a point that was not dropped.
+    """
     losses = search.losses
     points = []
     for index, point in enumerate(search.points):
@@ -165,7 +183,7 @@ def _points_json(search: Search, standing: Elimination) -> list[dict[str, Any]]:
 
 
 def _octave_grid_points(constants: Sequence[Constant]) -> int:
-    """Return the number of points of a full grid over the ranges with octaves between them."""
+    """Return the number of points of a full grid over all ranges with one point per octave."""
     counts = []
     for constant in constants:
         low, high = constant.steps
@@ -205,7 +223,7 @@ def report_of(content: dict[str, Any], metric: str) -> Report:
 
 
 def answer(content: dict[str, Any], metric: str) -> str:
-    """Return a sentence on whether to take the best point or to keep the start.
+    """Return a sentence: take the best point, keep the start, or not decided, and why.
 
     Args:
         content: Record of the search, from `summary`.
@@ -250,14 +268,15 @@ def answer(content: dict[str, Any], metric: str) -> str:
 
 
 def _start_is_best(content: dict[str, Any]) -> bool:
-    """Return whether the winner is the start."""
+    """Return True if the winner has the start's value of every constant."""
     return all(constant["winner"] == constant["start"] for constant in content["constants"])
 
 
 def _fresh_seeds_to_decide(value: float, half_width: float, seeds: int) -> int:
-    """Return how many fresh seeds would decide if the difference and its scatter do not change.
+    """Return the number of fresh seeds that would decide, if difference and scatter do not change.
 
-    Return 0 if more than `MAX_CONFIRM` would be needed.
+    The number includes the `seeds` that are trained. Return 0 if more than `MAX_CONFIRM` would be
+    needed.
 
     Args:
         half_width: Half of the 95 % interval from `seeds` seeds.
@@ -272,7 +291,9 @@ def _fresh_seeds_to_decide(value: float, half_width: float, seeds: int) -> int:
 
 
 def draw(path: Path, search: Search, shares: list[float]) -> None:
-    """Write a PNG with a panel of loss against value for every constant.
+    """Write a PNG with a panel of mean loss against value for every constant.
+
+    Diverged points and the worst tenth are drawn at the upper edge.
 
     Args:
         shares: Importance of every constant, from 0 to 1.
@@ -352,7 +373,7 @@ def _draw_panel(
 
 
 def save(name: str, search: Search, content: dict[str, Any], command: str) -> tuple[Path, str]:
-    """Write the winner as a tuned preset. Return its path and the word for `--preset`.
+    """Write the winner as a tuned preset. Return its path and the argument of `--preset`.
 
     Args:
         name: Name of the preset, or the path of a file PRESET.NAME.json.
@@ -395,19 +416,24 @@ def save(name: str, search: Search, content: dict[str, Any], command: str) -> tu
 
 
 def _end_notes(content: dict[str, Any]) -> list[str]:
-    """Return a note if the winner lies at the end of a range: a better value may lie beyond."""
+    """Return a note with the constants whose winning value is near an end of its range, or []."""
     ends = []
-    for constant in content["constants"]:
-        if _is_at_end(constant["winner"], constant["low"], constant["high"]):
-            ends.append(f"{constant['word']} {constant['winner']:.4g}")
+    for searched in content["constants"]:
+        fields = {field.name: searched[field.name] for field in dataclasses.fields(Constant)}
+        if _is_at_end(Constant(**fields), searched["winner"]):
+            ends.append(f"{searched['word']} {searched['winner']:.4g}")
     if not ends:
         return []
     return [f"note: the best point is at the end of a range: {', '.join(ends)}; search a wider one"]
 
 
-def _is_at_end(value: float, low: float, high: float) -> bool:
-    """Return whether a value is within `END_STEPS` grid steps of an end of its range."""
+def _is_at_end(constant: Constant, value: float) -> bool:
+    """Return True if a value is within `END_STEPS` grid steps of an end of the constant's range.
+
+    A value of 0 or less is at no end.
+    """
     if value <= 0:
         return False
-    octaves = min(abs(math.log2(value / low)), abs(math.log2(value / high)))
-    return octaves <= END_STEPS / STEPS_PER_OCTAVE
+    position = constant.octaves(value)
+    ends = [constant.octaves(end) for end in (constant.low, constant.high)]
+    return min(abs(position - end) for end in ends) <= END_STEPS / STEPS_PER_OCTAVE

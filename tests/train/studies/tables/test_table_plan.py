@@ -21,6 +21,7 @@ from mupax.__main__ import main
 from mupax.train.studies.tables import stored, table
 from mupax.train.studies.tables.forecast import Forecaster
 from mupax.train.studies.tables.law import Form, form_of
+from mupax.train.studies.tables.table import TableError
 
 COLUMNS = ("parameters", "tokens", "peak_lr", "batch_sequences", "loss")
 SIZES = (50e6, 100e6, 200e6)
@@ -202,6 +203,11 @@ def test_the_command_says_what_the_law_says(
     assert all(run["half_width"] <= 1 for run in content["next"])
     assert all(run["flops"] <= 6 * 400e6 * 20e9 / 4 for run in content["next"])
     assert content["table"]["rows"] == len(rows_of())
+
+
+def test_a_budget_that_trains_no_size_is_refused(forecaster: Forecaster):
+    with pytest.raises(TableError, match="FLOPs are too few for"):
+        forecaster.compute_optimal(1e9)
 
 
 def test_a_budget_gets_the_best_size_and_length(forecaster: Forecaster):
