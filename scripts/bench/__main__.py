@@ -139,7 +139,9 @@ def page(text: str, folder: Path) -> str:
         text = replaced(text, "inside", table(rows))
     tpu_file = folder / tpu.FILE.name
     if tpu_file.exists():
-        text = replaced(text, "tpu", tpu.part(json.loads(tpu_file.read_text())))
+        pods = json.loads(tpu_file.read_text())
+        text = replaced(text, "tpu", tpu.part(pods))
+        text = replaced(text, "muon", tpu.muon_part(pods))
     gpu_file = folder / maxtext.FILE.name
     if gpu_file.exists():
         text = replaced(text, "gpu", maxtext.part(json.loads(gpu_file.read_text())))

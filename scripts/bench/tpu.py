@@ -1,12 +1,16 @@
-"""Compare steps compiled for TPU pods with MaxText's of the same shapes.
+"""Compare steps compiled for TPU pods with MaxText's of the same shapes, and Muon with AdamW.
 
     mupax compile RECIPE --topology ... --json REPORT
     python -m scripts.bench.tpu --json REPORT --shape SHAPE --says TEXT
+    python -m scripts.bench.tpu --json REPORT --adamw REPORT --shape FLAGS
     python -m scripts.bench
 
 Adds a report to docs/evidence/performance/tpu.json; `scripts.bench` then writes the page. SHAPE is
 one of the record's, each with its flags and MaxText's figures. A row has the commit of its program
 where the commit is known.
+
+With `--adamw`, the first report is of a step with Muon and the other of the same step with AdamW.
+FLAGS are the words of `mupax compile` that both share.
 """
 
 from __future__ import annotations
@@ -34,6 +38,15 @@ HEAD = (
     "program",
 )
 """Head of the table on the page."""
+MUON_HEAD = (
+    "`mupax compile`",
+    "cycles, of AdamW's",
+    "temporaries, GiB",
+    "of AdamW's",
+    "sent beyond AdamW's, GiB",
+    "memory, GiB",
+)
+"""Head of the table of steps with Muon."""
 SUMS = ("all-reduce", "reduce-scatter")
 """Kinds of collectives that sum gradients."""
 
@@ -89,6 +102,61 @@ def part(record: Mapping[str, Any]) -> str:
     return table(rows)
 
 
+def muon_part(record: Mapping[str, Any]) -> str:
+    """Return the page's table of steps with Muon beside the same steps with AdamW.
+
+    Args:
+        record: Content of docs/evidence/performance/tpu.json. Its key `muon` has the rows.
+    """
+    rows: list[Sequence[str]] = [MUON_HEAD]
+    for row in record["muon"]:
+        muon = row["muon"]
+        adamw = row["adamw"]
+        sent = (muon["wire_bytes"] - adamw["wire_bytes"]) / 2**30
+        cells = (
+            f"`{row['flags']}`",
+            f"{muon['cycles'] / adamw['cycles']:.3f}",
+            f"{muon['temporary_bytes'] / 2**30:.2f}",
+            f"{muon['temporary_bytes'] / adamw['temporary_bytes']:.3f}",
+            f"{sent:+.2f}",
+            f"{muon['peak_bytes'] / 2**30:.2f} of {row['memory_bytes'] / 2**30:.0f}",
+        )
+        rows.append(cells)
+    return table(rows)
+
+
+def muon_row(
+    flags: str, muon: Mapping[str, Any], adamw: Mapping[str, Any], program: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a row of the record's `muon` from two reports of `mupax compile`.
+
+    Args:
+        flags: Words of the command that both steps share.
+        muon: Report of the step with Muon. It fits the chip's memory.
+        adamw: Report of the same step with AdamW.
+        program: Keys `commit` and `date` of the compiled programs.
+    """
+    return {
+        "flags": flags,
+        "memory_bytes": muon["hbm_bytes_per_device"],
+        "muon": _costs(muon),
+        "adamw": _costs(adamw),
+        "jax": muon["jax"],
+        "program": dict(program),
+    }
+
+
+def _costs(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the costs of one step on one chip, and the number of problems in its report."""
+    return {
+        "cycles": report["estimated_cycles"],
+        "temporary_bytes": report["temporary_bytes_per_device"],
+        "peak_bytes": report["peak_bytes_per_device"],
+        "wire_bytes": round(sum(each["wire_bytes"] for each in report["collectives"])),
+        "problems": len(report["problems"]),
+    }
+
+
 def _current(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return the newest row without compiler flags, and the rows with such flags after it."""
     newest = 0
@@ -129,9 +197,11 @@ class Options:
     json: Path
     """Report of `mupax compile`."""
     shape: str
-    """Shape of the record that the report is of."""
-    says: str
+    """Shape of the record that the report is of. With `--adamw`, the words of `mupax compile`."""
+    says: str = ""
     """Text on the difference to other steps of the shape."""
+    adamw: Path | None = None
+    """Report of the same step with AdamW, if the first report is of one with Muon."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,10 +209,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = harness.parse(Options, argv)
     record = json.loads(FILE.read_text())
     report = json.loads(args.json.read_text())
-    harness.check_names([args.shape], record["shapes"], "shape")
+    if args.adamw is None:
+        harness.check_names([args.shape], record["shapes"], "shape")
     if not report["fits"]:
         harness.refuse(f"{args.json} is of a step that does not fit; there is nothing to compare")
-    record["rows"].append(row_of(report, args.shape, args.says, commits.head(ROOT)))
+    program = commits.head(ROOT)
+    if args.adamw is None:
+        record["rows"].append(row_of(report, args.shape, args.says, program))
+    else:
+        adamw = json.loads(args.adamw.read_text())
+        others = [row for row in record.get("muon", []) if row["flags"] != args.shape]
+        record["muon"] = [*others, muon_row(args.shape, report, adamw, program)]
     FILE.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 

@@ -19,6 +19,9 @@ def collective(kind: str, sent: float, alone: float, gathers: bool = False) -> d
 
 REPORT = {
     "fits": True,
+    "hbm_bytes_per_device": 16 * 2**30,
+    "peak_bytes_per_device": 3 * 2**30,
+    "problems": [],
     "estimated_cycles": 2_000_000_000,
     "argument_bytes_per_device": 190_000_000,
     "temporary_bytes_per_device": 2_175_000_000,
@@ -53,6 +56,33 @@ def test_a_report_is_added_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ) < lines.index(shown)
     assert lines.index(shown) < next(
         i for i, line in enumerate(lines) if line.startswith("| 8 B, v6e:16x16")
+    )
+
+
+def test_a_step_with_muon_is_shown_beside_the_same_step_with_adamw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tpu.json"
+    file.write_text(json.dumps(json.loads(tpu.FILE.read_text()) | {"muon": []}))
+    muon = REPORT | {
+        "estimated_cycles": 2_100_000_000,
+        "temporary_bytes_per_device": 2_392_500_000,
+        "collectives": [*REPORT["collectives"], collective("all-to-all", 2**29, 0.0)],
+    }
+    for name, report in {"muon": muon, "adamw": REPORT}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    monkeypatch.setattr(tpu, "FILE", file)
+    monkeypatch.setattr(commits, "head", lambda _: {"commit": "abc1234", "date": "2026-01-02"})
+    flags = "lm-8b --topology v5e:16x16"
+    files = ["--json", str(tmp_path / "muon.json"), "--adamw", str(tmp_path / "adamw.json")]
+    # A second report of the same step replaces the first.
+    for _ in range(2):
+        assert tpu.main([*files, "--shape", flags]) == 0
+    added = json.loads(file.read_text())
+    (row,) = added["muon"]
+    assert (row["muon"]["problems"], row["adamw"]["problems"]) == (0, 0)
+    assert tpu.muon_part(added).splitlines()[-1] == (
+        f"| `{flags}` | 1.050 | 2.23 | 1.100 | +0.50 | 3.00 of 16 |"
     )
 
 
