@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from tyro import conf
 
 from mupax import terminal
+from mupax.command_line import UsageError
 from mupax.disk import lasting_name
 from mupax.table import function_of
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
@@ -30,7 +31,8 @@ class Prepare:
     """python_corpus, digits, cifar5m, imagenet2012 or any other TFDS name; text:PATH or
     records:PATH; or a data set of your own (--plugin MODULE)."""
     data_dir: str | None = None
-    """Folder of prepared data sets. The default is in the user's cache."""
+    """Folder of prepared data sets; not of text:PATH and records:PATH. The default is in the user's
+    cache."""
     tokenizer: str = "bytes"
     """Tokenizer of text:PATH and records:PATH, as data.tokenizer."""
     separator: str | None = None
@@ -55,6 +57,11 @@ class Prepare:
         from mupax.train.data import cache
 
         if self.name.startswith(("text:", "records:")):
+            if self.data_dir is not None:
+                raise UsageError(
+                    f"--data-dir is of prepared data sets, and {self.name} is none; its tokens are "
+                    "written to the cache, which the environment variable MUPAX_DATA names"
+                )
             return self._tokenize()
         if source_key(self.name) is None:
             return _prepare_published(self.name, self.data_dir)

@@ -354,7 +354,7 @@ def _cautions(
     return cautions
 
 
-_INSTABILITIES = {"explodes": "grows as", "frozen": "freezes as", "lazy": "becomes lazy as"}
+_INSTABILITIES = {"explodes": "grows as", "lazy": "becomes lazy as"}
 
 
 def _unstable_preset(preset: Preset, unstable: Observables, line: GrowthSeries) -> Finding:

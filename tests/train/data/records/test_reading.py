@@ -80,6 +80,13 @@ def prepare(capfd: Capture, *words: str) -> tuple[int, str]:
     return code, " ".join("".join(capfd.readouterr()).split())
 
 
+def test_a_text_goes_into_the_cache_alone(capfd: Capture) -> None:
+    code, printed = prepare(capfd, "text:a.txt", "--data-dir", "here")
+    assert code == 2
+    assert "--data-dir is of prepared data sets" in printed
+    assert "MUPAX_DATA" in printed
+
+
 def assert_stops(capfd: Capture, words: str, *message: str) -> None:
     """Assert that the command refuses broken data and names the flag that leaves them out."""
     code, printed = prepare(capfd, *words.split())
