@@ -269,6 +269,11 @@ def _placed(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
         if spec.role is Role.NORM_GAIN:
             summed = heads_summed(spec)
             return row.times(sgd=summed**-1, eps=summed)
+    # Gradients of query, key and value come through attention out, whose entries start at
+    # (N_v H)^-1/2, or at (N H)^-1/2 if values have no size of their own.
+    over_width = HEADS_OVER_WIDTH
+    if spec.value_dim or "value_dim" in spec.axes:
+        over_width = HEADS_OVER_WIDTH * VALUES
     match role:
         case Role.RELATIVE_BIAS:
             summed = heads_summed(spec)
@@ -277,12 +282,8 @@ def _placed(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
             # Its gradient comes through MLP out, whose entries start at F^-1/2.
             return row.times(eps=(F / D) ** -0.5)
         case Role.QUERY:
-            # Its gradient comes through attention out, whose entries start at (N H)^-1/2.
-            return row.times(eps=HEADS_OVER_WIDTH**-0.5)
+            return row.times(eps=over_width**-0.5)
         case Role.KEY | Role.VALUE:
-            over_width = HEADS_OVER_WIDTH
-            if "value_dim" in spec.axes:
-                over_width = HEADS_OVER_WIDTH * VALUES
             return row.times(sgd=QUERIES_PER_KEY**-1, eps=over_width**-0.5 * QUERIES_PER_KEY**0.5)
     return row
 

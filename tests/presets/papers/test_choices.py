@@ -18,7 +18,7 @@ from mupax.presets.analysis.model import EXPERT_LIMITS, PARTS
 from mupax.presets.analysis.uneven import refuse_uneven
 from mupax.presets.analysis.verdicts import verdicts
 from mupax.presets.papers import choices
-from mupax.presets.roles import VECTORS
+from mupax.presets.roles import VECTORS, with_value_dim
 from mupax.presets.rule import ONE, axis
 from tests.presets.papers.test_others import ALL, BASE, BIG, MATRICES, READOUT, TIED, TOKEN, D, F
 
@@ -321,6 +321,28 @@ def test_an_optimizer_whose_table_nobody_could_read_is_refused_by_name(name: str
         match=rf"no rule for the optimizer '{name}' \(no source's table of its rates could be verified",
     ):
         presets.get("mup").family(name)
+
+
+# Values of their own size
+
+
+@pytest.mark.parametrize(("name", "alpha_a"), [("mup", 1.0), ("mup-half", 0.5)])
+def test_eps_of_queries_and_keys_follows_their_gradient_through_values_of_another_size(
+    name: str, alpha_a: float
+):
+    """Aligned, it is the slope N^-alpha_a of logits times N_v values times entries (N_v H)^-1/2 of attention out."""
+    specs = with_value_dim(MATRICES)
+    width, n, values, heads = (axis(x) for x in ("embed", "head_dim", "value_dim", "heads"))
+    # D^-1/2 is the backward signal at the branch, D^-1, times the root of the width.
+    gradient = width**-0.5 * n**-alpha_a * values * (values * heads) ** -0.5
+    assert presets.get(name).row(specs["query"]).eps == gradient
+    # As many values as query dimensions: the rule without a size of their own.
+    with_values = presets.get(name, base={**BASE, "value_dim": BASE["head_dim"]})
+    plain = presets.get(name, base=BASE)
+    for role in ("query", "key", "value", "attention_out"):
+        sizes = {**BIG, "value_dim": BIG["head_dim"]}
+        factors = dataclasses.asdict(with_values.factors(specs[role], sizes))
+        assert factors == pytest.approx(dataclasses.asdict(plain.factors(MATRICES[role], BIG)))
 
 
 # Grouped heads, and CompleteP's eps
