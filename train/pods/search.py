@@ -6,6 +6,7 @@ policy, number of microbatches, batch, loss and attention block, with its estima
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -354,7 +355,8 @@ def search(
 ) -> list[dict[str, Any]]:
     """Compile promising configurations of several kinds, and return their reports.
 
-    Progress is printed. The run as configured is compiled first, for comparison.
+    Progress is printed. The run as configured is compiled first, for comparison, if its own mesh
+    divides its batch.
 
     Args:
         config: Config of the run. Its mesh, batch, remat policy, microbatches, loss and attention
@@ -392,8 +394,10 @@ def search(
     else:
         # The smallest are tried all the same, because the estimate may be wrong.
         ranked = sorted(tried, key=lambda plan: plan.bytes)
-    configured = candidate(config, chip, devices, slices)
-    chosen = [configured, *different(ranked, limit)][:limit]
+    chosen = different(ranked, limit)
+    # The run's own mesh may not divide its batch.
+    with contextlib.suppress(MeshError):
+        chosen = [candidate(config, chip, devices, slices), *chosen][:limit]
 
     minutes = max(1, round(_compile_seconds(chosen, chip, devices) / 60))
     terminal.say(

@@ -16,6 +16,7 @@ from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.parallel.chips import CHIPS
+from mupax.train.parallel.sharding import MeshError
 from mupax.train.pods import command, estimates, search
 from mupax.train.pods.refusals import refused
 from mupax.train.pods.search import Candidate, different
@@ -164,6 +165,24 @@ def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
     assert f"{refusal}: write --model.compute." in shown
     advice = "attention-block 1024, or more for one operation with --vmem-kib"
     assert f"{advice}. It says: RESOURCE_EXHAUSTED" in shown
+
+
+def test_a_run_whose_own_mesh_does_not_divide_its_batch_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of(data=-1)
+    of_sizes = search.candidate
+
+    def candidate(tried: Config, *words: Any) -> Candidate:
+        if tried is config:
+            raise MeshError("the batch does not divide")
+        return of_sizes(tried, *words)
+
+    monkeypatch.setattr(search, "candidate", candidate)
+    monkeypatch.setattr(search, "compile_for", lambda *_: compiled())
+    monkeypatch.setattr(search.topology, "devices", lambda *_: jax.devices()[:2])
+    reports = search.search(config, "v5e:2x2", 1, 2)
+    assert len({report["flags"] for report in reports}) == 2
 
 
 def test_a_search_says_the_minutes_that_the_flags_of_now_take() -> None:

@@ -494,7 +494,8 @@ class StepDuration(NamedTuple):
     Attributes:
         seconds: Expected seconds.
         source: Source of the seconds.
-        band: Range of the seconds, `None` by default.
+        band: Lowest and highest seconds. The highest is `None` without an upper end, and the whole
+            is `None` (the default) if neither is known.
     """
 
     seconds: float
@@ -757,7 +758,8 @@ def _conclusion(recipe: str, config: Config, rows: Sequence[PlanRow], *, fits: b
         return f"{run} do not fit the chips; the last caution says by how much"
     time = ""
     if "time" in by_name:
-        duration, _, _ = by_name["time"].value.partition(",")
+        # The comma inside of a number has no space behind it.
+        duration, _, _ = by_name["time"].value.partition(", ")
         time = f", in {duration}"
     loss = by_name["loss"]
     if loss.value == ranges.NOT_PREDICTED:

@@ -17,7 +17,7 @@ from mupax.__main__ import main
 from mupax.train.config.cli import parse, recipe
 from mupax.train.pods import search, topology
 from mupax.train.studies.forecast import record
-from mupax.train.studies.plan import ranges, score
+from mupax.train.studies.plan import command, ranges, score
 from mupax.train.studies.sweep.rows import COMPRESSED_NAME, FILE_NAME
 from tests.train.studies.forecast.test_predict_command import Trained, least, study
 
@@ -472,3 +472,14 @@ main(["plan", "lm-tiny", "--chips", "v5e:4x4"])
 def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_conclusion_has_the_whole_time() -> None:
+    rows = [
+        ranges.PlanRow("peak rate", "0.01", "", "recipe"),
+        ranges.PlanRow("time", "583,946.2 h, 8 days of it compiling", "", "estimate"),
+        ranges.PlanRow("loss", "2.5", "2.4 to 2.6", "law"),
+    ]
+    config = recipe("lm-tiny")()
+    text = command._conclusion("lm-tiny", config, rows, fits=True)
+    assert text.endswith("should end at a loss of 2.5 [2.4 to 2.6], in 583,946.2 h")
