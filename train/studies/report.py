@@ -38,9 +38,11 @@ class Section:
         rows: Cells of the table. The first row has the heads of the columns.
         title: Line above the table.
         lines: Sentences below the table.
-        left: Heads of the columns that are aligned left; all by default.
+        left: Heads of the columns that are aligned left. `None` (the default) aligns all left, an
+            empty collection none.
         picture: PNG file that a page shows above the table.
-        verdict: Verdict that gives the first sentence its colour on a page.
+        verdict: "transfers", "drifts" or "undecided", which gives the first of the `lines` its
+            colour on a page; "" for none.
     """
 
     rows: Sequence[Sequence[str]]
@@ -114,6 +116,8 @@ class Report:
     ) -> None:
         """Write the report as one self-contained HTML page, with its pictures embedded.
 
+        An existing file is replaced.
+
         Args:
             path: File of the page. Its folder must exist.
             title: Heading of the page.
@@ -154,7 +158,10 @@ def html_table(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def write_json(path: Path | str, content: Any) -> Path:
-    """Write a value as an indented JSON file, make its folder if missing, and return the path."""
+    """Write a value as an indented JSON file, make its folder if missing, and return the path.
+
+    An existing file is replaced.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     disk.write_whole(path, json.dumps(content, indent=1) + "\n")
@@ -162,7 +169,7 @@ def write_json(path: Path | str, content: Any) -> Path:
 
 
 def finite(value: float, digits: int | None = None) -> float | None:
-    """Return a value for JSON: rounded if digits are given, `None` if it is not finite."""
+    """Return a value for JSON: rounded to `digits` decimals if given, `None` if not finite."""
     if not math.isfinite(value):
         return None
     return value if digits is None else round(float(value), digits)

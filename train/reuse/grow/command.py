@@ -82,6 +82,11 @@ def main(argv: Sequence[str]) -> int:
     program = runs.on_one_device(config)
     larger_program = runs.on_one_device(larger_config)
     state = runs.whole_state(run.verified(), program)
+    if args.steps is not None and args.steps <= int(state.step):
+        raise command_line.UsageError(
+            f"--steps {args.steps} is the length of the whole run, and {args.checkpoint} has done "
+            f"{int(state.step)} of it; write more"
+        )
     larger_state, growth = grown(program, larger_program, state)
 
     batch, examples = compared_examples(model, console.print)

@@ -93,7 +93,7 @@ def balance(
         config: Optimizer settings. Learning rate, schedule, decay and clipping do not matter.
         reference: Preset with the initialization, multipliers, eps and decay (lr * wd per group);
             `sp` by default.
-        centered: Whether to train f - f at initialization.
+        centered: Whether to train f(w) - f(w0), where w0 are the initial parameters.
 
     Returns:
         A preset for this model at these sizes. Its `table` can be saved and loaded
@@ -179,7 +179,7 @@ def desiderata(
         config: Optimizer settings. Learning rate, schedule, decay and clipping do not matter.
         *presets: Presets with initialization, multipliers and rates. One compiled program serves
             them all.
-        centered: Whether the output is f - f at initialization.
+        centered: Whether the output is f(w) - f(w0), where w0 are the initial parameters.
     """
 
     @jax.jit
@@ -273,7 +273,11 @@ def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
     share the rest.
 
     Args:
+        grads: Gradients of the loss by parameter name.
         updates: The optimizer's updates at rate 1, by parameter name.
+
+    Returns:
+        Rate of every parameter by its name, [layers] for a stacked parameter, otherwise [].
     """
     layers = chain(definition)
     groups = {name: spec.group for name, spec in definition.specs.items()}
@@ -329,6 +333,7 @@ def _shared_rates(
 
     Args:
         layers: Parameters of every layer, from `chain`.
+        groups: Name of the group of every parameter, by the parameter's name.
         slopes: <∇, u> of every group, layer by layer.
     """
     counts: dict[str, int] = {}

@@ -151,7 +151,14 @@ def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
 
 
 def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
-    """Print three tables: layers before and after, the four desiderata, and the derived rates."""
+    """Print three tables: layers before and after, the four desiderata, and the derived rates.
+
+    Args:
+        before: Speeds under the reference preset, on the host.
+        after: Speeds under the new preset, on the host.
+        table: Table of the new preset, with the derived rates.
+        reference: Description of the reference preset, for a title.
+    """
     layers = _layer_rows(before, after, table)
     title = f"layers, before ({reference}) | after"
     Section(layers, title, left=("layer",)).show()

@@ -435,6 +435,10 @@ class Series:
         are in the result, too: under the name `LAYERS` with a last axis of layers, or, if sizes
         differ in depth, under `ENDS` with a last axis of the least and the greatest layer.
 
+        Args:
+            batch: `inputs`, `targets` and `weights` for every size, the same at every step.
+            seeds: Number of initializations of every size, from seeds 0 to `seeds` - 1.
+
         Raises:
             PresetError: The sizes have different observables, so that no slope can be fitted.
         """
@@ -532,6 +536,7 @@ def study(
         definitions: Model at sizes that grow by equal factors, from `mupax.zoo.definition.define`.
         config: Optimizer settings. The schedule should be constant.
         batch: `inputs`, `targets` and `weights` for every size (see `mupax.train.core.step`).
+        seeds: Number of initializations of every size, 4 by default.
         accept: Troubles that the preset's source wants (`mupax.train.studies.check.theory.of`).
 
     Returns:

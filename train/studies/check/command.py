@@ -399,6 +399,11 @@ def _report(
     """Print the findings, and write JSON and pictures to the paths that the flags name.
 
     Return 0 if the check passes, otherwise 1.
+
+    Args:
+        not_judged: Observables that theory says nothing about. They are printed and written, too.
+        about: Facts on the check by name, for the JSON file. Its `vanishing`, quantities with the
+            exponents that the preset's source lets them have, is printed, too.
     """
     from mupax.train.studies.check import report
     from mupax.train.studies.check.judge import passes

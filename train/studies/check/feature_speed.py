@@ -88,6 +88,7 @@ def measure(
         loss: Function (weights of the readout, last feature) -> loss, [].
         flow: Function from gradients (a pytree like `params`) to velocities.
         parts: Function from such a pytree to V + 1 parts: weights of every layer and the readout.
+            By default the pytree is a sequence of these parts.
     """
 
     def forward(params: Any, deltas: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
@@ -175,7 +176,7 @@ def of_model(
             `read(h)`.
         batch: `inputs`, `targets` and `weights` (see `mupax.train.core.step`).
         flow: Function from gradients by name to velocities by name.
-        centered: Whether the output is f - f at initialization, and `params` are initial.
+        centered: Whether the output is f(w) - f(w0). `params` must then be w0, the initial ones.
 
     Raises:
         PresetError: The readout is tied, positions are relative, or the model has other parts.

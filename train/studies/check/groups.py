@@ -59,11 +59,12 @@ def slopes(
 ) -> dict[tuple[str, int], float]:
     """Return exponents of initial size, first step, and gradient over eps, by (observable, step).
 
-    Observables that the theory does not cover are left out.
+    They are powers of the growing size t. Observables that the theory does not cover are left out.
 
     Args:
-        aligned: Whether the heads' gradients of a shared gain have one sign, as in training. At
-            initialization they have not.
+        limit: Limit in which t grows, with the optimizer's family.
+        aligned: Whether training has begun, so that the terms of a sum over heads have one sign. At
+            initialization they are independent.
     """
     exponents: dict[tuple[str, int], float] = {}
     has_key_norm = _has_norm_of(Role.KEY, specs)
@@ -282,13 +283,14 @@ def without_rounding(measured: dict[str, np.ndarray], specs: Mapping[str, ParamS
 def gradient(
     spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = True
 ) -> float | None:
-    """Return the exponent of a parameter's gradient as stored, at unit gradient of the output.
+    """Return the power of the growing size t by which a parameter's stored gradient grows.
 
-    Return `None` if the theory does not cover the parameter.
+    The gradient of the output is of order 1. Return `None` if the theory does not cover the
+    parameter.
 
     Args:
-        aligned: Whether some steps were taken. At initialization the heads that share a gain add up
-            as independent terms.
+        aligned: Whether training has begun, so that the terms of a sum over heads have one sign. At
+            initialization they are independent.
     """
     # dL/dw = m dL/d(m w): the stored gradient has the multiplier once more.
     stored = limit.x(preset.row(spec).multiplier)
@@ -331,6 +333,9 @@ def _summed(spec: ParamSpec, limit: Limit, aligned: bool) -> float:
     n gradients in concert add up to n, and at initialization to n^1/2. On a Mixer of 64 to 512
     channels this was measured as 0.50 at initialization, 0.65 after one step, 0.82 after three and
     1.03 after ten.
+
+    Args:
+        aligned: Whether training has begun, so that the n gradients are in concert.
     """
     shared = sum(limit.growth.get(axis, 0.0) for axis in spec.shared)
     # Independent gradients add up as the root of their number.
@@ -338,22 +343,30 @@ def _summed(spec: ParamSpec, limit: Limit, aligned: bool) -> float:
 
 
 def _of_stream(limit: Limit, effective: Mapping[str, float]) -> float:
-    """Return the gradient's exponent of a matrix that reads the stream, for inputs Theta(1)."""
+    """Return the gradient's exponent of a matrix that reads the stream, for inputs Theta(1).
+
+    Args:
+        effective: Exponents of gradients with respect to weights times multipliers, by the matrix's
+            name in `Limit`.
+    """
     return max(effective["value"], effective["MLP in"], effective.get("shared in", -math.inf))
 
 
 def _vector(
     spec: ParamSpec, limit: Limit, effective: Mapping[str, float], aligned: bool
 ) -> float | None:
-    """Return the gradient's exponent of a gain or bias, or `None` if the theory does not cover it.
+    """Return the power of the growing size t by which the gradient of a gain or bias grows.
 
-    It is that of the matrix next to the vector, for inputs with entries Theta(1).
+    It is that of the matrix next to the vector, for inputs with entries Theta(1). Return `None` if
+    the theory does not cover the parameter.
 
     Args:
         spec: Parameter, one of `VECTORS`.
         limit: Limit of the table, for the part of the model that has the parameter.
-        effective: Exponents of gradients with respect to weights times multipliers.
-        aligned: As for `gradient`.
+        effective: Exponents of gradients with respect to weights times multipliers, by the matrix's
+            name in `Limit`.
+        aligned: Whether training has begun, so that the terms of a sum over heads have one sign. At
+            initialization they are independent.
     """
     if spec.role is Role.RELATIVE_BIAS:
         # The gradient of a logit: a sum over a head's values, and over the blocks with one table.

@@ -122,7 +122,8 @@ def observe(
     `joint_limits.OBSERVABLES`.
 
     Args:
-        batch_ratio: Batch of the run divided by the batch at which signal and noise are as given.
+        batch_ratio: Batch of the run divided by that of the first run. The noise of the gradients
+            is divided by its square root.
         programs: Compiled runs of earlier calls, extended in place. Runs that differ only in data
             share a program.
     """
@@ -217,7 +218,7 @@ def _program(
     (1 - beta, [2]), and the mean update of STEADY entries at every step [steps, R].
 
     Args:
-        fields: Names of the two moments in its state.
+        fields: Names of the two moments in the state of `tx`, from `_moments`.
         shapes: Shape of the preset's factors of every parameter, [] or [layers].
         steps: Number of steps.
     """

@@ -68,9 +68,13 @@ class Finding:
         smallest size has to be right within a factor of 1.25. An interval that is NaN meets no
         band.
         """
-        inside = self.low <= self.expected.high and self.high >= self.expected.low
         # log, because half and twice the expected value are equally wrong.
-        return inside and self.layer is None and abs(math.log(self.base)) <= _BASE
+        return self.is_in_band and self.layer is None and abs(math.log(self.base)) <= _BASE
+
+    @property
+    def is_in_band(self) -> bool:
+        """True if the slope's interval meets the band of theory. False for a NaN."""
+        return self.low <= self.expected.high and self.high >= self.expected.low
 
     @property
     def trouble(self) -> str | None:
@@ -108,7 +112,8 @@ class Finding:
         if self.layer:
             return f"contradicts theory in {self.layer}"
         if abs(math.log(self.base)) > _BASE:
-            return f"contradicts theory ({self.base:.2g} times at the smallest size)"
+            growth = "" if self.is_in_band else "in its growth, and "
+            return f"contradicts theory ({growth}{self.base:.2g} times at the smallest size)"
         return "contradicts theory"
 
 

@@ -71,8 +71,8 @@ def program(
     """Return a function that trains on one batch and measures a model before and after every step.
 
     The function compiles at its first call. Its arguments are a seed (uint32 []), step inputs
-    (`reference` is not used), initial standard deviations, the batch, and the number of steps. It
-    returns float32 [steps + 1] or [steps + 1, L] by observable.
+    (`reference` is not used), initial standard deviations by parameter, the batch, and the number
+    of steps. It returns NumPy float32 [steps + 1] or [steps + 1, L] by observable.
 
     Args:
         options: XLA compiler options of the initialization and of the step.

@@ -64,6 +64,10 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
 
     An observable that was read after several steps has the row of the first step that failed, or of
     the last step.
+
+    Args:
+        axis: Grown size, such as "head_dim", for the label "exponent of AXIS".
+        title: Line below the verdict, at the top of the picture.
     """
     from matplotlib.figure import Figure
 
@@ -198,6 +202,7 @@ def _column(panel: Any, rows: Sequence[_Row], limits: tuple[float, float], talle
 
     Args:
         rows: Rows of the column, from the top.
+        limits: Ends of the axis of slopes, from `_slope_limits`.
         tallest: Number of rows of the tallest column, so that all rows have one height.
     """
     ticks = []
@@ -315,6 +320,7 @@ def panels(
 
     Args:
         sizes: Grown size of every model, or its ratio to the smallest.
+        axis: Words for `sizes`, such as "heads / smallest", below all panels.
         title: Title of the picture. The verdict is added.
     """
     from matplotlib.figure import Figure
@@ -476,6 +482,7 @@ def show(
     A console narrower than `_WIDE` gets no intervals and bands, because they would be cut off.
 
     Args:
+        not_judged: Observables that theory says nothing about. The conclusion lists them.
         blamed: What the label of an observable is: the role of a parameter, or a number of the
             optimizer over a whole run.
         subject: Beginning of the conclusion, as for `verdict_line`.
@@ -510,7 +517,11 @@ def show(
 
 
 def text(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
-    """Return the conclusion, and a line for each observable and step that failed."""
+    """Return the conclusion, and a line for each observable and step that failed.
+
+    Args:
+        not_judged: Observables that theory says nothing about. The conclusion lists them.
+    """
     lines = [_plain(verdict_line(findings, not_judged))]
     for finding in findings:
         if not finding.ok:
@@ -568,6 +579,7 @@ def verdict_line(
     A check without findings fails.
 
     Args:
+        not_judged: Observables that theory says nothing about, listed at the end of the line.
         blamed: What the label of an observable is, as for `show`.
         subject: Beginning of the sentence if the check passes, such as "mup follows its table as
             heads grow".

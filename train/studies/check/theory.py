@@ -127,6 +127,9 @@ def of(
 
     Args:
         preset: Rules that the models are meant to follow.
+        first: Definition of the smallest model of the series.
+        last: Definition of the largest model of the series.
+        optimizer: Name of the optimizer, such as "adam".
         strict: Leave out margins and allowances. Used to measure the allowances.
         accept: Troubles that do not count. Only `LAZY`, and only for a preset whose `vanishing`
             names "features".
@@ -219,6 +222,9 @@ class _Theory:
         """Return how far a measured slope may lie below and above its exponent, both positive.
 
         These are allowances for finite sizes. The margin of `expected` is not part of them.
+
+        Args:
+            grows: True if the observable is a change whose exponent `slope` counts as growth.
         """
         kind = name.partition("/")[0]
         below, above = self.allowances.get(allowance(name, step), (0.0, 0.0))
@@ -470,6 +476,10 @@ def _grown_size(exponents: Mapping[str, float], *, encoded: bool) -> str:
 
     This is "depth" of a decoder (perhaps together with its encoder), "encoder_depth" alone,
     "head_dim" or "heads" alone, and "width" for all other growth.
+
+    Args:
+        exponents: Exponent of every axis that grows, from `growth`.
+        encoded: True if the model has an encoder in addition to its decoder.
     """
     if "layers" in exponents:
         return f"depth{ENCODED}" if encoded else "depth"
@@ -524,8 +534,8 @@ def _slopes(
     """Return the exponent of every observable and step.
 
     Args:
-        aligned: Whether gradients are those of a trained model; at initialization they are not
-            aligned.
+        aligned: Whether training has begun, so that the terms of a gradient's sum over heads have
+            one sign. At initialization they are independent.
     """
     slopes = {
         ("embedding", 0): limit.embedded,

@@ -68,7 +68,8 @@ class BlockProbe:
     activation and MLP out.
 
     Args:
-        zeros: Arrays that are added to the outputs of mappings, by name.
+        zeros: Arrays that are added to the outputs of mappings, by name with `label`. An output
+            without an array stays as it is.
         hold: Function on the input of every mapping, such as `jax.lax.stop_gradient`.
         masked: Whether positions of a causal model see no later positions.
         label: Prefix of every name, such as "encoder ".
@@ -181,7 +182,8 @@ def forward(
     Args:
         model: Transformer of the zoo. An encoder-decoder gets no padding.
         batch: `inputs` and `targets`, and `decoder_inputs` if there is an encoder.
-        zeros: Arrays that are added to the outputs of mappings in every layer, by name.
+        zeros: Arrays that are added to the outputs of mappings, by name. Those of mappings of
+            blocks have a first axis of layers. An output without an array stays as it is.
         hold: Function on the input of every mapping.
         masked: Whether positions of a causal model see no later positions.
     """
@@ -268,7 +270,7 @@ def measure(
         definition: Definition of a transformer of the zoo with an untied readout. An
             encoder-decoder has two embedding tables.
         factors: Multipliers, and learning rates of SGD for `parts`.
-        batch: `inputs` and `targets`.
+        batch: `inputs` and `targets`, and `decoder_inputs` if there is an encoder.
         masked: Whether positions of a causal model see no later positions.
     """
 
@@ -335,7 +337,9 @@ def _sizes(dimension: str, factor: int, *, denoises: bool, text: bool) -> dict[s
     """Return the config fields of a model whose `dimension` is `factor` times the smallest size.
 
     Args:
-        text: Whether the model reads tokens.
+        dimension: Dimension that grows, one of `growths`.
+        denoises: Whether the model is an encoder-decoder (`denoises`).
+        text: Whether the model reads tokens and not images.
     """
     sizes: dict[str, Any] = {
         "width": _WIDTH,
@@ -429,6 +433,9 @@ class Series:
     """Models of one structure at growing sizes, each compiled once for all presets.
 
     Args:
+        definitions: Models, each twice as large as the one before in the dimension that grows.
+        batches: Batch of each of the `definitions`, in their order.
+        seeds: Number of initializations of each model, from seeds 0 to `seeds` - 1.
         masked: Whether positions of a causal model see no later positions.
     """
 
@@ -506,6 +513,7 @@ def compared(
     Args:
         dimension: Dimension that grows, one of `growths`.
         slopes: Measured slopes, from `Series.slopes`.
+        encoder: True if the model has an encoder in addition to its decoder.
     """
     expected = theory.desiderata(preset, dimension, encoder=encoder)
     # Noise lifts the largest of many measured exponents. The reference of balance is therefore the
@@ -558,8 +566,9 @@ def measured(
     The models of a dimension are compiled once for all presets.
 
     Args:
-        presets: Functions from a base to a preset.
+        presets: Functions from the sizes of the base, by axis, to a preset.
         count: Number of sizes of a dimension, each twice the one before.
+        seeds: Number of initializations of each model, from seeds 0 to `seeds` - 1.
         dimensions: Dimensions to grow; by default all that the model has. "positions" is skipped
             for a model of images.
 
@@ -619,6 +628,8 @@ def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: b
 
     Args:
         config: Run with the model and the preset.
+        count: Number of sizes of each dimension, each twice the one before.
+        seeds: Number of initializations of each model, from seeds 0 to `seeds` - 1.
         path: JSON file to write the exponents to. `None` writes none.
         dry_run: Print what theory says, and measure nothing.
 

@@ -71,11 +71,13 @@ class NoLaw(MupaxFailure):
 
 
 class ErrorGrowth(NamedTuple):
-    """Error of a law per octave beyond its rows.
+    """Error of a law's log of the loss, or log2 of its best rate, as a Student's t.
+
+    It is the error per octave of distance from the law's rows.
 
     Attributes:
-        deviation: Standard deviation.
-        freedom: Degrees of freedom of the deviation.
+        deviation: Scale of the Student's t, per octave.
+        freedom: Degrees of freedom of the Student's t.
     """
 
     deviation: float
@@ -89,7 +91,7 @@ class ScalingLaw:
     Attributes:
         points: Rows in the fit, without the settings that were left out.
         rows: The same rows as arrays.
-        theta: Parameters, [P].
+        theta: Parameters in the order of `rows.names` and in the units of `PRIORS`, [P].
         samples: Parameters of each resample, [R, P].
         misses: Noise of settings around the law, in each resample, [R].
         seed: Noise of a single seed in addition to that of the mean over the seeds.
@@ -431,10 +433,10 @@ def _folds(rows: Rows) -> list[_Fold]:
 def _error_growths(
     rows: Rows, theta: np.ndarray, whitening: np.ndarray, setting_noise: float, scatter: float
 ) -> tuple[ErrorGrowth, ErrorGrowth]:
-    """Return the errors of loss and best rate per octave beyond the rows.
+    """Return the errors of the log of the loss and of log2 of the best rate, in this order.
 
-    They come from fits without the largest values of each axis. The noise that settings have inside
-    of the rows does not count.
+    They are per octave beyond the rows, and come from fits without the largest values of each axis.
+    The noise that settings have inside of the rows does not count.
 
     Args:
         theta: Parameters from which the fits begin, [P].
@@ -485,7 +487,8 @@ def _error_growth(squares: Sequence[float], expected: float) -> ErrorGrowth:
 def parameters(law: ScalingLaw) -> dict[str, dict[str, float | bool]]:
     """Return the value and 90 % interval of every parameter of a law, in the units of `PRIORS`.
 
-    `of_rows` is true if the rows say more of the parameter than its prior.
+    The result has `value`, `low`, `high` and `of_rows` by name of the parameter. `of_rows` is true
+    if the rows say more of the parameter than its prior.
     """
     low, high = np.quantile(law.samples, [0.05, 0.95], axis=0)
     width = law.samples.std(axis=0)

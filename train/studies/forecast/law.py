@@ -77,7 +77,7 @@ class Rows:
         log2_lr: log2 of each row's rate less `centre_log2_lr`, [M].
         centre_log2_lr: Mean of the settings' best rates, as log2. Mean of all rates if no setting
             has a best rate.
-        log_loss: Log of the seeds' geometric mean loss, relative to `centre_loss`, [M].
+        log_loss: Natural log of the seeds' geometric mean loss divided by `centre_loss`, [M].
         centre_loss: Median of the seeds' geometric mean losses.
         seed_residuals: Log of each seed's loss less the mean over seeds, [M, S]. NaN where a seed
             was not run or diverged.
@@ -173,7 +173,7 @@ def _parameter_names(varies: Sequence[bool], has_optimum: bool) -> tuple[str, ..
 
 
 def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the log of the loss at the best rate, relative to `Rows.centre_loss`, [R, n].
+    """Return the natural log of the loss at the best rate divided by `Rows.centre_loss`, [R, n].
 
     Args:
         names: Parameters of the law [P].
@@ -211,7 +211,7 @@ def best_rate(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.
 
 
 def predicted(rows: Rows, theta: np.ndarray) -> np.ndarray:
-    """Return the log of the law's loss for every row, relative to `Rows.centre_loss`, [R, M].
+    """Return the natural log of the law's loss of every row divided by `Rows.centre_loss`, [R, M].
 
     Args:
         rows: Rows to which the law is fitted.

@@ -65,8 +65,8 @@ class Prediction:
     Attributes:
         config: The run, at the predicted best rate or at its own.
         log2_lr: log2 of the best peak rate. `None` if the rows' rate does not vary.
-        loss: Loss of the run at the rate of `config`.
-        scale: Parameters, tokens and batch of the run.
+        loss: Loss of the run at the rate of `config`, of the kind that the rows have.
+        scale: Parameters, tokens and batch of the run, by the names in `AXES`.
         size_ratios: Ratio of each of these to the nearest end of the rows. Above 1 if the run is
             larger than all rows, below 1 if it is smaller, 1 if it lies between them.
         warnings: Reasons to doubt the prediction, a sentence each.

@@ -187,7 +187,7 @@ def check_rank(config: Config, images: int) -> int:
 
     Raises:
         ConfigError: The directions are more than a quarter of the width, so that recording them is
-            not worthwhile. The text says what fits.
+            not worthwhile. The text says how many heads, steps or images are possible.
     """
     model = _vit(config)
     # One more than steps, because the state after the last step is looked at, too.
@@ -304,6 +304,7 @@ class Trajectory:
 def examples(config: Config, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return images and classes of the first training batch of a run, with `count` examples.
 
+    Images are [B, height, width, channels], classes int [B], both NumPy arrays.
     The run's data is prepared if needed.
     """
     source = dataclasses.replace(config.data, batch_size=count)
@@ -334,6 +335,7 @@ def limit(
         targets: Classes, int [B].
         heads: Number of heads that stands for infinitely many.
         draws: Z, number of independent networks. They are trained one after another.
+        seed: Seed of all random numbers. The first networks are the same for any `draws`.
         responses: Whether products with a matrix and with its transpose are correlated. `False` is
             a control (`mupax.presets.infinite.dice.LazyGaussian`).
         dtype: Dtype of the networks, float32 by default.

@@ -45,6 +45,7 @@ class Evidence:
         peak_lr: Peak learning rate.
         rate_interval: Interval of the rate. `None` if unknown.
         level: Level of the intervals in percent. Studies of `mupax` give 95, the published law 90.
+            `None` for published constants, which have no intervals.
         batch: Batch in examples of the model. `None` if unknown.
         batch_interval: Interval of the batch. `None` if unknown.
         loss: Loss at the end, in nats per token of the source's data. `None` if unknown, or if the

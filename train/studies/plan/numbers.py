@@ -308,6 +308,9 @@ def _without_law(
     """Return the run at the rate of `transferred`, with no predicted loss.
 
     The run keeps its own rate if `keep_rate` is set or the study has no comparable rate.
+
+    Args:
+        caution: Reason why no loss is predicted, the first caution of the result.
     """
     if keep_rate:
         rate = RateSource("", REQUEST)

@@ -89,8 +89,8 @@ def main(argv: Sequence[str]) -> int:
 def score(content: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
     """Return a run's loss and seed as JSON, with its error against the forecast.
 
-    `error` is the relative error of the loss, inf if the run diverged. `inside90` and `inside50`
-    are True if the loss lies inside the interval.
+    `error` is the relative error of the loss. If the run diverged it is inf, and `loss` is `None`.
+    `inside90` and `inside50` are True if the loss lies inside the interval.
 
     Args:
         content: Forecast, from `record.read`.

@@ -165,6 +165,9 @@ def as_json(
 ) -> dict[str, Any]:
     """Return the contents of `text` as values for JSON.
 
+    Keys are `parameters`, `tied_readout` (`None` without one), `refused` and `differs`, and
+    `declared`, the number of declarations.
+
     Args:
         declared: Declarations by parameter. Empty for a MODULE:FUNCTION, which has none.
         differing: Differences from declarations, in words by parameter. See `models.differences`.

@@ -334,7 +334,10 @@ def _normalized(matrices: Matrices, factor: Node) -> Node | None:
 
 
 def cuts_of(graph: Graph) -> dict[ParamDim, set[tuple[int, ...]]]:
-    """Return the sizes that the loss cuts each dimension of a parameter into, outermost first."""
+    """Return the sizes that the loss cuts each dimension of a parameter into, outermost first.
+
+    A dimension that is not cut has no entry.
+    """
     cuts: dict[ParamDim, set[tuple[int, ...]]] = {}
     for node in graph.nodes:
         for dim in node.dims:
@@ -411,7 +414,7 @@ def _aligned_dims(use: OperandUse) -> list[tuple[ParamDim, Dim]]:
 
 
 class Sample(NamedTuple):
-    """One setting of all sizes, and the shapes of the parameters at these sizes."""
+    """Size of every axis, and the shapes of the parameters at these sizes, by path."""
 
     sizes: Mapping[str, int]
     shapes: Shapes
@@ -422,9 +425,9 @@ class Roles:
     """Result of tracing a loss.
 
     Attributes:
-        specs: Declaration of each parameter, by path.
-        evidence: Reason for each declaration, in words.
-        refused: Reason why a parameter's role is not certain, and what to write instead.
+        specs: Declaration of each parameter, by path. Refused parameters have none.
+        evidence: Reason for each declaration, in words, by path.
+        refused: Reason why a parameter's role is not certain, and what to write instead, by path.
         tied: Declaration of a readout that shares the token embedding's table, or `None`.
     """
 

@@ -35,7 +35,8 @@ class Atom:
         param_dims: Dimensions of parameters that the atom is, or is a part of.
         source: Atom that this one was cut out of.
         parts: Outer and inner atom that this one was last cut into.
-        segments: For concatenated arrays, the end of each and its parameters.
+        segments: End along the atom, and parameters, of each array of a concatenation of
+            parameters. Empty without one.
         broadcast: Whether all elements along the atom are equal.
     """
 
@@ -63,6 +64,8 @@ class Atom:
 
     def cut(self, outer_size: int) -> tuple[Atom, Atom]:
         """Cut the atom into an outer part of `outer_size` and an inner part, and return both.
+
+        `outer_size` must divide the size of the atom.
 
         The parts are kept in `parts`, so that an equal cut directly after it returns the same two
         atoms.
@@ -104,7 +107,9 @@ class Node:
         params: Parameters that a view shows. A derived value has those of the views among its
             inputs.
         picks: Dimensions of these parameters that an index chose, with the kind of the index.
-        info: Further facts about the operation, by name.
+        info: Further facts about the operation, by name: "contracted", "batched" and "kept" of a
+            product (`operations.dot`), "summed" of a reduction, "chosen" of a lookup, "selected" of
+            a slice of a concatenation, "power" of `integer_pow`, "value" of a scalar constant.
     """
 
     number: int

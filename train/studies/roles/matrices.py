@@ -104,7 +104,12 @@ def attentions(flow: Flow) -> list[Attention]:
 
 
 def _logits(flow: Flow, mix: Node, side: int) -> Node | None:
-    """Return the product of queries and keys whose softmax is one side of a product, or `None`."""
+    """Return the product of queries and keys whose softmax is one side of a product, or `None`.
+
+    Args:
+        mix: Product of two activations, perhaps of softmax weights and values.
+        side: Index of the operand of `mix` that may have the weights, 0 or 1.
+    """
     sources = flow.sources(mix.inputs[side])
     exps = []
     for source in sources:
@@ -126,6 +131,10 @@ def _key_side(mix: Node, side: int, logits: Node) -> int | None:
     """Return the index of the operand of the logits that has the keys, or `None`.
 
     It is the side whose rows the mix sums over.
+
+    Args:
+        mix: Product of softmax weights and values, as in `Attention`.
+        side: Index of the operand of `mix` with the weights, 0 or 1.
     """
     summed = list(itertools.chain(*mix.info["contracted"][side]))
     for key_side in (0, 1):
@@ -212,7 +221,7 @@ class Constraint:
     Attributes:
         role: Role in this use.
         evidence: Reason for the role, in words.
-        fan_in: Indices of dimensions that are summed over.
+        fan_in: Indices of the parameter's dimensions that a product sums over.
         in_block: Whether the use is in a residual branch.
         cross: Whether the use is in attention to another stream.
         of: For a vector, the role of its matrix, or `Role.NORM_GAIN` for the bias of a norm.
@@ -284,9 +293,11 @@ class _Product:
 class Matrices:
     """Roles of parameters in every product with a parameter, deduced when an object is made.
 
-    `constraints` has the roles, and `refused` the parameters whose role is not certain.
+    `constraints` has the roles by product and parameter, and `refused` the reasons why a role is
+    not certain, by parameter.
 
     Args:
+        attentions: All attention of the loss, from `attentions`.
         names: Axes of the dimensions by parameter. Parameters without names are left out.
     """
 

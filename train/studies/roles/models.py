@@ -163,7 +163,11 @@ class _Interpreter:
         return selected
 
     def _op(self, name: str, params: dict[str, Any], operands: list[Node], output: _Output) -> Node:
-        """Add the result of a primitive to the graph, record uses of parameters, and return it."""
+        """Add the result of a primitive to the graph, record uses of parameters, and return it.
+
+        Args:
+            params: Parameters of the primitive in its jaxpr, such as `axes` of a reduction.
+        """
         op = "scatter" if name.startswith("scatter") else name
         node = self._result(op, params, operands, output)
         if node.kind == "derived" and op == "sub" and _is_zero(operands):
@@ -187,6 +191,10 @@ class _Interpreter:
         """Add the result of a primitive to the graph without recording uses, and return it.
 
         The result of an unknown primitive gets dimensions that belong to no parameter.
+
+        Args:
+            op: Name of the primitive, "scatter" for each kind of scatter.
+            params: Parameters of the primitive in its jaxpr, such as `axes` of a reduction.
         """
         graph = self.graph
         shape = output.shape
@@ -222,6 +230,9 @@ class _Interpreter:
         """Add the body of a scan to the graph for its first two rounds (or one if it has one).
 
         The second round reads the carry of the first. Return the last carry and stacked outputs.
+
+        Args:
+            params: Parameters of the `scan` in its jaxpr.
         """
         body = _opened(params["jaxpr"])
         if "ft_in" in params:  # jax 0.12

@@ -178,6 +178,7 @@ def layout(
 
     Args:
         inputs: Operands, the array first. Indices and start positions come after it.
+        params: Parameters of the primitive in its jaxpr, such as `permutation` of a transpose.
     """
     if op == "gather":
         return _gathered(graph, inputs, params, shape)
@@ -318,6 +319,9 @@ def _gathered(
     Rows of a parameter are a lookup if the index comes from the batch alone, and this use is
     recorded. They are a view if the index comes from constants, such as positions, or from
     activations, such as routing.
+
+    Args:
+        params: Parameters of the primitive in its jaxpr, such as `dimension_numbers`.
     """
     array = inputs[0]
     index = inputs[1]
@@ -361,6 +365,9 @@ def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
 
     Its info has, for the left and the right side, the dimensions that it sums over ("contracted"),
     the batch dimensions ("batched"), and the atoms of the others in the result ("kept").
+
+    Args:
+        params: Parameters of the primitive in its jaxpr. Only `dimension_numbers` is read.
     """
     contracting_axes, batch_axes = params["dimension_numbers"]
     contracted = []
@@ -407,6 +414,8 @@ def ragged(
 
     Args:
         inputs: Rows, matrices, and the sizes of the groups.
+        params: Parameters of the primitive in its jaxpr.
+        shape: Shape of the result, which is only checked.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     (row_axes, matrix_axes), _ = numbers.dot_dimension_numbers

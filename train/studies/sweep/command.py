@@ -117,6 +117,8 @@ def main(argv: Sequence[str]) -> int:
 def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
     """Return every point of a sweep: all combinations of `--vary`, sizes, rates and seeds.
 
+    The order is that of nested loops, with the seeds innermost.
+
     Args:
         rest: Further words of the command line, flags of the recipe for every point.
 
@@ -299,7 +301,8 @@ def _write_studies(
     """Draw the loss against the learning rate in sweep.png, and save the preset of `--save-tuned`.
 
     Args:
-        config: Config of the first point. Its optimizer and number of steps are those of all.
+        config: Config of the first point. Its optimizer and number of steps are in the title of the
+            picture.
         command: Command as it was typed, for the record.
     """
     from mupax.train.studies.transfer import figure, tuned
@@ -369,7 +372,7 @@ def judged(
     """Fit the best learning rate of every size, for each choice of `--vary` as a study of its own.
 
     Args:
-        rows: Row of each point. Their training loss is judged.
+        rows: Row of each point, in the same order. Their field `loss` is judged.
         axis: Size that grew, one of `mupax.train.config.sizes.AXES`, or "" without one.
     """
     from mupax.train.studies.transfer.drift import analyse

@@ -149,6 +149,8 @@ def point(config: Config, peak_lr: float, seed: int) -> Config:
 def without_flags(words: Sequence[str], flags: Collection[str]) -> tuple[list[str], dict[str, str]]:
     """Remove flags from the words of a command, and return the words left and the flags' values.
 
+    Values are by flag, as text. A flag that does not occur has no entry, and the last value counts.
+
     Args:
         flags: Flags that take one value, which is the next word or stands behind a `=`.
     """

@@ -61,6 +61,8 @@ def save_losses(folder: Path, losses: np.ndarray) -> str:
 def saved_losses(folder: Path, steps: int, count: int, digest: str | None) -> np.ndarray | None:
     """Read the losses that `save_losses` wrote. Return `None` if they are lost or damaged.
 
+    The losses are float64 [steps, points].
+
     Args:
         folder: Folder of the points in training, which has the file losses-STEPS.npy.
         steps: Number of steps that the points have done.

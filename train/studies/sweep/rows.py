@@ -129,8 +129,8 @@ class Rows(dict[str, Row]):
     """Rows of a sweep by key, and their file.
 
     A row is on disk when `add` returns. If a machine died in the middle of a line, that half line
-    is removed. Every line has a digest of its row; lines of older versions have none. The rows of
-    `COMPRESSED_NAME` are read first, and new rows go to `FILE_NAME`.
+    is removed from the file. Every line has a digest of its row; lines of older versions have none.
+    The rows of `COMPRESSED_NAME` are read first, and new rows go to `FILE_NAME`.
 
     Args:
         folder: Existing folder of the sweep, which may have no rows yet.

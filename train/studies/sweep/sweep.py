@@ -363,7 +363,8 @@ def note_changes(
     Args:
         program: Program of the next point, whose mesh and compiler options are recorded.
         log: Called with a line for every change.
-        goes_on: True if points of the folder are finished or in training.
+        goes_on: True if points of the folder are finished or in training. If it is False, the file
+            is written without a comparison.
     """
     path = folder / FILE_NAME
     current = surroundings(program.compiler_options(), environment.facts(program.mesh))

@@ -153,7 +153,7 @@ class LiveTable(SweepCallback):
     def table(self) -> RichTable:
         """Return the table: learning rates down, columns across, mean losses in the cells.
 
-        The lowest loss of a column so far is bold. Any other cell is dim until all of its points
+        The lowest finite loss of a column is bold. Any other cell is dim until all of its points
         are finished.
         """
         columns = list(dict.fromkeys(self._columns))

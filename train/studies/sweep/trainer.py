@@ -41,8 +41,9 @@ class Trainer:
         program: Program of any one of the points.
         count: Number of points that train at once.
         abstract: Shapes and shardings of the state.
-        step: Compiled step, (state, step inputs, batch) -> (state, metrics).
-        begin: Function programs of the points -> (state, step inputs) at step 0.
+        step: Compiled step, (state, step inputs, batch) -> (state, metrics). The state is donated.
+        begin: Function from the programs of exactly `count` points to (state, step inputs) at step
+            0.
         score: Function (parameters, step inputs, batch) -> `LossSums`; `None` without evaluation.
         step_bytes: Bytes per device while a step runs, for all points together; 0 if the backend
             does not tell.

@@ -48,11 +48,12 @@ PointBatch = Sequence[Point]
 class SweepCallback:
     """Base class of callbacks on the progress of a sweep. Its methods do nothing.
 
+    `Sweep.run` calls the methods one at a time, but some of them from the threads that train.
     `mupax.train.studies.sweep.table.LiveTable` shows the progress.
     """
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
-        """Receive all points, once before any of them is trained.
+        """Receive all points of a `Sweep.run`, once before any of them is trained.
 
         Args:
             configs: Config of every point, in the order of their indices.
@@ -63,7 +64,7 @@ class SweepCallback:
         """Receive a line of text for the user, such as a choice or a problem."""
 
     def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
-        """Receive the progress of points in training, every few steps.
+        """Receive the progress of points in training, every `FETCH_EVERY` steps and at the end.
 
         Args:
             points: Indices of the points that train at once.
@@ -72,7 +73,9 @@ class SweepCallback:
         """
 
     def finished(self, point: int, row: Row) -> None:
-        """Receive the row of a finished point.
+        """Receive the row of a finished point, which is on disk by then.
+
+        Of points with one name (`key_of`) only the first is received.
 
         Args:
             point: Index of the point among all configs of the sweep.

@@ -136,6 +136,9 @@ class Forecaster:
         """Return the octaves of a setting beyond the table's runs, for each axis of `beyond`.
 
         The number is positive in either direction, and 0 for an axis within the range of the runs.
+
+        Args:
+            values: Number of at least each axis of `beyond`, by its name in `AXES`.
         """
         octaves = {}
         for axis in self.beyond:
@@ -146,6 +149,9 @@ class Forecaster:
 
     def check(self, values: Mapping[str, float]) -> None:
         """Refuse a setting that the table says nothing of.
+
+        Args:
+            values: Numbers of a run by their names in `AXES`. Rate and batch may be left out.
 
         Raises:
             TableError: The table has no column for one of `values`, a size or length that the law
@@ -217,6 +223,9 @@ class Forecaster:
 
         The intervals of rate and batch hold nine in ten of the best runs of a search with two rates
         and two batches per octave. They count the noise of the runs of that search.
+
+        Args:
+            values: Number of each axis of the size and length, by its name in `AXES`.
         """
         grid = self.fit.grid(values)
         grid_losses, _ = self.fit.log_loss(grid)
@@ -243,7 +252,7 @@ class Forecaster:
         return Recommendation(intervals["peak_lr"], intervals["batch_sequences"], loss)
 
     def compute_optimal(self, flops: float) -> tuple[Interval, Interval, Recommendation]:
-        """Return the size, the tokens and the best settings for a budget of training FLOPs, 6 N D.
+        """Return the size, the tokens and the best rate and batch for a budget of FLOPs, 6 N D.
 
         Sizes from 4 octaves below the runs to 6 octaves beyond them are compared, as far as the
         budget leaves a token for every 10 parameters.
@@ -346,6 +355,10 @@ class Forecaster:
 
         The uncertainty is the standard deviation of the change of the best log loss when `axis`
         doubles: that of the fitted law over that of the prior.
+
+        Args:
+            values: Number of each axis of the size and length, by its name in `AXES`.
+            axis: Key of `values` whose number doubles.
         """
         doubled = {**values, axis: values[axis] * 2}
         change = self._slopes_at_best(doubled) - self._slopes_at_best(values)

@@ -68,8 +68,8 @@ class Term:
 
     Attributes:
         name: Name of the term, as in the law that is printed.
-        share: Prior of the log of the term's size, at the middle of the table and as a share of the
-            lowest loss of the table.
+        share: Prior of the natural log of the term's size, at the middle of the table and as a
+            share of the lowest loss of the table.
         exponents: Axis to the prior of its exponent.
         needs: Axes that must vary in the table. Otherwise the law does without the term.
     """
@@ -181,7 +181,7 @@ class Form:
         return np.stack([np.log2(column) for column in columns], axis=1) - self.centre
 
     def log_loss(self, numbers: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log of the loss [M] and its derivatives by the numbers of the law [M, P].
+        """Return the natural log of the loss [M] and its derivatives by the law's numbers [M, P].
 
         Args:
             numbers: Numbers of the law [P].
@@ -237,7 +237,7 @@ class Fit:
     Attributes:
         table: Table that the law was fitted to, without runs beyond `WINDOW`.
         form: Terms of the law.
-        numbers: Numbers of the law [P].
+        numbers: Numbers of the law in the order of `form.names` [P].
         covariance: Covariance of the numbers [P, P].
         noise: Noise of settings and runs.
         effects: Effect that the runs of each setting share, in addition to the law [K].

@@ -134,7 +134,7 @@ class RunTable:
         digest: sha256 of the file.
         values: Name in `COLUMNS` to a number per run [M], for the columns that the table has.
             Without loss, seed and weight decay.
-        log_loss: Log of the loss, as a mean over seeds [M]; inf for runs that diverged.
+        log_loss: Natural log of the loss, as a mean over seeds [M]; inf for runs that diverged.
         seeds: Number of seeds in each of these means [M].
         seed_deviation: Standard deviation of the log of the loss from seed to seed; `None` if no
             run has two seeds.

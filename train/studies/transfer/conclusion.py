@@ -18,7 +18,11 @@ CLOSE = 0.05
 
 
 def main_studies(studies: Studies, control: str | None) -> Studies:
-    """Return all studies but the control's, or all if there are only the control's."""
+    """Return all studies but the control's, or all if there are only the control's.
+
+    Args:
+        control: Label of the preset that should drift; `None` without one.
+    """
     subjects = []
     for measured, analysis in studies:
         if measured.study.label != control:
@@ -81,7 +85,12 @@ def conclusion(measured: Measured, analysis: Analysis) -> str:
 
 
 def control_words(label: str, analysis: Analysis) -> str:
-    """Return a sentence on the price of not retuning the largest size under the control."""
+    """Return a sentence on the price of not retuning the largest size under the control.
+
+    Args:
+        label: Label of the control's preset, for the sentence.
+        analysis: Analysis of the control's study along the axis.
+    """
     price = analysis.prices[-1]
     if math.isnan(price.value):
         return f"What it would cost under {label} is not known."

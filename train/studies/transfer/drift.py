@@ -69,7 +69,11 @@ class Interval:
         return (self.high - self.low) / 2
 
     def to_json(self, digits: int = 6) -> dict[str, float | None]:
-        """Return value and ends, rounded, or `None` for one that is not finite."""
+        """Return `value`, `low` and `high` by name, rounded; `None` for one that is not finite.
+
+        Args:
+            digits: Number of decimals, 6 by default.
+        """
         rounded = {}
         for name, value in dataclasses.asdict(self).items():
             rounded[name] = finite(value, digits)
@@ -88,7 +92,7 @@ class Scatter:
         optimum: Standard deviation of one seed's best rate, in octaves. NaN without a fit or with
             one seed.
         curvature: Half-width of the 95 % interval of the curvature, divided by the curvature. NaN
-            as above.
+            without a fit or with one seed.
     """
 
     optimum: float
@@ -107,9 +111,10 @@ class Analysis:
         drift: Slope of the best rate in octaves per doubling of the size, by least squares over the
             sizes with an optimum.
         prices: Loss of every size at the smallest size's best rate less that at its own best rate,
-            in nats. NaN if unknown.
+            in nats. NaN if unknown, and it may be infinite where a seed diverged.
         worse: (size, log2 of the rate, loss more than at the size before) where a size is worse
-            than the size before it, at rates within an octave of the smallest size's best.
+            than the size before it, at rates within an octave of the smallest size's best. The loss
+            is in nats, infinite where the size diverged.
         compared: Number of sizes and rates at which `worse` was sought.
         scatters: Scatter between seeds of every size.
     """
@@ -313,6 +318,11 @@ def _price(
     It is read from the size's parabola within the rates of its fit, otherwise between measured
     rates. The value is in nats and its interval is cut at zero. The value is NaN if either size has
     no optimum or the rate lies outside the size's grid, and 0 for the smallest size.
+
+    Args:
+        index: Index among all sizes of the size of `curve`; 0 is the smallest.
+        fits: Fits of all sizes, the smallest first.
+        scatters: Scatters of all sizes, in the same order.
     """
     base = fits[0]
     own = fits[index]
@@ -346,7 +356,13 @@ def _measured_price(
     """Return the price if the smallest size's best rate lies outside of the size's parabola.
 
     It is interpolated between the two measured rates around that rate, and infinite if a seed
-    diverged at either of them.
+    diverged at either of them. The value is in nats.
+
+    Args:
+        curve: Losses of the size whose price is wanted.
+        base: Fit of the smallest size, whose best rate is priced.
+        own: Fit of the size whose price is wanted.
+        base_scatter: Scatter between the seeds of the smallest size.
     """
     upper = int(np.searchsorted(curve.x, base.optimum))
     pair = [max(upper - 1, 0), upper]

@@ -45,6 +45,12 @@ def draw(
     Curves go from light (smallest size) to dark (largest), each with a marker of its own. Faint
     points are seeds. A cross at the top is a rate at which a seed diverged. A ringed point is a
     fitted optimum with its interval. The dashed line is the smallest size's optimum.
+
+    Args:
+        path: PNG file, which is replaced if it exists.
+        studies: Studies in the order of their panels. The legend has the sizes of one of them.
+        title: Line above all panels, such as recipe and axis.
+        loss: Label of the y axis; `LOSSES["training"]` by default.
     """
     from matplotlib.figure import Figure
 

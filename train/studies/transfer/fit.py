@@ -135,7 +135,7 @@ class Fit:
     """Minimum of one size's curve.
 
     Attributes:
-        optimum: log2 of the best rate. NaN if there is `trouble`.
+        optimum: log2 of the best rate. It, `loss` and `curvature` are NaN if there is `trouble`.
         loss: Loss at the optimum.
         curvature: Loss per octave squared (half the second derivative).
         used: log2 of the rates in the fit.

@@ -70,9 +70,11 @@ def report(
     Return 1 if a size has no best rate, otherwise 0.
 
     Args:
+        measured: Finished studies. Those that are not `Frugal` are left out of the record.
         about: Facts on what was trained, for the record.
         save: Name of a tuned preset for the smallest size's rate; `None` saves none.
         label: Label of the preset whose rate is saved.
+        command: Command line that the tuned preset's file records.
     """
     records = []
     for study in measured:
@@ -160,8 +162,8 @@ class Optimum:
 
     Attributes:
         value: log2 of the rate. NaN if there is none.
-        deviation: Standard deviation of `value`, in octaves.
-        curvature: Loss per octave squared.
+        deviation: Standard deviation of `value`, in octaves. inf if there is no rate.
+        curvature: Loss per octave squared (half the second derivative).
         noise: Standard deviation of a loss, apart from the seed's effect.
         full: True if the size was searched on a grid of half octaves with all first seeds.
     """

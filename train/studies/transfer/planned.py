@@ -213,7 +213,7 @@ def planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Stud
 
     Args:
         config: Run of the recipe with its own flags.
-        base: Base of every preset; by default each study's smallest size.
+        base: Base of every preset. `None` stands for the smallest size of each study.
 
     Raises:
         ConfigError: An axis or size does not exist, or an axis is named twice.

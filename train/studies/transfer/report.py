@@ -49,6 +49,9 @@ def _comparison(studies: Studies, control: str | None) -> list[dict[str, Any]]:
 
     An entry says whether the intervals of the drifts are apart, and has the prices at the largest
     size. Studies without a control of their axis, and the control itself, have no entry.
+
+    Args:
+        control: Label of the preset that should drift. With `None` the list is empty.
     """
     compared = []
     for measured, analysis in studies:
@@ -234,6 +237,7 @@ def report_of(
     Args:
         studies: All studies, those of the control included.
         control: Label of the preset that should drift; `None` without one.
+        command: Command of the study. The next step repeats it with more seeds and minutes.
         folder: Folder with the pictures for a page; `None` without pictures.
     """
     answers = conclusion.conclusions(studies, control)

@@ -68,7 +68,11 @@ class Study:
     def config(self, point: Point) -> Config:
         """Return the complete config of a point: its size's run with the point's rate and seed.
 
-        The batches are the same for all seeds.
+        The run is that of `trained` if there is one. The batches are the same for all seeds.
+
+        Args:
+            point: Index of the size, rate in steps of `STEP` octaves, and seed, which is added to
+                the run's own.
         """
         index, rate, seed = point
         config = (self.trained or self.configs)[index]
@@ -83,7 +87,8 @@ def plan(
     The preset is relative to the smallest size unless it has a base.
 
     Args:
-        sizes: Values of the axis, at least two.
+        config: Run of the recipe. Its preset is replaced by `preset`.
+        sizes: Values of the axis, at least two, in any order.
         label: Name of the preset with its constants, for a person.
 
     Raises:
@@ -154,13 +159,17 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Training time so far, in seconds."""
+        """Training time of all points in `rows`, in seconds."""
         return sum(row.seconds for row in self.rows.values())
 
     def curve(self, index: int) -> Curve:
-        """Return the losses of one size, at the rates that have all of the first seeds.
+        """Return the losses of one size, at the rates that have rows of the first `first` seeds.
 
-        The curve is cached until there are new rows.
+        Losses of later seeds are NaN where they are not trained. The curve is cached until there
+        are new rows.
+
+        Args:
+            index: Index of the size in the study's `sizes`.
         """
         cached = self._curves.get(index)
         num_rows = len(self.rows)
@@ -367,6 +376,8 @@ class Measured:
         The line is empty if the points are of rates that are still missing.
 
         Args:
+            points: Points to train next, as `next_points` returns them.
+            max_seeds: Most seeds at the rates near an optimum.
             minutes: Most minutes of training that the study may take.
         """
         analysis = self.analysis()
@@ -451,7 +462,11 @@ def _tell_round(
     max_seeds: int,
     minutes: float,
 ) -> None:
-    """Call `tell` with a line on the rates and seeds to train next, and lines on added seeds."""
+    """Call `tell` with a line on the rates and seeds to train next, and lines on added seeds.
+
+    Args:
+        requests: (study, point) of all points of the round.
+    """
     groups: dict[str, list[Point]] = {}
     for measured, point in requests:
         name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
@@ -483,7 +498,7 @@ def _requests(
     """Return (study, point) for the points that all studies ask for next.
 
     If a grid study would end, its further seeds that an earlier command trained are added to its
-    rows first.
+    rows first. The arguments are those of `measure`.
     """
     requests: list[tuple[Measured, Point]] = []
     for measured in studies:
@@ -501,6 +516,8 @@ def _use_trained(
     measured: Measured, run: Runner, trained: Callable[[Sequence[Config]], bool]
 ) -> bool:
     """Add the rows of further seeds that an earlier command trained to a study's rows.
+
+    `run` and `trained` are those of `measure`.
 
     Returns:
         True if there were any such seeds.

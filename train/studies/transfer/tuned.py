@@ -96,14 +96,17 @@ def save(
     command: str,
     loss: str = "training",
 ) -> tuple[Path, str]:
-    """Write the file of a tuned preset with the smallest size's best rate and its evidence.
+    """Write a tuned preset: the best rate of the smallest size of the preset's first study.
+
+    The file also has the evidence of the studies. An existing file is replaced.
 
     Args:
         name: Name of a file in `mupax.presets.tuned.find.OWN_FOLDER`, or path of a file
             PRESET.NAME.json.
-        label: Label of the preset whose studies are used.
+        label: Label of the preset whose studies are used. At least one study has it.
         judged: All studies. Those of the preset, relative to the same base as its first study, are
             the evidence.
+        command: Command line of the studies, which the file records.
         loss: Loss of the studies, "training" or "evaluation".
 
     Returns:
@@ -161,7 +164,9 @@ def save(
 def write(
     name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any], command: str
 ) -> tuple[Path, str]:
-    """Write the file of a tuned preset from a run's settings and evidence for its learning rate.
+    """Write the file of a tuned preset from a run's config and evidence for its learning rate.
+
+    An existing file is replaced.
 
     Args:
         name: Name or path, as for `save`.
@@ -169,6 +174,7 @@ def write(
         peak_lr: Peak learning rate to save in place of the run's.
         evidence: `sizes`, `seeds`, `log2_lr`, `loss`, `log2_optimum` and `transfer` of the
             provenance, and `search` if one was made.
+        command: Command line that led to the rate, which the file records.
 
     Returns:
         Path of the file, and the argument of `--preset` that uses it: PRESET:NAME if its folder is

@@ -294,7 +294,7 @@ def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant
     elif start == 0:
         raise ConfigError(f"--over {word}: it is 0 in this run; write one, as {example}")
     else:
-        octaves = _defaultoctaves(flag)
+        octaves = _default_octaves(flag)
         if octaves is None:
             raise ConfigError(f"--over {word}: it has no range of its own; write one, as {example}")
         low = start * 2.0**-octaves
@@ -327,7 +327,7 @@ def _no_such_constant(name: str, words: Iterable[str], config: Config) -> str:
     return f"no number of this run has that name; did you mean {nearest!r}?"
 
 
-def _defaultoctaves(flag: str) -> float | None:
+def _default_octaves(flag: str) -> float | None:
     """Return the octaves of a flag's default range on either side of the run's own value.
 
     Return `None` for a flag without a default range, such as `optimizer.b1`.

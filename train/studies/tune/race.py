@@ -64,7 +64,7 @@ class Elimination:
 
 
 def race(losses: np.ndarray, looks: int) -> Elimination:
-    """Compare all points by their losses so far, and return their means and which are dropped.
+    """Compare all points by the losses of trained seeds, and return means and dropped points.
 
     Args:
         losses: Losses, float [P, S]. inf where a seed diverged, NaN where it was not trained. The

@@ -85,7 +85,7 @@ class SearchTable(LiveTable):
         self._bar.update(self._task, description=self.heading())
 
     def heading(self) -> str:
-        """Return text with the number of points so far, the best mean loss and that of the start.
+        """Return text with the number of trained points, the best mean loss and the start's.
 
         Before the first finite loss it has only the number of points.
         """
@@ -112,7 +112,11 @@ class SearchTable(LiveTable):
 
 
 def summary(search: Search, command: str) -> dict[str, Any]:
-    """Return the record of a finished search as plain values for tune.json."""
+    """Return the record of a finished search as plain values for tune.json.
+
+    Args:
+        command: Command line of the search, which the record holds.
+    """
     standing = search.race()
     winner = search.winner
     difference = search.difference()
@@ -296,7 +300,7 @@ def draw(path: Path, search: Search, shares: list[float]) -> None:
     Diverged points and the worst tenth are drawn at the upper edge.
 
     Args:
-        shares: Importance of every constant, from 0 to 1.
+        shares: Importance of every constant, from 0 to 1, in the order of `search.constants`.
     """
     from matplotlib.figure import Figure
 
@@ -351,7 +355,7 @@ def _draw_panel(
     Args:
         panel: `Axes` of matplotlib.
         values: Values of the constant, [P]. The start is the first point.
-        heights: Losses of the points, [P].
+        heights: Heights of the points in the panel, [P]: their losses, cut at the upper edge.
         stays: Mask of the points that were not dropped, bool [P].
         best: Index of the winner in `values`.
     """
@@ -375,9 +379,12 @@ def _draw_panel(
 def save(name: str, search: Search, content: dict[str, Any], command: str) -> tuple[Path, str]:
     """Write the winner as a tuned preset. Return its path and the argument of `--preset`.
 
+    An existing file is replaced.
+
     Args:
         name: Name of the preset, or the path of a file PRESET.NAME.json.
         content: Record of the search, from `summary`.
+        command: Command line of the search, which the file records.
     """
     standing = search.race()
     config = search.config_of((search.winner, 0))

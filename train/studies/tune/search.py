@@ -60,14 +60,14 @@ class Limits:
 
 @dataclasses.dataclass
 class Search:
-    """State of a search: the points so far and the rows of their runs.
+    """State of a search: the chosen points and the rows of their finished runs.
 
     Attributes:
         config: Run from which the search starts.
         constants: Constants that are searched.
         limits: Limits of the search.
-        points: Points so far, the start first.
-        rows: Row of every finished run.
+        points: Points chosen in all rounds, the start first.
+        rows: Row of every finished run, runs on fresh seeds included.
         stopped: Reason why the search asks for no more points. Empty before.
     """
 
@@ -82,6 +82,9 @@ class Search:
         """Return the complete config of a run: the start with the point's constants and the seed.
 
         The batches are the same for all seeds.
+
+        Args:
+            run: Point and seed from 0, which is added to the seed of `config`.
         """
         point, seed = run
         config = with_point(self.config, self.constants, point)
@@ -95,12 +98,15 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far."""
+        """Training time of all rows, in seconds."""
         return sum(row.seconds for row in self.rows.values())
 
     @property
     def losses(self) -> np.ndarray:
-        """Losses, float [points, seeds]. inf where a run diverged, NaN where it was not trained."""
+        """Losses, float [points, seeds]. inf where a run diverged, NaN where it was not trained.
+
+        Fresh seeds are left out.
+        """
         seeds = range(self.limits.seeds)
         losses = [self.losses_of(point, seeds) for point in self.points]
         return np.array(losses, float).reshape(len(self.points), self.limits.seeds)
@@ -128,7 +134,10 @@ class Search:
         return range(FRESH, FRESH + self.limits.confirm)
 
     def race(self) -> Elimination:
-        """Return the comparison of all points by the losses so far, with those to drop."""
+        """Return the comparison of all points by their losses, and which of them are dropped.
+
+        It is computed at every call.
+        """
         # Bonferroni counts the whole search, so the error does not depend on when one looks.
         return race(self.losses, self.limits.points * self.limits.seeds)
 
@@ -197,7 +206,7 @@ class Search:
     def _has_time(self, runs: Sequence[Run]) -> bool:
         """Return True if the minutes left suffice for these runs and the comparison at the end.
 
-        The time of a run is taken as the mean of the runs so far.
+        The time of a run is taken as the mean of all finished runs.
         """
         # Without a row the mean is 0, so that the first round always has time.
         mean_seconds = self.seconds / max(len(self.rows), 1)
@@ -257,7 +266,8 @@ def measure(
 
     Args:
         search: Search whose points and rows are completed in place.
-        run: Trains runs, or returns their rows from before.
+        run: Function that trains configs, or has their rows from before. It returns the rows in
+            the same order.
         watch: Called before each round with the search and the runs of the round.
     """
     runs = search.next_runs()

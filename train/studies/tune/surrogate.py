@@ -104,7 +104,7 @@ def _candidates(unit: np.ndarray, values: np.ndarray, rng: np.random.Generator) 
     the least values.
 
     Args:
-        unit: Points so far, [n, D].
+        unit: Points that were tried or just chosen, [n, D].
         values: Values at these points [n]. Less is better.
     """
     best = unit[np.argsort(values, kind="stable")[:NEAREST]]

@@ -105,6 +105,16 @@ def test_python_is_told_what_failed_of_which_parameter() -> None:
 
 
 @pytest.mark.core
+def test_a_verdict_names_growth_and_start_if_both_are_wrong() -> None:
+    start = dataclasses.replace(FINDINGS[0], base=0.62)
+    assert start.verdict == "contradicts theory (0.62 times at the smallest size)"
+    both = dataclasses.replace(start, slope=0.5, low=0.4, high=0.6)
+    assert both.verdict == (
+        "contradicts theory (in its growth, and 0.62 times at the smallest size)"
+    )
+
+
+@pytest.mark.core
 def test_the_conclusion_comes_before_the_table() -> None:
     console = Console(file=io.StringIO(), width=160)
     report.show(
