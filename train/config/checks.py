@@ -125,7 +125,9 @@ def check_words(argv: Sequence[str], *, is_local: bool = False) -> None:
                 check_place(name, value)
             else:
                 check_local(name, value)
-        previous = word if word.startswith("--") else ""
+        # The value of --flag=value is in the word itself.
+        takes_next = word.startswith("--") and "=" not in word
+        previous = word if takes_next else ""
 
 
 def note_warmup(steps: int, warmup: int) -> None:

@@ -556,8 +556,8 @@ class DataConfig:
         Literal["stop", "skip"], Affects("data", test="train/data/sources/test_folders.py")
     ] = "stop"
     """What happens at a broken image, text, record or file. stop: the run ends before it starts;
-    skip: it is left out and counted. For images:, text:, records:, chat: and hf:, and mixtures of
-    them."""
+    skip: it is left out and counted. For images:, text:, records: and chat:, and mixtures of them.
+    hf: leaves out null texts under both."""
     limits: LimitsConfig = DEFAULT_LIMITS
     pixels: PixelsConfig = PixelsConfig()
     train_percent: Annotated[

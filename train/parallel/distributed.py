@@ -139,6 +139,7 @@ class Cluster(Processes):
 
     Args:
         index: Number of this process. Process 0 is the leader.
+        client: Client of JAX's coordination service (`jax._src.distributed.global_state`).
         heartbeat_seconds: Silence after which a process counts as dead; 30 seconds by default.
     """
 
@@ -199,7 +200,7 @@ class Cluster(Processes):
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             raise DistributedError(
-                f"process {self.index} has waited {seconds:.0f} s for a word of process {index}; "
+                f"process {self.index} has waited {wait_ms / 1000:.0f} s for a word of process {index}; "
                 "run the same version on all hosts"
             ) from error
 
@@ -272,7 +273,12 @@ class Cluster(Processes):
             time.sleep(3 * _POLL_S)
 
     def _post_failure(self, index: int | None, host: str, reason: str, code: int = 1) -> None:
-        """Post a failure of process `index`, or of all if that is `None`. The first post stays."""
+        """Post a failure of process `index`, or of all if that is `None`. The first post stays.
+
+        Args:
+            host: Name of the machine of process `index`.
+            code: Exit code with which the other processes end; 1 by default.
+        """
         self.post(f"{_FAILED}/first", json.dumps([index, host, reason, code]))
 
     def _watch(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mupax.__main__ import main
+from mupax.train.config.checks import check_words
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, InitConfig
 from mupax.train.data import cache
@@ -77,6 +78,12 @@ def test_an_address_is_no_path_in_a_config_of_code() -> None:
         dataclasses.replace(config.data, name="text:s3://b/t")
     with pytest.raises(ConfigError, match="--init-from is s3://b/r"):
         InitConfig(init_from="s3://b/r")
+
+
+def test_a_word_behind_a_flag_with_its_value_is_no_value_of_it() -> None:
+    check_words(["--data.batch-size=4", "gs://b/run"])
+    with pytest.raises(ConfigError, match=r"--data\.batch-size is gs://b/run"):
+        check_words(["--data.batch-size", "gs://b/run"])
 
 
 def test_a_bucket_needs_a_package_and_a_name(

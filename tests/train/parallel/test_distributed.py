@@ -223,6 +223,14 @@ def test_a_process_that_never_says_what_it_is_is_named() -> None:
     leader._done.set()
 
 
+def test_the_longest_wait_ends_with_the_same_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "_FOREVER_MS", 100)
+    leader = Cluster(0, 2, Store())
+    with pytest.raises(DistributedError, match="process 0 has waited 0 s for a word of process 1"):
+        leader._wait_for("mupax/never", 1, None)
+    leader._done.set()
+
+
 def test_other_data_is_refused_by_name() -> None:
     class Facts:
         def __init__(self, digest: str) -> None:
