@@ -129,7 +129,10 @@ class UsageError(MupaxError):
 
 
 class FlagHelp(NamedTuple):
-    """Flags that a command's `--help` lists, if it does not list all of them."""
+    """Flags that a command's `--help` lists, if it does not list all of them.
+
+    Flags are written with their dashes, such as `--steps`.
+    """
 
     flags: frozenset[str]
     note: str
@@ -266,6 +269,9 @@ def _help_text(text: str, description: str) -> str:
     """Return tyro's help with the description and a paragraph about `--plugin` put in.
 
     A usage line that is wider than the terminal is wrapped.
+
+    Args:
+        text: Help of tyro, with `_DESCRIPTION` in place of the description.
     """
     usage, *lines = text.split("\n")
     plain = COLOUR.sub("", usage)
@@ -538,6 +544,9 @@ def _refuse_repeated(command: Any, argv: Sequence[str]) -> None:
     """Raise UsageError if a flag of several values is written twice.
 
     Flags that collect the values of all their uses (`Repeated`) are allowed twice.
+
+    Args:
+        command: Dataclass of the flags, or an instance of it.
     """
     written = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
     for field in flag_fields(command):
@@ -606,6 +615,9 @@ def _bare(hint: Any) -> Any:
 def _plain_value(hint: Any, texts: Sequence[str]) -> Any:
     """Convert the values of a flag to the type of its field: a plain type, or a tuple of one.
 
+    Args:
+        hint: Type of the field, with all annotations.
+
     Raises:
         ValueError: Only tyro can read the values, because the type is not plain or does not fit.
     """
@@ -632,6 +644,9 @@ def _plain_value(hint: Any, texts: Sequence[str]) -> Any:
 def _plain_word(hint: Any, text: str) -> Any:
     """Convert one word to a number, a text, a choice or `None`.
 
+    Args:
+        hint: Type of the word, or a union with `None`.
+
     Raises:
         ValueError: Only tyro can read the word, because the type is not plain or does not fit.
     """
@@ -654,6 +669,7 @@ def _with_values(owner: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
     """Return a copy of a dataclass with some fields replaced, also fields of inner dataclasses.
 
     Args:
+        owner: Instance of the dataclass, which is not changed.
         values: Path of field names to the new value.
     """
     changes: dict[str, Any] = {}
@@ -828,6 +844,9 @@ def _first_paragraph(uncolored: str) -> str:
     """Return the text in tyro's box above the first horizontal line, joined into one line.
 
     If there is no such text, return the whole message.
+
+    Args:
+        uncolored: Message of tyro without the escape sequences of colors.
     """
     paragraph: list[str] = []
     for line in uncolored.splitlines()[1:]:
@@ -841,7 +860,11 @@ def _first_paragraph(uncolored: str) -> str:
 
 
 def _missing_flags(uncolored: str) -> str:
-    """Return a message with the flags that tyro lists as missing, and the first unread word."""
+    """Return a message with the flags that tyro lists as missing, and the first unread word.
+
+    Args:
+        uncolored: Message of tyro without the escape sequences of colors.
+    """
     lists = uncolored.partition("For full helptext")[0]
     missing, _, unread = lists.partition("Unrecognized options")
     # tyro writes aliases before the name of a flag.

@@ -253,6 +253,7 @@ def links_outside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     Args:
         folder: Folder that may be a stranger's, with links to the user's files. A folder in a
             bucket has no links.
+        names: Names of the files to look at, relative to the folder.
     """
     if is_remote(folder):
         return {}
@@ -272,6 +273,9 @@ def copy(source: Path, target: Path) -> None:
     """Copy a file, or every file below a folder. Either path may be in a bucket.
 
     Missing folders are made, and existing files are overwritten.
+
+    Args:
+        target: Path of the copy itself, and not a folder to copy into.
     """
     if source.is_file():
         files = [source]
@@ -452,8 +456,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: even after a power failure it is complete, old or new.
 
-    Text is encoded as UTF-8. The folder must exist. A file in a bucket, and a pipe or device such
-    as /dev/stdout, are written directly.
+    Text is encoded as UTF-8. An existing file is replaced. The folder must exist. A file in a
+    bucket, and a pipe or device such as /dev/stdout, are written directly.
 
     Raises:
         DiskError: The disk cannot be written.

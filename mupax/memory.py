@@ -58,7 +58,8 @@ class OutOfMemory(MupaxFailure):
 def room() -> Room:
     """Return the memory that this process can still allocate, under the strictest limit.
 
-    The limits are the memory of the machine, of containers (cgroups), and `ulimit`.
+    The limits are the memory of the machine, of containers (cgroups), and `ulimit`. The result
+    counts host memory, and its `bytes` can be negative.
     """
     rooms = [_machine(), *_ulimits(), *_containers()]
     return min(rooms, key=lambda left: left.bytes)

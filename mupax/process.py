@@ -179,6 +179,9 @@ def _check_platforms(variables: Mapping[str, str]) -> None:
 def _try_flags(variables: Mapping[str, str]) -> dict[str, float]:
     """Start another process that reads XLA_FLAGS. Return its duration as `{"seconds": ...}`.
 
+    Args:
+        variables: Complete environment of the other process, with XLA_FLAGS in it.
+
     Raises:
         VariableError: XLA ended the other process.
     """

@@ -438,6 +438,7 @@ def table(
         left: Heads of the columns that align left. The others align right. By default all align
             left.
         keys: Number of leading columns that name a row and are repeated in every block.
+        indent: Number of spaces before every line. The width of the terminal includes them.
     """
     left = rows[0] if left is None else left
     line_width = columns() - indent
@@ -458,7 +459,13 @@ def _column_blocks(
     keys: int,
     line_width: int,
 ) -> list[list[int]]:
-    """Return the column indices of each block that fits on a line. A block begins with the keys."""
+    """Return the column indices of each block that fits on a line. A block begins with the keys.
+
+    Args:
+        left: Heads of the columns that align left. Only such a column can be prose.
+        widths: Number of characters in the widest cell of every column.
+        keys: Number of leading columns, which every block repeats.
+    """
     head = rows[0]
     last = len(widths) - 1
     blocks: list[list[int]] = []
@@ -494,7 +501,13 @@ def _block_lines(
     left: Collection[str],
     line_width: int,
 ) -> list[str]:
-    """Return the lines of one block of columns. A last column that is too wide is wrapped."""
+    """Return the lines of one block of columns. A last column that is too wide is wrapped.
+
+    Args:
+        block: Indices of the columns, from `_column_blocks`.
+        widths: Width of every column of `rows`, in characters.
+        left: Heads of the columns that align left.
+    """
     head = rows[0]
     last = block[-1]
     start = _start_of_next(block[:-1], widths)

@@ -108,6 +108,9 @@ class Sized(Protocol):
 def _measured(path: str, constants: list[str], zero_readout: bool) -> Preset:
     """Load a file of measured scales and return its preset.
 
+    Args:
+        constants: Names of the constants that the caller passed.
+
     Raises:
         PresetError: A constant or `zero_readout` is set. A file of measured scales takes neither.
     """

@@ -129,6 +129,11 @@ def _scaled_beta(
 ) -> float:
     """Return a beta whose distance from 1 is multiplied by `factor`.
 
+    Args:
+        name: Name of the joint rule, for the message.
+        ratios: `batch` and `tokens` of the run over the base's, for the message.
+        setting: "b1" or "b2", for the message.
+
     Raises:
         PresetError: The new beta is outside (0, 1).
     """

@@ -175,7 +175,7 @@ class Power:
 # Cached because a table multiplies the same few laws for every parameter.
 @functools.lru_cache(4096)
 def _collected(terms: tuple) -> tuple:
-    """Return terms with the exponents of equal keys added up, sorted and without zeros."""
+    """Return pairs (key, exponent) with exponents of equal keys added up, sorted, without zeros."""
     total: dict = {}
     for key, exponent in terms:
         total[key] = total.get(key, 0.0) + exponent
@@ -190,7 +190,7 @@ def _collected(terms: tuple) -> tuple:
 
 
 def _scaled(terms: tuple, factor: float) -> tuple:
-    """Return terms with every exponent multiplied by `factor`, without zeros."""
+    """Return pairs (key, exponent) with every exponent times `factor`, without zeros."""
     scaled = []
     for key, exponent in terms:
         # 0 times an exponent leaves no term, so that equal laws compare equal.
@@ -286,7 +286,8 @@ def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[
 class Scales:
     """Values of one parameter.
 
-    `lr`, `eps` and `weight_decay` multiply the optimizer's own settings. `init_std` is absolute.
+    `lr`, `eps` and `weight_decay` multiply the optimizer's own settings. `init_std` is absolute. A
+    field is one number, or a tuple with one number per layer.
     """
 
     multiplier: Number = 1.0
@@ -397,6 +398,7 @@ class Rule:
         Args:
             sgd: Factor on the learning rate under SGD.
             adam: Factor on the learning rates under Adam, Lion and Muon.
+            eps: Factor on Adam's eps, 1 by default.
         """
         # Muon's steps have a fixed size, as Adam's: one factor serves both.
         muon = self.muon

@@ -40,7 +40,7 @@ def reduce_scatter(
     Args:
         x: Summand of this device, of full size along the dimension.
         names: Mesh axes to sum over, the outermost first. Without any, the result is x.
-        dimension: Index of the dimension that is split.
+        dimension: Index of the dimension that is split. The devices must divide its size.
         layout: Layout whose mesh has these axes. It also chooses the type that is sent.
     """
     if names and layout.gradient_dtype:

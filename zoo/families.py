@@ -233,6 +233,9 @@ class ModelConfig(abc.ABC):
 
         The first text says what the positions are made of, in parentheses. The second one says
         which flags to write instead.
+
+        Args:
+            num_shards: Number of parts into which devices split the positions.
         """
         return "", f"--model.seq-len with a multiple of {num_shards}"
 

@@ -265,7 +265,11 @@ class ManualFsdpLayout(Layout):
 def _gather_primal(
     layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array
 ) -> jax.Array:
-    """Return w with every dimension gathered over its mesh axes in `splits`."""
+    """Return w with every dimension gathered over its mesh axes in `splits`.
+
+    Args:
+        batch: Mesh axes over which the gradient of w is summed.
+    """
     del layout, batch  # Only the gradient needs them.
     for dimension, names in enumerate(splits):
         w = all_gather(w, names, dimension)

@@ -259,7 +259,8 @@ class Layout:
     def _spec(self, axes: Axes, shape: tuple[int, ...] | None = None) -> PartitionSpec:
         """Return the partition spec of an array.
 
-        With a shape, dimensions that their mesh axes do not divide are not split.
+        With a shape, dimensions that their mesh axes do not divide are not split. Without one, they
+        are split all the same.
         """
         parts: list[str | tuple[str, ...] | None] = []
         used: set[str] = set()

@@ -158,6 +158,9 @@ def _check_hosts(builder: Any, base: Path) -> None:
 
     Nothing is checked if the data is prepared, if files were downloaded before, or with a proxy.
 
+    Args:
+        base: Folder of prepared data sets. Files in its `downloads` were downloaded before.
+
     Raises:
         OSError: A host cannot be reached within 10 seconds.
     """

@@ -66,6 +66,8 @@ _PARTS = ("", "cross ", "encoder ")
 class Cell:
     """Result for one desideratum as one dimension grows.
 
+    Exponents are powers of the dimension that grows.
+
     Attributes:
         exponent: Exponent farthest from 0. `None` if there is no power law.
         of: Names of mappings or weights that have this exponent. Empty if the desideratum holds.
@@ -158,6 +160,9 @@ def growths(*, encoder: bool = False) -> dict[str, dict[str, float]]:
     """Return the axes that grow with each dimension, and their powers.
 
     They are `ENCODED` for an encoder-decoder and `GROWTHS` for a decoder.
+
+    Args:
+        encoder: `True` for an encoder-decoder, `False` for a decoder.
     """
     return ENCODED if encoder else GROWTHS
 
@@ -171,6 +176,7 @@ def desiderata(preset: Preset, dimension: str, *, encoder: bool = False) -> dict
     Args:
         preset: Preset in any form. Balance and loss decay need its SGD learning rates.
         dimension: Key of `growths`.
+        encoder: `True` for an encoder-decoder, `False` for a decoder.
     """
     powers = exponents(preset, growths(encoder=encoder)[dimension], encoder=encoder)
     signal = cell(powers.signal)
@@ -204,6 +210,7 @@ def rows(preset: Preset, *, encoder: bool = False) -> list[list[str]]:
 
     Args:
         preset: Preset in any form. Balance and loss decay need its SGD learning rates.
+        encoder: `True` for an encoder-decoder, `False` for a decoder.
     """
     table = [["dimension", "scales", *COLUMNS]]
     for dimension in growths(encoder=encoder):

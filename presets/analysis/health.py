@@ -66,6 +66,8 @@ class Trouble:
 class Health:
     """Checks of the initial size, steps and eps of a preset's rows in one limit.
 
+    Exponents are powers of the size t that goes to infinity, as in `Limit`.
+
     Attributes:
         preset: Table to judge, in any form.
         limit: Limit of this preset.

@@ -93,6 +93,10 @@ def _entry(name: str, growing: str, exponent: float) -> Entry:
     """Return an observable's rounded exponent with its word.
 
     A drift that grows with tokens is "stable", because it is intended.
+
+    Args:
+        name: Key of `OBSERVABLES`.
+        growing: "batch" or "tokens", of which `exponent` is a power.
     """
     # Sums of exponents are not exact, and adding 0.0 turns -0.0 into 0.0.
     rounded = round(exponent, 10) + 0.0
@@ -155,7 +159,7 @@ def limits_text(rule: JointRule) -> str:
 
 
 def _formulas(rule: JointRule) -> list[str]:
-    """Return the formula of every observable, empty for one that Muon's matrices do not have."""
+    """Return the formula of every observable in order, empty for one that Muon's matrices lack."""
     powers = observables(rule)
     return [formula(powers[name]) if name in powers else "" for name in OBSERVABLES]
 

@@ -165,7 +165,10 @@ class Limit:
 
     @functools.cached_property
     def effective_gradient(self) -> dict[str, float]:
-        """Gradients of multiplier * stored weight by name, at unit gradient of the output."""
+        """Exponents of the gradients of multiplier * stored weight, at unit gradient of the output.
+
+        They are by name of the weight.
+        """
         effective = {}
         for name, exponent in self.gradient.items():
             effective[name] = exponent - self.x(self.rows[name].multiplier)
@@ -456,7 +459,10 @@ class Limit:
         return exponents
 
     def _dense_observables(self) -> dict[str, float]:
-        """Return the observables that every model has, without those of groups of weights."""
+        """Return the exponents of the observables of every model.
+
+        Those of groups of weights are left out.
+        """
         # The residual kernel h.h'/D is a mean over D entries, and over heads, whose random
         # attention is added once per block.
         heads = 2 * min(0.0, self.spread) - self.growth.get("heads", 0.0)
@@ -480,7 +486,7 @@ class Limit:
         }
 
     def _expert_observables(self) -> dict[str, float]:
-        """Return the observables of a layer of experts and of its router."""
+        """Return the exponents of the observables of a layer of experts and of its router."""
         own_step = self.acts("MLP out", self.hidden)
         through_hidden = self.carried("MLP out", self.d_hidden)
         return {

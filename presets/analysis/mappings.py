@@ -63,6 +63,8 @@ NAMES = {name: _label(name) for name in SPECS}
 class Exponents:
     """Exponents of mappings and weights by their name in reports.
 
+    An exponent is a power of the size that grows.
+
     Attributes:
         signal: Entries of every mapping at initialization.
         speed: Change of entries by a mapping's own weights, if every weight has an equal part of
@@ -80,7 +82,15 @@ class Exponents:
 
 @dataclasses.dataclass
 class Attention:
-    """Forward exponents of one attention, with its tokens T that ask and S that are read."""
+    """Forward exponents of one attention, with its tokens T that ask and S that are read.
+
+    Attributes:
+        q, k, v: Entries of queries, keys and values at initialization.
+        logits: Attention logits at initialization, with their scale.
+        o: Attended values, which the output matrix multiplies.
+        out: Output of the attention branch, before its scale.
+        asking, read: Numbers of tokens T that ask and S that are read.
+    """
 
     q: float
     k: float
@@ -97,6 +107,7 @@ class Stack:
 
     Args:
         growth: Power of the size that grows, by axis.
+        encoder: Whether this is the stack of an encoder. Its depth is the axis "encoder_layers".
         crossed: Whether its blocks read an encoder's output.
     """
 
@@ -160,6 +171,7 @@ class Stack:
 
         Args:
             name: Name of W, as for `_weight`.
+            fan_in: Exponent of the number of inputs of W.
         """
         return self._weight(name) + fan_in / 2
 
@@ -311,6 +323,7 @@ def exponents(preset: Preset, growth: Mapping[str, float], *, encoder: bool = Fa
 
     Args:
         growth: Power of the size that grows, by axis.
+        encoder: `True` for an encoder-decoder, `False` for a decoder.
     """
     powers = Exponents()
     decoder = Stack(preset, growth, crossed=encoder)

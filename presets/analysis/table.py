@@ -33,8 +33,9 @@ def rows(
     Args:
         sizes: Size of every logical axis of the model.
         optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
-        absolute: Whether to return values, base value * factor. The default is factors, which are
-            1 at the base.
+        decay: Kind of weight decay that the column `weight_decay` is for.
+        absolute: Whether to return values, base value * factor. The default is factors, which are 1
+            at the base.
     """
     evaluate = preset.scales if absolute else preset.factors
     table = []
@@ -97,6 +98,9 @@ def rule_rows(
     preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam"
 ) -> list[dict[str, Any]]:
     """Return one row per parameter group: its rule as power laws in m = size / base size.
+
+    All entries are texts: "group", "fan_in", "multiplier", "init_std", "lr", "eps" and "decays"
+    (yes or no).
 
     Args:
         specs: Declarations by parameter name. The last parameter of a group stands for the group.

@@ -48,7 +48,10 @@ DESCRIPTIVE = (
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Exponent of one observable in one limit, and its verdict, such as "stable"."""
+    """Exponent of one observable in one limit, and its verdict, such as "stable".
+
+    The exponent is a power of the size that grows in the limit.
+    """
 
     exponent: float
     verdict: str
@@ -108,7 +111,10 @@ def entries(limit: Limit, name: str) -> dict[str, Entry]:
 
 
 def _cross_attention(cross: Limit) -> dict[str, float]:
-    """Return the observables in which attention to an encoder may differ from self-attention."""
+    """Return the exponents of attention to an encoder that may differ from self-attention.
+
+    They are by name of the observable.
+    """
     exponents = {
         "cross-attention logits": cross.attention,
         "change of cross-attention logits": cross.d_attention,
@@ -284,6 +290,10 @@ def _summary(unstable: Sequence[tuple[str, Entry]], symbol: str) -> str:
     """Return a text with each verdict once and the observable that shows it most.
 
     The text is "stable" if the list is empty.
+
+    Args:
+        unstable: Pairs of an observable and its entry, from `wrong`.
+        symbol: Letter of the size that grows, such as "N".
     """
     worst: dict[str, tuple[str, float]] = {}
     for observable, entry in unstable:

@@ -36,6 +36,7 @@ class Basis:
 
     Args:
         draws: Leading axes [D...] of all arrays.
+        size: Number of entries of a vector, which is one side of the matrix.
 
     Attributes:
         rows: Directions [D..., r, size].
@@ -159,8 +160,9 @@ class Weight:
     """Matrix std * W + U M V' that is trained by heavy-ball gradient descent from std * W.
 
     Args:
-        std: Standard deviation of the entries at the start.
+        std: Standard deviation of the entries at the start, the factor on W.
         momentum: Factor on the running sum of gradients at every step.
+        dice: W, with entries of standard deviation 1.
     """
 
     def __init__(self, dice: LazyGaussian, std: float, rate: float, momentum: float = 0.0) -> None:

@@ -138,7 +138,12 @@ class _Change(NamedTuple):
 
 
 class TrainedOutput:
-    """Matrix W_O / (N H)^(1/2) in training: the start and one change per step."""
+    """Matrix W_O / (N H)^(1/2) in training: the start and one change per step.
+
+    Args:
+        initial: Matrix before training, W_O / (N H)^(1/2).
+        rate: Factor on the change of every step, eta0 gamma0 beta0.
+    """
 
     def __init__(self, initial: Output, rate: float) -> None:
         self.initial = initial

@@ -119,7 +119,8 @@ def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]
         flags: Values of the flags in `CONSTANT_FLAGS`. `None` is a flag that was left out.
 
     Raises:
-        PresetError: A text is not NAME=VALUE, or a constant is given twice.
+        PresetError: A text is not NAME=VALUE, or a constant is given twice, in `pairs` or by a flag
+            and a pair.
     """
     values: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     for pair in pairs:

@@ -112,6 +112,7 @@ def _eps(spec: ParamSpec, family_eps: Power, alpha_l: float, scope: str) -> Powe
 
     Args:
         family_eps: Law of the parameter's eps in `infinite_limits`.
+        alpha_l: Branches scale as L^-alpha_l, in [1/2, 1].
         scope: Constant `eps_scope`: "blocks", "everywhere" or "completed".
     """
     if spec.role in ROUTED or spec.of in ROUTED:

@@ -180,6 +180,7 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
 
     Args:
         spec: Declaration of the parameter. Experts and routers get the row of a block matrix.
+        alpha_a: Attention logits scale as N^-alpha_a, in [1/2, 1].
         alpha_l: Branches scale as L^-alpha_l. `None` is no depth rule, with no L anywhere.
 
     Raises:
@@ -254,6 +255,7 @@ def _placed(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
 
     Args:
         row: Row that depends on fan-in and depth only.
+        alpha_a: Attention logits scale as N^-alpha_a, in [1/2, 1].
     """
     role = spec.of or spec.role
     is_cross_norm = spec.part == "cross" and role is Role.NORM_GAIN
@@ -391,6 +393,9 @@ def _conceded_by_table(
 def _row(name: str, constants: Constants, spec: ParamSpec) -> Rule:
     """Return a parameter's row under all constants of the family.
 
+    Args:
+        name: Name of the preset, for the message.
+
     Raises:
         PresetError: The readout is tied and would need two rules, or the role has no row.
     """
@@ -449,6 +454,9 @@ def _with_larger_readout(spec: ParamSpec, row: Rule, factor: Power) -> Rule:
 
 def infinite_limits(name: str, constants: Constants) -> Preset:
     """Return the preset for an infinite limit of a transformer (2405.15712) at given constants.
+
+    Args:
+        name: Name that the preset prints and that messages have.
 
     Raises:
         PresetError: A constant is out of its range (`Constants.check`).

@@ -215,6 +215,8 @@ def load(path: str | Path) -> Tuned:
 def save(tuned: Tuned, path: Path) -> None:
     """Check a tuned preset and write it to `path` as JSON. A missing folder is made.
 
+    An existing file is replaced.
+
     Raises:
         PresetError: `load` would refuse the file.
     """

@@ -217,7 +217,7 @@ def measured(table: Table) -> Measured:
 
 
 def save(table: Table, path: str | Path) -> None:
-    """Write the table as JSON, into a folder that exists."""
+    """Write the table as JSON, into a folder that exists. An existing file is replaced."""
     contents = {"format": FORMAT, **dataclasses.asdict(table)}
     disk.write_whole(Path(path), json.dumps(contents, indent=1) + "\n")
 
@@ -268,6 +268,9 @@ def _table(contents: Any) -> Table:
 
 def _residual(name: str, value: Any) -> Residual:
     """Return the JSON lists of residual scales as tuples.
+
+    Args:
+        name: Name of the entry in the file, for the message.
 
     Raises:
         PresetError: The value is not a list of lists of lists.

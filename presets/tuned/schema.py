@@ -43,7 +43,7 @@ class Check(NamedTuple):
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is 0 or a number of size `SMALLEST` to `LARGEST`."""
+    """Return whether a JSON value is 0 or a number of absolute value `SMALLEST` to `LARGEST`."""
     # A bool is an int, but no number in JSON.
     if type(value) not in (int, float):
         return False
@@ -97,7 +97,11 @@ def _or_null(check: Check) -> Check:
 
 
 def _key_of(table: Collection[str], kind: str) -> Check:
-    """Return a check that a value is a key of `table`. Its message also names plugins."""
+    """Return a check that a value is a key of `table`. Its message also names plugins.
+
+    Args:
+        kind: Words for a key of a plugin, with an article, such as "a preset".
+    """
     return Check(
         lambda value: isinstance(value, str) and value in table,
         f"one of {', '.join(table)}, or {kind} of your own that --plugin MODULE imports",
@@ -283,7 +287,7 @@ def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
     Args:
         path: Path of the file, which messages name.
         parse: Function from the JSON contents to the result.
-        missing: Message if there is no such file, with `{error}` in it.
+        missing: Message if the file is missing or holds no JSON object, with `{error}` in it.
 
     Raises:
         PresetError: The file is missing or no JSON, or `parse` refuses the contents.

@@ -311,6 +311,11 @@ def _with_role(label: Label, text: str, name: str, source: str) -> Label:
 
     "block." puts the parameter into a block, and ".bias" makes it a bias.
 
+    Args:
+        text: Role as the user or the file writes it.
+        name: Name of the parameter, for the message.
+        source: Name of the file, for the message.
+
     Raises:
         PresetError: No role has the name.
     """
@@ -335,6 +340,9 @@ def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape
 
     A matrix has its role by which of its dimensions grow, as in microsoft/mup: "hidden",
     "readout" or "patch_embedding". A bias has the role of its matrix, a gain is "norm_gain".
+
+    Args:
+        shapes: Shapes of every parameter at all sizes, by name.
     """
     if label.leaf == "bias":
         return _role_of_matrix(name, shapes)

@@ -467,7 +467,11 @@ class Report:
         return f"{head}: {counts} {growth}: {subjects}{more}."
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as a dict of plain values, which `--json` prints."""
+        """Return the report as a dict of plain values, which `--json` prints.
+
+        Its keys are "grows", "times", "optimizer", "reference", "verdict", "findings", "published"
+        and "limits".
+        """
         findings_json = []
         for finding in self.findings:
             sentence = finding.sentence(self.line.word)

@@ -29,6 +29,8 @@ _EMBEDDING = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed"))
 class Difference:
     """One value of one parameter, as it grows in the dumps and in a preset.
 
+    t is the size of the axis `GrowthSeries.axis`, divided by its size in the base model.
+
     Attributes:
         name: Name of the parameter, or one of `LOGITS`, `BRANCH` and `TIED`.
         quantity: Value that is compared.
@@ -220,10 +222,11 @@ def _has_rule(spec: ParamSpec, quantity: Quantity, optimizer: str) -> bool:
 def _tied_readout_differences(
     preset: Preset, line: GrowthSeries, optimizer: str, decay: Decay
 ) -> list[Difference | None]:
-    """Return the differences in start and rate of the embedding's table as a readout.
+    """Compare how start and rate of the embedding's table, used as a readout, grow with the size.
 
-    The readout's output has a multiplier of its own, `Dump.readout`. `None` stands for an unknown
-    value.
+    Compared is the growth in the dumps with that in the preset. Return two entries, start and rate,
+    also for values that are right. `None` stands for a value that is unknown at some size, or 0 at
+    every size.
     """
     tables = [_table(model) for model in line.models]
     family = preset.family(optimizer)
@@ -309,7 +312,12 @@ def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Diffe
 def _log_laws(
     parameters: Sequence[Parameter] | None, law: Power, line: GrowthSeries
 ) -> list[float]:
-    """Return the natural logarithm of a law at every size, relative to the base model."""
+    """Return the natural logarithm of a law at every size, relative to the base model.
+
+    Args:
+        parameters: Parameter in each model, whose own sizes come before those of the model. `None`
+            reads the sizes of the model alone.
+    """
     laws = []
     for index, model in enumerate(line.models):
         parameter = None if parameters is None else parameters[index]
@@ -318,7 +326,10 @@ def _log_laws(
 
 
 def _noise(measured: _Measurement) -> float:
-    """Return the noise of the logarithm of a measured standard deviation, 0 of other values."""
+    """Return the noise of the logarithm of a measured standard deviation, 0 of other values.
+
+    It is four standard errors of the ratio between the last and the first size.
+    """
     if measured.parameters is None or measured.quantity != "start":
         return 0.0
     # The standard deviation of n numbers is known to 1/sqrt(2n) of itself. Four of these are

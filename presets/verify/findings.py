@@ -190,6 +190,8 @@ def _finding(
     A readout that starts smaller, or at order one except under SGD, gets a caution of its own.
 
     Args:
+        members: Differences that have one `_group_key`, so that one finding names all of them.
+        value_name: Value that the finding names, which may be the multiplier.
         reference: Preset, with the differences of the dumps from it.
     """
     first = members[0]
@@ -286,7 +288,11 @@ def _starts_louder(d: Difference, family: Family) -> bool:
 def _small_readout(
     d: Difference, names: tuple[str, ...], line: GrowthSeries, family: Family
 ) -> Finding:
-    """Return the caution on a readout that is scaled down twice, with the reason for recovery."""
+    """Return the caution on a readout that is scaled down twice, with the reason for recovery.
+
+    Args:
+        names: Names of all parameters with this difference. `d` stands for them.
+    """
     if family == "sgd":
         why = (
             "training recovers: the readout's gradient does not depend on its own start, so that "
@@ -312,7 +318,11 @@ def _small_readout(
 
 
 def _loud_readout(d: Difference, names: tuple[str, ...], line: GrowthSeries) -> Finding:
-    """Return the caution on a readout whose logits start at order one."""
+    """Return the caution on a readout whose logits start at order one.
+
+    Args:
+        names: Names of all parameters with this difference. `d` stands for them.
+    """
     growth = power(line.word, d.excess)
     return Finding(
         severity="caution",
@@ -457,7 +467,11 @@ def _worst_consequence(
     line: GrowthSeries,
     family: Family,
 ) -> tuple[str, Entry] | None:
-    """Return the observable that suffers most from one of the members. `None` if none suffers."""
+    """Return the observable that suffers most from one of the members. `None` if none suffers.
+
+    Args:
+        members: Differences of one group. Each is put into the preset alone.
+    """
     worst = None
     # Below every size of an exponent, so that an exponent of 0 counts, too.
     worst_exponent = -1.0
@@ -590,7 +604,10 @@ def _with_differences(
 
 
 def _is_of(spec: ParamSpec, difference: Difference) -> bool:
-    """Return whether a difference is of a parameter with this declaration's role."""
+    """Return whether a difference is of a parameter with this declaration's role.
+
+    The fields `of` and `tied` of both declarations must agree, too.
+    """
     declared = difference.spec
     if declared is None or declared.tied != spec.tied:
         return False

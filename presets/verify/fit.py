@@ -43,7 +43,7 @@ class GrowthSeries:
 
     Attributes:
         models: Base model first, then the others from small to large.
-        growth: Power of t by which each axis grows, by axis.
+        growth: Power of t by which each axis grows, by axis. An axis that stays has no entry.
         t: Size of every model on the axis `axis`, divided by the base's size.
         axis: Axis whose growth is t.
     """
@@ -81,7 +81,7 @@ class GrowthSeries:
         """Return the power of t that fits factors best, by least squares through the base.
 
         Args:
-            logs: Logarithm of every model's factor, relative to the base model.
+            logs: Natural logarithm of every model's factor over the base's, so that the first is 0.
         """
         log_t = [math.log(t) for t in self.t]
         covariance = sum(x * y for x, y in zip(log_t, logs, strict=True))
@@ -186,6 +186,8 @@ def observed(
     entry: Entry, family: Family, decay: Decay, multiplier: float = 1.0
 ) -> dict[Quantity, float | None]:
     """Return a parameter's values as training depends on them. `None` stands for an unknown value.
+
+    The table at the top of this file has the value of each quantity.
 
     Args:
         family: Optimizer family. The rate under "sgd" has the multiplier twice.

@@ -216,6 +216,10 @@ def _role(words: str, in_block: bool) -> str:
     """Return the role of the first pattern that fits the end of the name, or "".
 
     Only the last three words count. Roles of a block's matrices need `in_block`.
+
+    Args:
+        words: Name of the parameter's module, with its words joined by dots. A single word has
+            "root." before it.
     """
     # Three words are what the longest patterns need, such as "layer.output.dense".
     tail = ".".join(words.split(".")[-3:])
@@ -230,7 +234,11 @@ def _role(words: str, in_block: bool) -> str:
 
 
 def _branch_output(words: str) -> str:
-    """Return the role of a branch's last matrix by the module that the matrix is in, or ""."""
+    """Return the role of a branch's last matrix by the module that the matrix is in, or "".
+
+    Args:
+        words: Name of the parameter's module, with its words joined by dots.
+    """
     module = words.rpartition(".")[0]
     # The innermost module decides: an MLP may be inside of a module that is called attention.
     innermost = module.split(".")[-1]

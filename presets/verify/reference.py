@@ -197,7 +197,10 @@ def _is_standard_choice(d: Difference) -> bool:
 
 
 def _stable_laws(line: GrowthSeries, optimizer: str) -> tuple[Laws, ...]:
-    """Return the laws of each preset in `ORDER` that does not explode along the line, in order."""
+    """Return the laws of each preset in `ORDER` that does not explode along the line, in order.
+
+    Presets without a rule for the optimizer or for a tied readout are left out.
+    """
     # Rounded and sorted, so that similar lines have one key in the cache.
     growth = []
     for axis, power in sorted(line.growth.items()):

@@ -143,7 +143,12 @@ def consequence(
 
 
 def _observable_consequence(row: str, entry: Entry, word: str) -> str:
-    """Return the clause on an observable of `limits`."""
+    """Return the clause on an observable of `limits`.
+
+    Args:
+        row: Name of the observable, such as "weight movement, readout".
+        word: Word for what grows, such as "width".
+    """
     observable, _, group = row.partition(", ")
     shown = row
     if observable in ("weight movement", "gradient over eps"):
@@ -222,6 +227,10 @@ def _multiply(operand: str, present: float | None, factor: float, place: str) ->
     """Return a sentence, without a period, with the right multiplier and the present one.
 
     The right one is `factor` times the present one.
+
+    Args:
+        operand: Words for what is multiplied, such as "q.k".
+        place: Words for the size, such as "at width 256".
     """
     right = (present or 1) * factor
     return f"Multiply {operand} by {right:.3g} {place}, not {present:.3g}"
@@ -231,7 +240,7 @@ _COLUMNS: dict[ValueName, Column] = {"start": "std", "rate": "lr", "eps": "eps",
 
 
 def _column_exponent(d: Difference, column: Column, line: GrowthSeries) -> float:
-    """Return the power that the column should have if the multiplier stays as it is."""
+    """Return the power of t that the column should have if the multiplier stays as it is."""
     logs = []
     for model in line.models:
         entry = model.parameters[d.name].entry

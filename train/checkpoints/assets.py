@@ -329,6 +329,10 @@ def _includes(new: Any, stored: Any) -> bool:
 def _content(workdir: Path, path: str, entry: list[Any]) -> bytes:
     """Return the content of a file after verifying it.
 
+    Args:
+        path: Path of the file inside the workdir.
+        entry: Size and digest. If empty, the file only has to be there.
+
     Raises:
         AssetsError: The file is missing or damaged.
     """

@@ -396,7 +396,10 @@ class NamedSave:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _StartedSave:
-    """Save that `Checkpoints.save` began and its thread finishes."""
+    """Save that `Checkpoints.save` began and its thread finishes.
+
+    `facts` are those of the data (`Manifest.data`).
+    """
 
     step: int
     checkpoint: Path
@@ -465,7 +468,7 @@ class Checkpoints(RankedFolder):
 
         Args:
             step: Optimizer steps done, which is also the position in the data.
-            facts: Facts of the data, which `restore` compares.
+            facts: Facts of the data, such as `name` and `digest`. `restore` compares the digest.
             last: Wait for the previous save however long it takes. By default this save is left
                 out, with a printed line, if the previous one is not on disk after 30 seconds.
         """
@@ -534,7 +537,10 @@ class Checkpoints(RankedFolder):
         return self._broadcast(lambda: self._thread is not None and self._thread.is_alive())
 
     def wait(self) -> str | None:
-        """Wait for the save in progress. Return why the last save failed, or `None`."""
+        """Wait for the save in progress. Return why the last save failed, or `None`.
+
+        Only process 0 knows of every failure, such as that of another process or of the commit.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -641,7 +647,7 @@ class Checkpoints(RankedFolder):
         return manifest, self._broadcast(describe)
 
     def _agreed(self, problems: list[str]) -> list[str]:
-        """Return the problems of all processes, on every process."""
+        """Return the problems of all processes, on every process. Every process must call it."""
         self._exchanges += 1
         gathered = self._processes.gather(f"problems/{self._exchanges}", problems)
 
@@ -775,7 +781,10 @@ class Checkpoints(RankedFolder):
             self.layout.abandon(step)  # its files take disk space that the next save needs
 
     def _broadcast(self, compute: Callable[[], Any]) -> Any:
-        """Call `compute` on process 0, and return its result on every process."""
+        """Call `compute` on process 0, and return its result on every process.
+
+        Every process must call it. The result must survive JSON.
+        """
         self._exchanges += 1
         return self._processes.broadcast(f"checkpoints/{self._exchanges}", compute)
 

@@ -163,10 +163,11 @@ def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[s
 
 
 def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> dict[str, Any]:
-    """Return a dictionary with step, size in bytes, age in seconds and health of one checkpoint.
+    """Return a dictionary with step, size, age and health of one checkpoint.
 
-    `damaged` has the problems in one line, or `None`. A checkpoint that is being saved is not
-    checked.
+    The keys are `step`, `path` (inside the workdir), `bytes`, `arrays` (their number),
+    `age_seconds`, `set_aside`, `verified`, `being_saved` and `damaged`. `damaged` has the problems
+    in one line, or `None`. A checkpoint that is being saved is not checked.
 
     Args:
         verify: Read all files and arrays, not only the sizes of files.
@@ -218,6 +219,9 @@ def _health(
 
     Without `verify` only the sizes of the checkpoint's files are compared. With it, all files and
     arrays are read and compared with their digests.
+
+    Args:
+        run: Name of the run that the checkpoint must be of, or `None` for any.
 
     Returns:
         Number of arrays, or `None` if the manifest cannot be read, and a line for each problem.

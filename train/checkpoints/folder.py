@@ -103,6 +103,8 @@ def end_threads() -> None:
 def loaded(checkpoint: Path, abstract: Any) -> Any:
     """Load the arrays of a checkpoint with orbax, into the shardings of `abstract`.
 
+    If a run has several processes, all of them must call this together.
+
     Args:
         checkpoint: Folder of a checkpoint whose files are verified.
         abstract: Tree of shapes, dtypes and shardings that fits the checkpoint.
@@ -156,6 +158,7 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[s
     agree.
 
     Args:
+        folder: Folder of one checkpoint, such as `checkpoints/500`.
         arrays: Arrays as the manifest lists them (`describe_arrays`).
 
     Raises:
@@ -171,6 +174,7 @@ def _damaged_arrays(folder: Path, base: str, arrays: Mapping[str, dict[str, Any]
     An array counts as damaged if two reads agree.
 
     Args:
+        folder: Folder of the checkpoint, which only messages name.
         arrays: Arrays as the manifest lists them (`describe_arrays`).
 
     Raises:
@@ -256,6 +260,10 @@ class CheckpointFolder:
             run, in config.json, also keep checkpoints.
         log: Function that prints a line for the user.
         renames: Whether folders can be renamed on this file system (`layout.py`).
+
+    Attributes:
+        folder: Folder `WORKDIR/checkpoints`.
+        layout: Operations on the folders of checkpoints (`layout.py`).
     """
 
     def __init__(
@@ -352,6 +360,9 @@ class CheckpointFolder:
         """Quarantine a damaged checkpoint, and print a line that says which one is used instead.
 
         The checkpoint is moved to set-aside/, or marked where folders cannot be renamed.
+
+        Args:
+            problem: Damage in one line, which is printed.
 
         Raises:
             WorkdirError: The checkpoint cannot be moved.
@@ -467,6 +478,7 @@ def file_digests(checkpoint: Path, process: int, count: int) -> dict[str, list[A
         checkpoint: Folder of the checkpoint, with the arrays of all processes in it.
         process: Number of the process, from 0. Process 0 also gets the files that are in no
             process' folder.
+        count: Number of processes that have saved the checkpoint together.
 
     Returns:
         Size and digest by the file's path inside the checkpoint.
@@ -580,7 +592,11 @@ def describe_damage(checkpoint: Path, manifest: Manifest, problems: list[str]) -
 
 
 def first_of(problems: list[str], between: str = ", ") -> str:
-    """Join the first three of some lines or names, and add how many more there are."""
+    """Join the first three of some lines or names, and add how many more there are.
+
+    Args:
+        between: Text between two of the lines; a comma and a space by default.
+    """
     text = between.join(problems[:3])
     if len(problems) > 3:
         text += f"{between}and {len(problems) - 3} more"

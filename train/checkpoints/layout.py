@@ -88,7 +88,7 @@ class Manifest:
 
     Attributes:
         step: Optimizer steps done, which is the checkpoint's name too.
-        data: Facts of the data.
+        data: Facts of the data, such as `name` and `digest`.
         record: Content of config.json. Empty in the first format.
         arrays: Shape, dtype and shards by name. A shard is its index and its digest.
         files: Size in bytes and digest by the path inside the checkpoint.
@@ -113,6 +113,9 @@ def write(folder: Path, manifest: Manifest) -> None:
     """Write a manifest with its digest into manifest.json of its checkpoint, atomically.
 
     The arrays and files of the checkpoint must already be there.
+
+    Args:
+        folder: Folder of the checkpoint (`written_at`), whose name may end in `.saving`.
     """
     body = dataclasses.asdict(manifest)
     content = {"format": FORMAT, "digest": _digest_of(body), "manifest": body}
@@ -583,7 +586,11 @@ def is_being_saved(checkpoint: Path) -> bool:
 
 
 def quarantined(folder: Path) -> list[Path]:
-    """Return the quarantined checkpoints: all entries of set-aside/, then those marked in place."""
+    """Return the quarantined checkpoints: all entries of set-aside/, then those marked in place.
+
+    Args:
+        folder: Folder `WORKDIR/checkpoints`.
+    """
     marked: list[Path] = []
     for name in disk.names(folder):
         if name.isdigit() and is_quarantined(folder / name):

@@ -213,6 +213,10 @@ def _clean_up(staging: Path, target: Path, locked: Path) -> None:
     """Delete what a failed command has written, and its lock file, in up to three tries.
 
     Errors are ignored: the next command deletes what is left.
+
+    Args:
+        staging: Temporary folder that the command has written into.
+        locked: Folder whose lock file the command holds.
     """
     for pause in (0.0, 0.2, 1.0):  # threads of a library may write a little longer
         time.sleep(pause)
@@ -257,6 +261,7 @@ def _locked(folder: Path, target: Path) -> Iterator[None]:
 
     Args:
         folder: Folder to lock, which may be a temporary one.
+        target: Folder that the command makes in the end, for the message.
 
     Raises:
         HalfMadeError: Another process has the lock or has just renamed the folder, or the folder

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class LoadedRun(NamedTuple):
-    """Run with one of its checkpoints. Only `params` loads arrays."""
+    """Run with one of its checkpoints. Only `params` loads arrays.
+
+    `weights` is "ema" if `params` loads the moving average, and "params" for the plain parameters.
+    """
 
     workdir: Path
     config: Config

@@ -89,7 +89,8 @@ def write_mark(
 def read_mark(folder: Path) -> dict[str, Any] | None:
     """Return the content of a folder's mark (.mupax-made.json), or `None` if it has none.
 
-    Flags in `command` are changed to their current spelling.
+    The keys are `complete`, `command` (one text, quoted for a shell), `names` and `version`, as
+    `write_mark` wrote them. Flags in `command` are changed to their current spelling.
 
     Raises:
         JsonError: The mark is damaged.
@@ -330,6 +331,9 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
 def _check_same_run(config: Config, path: Path, previous: dict[str, Any]) -> None:
     """Refuse to resume a run with a config whose changes do not fit its saved arrays or batches.
 
+    Args:
+        previous: Content of config.json as the run has recorded it.
+
     Raises:
         WorkdirError: A field differs that must not change. The text names the flag.
     """
@@ -389,6 +393,7 @@ def surroundings(
     """Return the part of config.json about the machine, the packages and the compiler.
 
     Args:
+        flags: XLA options of the training step, by name (`Program.compiler_options`).
         environment: Facts of the process that trains (`parallel.environment`), or `None` for a
             command that trains nothing.
     """
@@ -423,6 +428,8 @@ def record(
 
     Args:
         config: Config of this part of the run.
+        preset: Description of the preset for a reader (`Preset.describe`).
+        flags: XLA options of the training step, by name.
         step: Steps done when this part of the run begins. Default 0.
         environment: Facts of the process, as `surroundings` takes them.
 
@@ -458,7 +465,7 @@ def with_earlier_parts(
     part with the same record as the new one, apart from how it was started, is not listed.
 
     Args:
-        previous: Content of config.json so far. Empty for a new run.
+        previous: Content of config.json before the new part. Empty for a new run.
         step: Steps done when the new part begins.
     """
     part = {name: value for name, value in previous.items() if name not in ("run", "segments")}

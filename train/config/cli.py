@@ -55,6 +55,7 @@ def flag_help(argv: Sequence[str], fields: Sequence[FlagField], prog: str) -> Fl
     `--help` alone lists the flags in use, and `--help SECTION` all flags of a section.
 
     Args:
+        fields: All flags of the recipe (`command_line.flag_fields`).
         prog: Words before the flags, such as "mupax train lm-tiny".
 
     Returns:
@@ -228,7 +229,10 @@ def _with_durations(config: Config, command: Command, argv: Sequence[str]) -> Co
 
 
 def is_file(word: str) -> bool:
-    """Return whether a word is the path of a config file and not the name of a recipe."""
+    """Return whether a word is the path of a config file and not the name of a recipe.
+
+    Only its ending counts (`FILES`). The file need not exist.
+    """
     return word.lower().endswith(FILES)
 
 
@@ -360,7 +364,7 @@ def name_of(word: str) -> str:
 
 
 def value_of(flag: str, argv: Sequence[str]) -> str | None:
-    """Return the value of the last `flag` among the words, or `None` without the flag."""
+    """Return the value of the last `flag` among the words, or `None` without it or its value."""
     value = None
     # A flag as the last word has no value.
     followers = [*argv, None][1:]

@@ -75,7 +75,7 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
     Args:
         config: Config of a recipe or file, before flags, with the model that `--model` names.
         argv: Words after the name of the recipe or file.
-        in_file: Fields of the model that a config file sets, or `NAMED`.
+        in_file: Fields of the model that a config file sets, or `NAMED`. Empty for a recipe.
 
     Raises:
         DataError: The data are there but cannot be read.
@@ -124,6 +124,9 @@ def _may_choose_recipe(
 
     The data must be a folder of images, the recipe one of `small_folders.RECIPES`, no config file
     may set the model, and no flag may design the run (`small_folders.designs`).
+
+    Args:
+        in_file: Fields of the model that a config file sets, or `NAMED`. Empty for a recipe.
     """
     if in_file or source_key(data_name) != "images:PATH":
         return False
@@ -137,6 +140,9 @@ def _free_fields(flags: _Flags, in_file: frozenset[str]) -> list[str]:
     """Return the fields of `SIZES_OF_IMAGES` that neither a flag nor a config file sets.
 
     With `--init-from` at most `num_classes` is left.
+
+    Args:
+        in_file: Fields of the model that a config file sets, or `NAMED`. Empty for a recipe.
     """
     fields = []
     for field in SIZES_OF_IMAGES:

@@ -40,6 +40,8 @@ class Run(Parameterized, Protocol):
 def base_of(run: Run) -> dict[str, int]:
     """Return batch and tokens of the run's base.
 
+    The keys are "batch", in examples, and "tokens", those of all steps of the base's run.
+
     Raises:
         ConfigError: The base does not name both.
     """
@@ -72,7 +74,7 @@ def base_beside(base: str | None, run: Run) -> str:
 
 
 def ratios(run: Run) -> dict[str, float]:
-    """Return batch and tokens of a run over those of its base.
+    """Return batch and tokens of a run over those of its base, by the keys of `base_of`.
 
     Raises:
         ConfigError: The base does not name both.
@@ -213,6 +215,9 @@ def with_durations(
 
 def _decay_of_timescale(opt: OptimizerConfig, tau: float, steps: float) -> float:
     """Return the weight decay that averages weights over the share `tau` of a run.
+
+    Args:
+        steps: Steps of the run that `tau` is a share of. It need not be a whole number.
 
     Raises:
         ConfigError: The share is not above 0, or the optimizer has no weight decay or no rate.

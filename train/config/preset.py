@@ -156,7 +156,10 @@ def same_preset(first: Parameterized, second: Parameterized) -> bool:
 
 
 def _run_base(config: Parameterized) -> dict[str, int]:
-    """Return the batch and the tokens that a base names. Joint rules are relative to them."""
+    """Return the batch and the tokens that a base names. Joint rules are relative to them.
+
+    The keys are "batch" and "tokens". One that the base does not name is missing.
+    """
     _, sizes = base_parts(config.preset.base)
     return {axis: size for axis, size in sizes.items() if axis in RUN_AXES}
 
@@ -341,7 +344,7 @@ class ConstantFlags:
     """Other constants of the preset, such as s=0.5 or eps_scope=everywhere."""
 
     def values(self) -> dict[str, Any]:
-        """Return the value of each constant that is set.
+        """Return the value of each constant that is set, by name.
 
         Raises:
             PresetError: A constant is not NAME=VALUE, or comes twice.

@@ -57,7 +57,10 @@ _LARGEST_NUMBER = 2**53
 
 
 class Extension(NamedTuple):
-    """Line of a table that does not come with mupax."""
+    """Line of a table that does not come with mupax.
+
+    `table` names the kind of line, such as "optimizer", and `name` is its key in the table.
+    """
 
     table: str
     name: str
@@ -256,6 +259,9 @@ def _import(name: str, folder: str | None = None) -> bool:
     """Import a plugin, and return whether it added lines to the tables.
 
     The lines are stored in `_registered_by` with the plugin's name.
+
+    Args:
+        folder: Folder that has the module. `None` searches `sys.path` and then the working folder.
     """
     # A module does not say what it registers: the difference of the tables does.
     earlier_lines = _lines()
@@ -431,8 +437,8 @@ def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> di
 def _older_pixels(fields: Mapping[str, Any], image_size: int) -> dict[str, Any]:
     """Return the fields of an older `data.pixels` with that version's defaults written out.
 
-    The defaults are those of `fit` and `background` in `OLDER_PIXELS`, and for `resize` the image
-    size if the fit is `edge`.
+    The defaults are those of `fit` and `background` in `OLDER_PIXELS` and, if the fit is `edge` and
+    no `resize` is set, the image size as `resize`.
     """
     older = {"fit": OLDER_PIXELS.fit, "background": OLDER_PIXELS.background, **fields}
     # The older default was the image size. Today's is 8/7 of it.

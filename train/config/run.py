@@ -136,7 +136,11 @@ def parse_slices(words: Sequence[str]) -> dict[str, int]:
 
 
 def _check_name(name: str, choices: Collection[str], kind: str, context: str) -> None:
-    """Raise ConfigError if `name` is not among the choices. The message begins with `context`."""
+    """Raise ConfigError if `name` is not among the choices. The message begins with `context`.
+
+    Args:
+        kind: Noun for the message, such as "mesh axis".
+    """
     if name in choices:
         return
     near = difflib.get_close_matches(name, choices, n=1)

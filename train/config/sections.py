@@ -501,7 +501,10 @@ class Newest(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Best(Policy):
-    """Policy that keeps the best `count` checkpoints by an evaluation. Ties go to the earliest."""
+    """Policy that keeps the best `count` checkpoints by an evaluation. Ties go to the earliest.
+
+    `metric` is a name in the rows of metrics.jsonl, such as `eval_loss`.
+    """
 
     count: int
     metric: str

@@ -174,6 +174,9 @@ def _with_experts(model: TransformerConfig, axis: str, size: int) -> Transformer
 
     Each token still goes to the same share of the experts.
 
+    Args:
+        axis: "experts" if `size` is their number, "expert_dim" if it is their hidden size.
+
     Raises:
         ConfigError: That share of `size` experts is no whole number.
     """

@@ -51,7 +51,10 @@ class FolderFacts(NamedTuple):
 
 
 class FolderRecipe(NamedTuple):
-    """Fields of a run that are chosen for a folder."""
+    """Fields of a run that are chosen for a folder.
+
+    The sizes are those of the model. `jitter` and `mirror` are fields of `data.transforms`.
+    """
 
     image_size: int
     patch_size: int

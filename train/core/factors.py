@@ -42,6 +42,9 @@ ParamValues = dict[str, np.ndarray]
 class Factors(NamedTuple):
     """Numbers that a preset gives to a model and its optimizer, one entry per parameter.
 
+    `multiplier` scales the parameter in the forward pass. `lr`, `eps` and `weight_decay` multiply
+    the optimizer's hyperparameters (`OptimizerHyperparams`).
+
     `forward` has one entry per `mupax.zoo.definition.Factor`. A skip that is 1 everywhere has none,
     so that the program has no multiplication for it.
     """

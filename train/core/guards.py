@@ -191,6 +191,10 @@ def _check_later(
 
     All counters of the optimizer state are set to each step of `LATER` in turn. The ratio of a
     parameter's later step to its first step may differ by at most 10 % from the group's median.
+
+    Args:
+        optimizer: Name of the optimizer, for `first_step`.
+        groups: Names of parameters, in groups. Within a group the steps must keep their ratios.
     """
 
     @jax.jit
@@ -270,6 +274,9 @@ def _check_eps(
     The step of a parameter for a sixteenth of such gradients must be at least half of the step for
     the gradients themselves. With a small eps, Adam's two steps are equal. The gradients are scaled
     in proportion to the preset's eps.
+
+    Args:
+        eps: Factors on eps from the preset, by name. Only parameters with an entry are checked.
     """
     scaled_grads = {}
     for name, grad in grads.items():

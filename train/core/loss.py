@@ -298,7 +298,7 @@ def cross_entropy_from_logits(
         targets: int32, one per vector of logits.
         weights: float32 of the targets' shape, 0 where a target does not count.
         labels: Distributions, float32 of the logits' shape, that replace the targets in the loss.
-            Metrics still use the targets.
+            Metrics still use the targets. `None` uses the targets for both.
         z_loss: Weight of the squared log-partition, as in `cross_entropy`.
         metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
     """
@@ -322,6 +322,7 @@ def token_statistics(
         logits: float32 [B, V] or [B, T, V].
         targets: int32, one per vector of logits.
         labels: Distributions, float32 of the logits' shape, that replace the targets in the loss.
+            `None` uses the targets.
         with_rank: Also count the ranks of the targets.
     """
     if labels is None:
@@ -339,7 +340,10 @@ def token_statistics(
 
 
 class LossInputs(NamedTuple):
-    """Arrays that the loss reads: those of all devices, or the part of one device."""
+    """Arrays that the loss reads: those of all devices, or the part of one device.
+
+    The fields are the arguments of `cross_entropy` of the same names.
+    """
 
     readout_inputs: ReadoutInputs
     reference: ReadoutInputs | None
@@ -495,7 +499,7 @@ def _axes_of(plan: LossPlan, readout_inputs: ReadoutInputs) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_parts(plan: LossPlan, inputs: LossInputs) -> LossSums:
-    """Return the loss sums, computed in chunks of tokens or parts of the vocabulary."""
+    """Return the loss sums over all devices, in chunks of tokens or parts of the vocabulary."""
     sums, _ = _on_devices(plan, inputs, with_grads=False)
     return sums
 

@@ -192,7 +192,7 @@ def muon(
 
 
 def hidden_matrices(specs: Specs) -> dict[str, ParamSpec]:
-    """Return the specs of the matrices that Muon orthogonalizes.
+    """Return the specs of the matrices that Muon orthogonalizes, by name.
 
     They are all parameters but embeddings, readout, routers, adapters, gains and biases. A matrix
     is its fan-in axes against its fan-out axes. Other axes ("layers") count matrices.
@@ -375,8 +375,8 @@ def orthogonalize(
         layout: Placement of the arrays. Its `matrix_dtype` is the dtype in which matrices are
             exchanged and iterated.
         coefficients: Coefficients of the iterations (`newton_schulz`).
-        blocks: Size along each axis of the blocks that are orthogonalized apart, by name. Other
-            matrices are one block.
+        blocks: Size along each axis of the blocks that are orthogonalized apart, by name. It must
+            divide the array's. Matrices of a name that is left out are one block each.
     """
     return matrix_steps(
         arrays, specs, layout=layout, coefficients=coefficients, blocks=blocks or {}
@@ -483,7 +483,12 @@ def _parameter(
 def _pairs(
     side: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the number of blocks and their size along each dimension of a side."""
+    """Return the number of blocks and their size along each dimension of a side.
+
+    Args:
+        side: Dimensions of the array that make up the side.
+        block: Size of a block along each dimension of the array, whose size it must divide.
+    """
     return tuple((shape[i] // block[i], block[i]) for i in side)
 
 
@@ -513,6 +518,9 @@ def _orthogonalize_parts(
     that every device has as many matrices. A parameter whose number of matrices is a multiple of
     the devices is a stack of its own, which needs no copy. If `vectors` is `None`, no norm is
     measured and the second result is `None`.
+
+    Args:
+        parts: Arrays by name, each the part of an array that this device holds.
     """
     stacks: dict[Any, list[str]] = {}
     matrices: dict[str, jax.Array] = {}
@@ -587,7 +595,7 @@ class _Stack:
         rule: How a device turns a complete matrix into a step.
         layout: Mesh.
         coefficients: Coefficients of `newton_schulz`.
-        num_iterations: Number of power iterations, int32 [].
+        num_iterations: Number of power iterations, int32 []. `None` if no norm is measured.
     """
 
     split: Split

@@ -232,7 +232,7 @@ def _is_narrow(leaf: Any) -> bool:
 
 
 class OptimizerHyperparams(NamedTuple):
-    """Hyperparameters of the optimizer, float32 scalars except `schedule`."""
+    """Hyperparameters of the optimizer at base size, float32 scalars except `schedule`."""
 
     peak_lr: Any
     schedule: Any
@@ -267,7 +267,8 @@ def build(
     Args:
         config: Name of the optimizer, and its constants.
         specs: Specs of the trained parameters, by name.
-        matrix_steps: What Muon does besides orthogonalizing matrices (`Preset.matrix_steps`).
+        matrix_steps: Blocks and measured norms of matrices (`Preset.matrix_steps`). Only Muon takes
+            others than the default, which are whole matrices and no measured norms.
     """
     row = OPTIMIZERS[config.name]
     direction_of: Any = function_of(row.direction)

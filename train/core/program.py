@@ -97,7 +97,10 @@ The clock frequency is not among them, because it changes.
 
 
 class _StoredFile(NamedTuple):
-    """File of a compiled program. Tuples sort by the time of last use."""
+    """File of a compiled program. Tuples sort by the time of last use.
+
+    `used` is that time in seconds since 1970, and `size` is in bytes.
+    """
 
     used: float
     size: int
@@ -199,8 +202,8 @@ def use(
 
     Args:
         root: Returns mupax's cache folder, for everything that can be made again.
-        processes: Processes of the run. Several processes keep programs only in a folder that all
-            of them see.
+        processes: Processes of the run, which all call this. Several processes keep programs only
+            in a folder that all of them see.
         devices: Devices to compile for. Default: those of this machine. For other devices no
             program is kept from then on.
     """
@@ -275,6 +278,9 @@ def _shared(folder: Path | None, processes: Processes) -> bool:
 
     Process 0 makes a file in its folder for the test, and deletes it. If a process does not see the
     file, process 0 prints a caution.
+
+    Args:
+        folder: Folder of this process. `None` if it has none, and the result is then False.
     """
     mark = folder / f"shared-{secrets.token_hex(4)}" if folder else None
     if processes.leader and mark is not None:
@@ -438,6 +444,8 @@ class Program:
     def compile_eval(self, train: jax.stages.Compiled | None = None) -> jax.stages.Compiled:
         """Compile the evaluation step, (params, step_inputs, batch) -> `LossSums`.
 
+        The sums are those of the global batch, on every device (`compile_eval_step`).
+
         Args:
             train: Compiled training step, whose memory layouts the parameters then have. Default:
                 the default layouts.
@@ -508,7 +516,7 @@ class Program:
         return BatchSharding(self.abstract_train_batch(), self.layout)
 
     def abstract_train_batch(self) -> dict[str, Any]:
-        """Return shapes and dtypes of a training batch.
+        """Return shapes and dtypes of the arrays of a global training batch, by name.
 
         Only training batches have labels that are distributions over classes.
         """
@@ -521,7 +529,7 @@ class Program:
         return batch
 
     def _abstract_eval_batch(self) -> dict[str, Any]:
-        """Return shapes and dtypes of an evaluation batch."""
+        """Return shapes and dtypes of the arrays of a global evaluation batch, by name."""
         return abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data)
 
     def eval_feed(self) -> BatchSharding:

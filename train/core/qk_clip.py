@@ -65,7 +65,11 @@ def param_scales(
 
 
 def _names(specs: Mapping[str, ParamSpec], role: Role, attention: str) -> list[str]:
-    """Return the names of an attention's matrix with a role, and of the bias of that matrix."""
+    """Return the names of an attention's matrix with a role, and of the bias of that matrix.
+
+    Args:
+        attention: Name of the attention, such as "block.attention".
+    """
     names = []
     for name, spec in specs.items():
         scope = name.rpartition(".")[0]

@@ -67,7 +67,7 @@ A model reads other arrays by name:
 
 
 class Health(NamedTuple):
-    """Counters of skipped steps and spikes, and running statistics of the loss, all [].
+    """Counters of skipped steps and spikes, and running mean and variance of the loss, all [].
 
     Every checkpoint has them, so a resumed run counts on.
     """
@@ -224,6 +224,9 @@ class RejectedStep(Exception):
     Args:
         culprit: Description of the parameter whose gradient is not finite (`culprit`), if any.
         in_a_row: Number of skipped steps in a row, with this one.
+
+    Attributes:
+        what: Text that names what is wrong, the step, its loss and its gradient norm.
     """
 
     def __init__(
@@ -361,6 +364,7 @@ def count_ranks(
     N may stand for several dimensions. V may be a part of the classes: counts of parts add up.
 
     Args:
+        label_N: Logits of the targets, also of those that are not among these classes.
         column_NV: Indices of the classes, int32 [V] or [N, V].
         targets_N: Indices of the targets, int32.
     """

@@ -413,7 +413,8 @@ def _summed_gradients(
     Only trained parameters have gradients. Microbatches run one after another, and their gradients
     and sums are added. The differentiated loss includes the z-loss and the balance losses of
     experts, but the `loss` of the sums does not. Under a `ManualFsdpLayout` the gradients are
-    already summed over devices, and the sums cover this device's examples only.
+    already summed over devices, and the sums cover this device's examples only. The arguments are
+    those of `gradients`.
     """
     trained = step_inputs.factors.lr
     trained_params = {name: param for name, param in params.items() if name in trained}
@@ -596,7 +597,8 @@ def make_train_step(
 def _with_drop_path(batch: Batch, drop: Drop, step: jax.Array, layout: Layout) -> Batch:
     """Return the batch with "scales" added: a factor for every residual branch of every example.
 
-    A factor is 0 for a branch that is dropped. Seed and step alone determine which are dropped.
+    A factor is 0 for a branch that is dropped, otherwise 1 / (1 - rate). Seed and step alone
+    determine which are dropped.
     """
     # Imported only here, because most runs have no drop path.
     from mupax.zoo.layers import drop_path

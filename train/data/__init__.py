@@ -26,10 +26,12 @@ def load(
 ) -> Data:
     """Return the data that a config names. Prepare it if needed, and check it against the model.
 
-    One process prepares. Others wait for it, and help it to tokenize if that takes long. Call this
-    before building the model: it fails at once if data is missing or does not fit.
+    Every process of a run calls this. One process prepares. Others that share its cache folder wait
+    for it, and help it to tokenize if that takes long. Call this before building the model: it
+    fails at once if data is missing or does not fit.
 
     Args:
+        config: Data settings. With `noise`, the text is corrupted for an encoder-decoder.
         model: Model settings that the data must fit: vocabulary, sequence length, image size,
             channels and classes.
         seed: Seed of the order and of augmentation, at least 0.

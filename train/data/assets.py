@@ -28,6 +28,8 @@ _NEAR = ("generation_config.json", "config.json", "tokenizer_config.json")
 def files_of(data: Data, config: DataConfig, note: cache.Note = print) -> dict[str, bytes]:
     """Return the content of every asset by its file name. assets.json is always among them.
 
+    Nothing is written.
+
     Args:
         config: Data settings of the run. Their tokenizer may have another name than the file that
             `data` was opened with.

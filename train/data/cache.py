@@ -47,7 +47,13 @@ def root() -> Path:
 
 
 def data_sets(data_dir: str | None) -> Path:
-    """Return the folder of prepared data sets: data.data_dir, or "tfds" in the cache folder."""
+    """Return the folder of prepared data sets: data.data_dir, or "tfds" in the cache folder.
+
+    It may not exist yet.
+
+    Raises:
+        ConfigError: The folder is an address, such as gs://bucket.
+    """
     check_local("data.data_dir", data_dir)
     return Path(data_dir).expanduser() if data_dir else root() / "tfds"
 
@@ -102,6 +108,7 @@ def whole(folder: Path, name: str) -> Iterator[None]:
     of the disk pass unchanged.
 
     Args:
+        folder: Folder of the prepared data set, for the message.
         name: Name of the data set, as `mupax data prepare` takes it.
 
     Raises:
@@ -156,7 +163,7 @@ def lock(
         name: Name of the data that is prepared.
         note: Function that takes one line of text when this process must wait.
         meanwhile: Function that helps the preparing process. It is called once if the lock is not
-            free within `PATIENCE_S`.
+            free within `PATIENCE_S`. After it, this process waits for the lock.
 
     Raises:
         DataError: The folder cannot be written, or its file system has no locks.
@@ -220,13 +227,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Return named numbers from the cache. Compute and cache them if they are not there.
 
-    Numbers that cannot be written to the cache are still returned.
+    Numbers that cannot be written to the cache are still returned. Nothing is locked, so processes
+    that call this at once all compute.
 
     Args:
         name: Name of the file without its suffix. It must tell apart everything that the numbers
             depend on.
         compute: Function that returns the numbers by name. It is called only if they are not
-            cached.
+            cached. All must be floats: with a whole number (int) they are computed each time.
     """
     path = root() / "references" / f"{name}.json"
     numbers = read_json(path)
@@ -239,7 +247,10 @@ def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, 
 
 
 def digest(*parts: str | bytes) -> str:
-    """Return 16 hexadecimal digits of SHA-256 over the lengths and contents of the parts."""
+    """Return 16 hexadecimal digits of SHA-256 over the parts in their order.
+
+    The lengths of the parts count, so that "ab", "c" and "a", "bc" have different digests.
+    """
     total = hashlib.sha256()
     for part in parts:
         # Names of files may have bytes that are no UTF-8.

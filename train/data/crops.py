@@ -43,7 +43,10 @@ class RandomCrop:
         self._interpolation: Interpolation = interpolation
 
     def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-        """Return the crops, float32 [B, size, size, C]. The arguments are those of a `View`."""
+        """Return the crops, float32 [B, size, size, C]. The arguments are those of a `View`.
+
+        Columns of `uniforms` are place down, place right, mirror, area and aspect ratio.
+        """
         crops = []
         for image, row in zip(images, uniforms, strict=True):
             crops.append(self._crop(image, *row))
@@ -95,7 +98,9 @@ class Jitter:
     Pixels outside of the image repeat its border.
 
     Args:
-        strength: Factor of the largest angle, scale, stretch and shift.
+        strength: Factor of the largest angle, scale, stretch and shift. At 1 they are 20 degrees,
+            about 22 % and 16 %, and an eighth of a side.
+        mirror: True mirrors half of the images left to right.
     """
 
     def __init__(self, strength: float, mirror: bool) -> None:
@@ -142,6 +147,10 @@ def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.n
     """Sample square images at points by bilinear interpolation, float32 [B, H, W, C].
 
     Points outside of an image get the nearest pixel of its border.
+
+    Args:
+        y_BHW: Row of each point in pixels. 0 is the first row, and fractions lie between rows.
+        x_BHW: Column of each point in pixels.
     """
     last = images.shape[1] - 1
     y_BHW = np.clip(y_BHW, 0, last)
@@ -363,6 +372,8 @@ def _resized(
     """Resize the box (left, top, right, bottom) of an image [H, W, C] to float32 [*size, C].
 
     Args:
+        image: uint8 [H, W, C].
+        box: Edges in pixels of the image. They may have fractions, which "area" rounds.
         size: (height, width) of the result in pixels.
         interpolation: "area" for the mean of covered pixels, otherwise a method of PIL.
     """
@@ -384,7 +395,7 @@ def _by_area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Resize an image to float32 [*size, C], each pixel the mean of the area that it covers.
 
     As in TensorFlow's `tf.image.resize` by area, a pixel that is covered in part has the weight of
-    this part. Values are whole levels, rounded down.
+    this part. Values are whole levels, rounded down. `size` is (height, width) in pixels.
     """
     down = _area_shares(image.shape[0], size[0])
     along = _area_shares(image.shape[1], size[1])

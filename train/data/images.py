@@ -347,6 +347,8 @@ class LabelledData(Data):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return raw images of batch k, float32 [b, H, W, C] from 0 to white, and classes int32.
 
+        A view, if there is one, is applied to the images. RandAugment and normalization are not.
+
         Args:
             rows: int64 [b], rows of the global batch.
             examples: int64 [b], index of each row's example, counted from the start of the run.
@@ -615,7 +617,8 @@ def as_is(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
 def jitter(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
     """Rotate, scale and shift images a little about their centre. This is a `View`.
 
-    Pixels are bilinear, and black outside of the image. The view is for small drawings like digits.
+    The largest changes are 6 degrees, 6 % in size, and a shift by 5 % of a side. Pixels are
+    bilinear, and 0 outside of the image. The view is for small drawings like digits.
 
     Args:
         uniforms: Columns 0 to 3 are angle, scale, shift down and shift right.
@@ -638,7 +641,10 @@ def jitter(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
 
 
 def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Sample images [B, H, W, C] at the points (y, x) [B, h, w]. Outside values are zero."""
+    """Sample images [B, H, W, C] at the points (y, x) [B, h, w]. Outside values are zero.
+
+    Coordinates are in pixels, and 0 is the first pixel. The result is float32 [B, h, w, C].
+    """
     B, H, W, _ = images.shape
     # A border of zeros, so that points outside blend into black without a test.
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -659,7 +665,7 @@ def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
 def shift_and_flip(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
     """Crop mirror-padded images at a random place and mirror half of them. This is a `View`.
 
-    It is the usual augmentation of CIFAR.
+    It is the usual augmentation of CIFAR. The largest shift is an eighth of a side.
 
     Args:
         uniforms: Columns 0 to 2 are shift down, shift right and the mirror.
@@ -713,6 +719,7 @@ def fit_logistic(
         y: Classes [examples], from 0. Each class must occur.
         inverse_penalty: C of the penalty 1 / (2 C) on squared weights without the biases, which is
             added to the summed loss.
+        iterations: Largest number of iterations of L-BFGS. Fewer are done if the fit converges.
     """
     from scipy.optimize import minimize
     from scipy.special import log_softmax

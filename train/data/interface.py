@@ -66,6 +66,7 @@ class Shuffle:
     Args:
         size: Number of examples per epoch.
         seed: Seed of the run. Runs with neighbouring seeds have no epoch's order in common.
+        purpose: Stream of random numbers, such as `EVALUATION`. The default is `ORDER`.
     """
 
     def __init__(self, size: int, seed: int, purpose: int = ORDER) -> None:
@@ -151,7 +152,8 @@ class Reference:
 class Data(abc.ABC):
     """Training and evaluation batches of one data set, in an order fixed by the seed.
 
-    A batch is a dict of arrays for B examples:
+    `batch_size` and `eval_batch_size` are rows of a batch over all processes. A batch is a dict of
+    NumPy arrays for B examples:
 
     * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B,
       T].
@@ -305,7 +307,7 @@ class Prefetch(Generic[S, T]):
     iterator, or use it as a context manager. Then the thread closes the source, too.
 
     Args:
-        put: Function that puts a batch on the devices.
+        put: Function that puts a batch on the devices. The thread calls it.
         depth: Number of batches that may wait on the devices, at least 1. The thread holds one
             more.
     """

@@ -34,6 +34,7 @@ def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
     Weights are normalized and rounded by largest remainders, so that the counts add up to `BLOCK`.
 
     Args:
+        words: Texts, NAME=SOURCE:WEIGHT each, such as code=text:src:0.3.
         flag: Name of the words in error messages.
 
     Raises:

@@ -53,7 +53,8 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
 def _set_config(source: str, run_data: DataConfig, data: Data) -> DataConfig:
     """Return the data settings of an evaluation set: the run's settings with the name of the set.
 
-    Mixture and streaming are off. The set uses the tokenizer file that the run's data has opened.
+    The name is `source`. Mixture and streaming are off. The set uses the tokenizer file that the
+    run's data has opened.
     `field` has its default if it names a field that the set's format does not have.
     """
     set_config = dataclasses.replace(run_data, name=source, evaluate=(), mix=(), stream=False)

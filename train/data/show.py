@@ -148,6 +148,7 @@ def visible(ids: Iterable[int], pieces: list[str], names: Mapping[int, str]) -> 
     Spaces, line ends and control bytes are signs. Bytes of other scripts are hexadecimal.
 
     Args:
+        ids: Ids of the tokens, each below `len(pieces)` or in `names`.
         pieces: Text of each id of the tokenizer.
         names: Word for each id that stands for no text.
     """
@@ -180,6 +181,7 @@ def side_by_side(columns: Mapping[str, list[str]], width: int = 80) -> str:
     All columns have the same width. A word is only broken if it does not fit in a line.
 
     Args:
+        columns: Words of each column by its title. They are joined without spaces.
         width: Most characters per line. The default is 80.
     """
     gaps = 2 * (len(columns) - 1)

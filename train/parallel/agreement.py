@@ -67,8 +67,9 @@ def check(config: Config, processes: Processes, local_facts: dict[str, Any] | No
 def facts(config: Config) -> dict[str, Any]:
     """Return the facts of this process that must be equal in all processes, in groups.
 
-    The groups are config (without the fields on how a process joined or resumed), versions of
-    packages, digests of source files, JAX's options, environment variables, and devices.
+    The groups are `config` (without the fields on how a process joined or resumed), `versions` of
+    packages, `code` (digests of source files), `options` of JAX, `environment` variables, and
+    `devices`.
     """
     local = jax.local_devices()
     devices: dict[str, Any] = {"kind": local[0].device_kind, "number": len(local)}

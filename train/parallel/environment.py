@@ -183,8 +183,8 @@ def sources() -> dict[str, str]:
 def facts(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Return the record of a run's environment.
 
-    The record has JAX's options, variables, devices, the mesh without axes of size 1, a digest of
-    the code, and on CPU the processor.
+    The keys are `options` (JAX's), `variables`, `devices` (with the mesh, without axes of size 1),
+    `code` (a digest) and, on CPU, `processor`.
 
     Args:
         mesh: Mesh of the run over all of its devices.
@@ -234,7 +234,7 @@ def changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[Cha
     """Return the facts of a run's environment that differ from the recorded ones.
 
     Args:
-        previous: Record of the run so far (config.json).
+        previous: Record of the run before this part (config.json).
         current: Record of this part of the run.
 
     Returns:

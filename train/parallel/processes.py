@@ -418,6 +418,9 @@ class Processes:
 
         The others begin when process 0 is done, or after `LEAD_S` seconds if it is not done by
         then.
+
+        Args:
+            name: Name of this exchange, used once in a run.
         """
         if not self.leader:
             with contextlib.suppress(DistributedError):
@@ -565,6 +568,10 @@ def _place_by_open_mpi(
     """Return the arguments of `jax.distributed.initialize` for a process that mpirun started.
 
     Open MPI 4 gets {}, because JAX finds its processes by itself.
+
+    Args:
+        count: Number of processes of the run, at least 2.
+        coordinator: Address that was given by hand. `None` takes the host of mpirun.
     """
     launcher = _OPEN_MPI_5.match(environ.get("PMIX_NAMESPACE", ""))
     if "OMPI_MCA_orte_hnp_uri" in environ or launcher is None:

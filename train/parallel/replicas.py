@@ -109,7 +109,12 @@ def difference(arrays: Mapping[str, jax.Array], parts: Sequence[Mapping[str, Any
 
 
 def _describe(name: str, device: Any, first: Any, parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the sentence about two devices that hold different copies of an array."""
+    """Return the sentence about two devices that hold different copies of an array.
+
+    Args:
+        device: Device whose copy differs from that of `first`.
+        parts: One mapping per process, in their order, with the `host`.
+    """
     process = f"process {device.process_index} ({parts[device.process_index]['host']})"
     if device.process_index == first.process_index:
         return f"{name} differs between two devices of {process}, {first.id} and {device.id}"

@@ -154,6 +154,9 @@ def _across(config: MeshConfig, sizes: dict[str, int], num_islands: int) -> dict
 
     Without `config.slices`, as many islands as possible are along data and the rest along fsdp.
 
+    Args:
+        sizes: Number of devices along each mesh axis (`_sizes`).
+
     Raises:
         MeshError: The islands do not fit `config.slices`, or do not divide data and fsdp.
     """
@@ -262,6 +265,9 @@ class MeshLayout(Layout):
 
         Every array is split along B, its first axis. Arrays [B, T] are also split along T, except
         labels. An axis that its devices do not divide is not split.
+
+        Args:
+            batch: Arrays of the global batch, or their shapes.
         """
         shardings: dict[str, NamedSharding] = {}
         for name, array in batch.items():

@@ -377,7 +377,10 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
 
 
 def _live_ranges(text: str) -> dict[str, range]:
-    """Return the moments at which values are alive, by name, from the compiler's live ranges."""
+    """Return the moments at which values are alive, by name, from the compiler's live ranges.
+
+    A moment is a position in the order in which the compiler runs instructions.
+    """
     ranges = {}
     for line in text.partition("\n  Live ranges at")[0].splitlines():
         match = _RANGE.match(line)
@@ -389,7 +392,11 @@ def _live_ranges(text: str) -> dict[str, range]:
 
 
 def _values(assignment: str) -> tuple[int, int, list[Value]]:
-    """Return bytes of temporaries, bytes of everything in main memory, and temporary values."""
+    """Return bytes of temporaries, bytes of everything in main memory, and temporary values.
+
+    Args:
+        assignment: Text of the compiler's file `*buffer-assignment.txt`.
+    """
     size = 0
     total = 0
     values = []
@@ -423,6 +430,7 @@ def _origin(
     It is the array's own instruction, or one that this wraps or copies.
 
     Args:
+        instructions: Instructions of all computations of the module, by name.
         steps: Most copies to follow, 8 by default.
     """
     if result is None or result.op_name or not steps:
@@ -479,8 +487,8 @@ class Roofline:
         memory: Traffic of main memory.
         network: Collectives within slices, or within hosts of GPUs.
         slow_network: Transfers between slices or hosts.
-        cycles: Compiler's estimated clock cycles, without collectives. `None` if the chip's clock
-            is not known, and on GPUs.
+        cycles: Compiler's estimated clock cycles over the chip's clock, without collectives. `None`
+            if the clock is not known, and on GPUs.
         alone: Part of the network's time that computation waits for, because the compiler overlaps
             the collectives with nothing.
         slow_alone: The same part of the slow network's time.
@@ -531,7 +539,7 @@ class Roofline:
         return model_flops / (self.seconds * chip.peak_flops)
 
     def to_json(self, model_flops: float, chip: Chip) -> dict[str, Any]:
-        """Return the times, the slowest resource, the step time in seconds and the MFU.
+        """Return the times by field, and `bound`, `step_seconds` and `mfu`.
 
         Args:
             model_flops: FLOPs of the model in one step on one device.
@@ -560,7 +568,8 @@ class Compiled:
         module: Optimized program. `module` and all fields after it are empty if the compiler found
             that the step does not fit. Programs for GPUs are compiled even then.
         text: HLO text of the optimized program.
-        memory: Bytes of arguments, outputs, aliased arrays, temporaries and code.
+        memory: Bytes by kind: `argument`, `output`, `alias` (outputs in place of arguments),
+            `temporary` and `code`.
         live: Temporaries at the peak, largest first.
         state_shardings: Shardings with which the program takes its state.
     """
@@ -585,7 +594,7 @@ class Compiled:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """Every collective of a step."""
+        """Every collective of a step. Empty without a compiled program."""
         if self.module is None:
             return []
         mesh = self.program.mesh
@@ -637,8 +646,9 @@ class Compiled:
     def _loss(self) -> dict[str, Any]:
         """Return how the loss is computed.
 
-        For `auto`, `raises_peak_by` has the bytes by which each implementation would raise the
-        peak, the selected one first. For other losses it is empty.
+        The keys are `kind`, `parts`, `kept` (`exp_parts` of `LossImplementation`) and
+        `raises_peak_by`. For `auto`, the last has the bytes by which each implementation would
+        raise the peak, the selected one first. For other losses it is empty.
         """
         config = self.program.config
         definition = self.program.definition
@@ -657,7 +667,11 @@ class Compiled:
         }
 
     def report(self) -> dict[str, Any]:
-        """Return everything about the step as values that JSON can hold."""
+        """Return everything about the step as values that JSON can hold.
+
+        Without a compiled program, entries that need one are `None`, empty or 0, and those of
+        `memory` (`argument_bytes_per_device` and so on) are missing.
+        """
         config = self.program.config
         module = self.module
         devices = self.program.mesh.size

@@ -95,6 +95,11 @@ def expected(program: Program) -> dict[str, int]:
     """Estimate the bytes on one device at a step's peak, by content. Nothing is compiled.
 
     The peak is the fuller of two moments: the loss, or the backward pass of one layer.
+
+    Returns:
+        Bytes by words for a table. Four are always there: `state` (parameters, optimizer state and
+        moving average), `batch`, "weights in compute type" and "saved activations". The others
+        depend on the moment.
     """
     config = program.config
     layout = program.layout
@@ -238,8 +243,8 @@ def attention_share(program: Program, block: int, *, of_grid: bool = False) -> f
 def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:
     """Return the FLOPs (two per multiply-add) of the matrix products in one run of a jaxpr.
 
-    Recomputation is counted. Elementwise operations are not. Of a `cond`, the branch with the most
-    FLOPs counts.
+    They are over all devices. Recomputation is counted. Elementwise operations are not. Of a
+    `cond`, the branch with the most FLOPs counts.
 
     Args:
         jaxpr: Jaxpr from `jax.stages.Traced.jaxpr` or `jax.make_jaxpr`.
@@ -263,6 +268,7 @@ def causal_share(length: int, block: int) -> float:
     """Return the share of a causal mask's blocks that have anything to compute, in (1/2, 1].
 
     Args:
+        length: Number of query positions, and of key positions.
         block: Side of the kernel's blocks, in positions. Fewer positions are 1 block.
     """
     blocks = max(1, length // block)

@@ -256,7 +256,12 @@ def _hidden(module: Module, computation: Mapping[str, Instruction], start: Instr
 
 
 def _in_zeros(module: Module, computation: Mapping[str, Instruction], name: str) -> bool:
-    """Return whether an array is one part that was written into an array of zeros."""
+    """Return whether an array is one part that was written into an array of zeros.
+
+    Args:
+        computation: Instructions by name, of the computation that has the array.
+        name: Name of the instruction whose result the array is.
+    """
     instruction = computation[name]
     while instruction.opcode in ("copy", "bitcast"):
         instruction = computation[instruction.operands[0]]
@@ -403,7 +408,9 @@ def axes_of(
 def table(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
     """Return sums by kind, axes and loop as rows of a report, the most bytes sent first.
 
-    `alone_bytes` are the bytes that are not overlapped with matrix products.
+    A row has `count` collectives and, over one run of the program, their `executions`, `bytes` (of
+    complete arrays), `wire_bytes` (sent by one device) and `alone_bytes`, those of `wire_bytes`
+    that are not overlapped with matrix products.
     """
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for collective in collectives:
@@ -617,7 +624,10 @@ class Module:
 
     @property
     def hbm_bytes(self) -> int:
-        """Bytes that one run reads from and writes to main memory, times trip counts."""
+        """Bytes that one run reads from and writes to one device's main memory.
+
+        Those inside loops count as often as the loop runs. They are computed at each access.
+        """
         total = 0
         for executed in self.executed:
             moved = self._moved(executed.instruction, executed.computation)

@@ -84,7 +84,11 @@ class Candidate:
 
     @property
     def kinds(self) -> dict[str, Any]:
-        """Searched settings by name."""
+        """Values of the searched fields, by which `different` compares candidates.
+
+        The keys are `axes` (mesh axes of more than one device), `fsdp`, `remat`, `microbatches`,
+        `batch`, `loss`, `block` (`None` is the chip's own) and `xla_flags`.
+        """
         config = self.config
         compute = config.model.compute
         return {
@@ -134,6 +138,7 @@ def candidates(
     the compiler flags. Configurations that do not divide evenly are left out.
 
     Args:
+        devices: Result of `topology.devices`.
         slices: Number of slices, joined by the slow network.
         batches: Batch sizes to try, as multiples of the run's own.
     """
@@ -204,6 +209,7 @@ def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidat
     """Return a config with its estimates, and with open axes (-1) of its mesh filled in.
 
     Args:
+        devices: Result of `topology.devices`.
         slices: Number of slices, joined by the slow network.
     """
     program = assemble(config, devices)
@@ -332,7 +338,8 @@ def smallest_that_fits(config: Config, chip: Chip) -> tuple[str, Candidate] | No
 def _bandwidths(program: Program, chip: Chip) -> dict[str, float]:
     """Return the bytes per second that a device sends along each mesh axis.
 
-    The axes of GPUs that cross hosts use the slow network. TPU slices are counted apart.
+    The axes of GPUs that cross hosts use the slow network. For axes that cross TPU slices, the
+    result is the speed within a slice.
     """
     slow = {}
     if chip.gpu is not None:
@@ -366,11 +373,13 @@ def search(
         limit: Most programs to compile, at least 2. The other candidates are only estimated.
         batches: Batch sizes to try, as multiples of the run's own.
         keep: Function that gets the record of what was tried, before the first compilation and
-            after each.
+            after each. It is one dict, which changes in place, with the keys `recipe`, `topology`,
+            `slices`, `estimated` (the number of candidates) and `rows` (see `record`).
 
     Returns:
-        Reports of `mupax.train.pods.compiled.Compiled` with the flags that make them. Those that
-        fit come first, the fastest first. Configurations that the compiler refuses have none.
+        Reports of `mupax.train.pods.compiled.Compiled`, in which `flags` are the command's and
+        `compiler_flags` the compiler's. Those that fit come first, the least time per example
+        first. Configurations that the compiler refuses have none.
 
     Raises:
         MeshError: No mesh of these axes fits the model and batch.
@@ -486,6 +495,9 @@ def record(
     tried: Sequence[Candidate], chosen: Sequence[Candidate], room: float
 ) -> list[dict[str, Any]]:
     """Return a row per candidate: those to compile in their order, then the best of the others.
+
+    A row has the command's `flags`, `expected_seconds` of a step, `expected_bytes` of a device,
+    `expected_to_fit`, and `outcome`, which is "estimated" until `search` has compiled it.
 
     Args:
         tried: All candidates that were estimated. At most `MOST_ROWS` of those not chosen get a

@@ -199,6 +199,8 @@ def cudnn_version() -> tuple[int, int, int] | None:
 def devices(topology: str, slices: int = 1) -> Sequence[Any]:
     """Return the devices of a topology, none of which exists, for `core.program.assemble`.
 
+    Sets environment variables, as `ready` does.
+
     Args:
         topology: Chip and shape, such as v5e:16x16 for one slice or h100:2x8 for two hosts.
         slices: Number of TPU slices that the slow network joins, 1 by default.

@@ -111,6 +111,7 @@ def convert(
 
     Args:
         state: parameters and optimizer state trained under `preset`.
+        optimizer: optimizer of the run, a key of `OPTIMIZERS`, `adam` by default.
 
     Raises:
         PresetError: the presets differ in more than their form. The message names a parameter and
@@ -143,6 +144,9 @@ def theta(
     """Return the ratio of each parameter's multipliers under the two presets, [] or [layers].
 
     The multiplier under `new_preset` is divided by the one under `preset`.
+
+    Args:
+        optimizer: optimizer of the run, whose learning rates and epsilons are checked.
 
     Raises:
         PresetError: a learning rate or epsilon does not change with the multiplier as the abc

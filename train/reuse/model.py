@@ -92,7 +92,8 @@ class Model:
 
         Args:
             prompt: Text to continue; "" begins a document.
-            tokens: Number of tokens to add, at least 0.
+            tokens: Number of tokens to add, at least 0. For an encoder-decoder the largest number
+                of tokens to write, at least 1.
             temperature: Sampling temperature; 0 takes the likeliest token.
             top_k: Number of likeliest tokens to draw from, by default all.
             top_p: Total probability of the likeliest tokens to draw from, by default 1.

@@ -25,6 +25,7 @@ def settings(
     is looked up in the cache. If the cache does not have it, the settings stay unchanged.
 
     Args:
+        recorded: data settings as the run's config has them.
         facts: record of the run's data; `tokenizer` is the key of the tokenizer's content.
         assets: files of the run. `None` for a run of an older version.
         current: settings to change, by default those of the run. Only fields that are equal to the

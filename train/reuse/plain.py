@@ -12,9 +12,10 @@ multiplied by one factor (per layer, in the stack):
 | gain and bias of the norm before a tied readout | times the readout's multiplier   |
 
 An encoder-decoder has these in either stack, with a third branch, `cross`, in the decoder's. c is
-the product of a stack's skips so far: with h = c h', the stream h' has skip 1 (u-mup only). A norm
-does not see c except through its eps, which counts as eps / c^2. Only that part is inexact, and it
-is no larger than eps (c^-2 - 1) / 2 of the norm's output where the stream's variance is 1.
+the product of a branch's skip and all skips before it in the stack: with h = c h', the stream h'
+has skip 1 (u-mup only). A norm does not see c except through its eps, which counts as eps / c^2.
+Only that part is inexact, and it is no larger than eps (c^-2 - 1) / 2 of the norm's output where
+the stream's variance is 1.
 """
 
 from __future__ import annotations
@@ -168,11 +169,13 @@ def preset_record(
 ) -> dict[str, Any]:
     """Return the JSON record of a preset that is written beside weights.
 
-    The record holds the preset, its forward factors, and the scale of every weight. It has
+    Its keys are `described` (the preset in words), `fields` (fields of the config that are set),
+    `base`, `factors` by kind, such as `logits`, and `scales` by parameter name. There is also
     `norm_eps_times` if skips of the stream were absorbed: the eps of a norm then counts up to that
     many times, which no weight can hold.
 
     Args:
+        fields: preset as the run's config has it.
         preset: the preset that the config resolves to.
         factors: multipliers and forward factors of the preset for this model.
     """
@@ -212,7 +215,7 @@ def number(values: np.ndarray) -> Any:
 
 
 def _branch(definition: Definition, factors: Factors, block: str, module: str) -> np.ndarray:
-    """Return a branch's factor divided by the product of the skips so far, [layers].
+    """Return a branch's factor over the product of all skips up to and with its own, [layers].
 
     The result is a scalar 1 if the model has no branch factors.
 

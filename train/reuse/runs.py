@@ -83,6 +83,7 @@ def write(
         out: workdir of the run, missing, empty, or left by a command that was killed.
         command: words of the command line that makes the run.
         preset: description of the preset (`Preset.describe`).
+        facts: record of the run's data, as the source has it.
         files: content of the run's assets by file name.
 
     Raises:

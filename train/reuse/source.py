@@ -76,7 +76,10 @@ class WeightsSource(NamedTuple):
 
     @property
     def params(self) -> Params:
-        """Parameters of the plain network: float32, multipliers absorbed."""
+        """Parameters of the plain network as float32 NumPy arrays, computed at each access.
+
+        The preset's multipliers are multiplied in.
+        """
         return plain.absorb_multipliers(self.stored, self.scales)
 
     @property

@@ -313,8 +313,8 @@ class TrainedModel:
     def tokenizer(self) -> Any:
         """Return the model's tokenizer, from the run's own file or the file beside weights.
 
-        The run's data is opened only if `data.tokenizer` alone does not name a file: for a run of
-        an older version whose tokenizer is not in the cache.
+        It is opened anew at each call. The run's data is opened only if `data.tokenizer` alone does
+        not name a file: for a run of an older version whose tokenizer is not in the cache.
 
         Raises:
             DataError: the tokenizer is missing, or it is not the one that made the run's tokens.
@@ -377,17 +377,29 @@ class TrainedModel:
         return templates.find(data.tokenizer, file or data.chat_template, dated=True)
 
     def check_decoder(self, command: str) -> None:
-        """Raise `WeightsError` if the model is not a decoder, which `command` needs."""
+        """Raise `WeightsError` if the model is not a decoder, which `command` needs.
+
+        Args:
+            command: command for the message, such as "eval --tasks".
+        """
         if not self.model.generates:
             raise self._other_family(command, "decoders")
 
     def check_writes(self, command: str) -> None:
-        """Raise `WeightsError` if the model cannot write text, which `command` needs."""
+        """Raise `WeightsError` if the model cannot write text, which `command` needs.
+
+        Args:
+            command: command for the message, such as "generate".
+        """
         if not (self.model.generates or self.model.denoises):
             raise self._other_family(command, "decoders and encoder-decoders")
 
     def check_images(self, command: str) -> None:
-        """Raise `WeightsError` if the model does not read images, which `command` needs."""
+        """Raise `WeightsError` if the model does not read images, which `command` needs.
+
+        Args:
+            command: command for the message, such as "predict".
+        """
         if not isinstance(self.model, ImageModel):
             raise self._other_family(command, "models of images")
 
@@ -585,6 +597,10 @@ def _text_settings(
 
     The result is empty for a model of images. A model of bytes without a tokenizer.json has at
     most the chat template of its folder.
+
+    Args:
+        reads_bytes: whether the record beside the weights says that tokens are bytes.
+        ids: token ids by config.json's names, of which the end of a text is read.
     """
     file = folder / tokenizer_files.TOKENIZER
     if model.task != "tokens":

@@ -303,9 +303,11 @@ def state(
 ) -> TrainState:
     """Return the training state of the new run, made from the source's state.
 
-    Parameters, moments and moving average are transferred, as float32. Step counts are kept.
+    Parameters, moments and moving average are transferred, as float32 NumPy arrays. Step counts
+    are kept.
 
     Args:
+        moves: transfers by name of the new parameter.
         fresh: initial parameters for new entries (see `parameters`).
         opt_state: optimizer state, or its shapes, in the form of the result.
         optimizer: name of the optimizer of both runs.
@@ -323,6 +325,8 @@ def parameters(moves: Mapping[str, ParamTransfer], old: Mapping[str, Any], fresh
     """Return the parameters named in `moves` or `fresh`, float32: transferred, or initial values.
 
     Args:
+        moves: transfers by name of the new parameter.
+        old: parameters of the source, or their moving average, by the source's names.
         fresh: initial values of new parameters and of parameters with new entries.
     """
     params: Params = {}
@@ -342,7 +346,7 @@ NEW_STEPS = 1000
 
 
 def overshoot(config: OptimizerConfig) -> float:
-    """Return the largest step of new entries relative to the steps of old entries.
+    """Return the largest update of new entries, as a multiple of that of old entries.
 
     A new entry's moments start at 0 in a state whose count of steps does not. Adam's moments after
     t steps are then (1-b1^t) g and (1-b2^t) g^2, but its bias correction treats them as complete.
@@ -414,6 +418,7 @@ def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, opti
     Moments of parameters without a transfer are 0. Step counts are those of the source.
 
     Args:
+        moves: transfers by name of the new parameter.
         new: optimizer state of the new model, or its shapes, in the form of the result.
 
     Raises:
@@ -462,6 +467,10 @@ def _vectors(
 
     Vectors of the source are kept. A parameter without one, or with another size, gets the initial
     vector.
+
+    Args:
+        old: vectors of the source by the source's names.
+        new: vectors of the new run, or their shapes, by its own names.
     """
     # Imported only here, because most runs have no such vectors.
     from mupax.train.core.muon import first_vector
@@ -482,6 +491,12 @@ def _moment(move: ParamTransfer | None, old: Mapping[str, Any], power: int, leaf
     """Return one parameter's moment, or zeros if the source has none to transfer.
 
     A `MaskedNode` is returned unchanged: the optimizer keeps no such moment of this parameter.
+
+    Args:
+        move: transfer of the parameter. `None` if no parameter of the source becomes it.
+        old: moments of the source by the source's names.
+        power: power of the gradient in the moment, 1 or 2.
+        leaf: moment of the new run, of which the shape is read.
     """
     if isinstance(leaf, optax.MaskedNode):
         return leaf

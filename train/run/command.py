@@ -52,7 +52,7 @@ def start(command: cli.Command, words: Sequence[str]) -> int:
     """Do what a parsed command asks for: print its config, dry-run it, or train.
 
     Args:
-        command: Config, and what to do with it.
+        command: Config, and what to do with it (`print_config`, `dry_run`, `restart`).
         words: Command line after `mupax`. With `--restart`, a supervisor starts it again.
 
     Returns:

@@ -120,7 +120,11 @@ def seconds(workdir: str, size: int) -> float:
 
 
 class _State:
-    """State of random bytes, which neither orbax nor a file system can compress."""
+    """State of random bytes, which neither orbax nor a file system can compress.
+
+    Args:
+        array_bytes: Bytes of each of its `_NUM_ARRAYS` arrays.
+    """
 
     def __init__(self, array_bytes: int) -> None:
         self._arrays: dict[str, jax.Array] = {}
@@ -134,6 +138,9 @@ class _State:
 
 def _save_seconds(checkpoints: Checkpoints, step: int, array_bytes: int) -> float:
     """Save `_NUM_ARRAYS` random arrays of `array_bytes` each. Return the seconds until on disk.
+
+    Args:
+        step: Step to save at, which must differ from that of the call before.
 
     Raises:
         OSError: The save failed.

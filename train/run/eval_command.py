@@ -176,7 +176,8 @@ def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> T
     """Return the model to measure, with its config changed by the run's flags of a command line.
 
     If `--data.tokenizer` names the recorded tokenizer of the run, the run's own file is used. If
-    `--data.name` names other data, settings that fit only the run's data are dropped.
+    `--data.name` names other data, `data.mix` and perhaps `data.field` are dropped
+    (`with_other_data`).
 
     Args:
         command: Name of the command, such as `eval`.
@@ -250,6 +251,11 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
         skip_sets: Whether to leave out further evaluation sets that cannot be opened, with a note.
             By default they are an error.
 
+    Returns:
+        Scores by metric, together with `workdir`, `step` (`None` for weights alone), `data` and
+        other facts of the evaluation. `sets` has the scores of the further sets by their names. It
+        is missing if there are none.
+
     Raises:
         DataError: The data has other tokens or classes than the model.
         MemoryLimitError: An evaluation batch needs more memory than there is.
@@ -310,6 +316,10 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
 def _load_data(saved: Any, console: Any) -> Any:
     """Load the data that a checkpoint's config names, and check that it fits the model.
 
+    Args:
+        saved: `TrainedModel` whose config names the data.
+        console: Console for lines about work that takes time.
+
     Raises:
         DataError: The data has other tokens or classes than the model.
     """
@@ -361,6 +371,9 @@ def _load_sets(config: Config, data: Any, console: Any, skip: bool) -> dict[str,
 def _images(saved: Any, console: Any) -> Any:
     """Load the images of a folder, labelled with the classes of the checkpoint.
 
+    Args:
+        saved: `TrainedModel` whose config names the folder.
+
     Raises:
         DataError: The folder has classes that the checkpoint lacks, or images that cannot be read.
     """
@@ -395,6 +408,9 @@ def _metric_lines(numbers: dict[str, Any]) -> dict[str, str]:
 
     The loss comes first, then metrics that follow from the loss, then the others. The loss per byte
     is part of the text of the loss.
+
+    Args:
+        numbers: Result of `measured`. Keys that are no metrics are passed over.
     """
     lines = {}
     for name in sorted(METRICS, key=lambda name: METRICS[name].from_loss is None):
@@ -415,7 +431,8 @@ def check_classes(
 
     Args:
         model_classes: Classes of the run, in the order of their labels.
-        data_classes: Classes of the data, in the order of their labels.
+        data_classes: Classes of the data, in the order of their labels. `None` counts as no
+            classes.
         saved: `TrainedModel`, for the message.
         name: `data.name` of the data, for the message.
 

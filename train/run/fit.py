@@ -42,7 +42,8 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """Rows of metrics.jsonl, in order: one dictionary per step, evaluation and speed report.
 
-        Losses are in nats per token, image or target. A value that was not finite is `None`.
+        Losses are in nats per token, image or target. A value that was not finite is `None`. The
+        file is read at each access.
         """
         return metrics.read(self.workdir / metrics.FILE_NAME)
 
@@ -51,6 +52,7 @@ class Run:
         """Values of the last evaluation by name; empty if there was none.
 
         The names are `step`, `eval_loss`, `eval_accuracy`, and `eval/NAME/loss` of further sets.
+        metrics.jsonl is read at each access.
         """
         rows = [row for row in self.metrics if "eval_loss" in row]
         return rows[-1] if rows else {}

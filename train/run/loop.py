@@ -322,7 +322,8 @@ def save_and_evaluate(session: CompiledRun, report: Report, state: TrainState, s
 def save(session: CompiledRun, report: Report, state: TrainState, step: int, *, wait: bool) -> None:
     """Write all rows of metrics to disk, and start saving a checkpoint of the state.
 
-    With several processes, first check that their copies of the state are equal.
+    With several processes, which all call this, first check that their copies of the state are
+    equal.
 
     Args:
         step: Number of steps done.
@@ -468,7 +469,8 @@ def evaluate(
 ) -> Scores:
     """Run the evaluation step on all evaluation examples. Return metrics averaged over targets.
 
-    Every process of a run calls this function. Each reads its own rows of every batch.
+    Every process of a run calls this function. Each reads its own rows of every batch, and gets the
+    metrics over the rows of all.
 
     Args:
         eval_fn: Evaluation step (`Program.compile_eval`).
@@ -503,8 +505,9 @@ def evaluate(
 def evaluation(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
     """Evaluate a state on the run's data and its further sets, and write one row of metrics.
 
-    Images and histograms are shown if the config asks for them. The metrics are also added to
-    `session.evaluations`, which may stop the run early, and to the checkpoint of the step.
+    Every process of the run calls this, and process 0 writes the row. Images and histograms are
+    shown if the config asks for them. The metrics are also added to `session.evaluations`, which
+    may stop the run early, and to the checkpoint of the step.
 
     Args:
         session: Compiled run with its data and its further evaluation sets.

@@ -52,6 +52,10 @@ class CopyCheck:
     def check_start(self, state: TrainState, data: Data, step: int) -> None:
         """Refuse to train if processes start with different states or different first batches.
 
+        Args:
+            step: Number of steps done. With the skipped batches of rollbacks it gives the first
+                batch.
+
         Raises:
             AgreementError: An array of the state differs between processes.
             DataError, ReadError: The first batch differs, or cannot be read.
@@ -116,6 +120,9 @@ class CopyCheck:
         """Compare the first `_ROWS` rows of a training batch between all processes.
 
         Streamed text is not compared, because there each process reads its own rows alone.
+
+        Args:
+            index: Position of the batch in the training data, from 0.
 
         Raises:
             DataError: Processes read different examples.

@@ -359,7 +359,14 @@ class Report(contextlib.ExitStack):
 
     Args:
         context: Context of the run. Only process 0 writes and draws.
-        skipped_batches: Number of batches that rollbacks have skipped so far.
+        start: State from which the attempt starts. It says which earlier rows are kept.
+        compile_seconds: Time that compiling took, for the first row about speed.
+        skipped_batches: Number of batches that rollbacks have skipped before this attempt.
+
+    Attributes:
+        timing: Speed of this attempt, measured from its second step on.
+        progress: Live bar or plain lines on the screen of process 0.
+        profile: Trace of the steps that `log.profile` names.
     """
 
     def __init__(
@@ -543,7 +550,13 @@ class Report(contextlib.ExitStack):
         return culprit(np.asarray(jax.device_get(squares)), specs, definition.abstract)
 
     def evaluated(self, row: dict[str, Any]) -> None:
-        """Write and print the row of an evaluation, and start its upload to a bucket, if any."""
+        """Write and print the row of an evaluation, on process 0 alone.
+
+        If the workdir is in a bucket, the upload of the row is started, too.
+
+        Args:
+            row: Values by metric, with the `step`.
+        """
         self._write(row)
         if self._spool is not None:
             self.flush()
@@ -552,7 +565,9 @@ class Report(contextlib.ExitStack):
         self.progress.evaluated(row)
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the row of values that hooks logged.
+        """Write the row of values that hooks logged, on process 0 alone.
+
+        The row goes to metrics.jsonl, TensorBoard and the trackers.
 
         Args:
             step: Number of steps done.
@@ -560,7 +575,9 @@ class Report(contextlib.ExitStack):
         self._write({"step": step, **values})
 
     def show(self, step: int, media: Media) -> None:
-        """Show images and histograms of an evaluation in TensorBoard.
+        """Show images and histograms of an evaluation in TensorBoard, on process 0 alone.
+
+        Nothing happens if the config asks for no TensorBoard.
 
         Args:
             step: Number of steps done.
@@ -569,7 +586,7 @@ class Report(contextlib.ExitStack):
             self._writer.show(step, media)
 
     def stopped(self, step: int, reason: str) -> None:
-        """Write the row of a run that ends before its last step.
+        """Write the row of a run that ends before its last step, on process 0 alone.
 
         Args:
             step: Number of steps done.
@@ -578,7 +595,7 @@ class Report(contextlib.ExitStack):
         self._write({"step": step, "stopped": reason})
 
     def flush(self) -> None:
-        """Wait until every row so far is on disk. Do nothing on processes other than 0.
+        """Wait until all rows that were written are on disk. Do nothing on processes other than 0.
 
         Raises:
             DiskError, RuntimeError: A row could not be written.
@@ -602,6 +619,9 @@ class Report(contextlib.ExitStack):
 
         It does after `faults.most_in_a_row` skipped steps in a row, or if loss or gradient is not
         finite and `faults.bad_numbers` is not "skip".
+
+        Args:
+            values: Metrics of the step, with `loss` and `grad_norm`.
         """
         if in_a_row >= self._faults.most_in_a_row:
             return True

@@ -50,9 +50,12 @@ class CompiledRun:
     """Run with its compiled programs, its data and its checkpoints (`compiled` makes it).
 
     Attributes:
+        step_fn: Compiled training step (`Program.compile_train`).
+        eval_fn: Compiled evaluation step (`Program.compile_eval`).
         inputs: Inputs of the step besides state and batch, on the devices.
         began: Monotonic clock before compiling, in seconds.
         sets: Further evaluation sets by name.
+        evaluations: Results of the evaluations by step, which may stop the run early.
         snapshots: Takes images and histograms at evaluations, if the config asks for any.
         in_flight: Steps queued on the devices before the host waits for the oldest.
         copies: Compares the copies of several processes; `None` with one process.
@@ -158,7 +161,7 @@ def _steps_in_flight(program: Program, step: jax.stages.Compiled, limit: int | N
     """Return how many steps may be queued on the devices: at most `IN_FLIGHT`.
 
     A CPU allocates the temporaries of a step when the step is queued. There only as many steps may
-    be queued as have their temporaries in half of `limit` bytes.
+    be queued as have their temporaries in half of `limit` bytes. Without a limit, `IN_FLIGHT` may.
     """
     analysis = step.memory_analysis()
     if program.layout.platform != "cpu" or limit is None or analysis is None:
@@ -184,6 +187,7 @@ def compiled(
     processes, compare their states, inputs and first batches.
 
     Args:
+        sets: Further evaluation sets by name (`load_sets`).
         context: Context of the run. All its processes wait for the slowest compiler.
         limit: Bytes that a device had left before it held the state, or `None` to check nothing.
 
@@ -246,7 +250,8 @@ def _earlier_evaluations(
 ) -> Evaluations:
     """Return the evaluations in metrics.jsonl up to the start step, empty for a new run.
 
-    Process 0 reads them for all processes, and writes metrics that checkpoints on disk lack.
+    Process 0 reads them for all processes, which all call this, and writes metrics that checkpoints
+    on disk lack.
     """
 
     def earlier_rows() -> list[dict[str, Any]]:
@@ -291,7 +296,8 @@ def load_data(program: Program, context: RunContext) -> Data:
 
     Args:
         program: Program of the run. Its config names the data, which must fit its model.
-        context: Context of the run. Its console gets lines about work that takes time.
+        context: Context of the run, whose processes all call this. Its console gets lines about
+            work that takes time.
 
     Raises:
         DataError: The data is missing or damaged, does not fit the model, or differs from the data
@@ -388,7 +394,8 @@ def load_sets(program: Program, data: Data, context: RunContext) -> dict[str, Da
     Args:
         program: Program of the run. Its config names the sets.
         data: Data of the run. The sets must have its tokens or classes.
-        context: Context of the run. Its console gets lines about work that takes time.
+        context: Context of the run, whose processes all call this. Its console gets lines about
+            work that takes time.
 
     Raises:
         DataError: A set is missing, damaged or another than that of process 0, or it has other
@@ -444,6 +451,7 @@ def start_state(
     nothing                  `--init-from`, else fresh                     begun anew
 
     Args:
+        sets: Further evaluation sets by name (`load_sets`).
         context: Context of the run, whose processes all call this.
 
     Raises:
@@ -503,7 +511,8 @@ def _resumed_start(
 ) -> StartState:
     """Return the state of the checkpoint of `resume_step`, or of the newest undamaged one.
 
-    `evaluated` of the result is False if the evaluation of that step is due and not yet written.
+    The newest is taken if `resume_step` is `None`. `evaluated` of the result is False if the
+    evaluation of that step is due and not yet written.
     """
     state = restore_latest(program, data, checkpoints, resume_step)
     step = int(state.step)  # an earlier one if the newest checkpoint is damaged
@@ -541,7 +550,11 @@ def _write_record(
 ) -> None:
     """Write config.json and the assets of the data, such as a tokenizer, into the workdir.
 
-    Both are also set on `checkpoints`, whose manifests list them.
+    Both are also set on `checkpoints`, whose manifests list them. Process 0 alone calls this.
+
+    Args:
+        step: Number of steps done when this part of the run begins.
+        environment_facts: Facts of this process (`environment.facts`).
     """
     facts = dict(data.facts)
     if sets:
@@ -563,6 +576,8 @@ def restore_latest(
     program: Program, data: Data, checkpoints: Checkpoints, only_step: int | None = None
 ) -> TrainState:
     """Return the state of the newest undamaged checkpoint, or of step 0 if there is none yet.
+
+    If a run has several processes, all of them must call this together.
 
     Args:
         data: Data that the checkpoint must have been trained on, unless `resume_change` has `data`.

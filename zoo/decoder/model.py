@@ -204,7 +204,12 @@ class Decoder(nnx.Module):
     def _readout_inputs(
         self, h_BTD: jax.Array, statistics: BlockStatistics = NO_STATISTICS
     ) -> ReadoutInputs:
-        """Apply the final norm, and return its output with the readout matrix."""
+        """Apply the final norm, and return its output with the readout matrix.
+
+        Args:
+            statistics: Statistics of the blocks, which the result holds as `routing` and
+                `attention_logits`.
+        """
         bias_V = None if self.readout_bias is None else self.readout_bias[...]
         cap = self.config.logit_softcap
         if cap is not None:

@@ -264,6 +264,8 @@ class EncoderBlock(nnx.Module):
     ) -> tuple[jax.Array, BlockStatistics]:
         """Return the residual stream after the block, and its largest attention logits.
 
+        `attention_logits` has the key "attention", float32 [H].
+
         Args:
             h_BSD, mask_BS, bias_HSS: Same as in a call.
         """
@@ -285,7 +287,8 @@ class EncoderBlock(nnx.Module):
         Skip and branch factors are applied nowhere else.
 
         Args:
-            branch: Index of the branch in the block, from 0.
+            branch: Index of the branch in the block: 0 for attention and 1 for the MLP. In a
+                decoder, 1 is cross-attention and 2 the MLP.
         """
         skip = self.skip[...].astype(h_BTD.dtype)
         scale = self.branch[...].astype(h_BTD.dtype)
@@ -332,6 +335,8 @@ class DecoderBlock(EncoderBlock):
         bias_HTT: jax.Array | None,
     ) -> tuple[jax.Array, BlockStatistics]:
         """Return the residual stream after the block, and its largest attention logits.
+
+        `attention_logits` has the keys "attention" and "cross", each float32 [H].
 
         Args:
             h_BTD, memory_BSD, mask_BS, bias_HTT: Same as in a call.
@@ -413,7 +418,12 @@ class EncoderOutput(NamedTuple):
 
 
 class StackInputOutput(nnx.Module):
-    """Modules around a stack of blocks: positions, the norm of the embeddings, the final norm."""
+    """Modules around a stack of blocks: positions, the norm of the embeddings, the final norm.
+
+    Args:
+        bidirectional: Whether relative positions distinguish keys after the query, as in an
+            encoder.
+    """
 
     layout: Layout = ONE_DEVICE
 

@@ -56,6 +56,10 @@ class Experts(nnx.Module):
     """Layer of experts: the sum over a token's experts i of weight_i W_out_i act(W_in_i x).
 
     The hidden layer of an expert has a gate if the model's activation has one.
+
+    Attributes:
+        balance: Bias that is added to the scores for the choice of experts alone. `None` without
+            one.
     """
 
     layout: Layout = ONE_DEVICE
@@ -121,6 +125,9 @@ class Experts(nnx.Module):
         """Return the weighted sum of the outputs of each token's experts. No token is dropped.
 
         The rows of all tokens are sorted by expert and multiplied in groups.
+
+        Args:
+            choice: Experts of every token and weights of their outputs, from `route`.
         """
         layout = _layout_for_batch(self.layout, len(x_BTD))
 
@@ -147,6 +154,9 @@ class Experts(nnx.Module):
 
         Every expert has `capacity` slots for every example. The output is 0 for a token that finds
         no room with any of its experts.
+
+        Args:
+            choice: Experts of every token, weights of their outputs and slots, from `route`.
         """
         layout = _layout_for_batch(self.layout, len(x_BTD))
 
@@ -306,6 +316,8 @@ def by_slots(
 def _exchange(mesh_axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     """Send part n of x to device n along mesh axes. Return the parts that this device receives.
 
+    Call inside `shard_map`, on all devices along these axes.
+
     Args:
         mesh_axes: Axes whose N devices exchange parts. Without any, x is returned.
         x: Parts for all devices, [N, ...].
@@ -381,6 +393,9 @@ class Slots(NamedTuple):
         """Return the sum of every token's slots, [T, D].
 
         The gradient of an empty slot is that of the last token, and not 0.
+
+        Args:
+            y_SD: Outputs of experts in every slot, multiplied by `weights` already.
         """
         return _sum_rows(("fill", "clip"), y_SD, self.slots_TA, self._tokens())
 

@@ -191,6 +191,9 @@ def sizes(
 def _learn(axes: dict[str, _AxisSize], axis: str, size: int, name: str) -> None:
     """Add the size that an array shows to `axes`, or check it if the axis is known.
 
+    Args:
+        name: Name of the array that shows the size, for messages.
+
     Raises:
         PresetError: If the axis has another size already.
     """

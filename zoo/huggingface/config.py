@@ -222,7 +222,10 @@ def _read(config: Fields, model_type: str) -> Published:
 
 
 def _reasons(model: TransformerConfig) -> list[str]:
-    """Return the reasons why the code of the model's family cannot compute it, `[]` if it can."""
+    """Return the reasons why the code of the model's family cannot compute it, `[]` if it can.
+
+    A reason is a part of a sentence, in which "it" is the code of `transformers`.
+    """
     family = family_of(model)
     problems = _common_reasons(model, family)
     if isinstance(model, EncoderDecoderConfig):

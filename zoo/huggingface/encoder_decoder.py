@@ -166,6 +166,7 @@ def _check_encoder_size(config: Fields, field: str, decoder_size: int, default: 
 
     Args:
         field: Name of the field without `encoder_` or `decoder_`.
+        decoder_size: Value that the decoder's field has, for comparison.
         default: Value of the encoder's field if config.json leaves it out.
     """
     encoder_size = config.read(f"encoder_{field}", default)

@@ -242,6 +242,8 @@ def _read_rope_parameters(parameters: dict[str, Any], default_theta: float) -> d
 def _read_windows(config: Fields, depth: int, default_period: int) -> dict[str, Any]:
     """Return the fields of our config that say which layers have a window.
 
+    These are `window`, in positions or `None`, and `full_every` if some layers have no window.
+
     Args:
         default_period: Every so many layers, one has no window. `sliding_window_pattern` overrides
             the number, and `layer_types` overrides both.

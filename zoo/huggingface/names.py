@@ -271,6 +271,9 @@ def _scale(model: TransformerConfig, family: Family, name: str) -> float:
 
     T5's code does not scale attention logits, and divides a tied readout by width^1/2. Gemma's code
     multiplies looked-up embeddings by width^1/2.
+
+    Args:
+        name: Name of our parameter, such as "norm.gain".
     """
     if family == "t5" and name.endswith(".query"):
         # Our logits are multiplied by head_dim^-1/2.

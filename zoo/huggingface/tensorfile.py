@@ -260,7 +260,10 @@ def write_tensors(
 
 
 def _save(arrays: dict[str, np.ndarray], file: Path, metadata: dict[str, str]) -> None:
-    """Write a file of tensors. Raise `OSError` for an error of the system, such as a full disk."""
+    """Write a file of tensors. Raise `OSError` for an error of the system, such as a full disk.
+
+    An existing file is replaced.
+    """
     try:
         save_file(arrays, file, metadata=metadata)
     except SafetensorError as error:

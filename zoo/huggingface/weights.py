@@ -179,6 +179,9 @@ def _check_number_of_layers(
 
     This comes before any loop over layers, because a config may claim millions of them.
 
+    Args:
+        names_in_file: Name in the file by the name without the prefix.
+
     Raises:
         TensorFileError: The file has fewer tensors than that number.
     """
@@ -198,6 +201,9 @@ def _zero_params(
     files: Tensors, published: Published, names_in_file: Mapping[str, str]
 ) -> set[str]:
     """Return the names of the parameters that are zero because the file does not hold them.
+
+    Args:
+        names_in_file: Name in the file by the name without the prefix.
 
     Raises:
         TensorFileError: The file has no classifier, and the config has too many classes to add one.
@@ -234,6 +240,11 @@ def _expected_names(
 ) -> set[str]:
     """Check the shapes of the tensors to read. Return their names without the prefix.
 
+    Args:
+        names_in_file: Name in the file by the name without the prefix.
+        zeros: Parameters that are zero because the file does not hold them. Their tensors are
+            neither checked nor returned.
+
     Raises:
         TensorFileError: A tensor is missing or has another shape than config.json says.
     """
@@ -262,7 +273,10 @@ def _read_params(
 ) -> Params:
     """Read our parameters, stacked over layers. Those in `zeros` are filled with zeros.
 
-    Registers are still apart from the positions.
+    The arrays are float32. Registers are still apart from the positions.
+
+    Args:
+        names_in_file: Name in the file by the name without the prefix.
     """
     params: Params = {}
     for tensor in tensors(model):

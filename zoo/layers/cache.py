@@ -73,8 +73,8 @@ class Cache(NamedTuple):
     ) -> jax.Array:
         """Return causal attention of T queries at the positions from `length` on, [B, T, H, N].
 
-        A query sees all cached positions up to its own, whose key and value `put` has already
-        written. The softmax is in float32.
+        A query sees all cached positions up to its own. `put` has already written them; `length` is
+        still the number of positions before them. The softmax is in float32.
 
         Args:
             layer: Index of the layer, from 0.

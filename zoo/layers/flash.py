@@ -119,12 +119,16 @@ def _cudnn_by_heads(
 ) -> jax.Array:
     """Return causal attention of one device's positions, with positions exchanged for heads.
 
+    Queries and results are exchanged between devices. Of keys and values, each device takes the
+    heads that it needs.
+
     Args:
-        q_BTHN: Queries at this device's T positions, with all of its heads.
+        q_BTHN: Queries at this device's T positions, with all of its heads, and the logit scale in
+            them. The number of devices divides H.
         k_BSKN: Keys at all S positions. S is T times the number of devices.
         v_BSKN: Values, [B, S, K, N].
         segments: Segments of queries [B, T] and of keys [B, S], or an empty tuple.
-        mesh_axes: Mesh axes that split positions, over which arrays are exchanged.
+        mesh_axes: Mesh axes that split positions, over which queries and results are exchanged.
     """
     num_devices = jax.lax.axis_size(mesh_axes)
     device = jax.lax.axis_index(mesh_axes)
@@ -255,7 +259,9 @@ def ring_attention(
     """Return attention [B, T, H, N] where devices split positions and keys go round in a ring.
 
     Every device holds the queries, keys and values of its own positions (`mupax.zoo.layers.ring`).
-    On TPU splash attends to each part of the keys, elsewhere plain products do.
+    On TPU splash attends to each part of the keys, elsewhere plain products do. T and S are equal.
+    With D devices that split positions, T is a multiple of 2D if causal, otherwise of D, and on TPU
+    of 128 times that.
 
     Args:
         q_BTHN, k_BSKN, v_BSKN, causal, block, segments_BT, interpret, layout: Same as in

@@ -156,7 +156,8 @@ def _tile(
 ) -> jax.Array:
     """Return causal attention of queries start to start + tile_size, [R, tile_size, N].
 
-    The last tile can have fewer queries.
+    The last tile can have fewer queries. The arguments have all T queries and S keys, and segments
+    for all R.
     """
     stop = start + tile_size
     first_key = 0
@@ -199,7 +200,11 @@ def _same_segment(segments_BT: jax.Array) -> jax.Array:
 
 
 def _causal_mask(queries: int, keys: int, window: int | None) -> jax.Array:
-    """Return which keys each query sees, bool [T, S]: at most `window`, up to its own position."""
+    """Return which keys each query sees, bool [T, S]: at most `window`, up to its own position.
+
+    Args:
+        window: Number of keys that a query sees. `None` is all keys up to its own position.
+    """
     mask_TS = jnp.tri(queries, keys, dtype=bool)
     if window is not None:
         mask_TS &= ~jnp.tri(queries, keys, k=-window, dtype=bool)
@@ -357,7 +362,11 @@ def _xla_attention(
     segments_BT: jax.Array | None,
     layout: Layout,
 ) -> jax.Array:
-    """Return attention by XLA's products: in tiles, merged, or with all dimensions separate."""
+    """Return attention [B, T, H, N] by XLA's products, of queries that already include the scale.
+
+    It goes in tiles of queries (`tiled`), with batch and heads merged into one dimension
+    (`merges_heads`), or with all dimensions separate.
+    """
     if tiled(causal, q_BTHN.shape[1], layout=layout):
         return tiled_attention(
             q_BTHN, k_BSKN, v_BSKN, window=window, cap=cap, segments_BT=segments_BT

@@ -86,6 +86,11 @@ def _quantized_product(x: jax.Array, w: jax.Array, dimensions: Any, kind: str) -
 
     Each row of x and each column of w is divided by its largest entry before it is rounded. A
     factor on x or w is therefore exactly a factor on the result, under every preset.
+
+    Args:
+        w: Weights, which must have the dtype of x.
+        dimensions: Contracted and batch dimensions, as `jax.lax.dot_general` takes them.
+        kind: "int8" or "float8".
     """
     # qwix has no public function for this product.
     from qwix._src.core import dot_general_qt as qwix  # pyright: ignore[reportMissingImports]
@@ -360,6 +365,11 @@ def _turned(x_BTHN: jax.Array, cos_BTM: jax.Array, sin_BTM: jax.Array) -> jax.Ar
     """Return the rotation of `rotary`, computed with a matrix product.
 
     A product with a matrix of 0, 1 and -1 maps the halves (a, b) to (-b, a) without rounding.
+
+    Args:
+        cos_BTM: Cosine of the angle of each pair of entries. B is 1 if it is the same in all
+            sequences.
+        sin_BTM: Sine of these angles, [B, T, M].
     """
     # Half a row is half of the 128 lanes of a TPU vector. Splitting and joining rows there takes
     # five times as long as the product.

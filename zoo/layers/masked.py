@@ -35,8 +35,9 @@ def attend(
         k_BSKN: Keys. H is a multiple of K.
         v_BSKN: Values. Their N can differ from that of the keys.
         causal: `True` lets query t see keys 0..t, `False` all keys.
-        mask_BS: bool, `True` at keys that are not padding. Every example has at least one.
-        bias_HTS: Bias added to logits, float32.
+        mask_BS: bool, `True` at keys that are not padding. Every example has at least one. Default:
+            all.
+        bias_HTS: Bias added to logits, float32. Default: none.
         implementation: Implementation by name, as in `kernels.attend`.
         block: Positions on a side of a splash block, as in `kernels.attend`.
         layout: Layout of the arrays on devices, `ONE_DEVICE` by default.

@@ -63,6 +63,12 @@ class Attention(nnx.Module):
     """Multi-head attention softmax(logit_scale * q k) v, projected to the residual stream.
 
     The preset's logit scale is applied here and nowhere else.
+
+    Attributes:
+        attention_specs: Mask and soft cap of each layer of a period. `at` selects one of them.
+        block: Positions on a side of a splash block. `None` is the chip's own.
+        fused: Whether one product computes queries, keys and values.
+        kind: Number type of the products, `product_dtype` of the compute config.
     """
 
     layout: Layout = ONE_DEVICE
@@ -284,7 +290,12 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two-layer MLP W_out act(W_in x), or the gated W_out (act(W_gate x) * W_up x)."""
+    """Two-layer MLP W_out act(W_in x), or the gated W_out (act(W_gate x) * W_up x).
+
+    Attributes:
+        fused: Whether one product computes both W_gate x and W_up x.
+        kind: Number type of the products, `product_dtype` of the compute config.
+    """
 
     layout: Layout = ONE_DEVICE
 

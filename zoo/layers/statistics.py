@@ -57,7 +57,8 @@ def largest_logits(
 ) -> jax.Array:
     """Return the largest logit of every head over the batch and all visible pairs, float32 [H].
 
-    No gradient flows through the result. Under manual FSDP it is over this device's examples.
+    No gradient flows through the result. Under manual FSDP it is over this device's examples. A
+    head without a visible pair has -inf.
 
     Args:
         q_BTHN: Queries, which already include the logit scale.
@@ -66,8 +67,8 @@ def largest_logits(
         window: Number of keys that a query sees, its own and those before it. Default: all. Only
             read if `causal`.
         mask_BS: bool, `True` at keys that queries may see. Default: all.
-        segments_BT: Document of each position, int32. Positions see only their own document.
-            Needs T = S. Default: one document.
+        segments_BT: Document of each position, int32. Positions see only their own document. Needs
+            T = S. Default: one document.
         block: Number of queries, and of keys, of one product.
         layout: Layout of the arrays on the devices that this is compiled for.
     """

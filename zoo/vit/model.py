@@ -109,7 +109,11 @@ class ViT(nnx.Module):
         return self._readout_inputs(h_BTD, statistics)
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
-        """Apply the final norm, pooling and the readout. Return float32 logits [B, classes]."""
+        """Apply the final norm, pooling and the readout. Return float32 logits [B, classes].
+
+        Args:
+            h_BTD: Residual stream after all blocks, [B, T, D].
+        """
         return self._readout_inputs(h_BTD).logits(self.layout)
 
     def _readout_inputs(

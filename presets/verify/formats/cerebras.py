@@ -100,6 +100,7 @@ class Config(ModelFile):
 
     Args:
         contents: Contents of the YAML file, for which `fits` is true.
+        source: Name of the file, for messages and `Dump.source`.
     """
 
     def __init__(self, contents: Any, source: str) -> None:
@@ -260,7 +261,13 @@ class Config(ModelFile):
     def _columns(
         self, role: str, sizes: Sizes, stds: Mapping[str, float], output: float
     ) -> Columns:
-        """Return std, learning rate, weight decay, eps and multiplier of the role's parameter."""
+        """Return std, learning rate, weight decay, eps and multiplier of the role's parameter.
+
+        Args:
+            role: Key of `stds`, or a role of a norm.
+            stds: Initial standard deviation by role, from `_stds`.
+            output: Factor on the logits, in effect for the role "readout" alone.
+        """
         settings = self._settings
         is_vector = "norm" in role
         in_block = role.startswith("block.")

@@ -87,8 +87,9 @@ class Fields:
     """Values of a config by name, with checks and with the defaults of the program that reads it.
 
     Args:
-        values: Values that the file gives. `None` counts as not given.
+        values: Values that the file gives, by name. `None` counts as not given.
         defaults: Values that the program uses for names that the file does not give.
+        source: Name of the file, with which messages begin.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, defaults: Mapping[str, Any]) -> None:

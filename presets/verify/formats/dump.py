@@ -60,18 +60,21 @@ class Entry:
 class Dump:
     """All parameters of one model, with the values that belong to no single parameter.
 
+    `None` stands for a value that the file does not give, unless an entry below says otherwise.
+
     Attributes:
         source: Name of the file, for messages.
         parameters: Entries by parameter name.
         optimizer: A name of `OPTIMIZERS`. `None` if the file gives none.
-        decay: Whether weight decay is multiplied by the learning rate ("coupled").
+        decay: "coupled" if weight decay is multiplied by the learning rate, otherwise
+            "independent".
         head_dim: Size of an attention head, N.
         layers: Number of residual blocks, L. `None` if the names show it.
         encoder_layers: Number of an encoder's blocks, if it differs from `layers`.
         attention: Factor on the attention logits q.k, such as 1/sqrt(N).
         branch: Factor on every residual branch.
-        readout: Factor on the logits if the readout is the embedding's table. `None` if the
-            readout has a table of its own.
+        readout: Factor on the logits if the readout is the embedding's table. `None` if the readout
+            has a table of its own.
         notes: Sentences on what the format leaves open.
     """
 

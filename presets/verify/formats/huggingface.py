@@ -94,6 +94,7 @@ class Config(ModelFile):
 
     Args:
         contents: Contents of the JSON file, for which `fits` is true.
+        source: Name of the file, for messages and `Dump.source`.
     """
 
     def __init__(self, contents: Mapping[str, Any], source: str) -> None:

@@ -80,6 +80,7 @@ class CommandLine(ModelFile):
 
     Args:
         words: Words of the command line, as a shell splits them.
+        source: Name of the file, for messages and `Dump.source`.
     """
 
     def __init__(self, words: Sequence[str], source: str) -> None:
@@ -208,7 +209,12 @@ class _Values:
         self.output = output if mup else 1.0
 
     def columns(self, role: str, layers: int) -> Columns:
-        """Return std, learning rate, weight decay, eps and multiplier of the role's parameter."""
+        """Return std, learning rate, weight decay, eps and multiplier of the role's parameter.
+
+        Args:
+            role: Key of `_NAMES`, "readout" or "position".
+            layers: Number of blocks L, on which the std of branch outputs depends.
+        """
         is_vector = "norm" in role
         if is_vector:
             # Gains start at 1, so that they have no std to judge, and they do not decay.

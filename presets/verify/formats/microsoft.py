@@ -83,6 +83,9 @@ def _check_contents(contents: Any, source: str, target: Dump) -> None:
 def _full_shape(name: str, shape: list[Any], source: str, target: Dump) -> tuple[int, ...]:
     """Return the base shape, with the model's own sizes for dimensions that do not grow.
 
+    Args:
+        shape: Sizes in the file. `None` is a dimension that does not grow with width.
+
     Raises:
         PresetError: The shape has another number of dimensions than the model's, or no whole
             numbers.
@@ -100,6 +103,9 @@ def _unscaled_entry(contents: dict[str, list[Any]], source: str, target: Dump) -
     """Return the first parameter of the model whose learning rate mup does not scale.
 
     Under Adam it is one with fewer than two width dimensions, under SGD a matrix with two.
+
+    Args:
+        contents: Sizes by parameter. `None` is a dimension that does not grow with width.
 
     Raises:
         PresetError: The model has no such parameter.

@@ -105,6 +105,7 @@ class Config(ModelFile):
 
     Args:
         arguments: Words of a command line, or the text of a Python config file.
+        source: Name of the file, for messages and `Dump.source`.
     """
 
     def __init__(self, arguments: str | Sequence[str], source: str) -> None:
@@ -170,7 +171,12 @@ class Config(ModelFile):
         )
 
     def _columns(self, role: str, sizes: Sizes, width_ratio: float) -> Columns:
-        """Return std, learning rate, weight decay, eps and multiplier of the role's parameter."""
+        """Return std, learning rate, weight decay, eps and multiplier of the role's parameter.
+
+        Args:
+            role: Key of `_NAMES`.
+            width_ratio: Width divided by base width, 1 without muP.
+        """
         fields = self._fields
         std = fields.number("init_std")
         lr = fields.number("learning_rate")

@@ -76,6 +76,7 @@ class Config(ModelFile):
 
     Args:
         contents: Contents of the YAML file, for which `fits` is true.
+        source: Name of the file, for messages and `Dump.source`.
     """
 
     def __init__(self, contents: Any, source: str) -> None:

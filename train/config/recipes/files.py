@@ -217,7 +217,12 @@ def _with_named_sources(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and content of every source of a map, or of a list of words and of maps."""
+    """Yield name and content of every source of a map, or of a list of words and of maps.
+
+    Args:
+        key: Field for the message, such as "data.mix".
+        value: Value of the field in the file.
+    """
     if isinstance(value, dict):
         yield from value.items()
         return

@@ -414,6 +414,8 @@ def verdict(
     """Return a text on a step that does not fit, with flags that make it fit. `None` if it fits.
 
     Args:
+        usage: Memory of the program's own step on one device.
+        limit: Bytes of one device that the step may take.
         compiles: `True` compiles proposals before they are made, `False` estimates them from
             shapes.
         elsewhere: `True` also compiles for more devices than there are, and sets no time limit.
@@ -432,7 +434,7 @@ def _fitting(
     """Return a text with flags that make a step fit on the present devices, and its memory.
 
     If none do, the text names larger meshes or smaller runs instead. At most `_TRIES` proposals
-    are compiled or, without `compiles` or time, estimated.
+    are compiled or, without `compiles` or time, estimated. The arguments are those of `verdict`.
     """
     start_time = time.monotonic()
     # Nothing can be compiled for devices that are not here.
@@ -469,6 +471,9 @@ def _on_more_devices(program: Program, limit: int) -> str:
 
     The text ends with "by estimate" if there are such devices. Otherwise it says how near the run
     comes to fitting.
+
+    Args:
+        limit: Bytes that one device has for the step.
     """
     row_bytes: dict[str, int | None] = {}  # bytes of one example, by remat policy
     lowest_peak = math.inf
@@ -523,6 +528,9 @@ def _on_more_devices_by_shapes(program: Program, usage: MemoryEstimate, limit: i
 
     The text has mesh flags and memory, and ends with "by estimate" if there are such devices.
     Otherwise it says how much the largest mesh takes, or that no larger mesh divides the sizes.
+
+    Args:
+        limit: Bytes that one device has for the step.
     """
     best = "No larger mesh divides the batch and the model's sizes"
     for larger in _larger(program):
@@ -536,7 +544,11 @@ def _on_more_devices_by_shapes(program: Program, usage: MemoryEstimate, limit: i
 
 
 def _smaller_text(program: Program, usage: MemoryEstimate, limit: int) -> str:
-    """Return flags of smaller runs that fit by estimate, or a hint which sizes to reduce."""
+    """Return flags of smaller runs that fit by estimate, or a hint which sizes to reduce.
+
+    Args:
+        limit: Bytes that one device has for the step.
+    """
     flags = list(_smaller(program, usage, limit))
     if flags:
         return f"{', or '.join(flags)}, by estimate"
@@ -559,6 +571,9 @@ def _smaller(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[st
 
     A flag sets one size to a half, a quarter, and so on: the first of these that fits. The last
     flag stores float32 parameters in bfloat16.
+
+    Args:
+        limit: Bytes that one device has for the step.
     """
     config = program.config
     # Every microbatch needs an example on every device.
@@ -649,6 +664,9 @@ def _proposals(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[
 
     Runs that cost less time come first. Each mesh and remat policy has at most one, with the fewest
     microbatches that fit.
+
+    Args:
+        limit: Bytes that one device has for the step.
     """
     own_activations = max(1, _activations(program, program.config))
     own_gradients = _gradients(program)
@@ -697,7 +715,9 @@ def _larger(program: Program) -> Iterator[Program]:
 
 
 def _with_most_fsdp(program: Program, num_devices: int) -> Program | None:
-    """Return the run with as many of the devices along fsdp as its sizes allow, if any do.
+    """Return the run with as many of the devices along fsdp as its sizes allow.
+
+    The result is `None` if the sizes allow no split of the devices over data and fsdp.
 
     Args:
         program: Program of the run itself. Its fsdp axis is the smallest that is tried.
@@ -717,6 +737,10 @@ def _with_mesh(program: Program, *, data: int, fsdp: int) -> Program | None:
     """Return the run on another mesh, or `None` if the mesh does not fit the run's sizes.
 
     An evaluation batch that does not split over the mesh is replaced (`_evaluating`).
+
+    Args:
+        data: Number of devices along the mesh axis data. The axes that are not named stay.
+        fsdp: Number of devices along the mesh axis fsdp.
     """
     config = program.config
     shape = program.mesh.shape

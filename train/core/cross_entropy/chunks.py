@@ -34,7 +34,8 @@ def loss_on_device(
     """Return the loss sums over all devices, and gradients of this device's readout inputs.
 
     Chunks of tokens run one after another. The gradients are those of features, weight, scale and
-    bias, and `None` without `with_grads`.
+    bias, and `None` without `with_grads`. They are complete: already summed over the devices, for
+    this device's tokens and its part of the readout.
 
     Args:
         plan: `loss.LossPlan`, the distribution of the loss over devices.
@@ -116,8 +117,8 @@ def _chunk_loss(
 ) -> tuple[TokenStatistics, ReadoutInputs | None]:
     """Return statistics of a chunk's tokens, and gradients of the readout inputs.
 
-    The statistics are over the whole vocabulary. The gradients come from this device's part of the
-    vocabulary only. They are `None` without `with_grads`.
+    The statistics are over the whole vocabulary. The gradients are not summed over devices: they
+    come from this device's part of the vocabulary only. They are `None` without `with_grads`.
     """
     targets_N = chunk.targets
     own_NV = readout_inputs.logits(plan.layout)

@@ -75,7 +75,8 @@ class _DeviceLoss:
         Args:
             source: Readout inputs of the model or of the reference.
             part: Columns of the part in this device's share of the readout matrix, such as 0:128.
-            after: Array that the compiler has to compute before the part is gathered.
+            after: Array that the compiler has to compute before the part is gathered. `None` leaves
+                the order to the compiler.
         """
         weight_DV = source.weight[:, part]
         if after is not None:
@@ -93,7 +94,8 @@ class _DeviceLoss:
         Logits of the reference are subtracted if the output is centred.
 
         Args:
-            after: Array that the compiler has to compute before the part is gathered.
+            after: Array that the compiler has to compute before the part is gathered. `None` leaves
+                the order to the compiler.
         """
         readout = self.readout_part(self.inputs.readout_inputs, part, after)
         own_NV = readout.logits(self.plan.layout)
@@ -118,7 +120,8 @@ def loss_on_device(
     """Return the loss sums over all devices, and gradients of this device's readout inputs.
 
     Parts of the vocabulary run one after another. The gradients are those of features, weight,
-    scale and bias, and `None` without `with_grads`.
+    scale and bias, and `None` without `with_grads`. They are complete: already summed over the
+    devices, for this device's tokens and its part of the readout.
 
     Args:
         plan: `loss.LossPlan`, the distribution of the loss over devices.
@@ -201,6 +204,9 @@ def _count_ranks(loss: _DeviceLoss, label_N: jax.Array) -> jax.Array:
     """Count the classes of this device that come before each target, int32 [N].
 
     The target's logit is known only after all parts, so all logits are computed again.
+
+    Args:
+        label_N: Logits of the targets, also of those whose class another device has.
     """
     rank_N = jnp.zeros(loss.targets_N.shape, jnp.int32)
     after_N = label_N
@@ -220,13 +226,15 @@ def _gradients(
     exp_N: jax.Array,
     partition_N: jax.Array,
 ) -> ReadoutInputs:
-    """Return the gradients of this device's features, weight, scale and bias.
+    """Return the gradients of this device's features, weight, scale and bias (`loss_on_device`).
 
     Args:
         loss: Inputs of the loss on this device.
         exps: exp(logit - largest logit of the part) of each part, [N, V]. `None` if it is not kept.
         shares: exp(largest logit of the part - top_N) of each part, [N].
+        top_N: Largest logit of the whole vocabulary, over all devices that split it.
         exp_N: Sum of exp(logit - top_N) over the whole vocabulary.
+        partition_N: Log-partition of the whole vocabulary, log(exp_N) + top_N.
     """
     plan = loss.plan
     readout_inputs = loss.inputs.readout_inputs

@@ -71,6 +71,9 @@ class Parameterization:
         """Return initial parameters in a tree like the model's.
 
         Matrices and embeddings are Gaussian, gains have their value, and biases are 0.
+
+        Args:
+            seed: Seed from 0 to 2**32 - 1. It may be a traced array, uint32 [].
         """
         return self.definition.tree(self.definition.initialize(seed, self.stds))
 

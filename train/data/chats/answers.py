@@ -96,6 +96,8 @@ class ChatTokens:
     def prompt(self, messages: Sequence[Any]) -> tuple[str, np.ndarray]:
         """Return a conversation with the beginning of the next answer, as text and as int32 ids.
 
+        The ids are those of the tokenizer, and none is raised by V.
+
         Args:
             messages: Result of `templates.checked`.
 
@@ -200,6 +202,7 @@ class ChatTokens:
         """Return the rendered text, and the message's number and the characters of each answer.
 
         Args:
+            messages: Messages as the template sees them (`shown_to_template`).
             by_message: True if the number of each answer's message must be right. Otherwise the
                 numbers may be 0.
 
@@ -261,6 +264,11 @@ class ChatTokens:
 
         These are none if the message's weight is 0, and otherwise all but the parts that
         `train_detail` excludes.
+
+        Args:
+            message: Message of the result of `templates.checked`.
+            span: Characters of `text` that belong to the message.
+            text: Rendered text of the complete conversation, without `QUOTE`.
 
         Raises:
             DataError: The template changes a content that has `train_detail`.

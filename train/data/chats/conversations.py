@@ -110,6 +110,8 @@ class Conversations(Data):
 
     Args:
         config: Data settings: sizes of batches and document mask.
+        train: Training conversations, packed as ids of `tokens`.
+        tokens: Encoder that made the ids of both sides. Batches have the ids of its tokenizer.
         seq_len: T, number of predicted tokens per window.
 
     Raises:
@@ -168,6 +170,9 @@ class Conversations(Data):
         """Count the targets of the first evaluation examples and the bytes of their text.
 
         The end of a conversation counts one byte if it is a target.
+
+        Args:
+            examples: Number of evaluation examples, in the order of evaluation.
         """
         side = self.eval_windows
         vocab = self._vocab

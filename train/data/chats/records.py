@@ -57,7 +57,8 @@ class ChatTable(Table):
 def in_folder(path: Path) -> bool:
     """Return whether a file, or the first file of records in a folder, has messages.
 
-    The result is False for a damaged file, and if there is no file of records.
+    Only the field or column `messages` counts. Of JSON lines, the first 50 are tried. The result is
+    False for a damaged file, and if there is no file of records.
     """
     if path.is_file():
         files = [path]
@@ -84,6 +85,11 @@ def _content(
     """Check the messages of a record and return them as JSON.
 
     Without an answer to train on, return no bytes and add the place to `without_answer`.
+
+    Args:
+        value: Value of the field. `None` if the record does not have the field.
+        where: File and line or row, for messages.
+        text_fields: Names of the fields that could be meant instead, for the message.
 
     Raises:
         DataError: The field has no valid list of messages. The message has the place.

@@ -243,7 +243,8 @@ def _rounded_up(number: float) -> int:
 class BoundedStream(io.RawIOBase):
     """Stream of the unpacked content of a file that raises LimitError if it unpacks to too much.
 
-    The ratio is measured over every `WINDOW_BYTES` of the content.
+    For every `WINDOW_BYTES` (64 MiB) of the content, at least 1 / `limits.ratio` as many bytes of
+    the file must have been used.
 
     Args:
         unpacked: Binary stream that unpacks `packed`.
@@ -286,7 +287,8 @@ def check_ratio(place: str, unpacked: int, packed: int, limits: LimitsConfig) ->
         packed: Number of bytes on disk that they come from.
 
     Raises:
-        LimitError: `unpacked` is more than `WINDOW_BYTES`, and more than the ratio allows.
+        LimitError: `unpacked` is more than `WINDOW_BYTES` (64 MiB), and more than `limits.ratio`
+            times `packed`.
     """
     if unpacked > max(WINDOW_BYTES, limits.ratio * packed):
         raise too_packed(place, unpacked, packed, limits)

@@ -32,7 +32,7 @@ class BrokenPart(NamedTuple):
 
 
 class BrokenLog:
-    """Log of the broken entries so far, by the part of a file that contains them.
+    """Log of the broken entries that were found, by the part of a file that contains them.
 
     A part may be read several times, by several processes, and in an earlier run. Its entries count
     once.
@@ -95,6 +95,7 @@ class BrokenLog:
         Args:
             name: Name of the part (`part`).
             unit: Name of one entry, such as "record".
+            place: File and line of the entry, for the summary.
             error: Reason, with the name of the file.
 
         Raises:
@@ -145,6 +146,11 @@ class Tally:
 
     Args:
         skip: True if broken entries are left out. Otherwise the first one raises its error.
+
+    Attributes:
+        count: Number of entries that were left out.
+        places: File and line of the first eight of these.
+        reason: Error of the first of these, empty if there is none.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -170,7 +176,12 @@ class Tally:
         self.leave_out(place, str(error).removeprefix(f"{place} "))
 
     def leave_out(self, place: str, reason: str) -> None:
-        """Count an entry that is left out even if broken entries raise their error."""
+        """Count an entry that is left out even if broken entries raise their error.
+
+        Args:
+            place: Name of the entry, such as its file and line, for the summary.
+            reason: Rest of a sentence that begins with the place, such as "has null in 'text'".
+        """
         self.count += 1
         self.reason = self.reason or reason
         if len(self.places) < _LISTED:

@@ -190,9 +190,11 @@ def embedded(
     """Return the TFDS builder of an embedded data set, and prepare the data set if necessary.
 
     Args:
-        data_dir: Value of `data.data_dir`.
+        kind: Class of the TFDS builder, such as `Digits`.
+        data_dir: Value of `data.data_dir`. None is the folder in the cache.
         note: Function that prints a line for the user before the data set is prepared.
         config: Name of the builder config. Default: no config.
+        **arguments: Further arguments of `kind`.
 
     Raises:
         DataError: The folder cannot be written, or the prepared data set is damaged.
@@ -243,7 +245,11 @@ def quiet() -> Iterator[None]:
 
 
 def prepare_python_corpus(data_dir: str | None, note: cache.Note) -> None:
-    """Write the Python standard library to disk as a TFDS data set, unless it is there."""
+    """Write the Python standard library to disk as a TFDS data set, unless it is there.
+
+    Args:
+        data_dir: Folder of prepared data sets. None is the folder in the cache.
+    """
     from mupax.train.data.records import corpus
 
     digest = corpus.content_digest(corpus.python_files())
@@ -251,5 +257,9 @@ def prepare_python_corpus(data_dir: str | None, note: cache.Note) -> None:
 
 
 def prepare_digits(data_dir: str | None, note: cache.Note) -> None:
-    """Write the handwritten digits to disk as a TFDS data set, unless it is there."""
+    """Write the handwritten digits to disk as a TFDS data set, unless it is there.
+
+    Args:
+        data_dir: Folder of prepared data sets. None is the folder in the cache.
+    """
     embedded(Digits, data_dir, note)

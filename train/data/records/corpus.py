@@ -189,7 +189,8 @@ def text_pieces(
     left out.
 
     Args:
-        sides: Side of each file whose name tells it, by relative path.
+        files: Pairs of a relative path and a file.
+        sides: Side, "train" or "eval", of each file whose name tells it, by relative path.
         is_utf8: True if text that is no UTF-8 is broken (`Piece`).
         broken: Log of broken text (`Piece`).
     """
@@ -261,7 +262,7 @@ def _pieces(
 
 
 def _after_line(path: Path, near: int, stop: int) -> int:
-    """Return the first line start after byte `near`.
+    """Return the first line start after byte `near` and before byte `stop`.
 
     If no line ends within `_PIECE_BYTES` or before `stop`, the next character start is returned.
     """
@@ -278,7 +279,11 @@ def _after_line(path: Path, near: int, stop: int) -> int:
 
 
 def content_digest(files: list[tuple[str, Path]]) -> str:
-    """Return a digest of names and contents. All files are read, so it is for small corpora."""
+    """Return a digest of names and contents, in this order. All files are read completely.
+
+    Args:
+        files: Pairs of a relative path and a file, few enough to be read at every start.
+    """
     parts: list[str | bytes] = []
     for name, path in files:
         parts += [name, path.read_bytes()]
@@ -286,6 +291,10 @@ def content_digest(files: list[tuple[str, Path]]) -> str:
 
 
 def stat_digest(files: list[tuple[str, Path]]) -> str:
-    """Return a digest of paths, sizes, times and inodes. No file is read."""
+    """Return a digest of absolute paths, sizes, times and inodes, in this order. No file is read.
+
+    Args:
+        files: Pairs of a name, which is not used, and a file.
+    """
     stamps = [f"{path.absolute()}:{contents.stamp(path)}" for _, path in files]
     return cache.digest(*stamps)

@@ -125,6 +125,7 @@ def report_files(
     Files are compared by digest. Only files of equal size are read.
 
     Args:
+        train: Files with training parts, which may have evaluation parts, too.
         held_out: Files with evaluation parts. A file that also has training parts is not counted.
         note: Function that prints a line for the user. It is called only if there are copies.
     """

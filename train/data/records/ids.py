@@ -98,6 +98,7 @@ def opened(path: Path, vocab_size: int) -> IdFile:
     """Return a file of ids, after reading its header and checking its first ids.
 
     Args:
+        path: Path of a .npy. A file with any other suffix is read as a .bin.
         vocab_size: Vocabulary size of the tokenizer that made the ids. Without a header an id has
             16 bits, or 32 if the vocabulary needs them, unless the content shows wider ids.
 

@@ -72,6 +72,7 @@ class _Walk:
         Args:
             folder: Folder below the root, or the root.
             prefix: Relative path of the folder with a slash at its end. "" for the root.
+            real_path: Absolute path of the folder with all links resolved.
         """
         try:
             with os.scandir(folder) as entries:
@@ -103,7 +104,12 @@ class _Walk:
     def _visit_subfolder(
         self, entry: os.DirEntry[str], name: str, path: Path, parent_path: str
     ) -> None:
-        """Visit a folder or a linked folder, or add it to `skipped` with the reason."""
+        """Visit a folder or a linked folder, or add it to `skipped` with the reason.
+
+        Args:
+            name: Path of the folder relative to the root, with slashes.
+            parent_path: Absolute path of the containing folder with all links resolved.
+        """
         if entry.is_symlink():
             target = os.path.realpath(path)
             reason = _reason_not_to_follow(target, self.root, self._visited)
@@ -119,7 +125,15 @@ class _Walk:
 
 
 def _reason_not_to_follow(target: str, root: str, visited: set[str]) -> str | None:
-    """Return the reason not to read a folder that a link leads to, or `None` to read it."""
+    """Return the reason not to read a folder that a link leads to, or `None` to read it.
+
+    All paths are absolute, with all links resolved.
+
+    Args:
+        target: Path of the folder that the link leads to.
+        root: Path of the folder whose files are listed.
+        visited: Paths of the folders that were read or are being read.
+    """
     folder = target
     while folder not in visited:
         if is_hidden(os.path.basename(folder)) or folder == os.path.dirname(folder):

@@ -122,6 +122,9 @@ def _train_size(files: Files, name: str, file: IdFile, for_eval: set[str]) -> in
 
     It is 0 or the size of the file. The only file of ids, without a side in its name, has its last
     tenth for evaluation.
+
+    Args:
+        for_eval: Names of the files of ids that are for evaluation by hash.
     """
     if name in files.sides:
         return file.size if files.sides[name] == "train" else 0
@@ -132,7 +135,11 @@ def _train_size(files: Files, name: str, file: IdFile, for_eval: set[str]) -> in
 
 
 def _id_parts(file: IdFile, train_size: int) -> list[tuple[str, Reader]]:
-    """Return the parts of a file of ids, training parts first."""
+    """Return the parts of a file of ids, training parts first.
+
+    Args:
+        train_size: Number of ids at the beginning that are for training (`_train_size`).
+    """
     parts: list[tuple[str, Reader]] = []
     for start, stop in file.parts(0, train_size):
         parts.append(("train", partial(_read_ids, file, start, stop)))
@@ -161,6 +168,10 @@ def _read_records(file: Any, part: Any, side: str | None) -> list[tuple[bytes, b
     """Return (text, True) for each text of a part that is on a side, or for all texts for `None`.
 
     Empty texts are left out.
+
+    Args:
+        file: `Lines` or `Table` that contains the part.
+        part: Part from `file.parts()`.
     """
     texts = file.read(part)
     chosen = []

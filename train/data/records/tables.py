@@ -211,6 +211,7 @@ class Table:
         counts it or raises its error.
 
         Args:
+            batch: Arrow array of the rows, from `_Cursor.take`.
             sizes: Bytes of each row, [rows].
             first: Number of the first row in the file.
             tally: Count of the rows that are left out.

@@ -193,6 +193,8 @@ def _place_files(
 ) -> tuple[list[_Unread], list[_Unread]]:
     """Add every file to the list of its format in `result`.
 
+    The other arguments are those of `files`. A file that is damaged and left out is also logged.
+
     Returns:
         Files of a known format that cannot be read, and files of other formats.
 
@@ -369,7 +371,12 @@ def _beginning_of_text(file: Path) -> bytes:
 
 
 def _check_coding(file: Path, beginning: bytes) -> None:
-    """Raise _RefusedError for text in UTF-16 or UTF-32."""
+    """Raise _RefusedError for text in UTF-16 or UTF-32.
+
+    Args:
+        file: Path for the message, which is not read.
+        beginning: First bytes of the file, enough to see zeros in every second place.
+    """
     encoding = _wide_encoding(beginning)
     if encoding is not None:
         advice = f"is {encoding}, not UTF-8: convert it by `iconv -f {encoding} -t UTF-8`"
@@ -404,6 +411,8 @@ def _no_content_message(path: Path, kind: str, not_text: Named, reasons: list[st
 
     Args:
         kind: Formats that were read (`files`).
+        not_text: Files that are not plain text. If one is a .bin or .npy, the message says how ids
+            are read.
         reasons: Reasons for which entries were left out.
     """
     if any(file.suffix.lower() in ids.SUFFIXES for _, file in not_text):

@@ -182,6 +182,9 @@ def _check_ratio(member: zipfile.ZipInfo) -> None:
 def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     """Return the shape and dtype of an array. The stream is then at its first value.
 
+    Args:
+        name: "X" for the images, which must be uint8, or "Y" for the labels.
+
     Raises:
         ValueError: The header is damaged, or the array has other values than integers in C order.
     """

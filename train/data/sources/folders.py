@@ -123,7 +123,7 @@ class Folder(NamedTuple):
     def digest(self) -> str:
         """Digest of the files' names and sizes. Copies of a folder have the same digest.
 
-        Contents are not read, so that large folders are quick.
+        Contents are not read, so that large folders are quick. Sizes are read at every access.
         """
         parts: list[str] = []
         for side, files in (("train", self.train), ("eval", self.eval)):
@@ -159,6 +159,7 @@ class Files:
         files: Tuples of a name, a file and a label.
         channels: 1 for grey, 3 for colour.
         background: Colour behind transparent pixels, as `data.pixels.background` names it.
+        limits: Bounds on the number of pixels of an image.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Files:
         return self.at_least(i, None)
 
     def at_least(self, i: int, side: int | None) -> tuple[np.ndarray, int]:
-        """Return image i, perhaps scaled down, and its label.
+        """Return image i, uint8 [h, w, channels], perhaps scaled down, and its label.
 
         Args:
             i: Index of the image, from 0.
@@ -194,9 +195,12 @@ class Files:
 class KeptFiles:
     """Image files with labels, fitted as in evaluation. Each is decoded once and kept in memory.
 
+    Fitted pixels are kept as uint8 [size, size, channels].
+
     Args:
         view: View that fits an image and draws no random numbers.
         size: Pixels on a side of a fitted image.
+        channels: Channels of the images of `files`.
     """
 
     def __init__(self, files: Files, view: images.View, size: int, channels: int) -> None:
@@ -299,6 +303,7 @@ def decoded(
     """Return the pixels of an image file, upright, uint8 [h, w, channels].
 
     Args:
+        file: Path of the file, or its content.
         channels: 1 for grey, 3 for colour.
         name: Name of the image in error messages.
         background: Colour behind transparent pixels. `none` ignores the transparency. The default
@@ -386,8 +391,8 @@ def own_images(
 ) -> images.ImageData:
     """Load a user's images as batches, cropped and scaled to the model's size.
 
-    Every image is decoded once, to find broken ones. The arguments are those of
-    `mupax.train.data.load`. `config.name` is images:PATH.
+    The first time, every image is decoded to find broken ones (`opened`). The arguments are those
+    of `mupax.train.data.load`. `config.name` is images:PATH.
 
     Raises:
         DataError: There are no images by class, the model does not fit, or images are broken and
@@ -410,7 +415,10 @@ def folder_of(name: str) -> Path:
 def opened(
     folder: Folder, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> images.ImageData:
-    """Return the images of a folder as batches. Decode every image once to find broken ones.
+    """Return the images of a folder as batches.
+
+    The first time, decode every image to find broken ones. The findings are cached on disk. With
+    `config.on_broken` skip, broken images are left out.
 
     Args:
         folder: Result of `split`, `held_out` or `to_evaluate`.
@@ -547,7 +555,13 @@ class _Scan(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """Findings of decoding one image."""
+    """Findings of decoding one image.
+
+    Attributes:
+        error: Error of a broken image. `None` if the image can be decoded.
+        colour: True if the image may have colours.
+        hidden: True if the pixels have one colour and the transparency has several levels.
+    """
 
     error: DataError | None = None
     colour: bool = False
@@ -896,6 +910,10 @@ def _split_by_hash(path: Path, part: _Part, notes: list[str]) -> Folder:
 
     Each class has at least one image on either side.
 
+    Args:
+        path: Folder that messages name, joined with the name of a class.
+        notes: Lines for the user that come before those about files left out.
+
     Raises:
         DataError: A class has fewer than two images, or there is only one class.
     """
@@ -973,7 +991,8 @@ def to_evaluate(name: str, run: Mapping[str, Any]) -> Folder:
 
     Args:
         name: Value of data.name, images:PATH, with the folder to evaluate on.
-        run: Facts that the run recorded of its data. Empty for weights without a run.
+        run: Facts that the run recorded of its data, of which `name`, `class_names` and `digest`
+            are used. Empty for weights without a run.
 
     Raises:
         DataError: The folder has no images by class.
@@ -1030,8 +1049,8 @@ def _check_filled(part: _Part, path: Path) -> None:
 def sizes(config: DataConfig) -> ImageSizes | None:
     """Return the sizes of a model for a folder of images.
 
-    They follow from the classes and from the headers of a sample of the files. The result is None
-    if there is no such folder.
+    They follow from the classes and from the headers of a sample of the files. If none of these can
+    be read, there are 3 channels and `side` is None. The result is None if there is no such folder.
 
     Args:
         config: Data settings. `config.name` is images:PATH.

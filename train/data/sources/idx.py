@@ -180,7 +180,7 @@ def _check_pair(folder: Path, side: str, pixels: np.ndarray, labels: np.ndarray)
 
 
 def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
-    """Return the array of an IDX file of uint8.
+    """Return the array of an IDX file of uint8. The array cannot be written to.
 
     Args:
         path: File without the suffix .gz. If it does not exist, the file with .gz is read.
@@ -205,6 +205,10 @@ def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
 
 def _array(file: Path, stream: Any, stored_bytes: int, limits: LimitsConfig) -> np.ndarray:
     """Return the array of an opened file. At most one byte more than its header says is unpacked.
+
+    Args:
+        stream: Unpacked content of the file, from its beginning.
+        stored_bytes: Size of the file on disk in bytes.
 
     Raises:
         DataError: The file is no IDX file of uint8, or is too short or too long.

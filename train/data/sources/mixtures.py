@@ -64,6 +64,8 @@ def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
 def _trained_tokenizer(config: DataConfig, model: TokenModel, note: cache.Note) -> str:
     """Return the path of a tokenizer that is trained on the parts of a mixture, each by its weight.
 
+    It is trained only if it is not in the cache.
+
     Raises:
         DataError: A part cannot be read, or the tokenizer has more tokens than the model.
     """

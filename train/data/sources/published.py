@@ -39,7 +39,7 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
 class DataSet(NamedTuple):
-    """Data set that TFDS has prepared."""
+    """Data set that TFDS has prepared, in the folder of one version."""
 
     folder: Path
     digest: str
@@ -58,13 +58,18 @@ def labelled(
 ) -> images.Images:
     """Return the labelled images of TFDS data sources, one source after the other.
 
-    An image is read and decoded each time that it is asked for.
+    An image is read and decoded each time that it is asked for. Pixels of a feature that is no
+    image file are returned unchanged, so `channels`, `background` and `limits` do not apply. Access
+    raises `DataError` for an image file that is damaged or too large.
 
     Args:
+        sources: Data sources, each with records by index. A record is a dict of features.
         image: Name of the image's feature: bytes of an image file, or pixels.
+        label: Name of the label's feature, a whole number.
         channels: Channels of decoded image files, 1 for grey or 3 for colour.
         background: Colour behind transparent pixels, as `data.pixels.background` names it. The
             default is white.
+        limits: Bounds on the number of pixels of an image file.
     """
 
     def read(i: int, record: dict[str, Any]) -> tuple[np.ndarray, int]:
@@ -139,6 +144,8 @@ def text_documents(
 ) -> tuple[str, Callable[[], packing.Documents]]:
     """Return the cache key of a data set of text, and a function that returns its documents.
 
+    The documents are by side of the split, and each is read when it is taken.
+
     Args:
         config: Data settings that name the data set.
         note: Function that takes one line of text if much must be read to see whether records
@@ -169,8 +176,8 @@ def text_documents(
 def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int) -> Data:
     """Return a data set of labelled images as batches.
 
-    Images of the model's size are shown with the usual augmentation of small images. Larger ones,
-    and images of several sizes, are cropped and scaled.
+    Images of the model's size are augmented by `images.jitter` (grey) or `images.shift_and_flip`
+    (colour). Larger ones, and images of several sizes, are cropped and scaled.
 
     Raises:
         DataError: The data set is damaged, has no such features, or does not fit the model.
@@ -278,6 +285,10 @@ def sizes(config: DataConfig) -> ImageSizes | None:
 def _feature(builder: Any, data_set: DataSet, kinds: tuple[type, ...], usual: str) -> str:
     """Return the name of the feature of these kinds: the usual name, or the only one.
 
+    Args:
+        kinds: Feature classes of TFDS. A feature of a subclass does not count.
+        usual: Name to prefer. With "image" only features of three axes count.
+
     Raises:
         DataError: No feature or several have these kinds, and none has the usual name.
     """
@@ -329,6 +340,13 @@ def _not_prepared(name: str, dataset: str, folder: Path, base: Path, data_dir: s
     """Return the message for a data set without a prepared version.
 
     It tells how to name a configuration, or the command that prepares the data set.
+
+    Args:
+        name: Value of data.name, perhaps with a version.
+        dataset: Part of `name` before the version, NAME[/CONFIG].
+        folder: Folder in which the versions would be.
+        base: Folder of all prepared data sets, which the message names.
+        data_dir: Value of data.data_dir, which the command repeats. None is left out.
     """
     configs: list[str] = []
     if folder.is_dir():
@@ -359,6 +377,9 @@ def _described(folder: Path, dataset: str) -> DataSet:
     """Return the data set in the folder of a version, with its splits and digest.
 
     Evaluation is on `validation`, else on `test`, else on the last 5 % of `train`.
+
+    Args:
+        dataset: Name of the data set, NAME[/CONFIG], for messages.
 
     Raises:
         DataError: Its files are damaged or not in array_record, or there is no split `train`.

@@ -166,7 +166,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 class _Random:
     """Random numbers of some images, from one SplitMix64 generator per image.
 
-    Different indices have different states, because `_mix` is one to one.
+    Every draw moves the generators of all images on. Different indices have different states,
+    because `_mix` is one to one.
     """
 
     def __init__(self, seed: int, stream: int, indices: np.ndarray) -> None:
@@ -243,6 +244,8 @@ def _striped(
     The colours change along the angle.
 
     Args:
+        x_P: Horizontal place of each pixel from the centre of the image, in pixels, [1, P].
+        y_P: Vertical place of each pixel from the centre of the image, in pixels, [1, P].
         angle_B1: Direction in radians in which the colours change.
         contrast: Smallest and largest distance of the colours from their mean.
     """
@@ -263,6 +266,8 @@ def _inside(rng: _Random, x_P: np.ndarray, y_P: np.ndarray, shape_B: np.ndarray)
     The result is float32 [B, P].
 
     Args:
+        x_P: Horizontal place of each pixel from the centre of the image, in pixels, [1, P].
+        y_P: Vertical place of each pixel from the centre of the image, in pixels, [1, P].
         shape_B: Index in `SHAPES` of each image's shape, int [B].
     """
     centre_x = rng.uniform(-4, 4, 1)

@@ -32,7 +32,9 @@ _LOOKED_AT = 1 << 20
 
 
 def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
-    """Return the documents of a TFDS data source, one per record, as `packing.Documents` has them.
+    """Return the documents of a TFDS data source, as one side of `packing.Documents`.
+
+    The result is a sequence with a part [(text as bytes, True)] for each record.
 
     Args:
         source: Records by index. They are read one by one, when they are asked for.
@@ -63,8 +65,8 @@ def python_documents(
 ) -> tuple[str, Callable[[], packing.Documents], dict[str, Any]]:
     """Return a cache key, a function that returns documents, and facts of the standard library.
 
-    The function prepares the corpus on disk if needed. The arguments are those of
-    `mupax.train.data.load`.
+    The function prepares the corpus on disk if needed. The facts are `python` (version), `files`
+    (number) and `text_digest`. The arguments are those of `mupax.train.data.load`.
     """
     files = corpus.python_files()
     content = corpus.content_digest(files)
@@ -97,7 +99,7 @@ def user_text(
 ) -> tuple[user_files.Files, str]:
     """Return a user's text, records and token ids, and a key that names their content in the cache.
 
-    The arguments are those of `own_files`.
+    The arguments are those of `mupax.train.data.load`. `config.name` is text:PATH or records:PATH.
 
     Raises:
         DataError: Files cannot be read, or do not fit the tokenizer.
@@ -138,7 +140,13 @@ def user_text(
 
 
 def _content_key(config: DataConfig, kind: str, files: user_files.Files, note: cache.Note) -> str:
-    """Return the key of a user's files in the cache: a digest of contents and ways of reading."""
+    """Return the key of a user's files in the cache: a digest of contents and ways of reading.
+
+    With `config.stream`, names, sizes and times stand for the contents, which are not read.
+
+    Args:
+        kind: "text" or "records", the word before the path in data.name.
+    """
     all_files = files.every()
     if config.stream:
         # A stream begins before all of its text is read, so it is named by names and sizes.
@@ -290,6 +298,7 @@ def opened_tokenizer(
     Args:
         key: Name of the corpus and its content in the cache.
         vocab_size: Number of tokens of the model.
+        texts: Function that yields the training documents. It is called only to train bpe:SIZE.
         note: Function that takes one line of text about work that takes long.
         special: Tokens of bpe:SIZE that stand for no text, in addition to the separator.
 

@@ -85,7 +85,7 @@ def part_config(config: DataConfig, name: str) -> DataConfig:
     """Return the data settings of one part of a mixture.
 
     In a mixture, `data.field` names the text of records. A chat in a mixture with other kinds
-    therefore has its messages in the usual field, and plain text has no field.
+    therefore has its messages in the field `messages`, and plain text has no field.
 
     Args:
         name: Source of the part, as data.name takes it.
@@ -141,6 +141,7 @@ def _interleaved(
     """Yield the documents of several texts, each with its share of the bytes at any time.
 
     Args:
+        weights: Share of the bytes of each text, relative to the others.
         repeat: True reads a text again at its end, until every text has been read once.
     """
     readers = [part.read() for part in texts]

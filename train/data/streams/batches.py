@@ -43,7 +43,7 @@ class TokenizerThread:
     An error ends the thread. The training loop meets the same error when it waits for the tokens.
 
     Args:
-        lanes: Lanes that `want` may name.
+        lanes: Lanes that `want` names by index.
     """
 
     def __init__(self, lanes: Sequence[StreamShard]) -> None:
@@ -56,6 +56,7 @@ class TokenizerThread:
         """Ask for tokens of a lane. The thread makes them later.
 
         Args:
+            lane: Index of the lane in the `lanes` of the constructor.
             tokens: Number of tokens, counted from the start of the lane.
         """
         if tokens > self._targets.get(lane, 0):
@@ -109,6 +110,8 @@ class Stream(TextWindows):
 
     Args:
         config: Data settings. The number of lanes divides data.batch_size.
+        lanes: Lanes of the training text, of which each has equally many rows of a batch.
+        eval_: Packed evaluation text, which does not grow.
         tokenizer: Tokenizer that made the tokens.
         seq_len: T, number of predicted tokens per window.
         seed: Seed of the order and of the offsets.

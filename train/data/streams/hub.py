@@ -88,9 +88,8 @@ def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
         limits: Bounds on the unpacked size of files of a folder.
 
     Raises:
-        LimitError: A file of the folder unpacks to much more than its size.
-        DataError: The package is missing, the data set or the subset does not exist, or the hub
-            does not answer.
+        DataError: The package is missing, the data set or the subset does not exist, the hub does
+            not answer, or a file of the folder is damaged or unpacks to much more than its size.
     """
     place, subset = _place(name)
     extras.require("hf", f"data.name {name}", DataError)
@@ -164,8 +163,9 @@ def _check_files(files: list[Path], limits: LimitsConfig) -> None:
     memory, whatever its size.
 
     Raises:
-        LimitError: A file unpacks to more than the limits allow.
-        DataError: A file is damaged.
+        LimitError: A Parquet or zip file unpacks to more than the limits allow.
+        DataError: A compressed file unpacks to too much or has a line that is too long, or a file
+            is damaged.
     """
     for file in files:
         suffix = file.suffix.lower()
@@ -218,7 +218,15 @@ def _declares_splits(folder: Path) -> bool:
 
 
 def _file_split(files: dict[str, Path], name: str) -> split_names.FileSplit | None:
-    """Return the split of data files by their names, or None to let `datasets` find it."""
+    """Return the split of data files by their names, or None to let `datasets` find it.
+
+    Args:
+        files: Visible files of the folder by relative path. Files that are no data are passed over.
+        name: Value of data.name, for the message.
+
+    Raises:
+        DataError: Two names tell the same part, such as `val` and `dev`.
+    """
     data_files = []
     for file_name, file in files.items():
         suffixes = {suffix.lower() for suffix in file.suffixes}

@@ -75,6 +75,8 @@ class Step(NamedTuple):
 class StreamShard:
     """Lane of a corpus: documents of a share of its files, and the tokens made of them so far.
 
+    Several threads and several processes may read and tokenize a lane at once.
+
     Args:
         path: Path of the lane's files without their suffixes, in a folder that exists.
     """
@@ -108,9 +110,10 @@ class StreamShard:
         return bool(self._steps) and self._steps[-1].ended
 
     def first(self, tokens: int, note: cache.Note) -> packing.PackedCorpus:
-        """Return the beginning of the lane, up to the first step with enough tokens.
+        """Return the beginning of the lane, up to the end of a step of tokenizing.
 
-        Wait for the tokens, and make them if no other process does.
+        It is the first step after which the lane has enough tokens. Wait for the tokens, and make
+        them if no other process does.
 
         Args:
             tokens: Fewest tokens to return. A lane that ends earlier is returned completely.
@@ -152,10 +155,10 @@ class StreamShard:
                 )
 
     def grow(self) -> bool:
-        """Read the steps of other processes, or do one more step if there are none.
+        """Read what other processes have tokenized, or tokenize one more step if there is nothing.
 
         Returns:
-            False if another process is doing a step.
+            False if another process is tokenizing a step.
 
         Raises:
             DataError: A document cannot be read, or the cache cannot be written.
@@ -180,7 +183,8 @@ class StreamShard:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the ids from `start` to `stop` - 1, as far as they exist.
 
-        The checksum of each step is checked when the step is first read.
+        Their type is `packing.id_type` of the encoder. Nothing is tokenized. The checksum of each
+        step of tokenizing is checked when the step is first read.
 
         Args:
             start: Index of a token of the lane.

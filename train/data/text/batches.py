@@ -118,13 +118,20 @@ class TextWindows(Data):
         return self.batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
 
     def eval_examples_of(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return a batch of evaluation examples. Those past the last one have weight 0."""
+        """Return a batch of evaluation examples. Those past the last one have weight 0.
+
+        Args:
+            indices: Numbers of evaluation examples from 0, in any order, [B].
+        """
         return self.batch_of(*self.eval_windows(indices))
 
     def eval_windows(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return evaluation windows, int32 [B, T + 1], and their weights, float32 [B, T].
 
         Examples past the last one have tokens 0 and weights 0.
+
+        Args:
+            indices: Numbers of evaluation examples from 0, in any order, [B].
         """
         tokens = np.zeros((len(indices), self._seq_len + 1), np.int32)
         weights = np.zeros((len(indices), self._seq_len), np.float32)
@@ -148,7 +155,7 @@ class TextWindows(Data):
 
         The inserted tokens are no targets, and every token of the text is one. Windows, their
         order, the number of examples and the bytes per token are computed anew. Nothing changes for
-        a tokenizer without start tokens.
+        a tokenizer without start tokens. Call this once: a second call would insert them again.
         """
         # Published models were trained on documents that begin so.
         begin = self.tokenizer.start

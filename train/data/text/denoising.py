@@ -196,6 +196,10 @@ class Denoising(Data):
         inputs: Number of encoder positions, `S`.
         vocab_size: Vocabulary size of the model. Default: as many ids as are needed.
 
+    Attributes:
+        lengths: Tokens of a window (N), encoder positions (S) and decoder positions (T).
+        ids: Special ids that the batches contain in addition to the tokens of the text.
+
     Raises:
         DataError: The vocabulary has no room for the special ids.
     """
@@ -328,7 +332,7 @@ def load(
         config: Configuration whose `noise` is not `None`.
         model: Model whose inputs, targets and vocabulary the batches must fit.
         seed: Seed of the order and of the noise.
-        note: Function that prints a line for the user before a step that takes long.
+        note: Function that prints a line for the user before work that takes long.
 
     Raises:
         DataError: `denoising` fails, or the targets do not have the length of the model's.
@@ -380,7 +384,7 @@ def denoising(
         inputs: S, number of encoder positions. Windows are as long as S allows.
         vocab_size: Vocabulary size of the model. Default: as many ids as are needed.
         seed: Seed of the order and of the noise.
-        note: Function that prints a line for the user before a step that takes long.
+        note: Function that prints a line for the user before work that takes long.
 
     Raises:
         DataError: `mupax.train.data.load` fails, the data are images or conversations, or the

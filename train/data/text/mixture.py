@@ -35,6 +35,8 @@ class MixtureWeights:
     def __call__(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the text of each example, and the example's number within the text.
 
+        A text is an index of `counts`.
+
         Args:
             indices: Numbers of the examples in the run, [B].
 
@@ -71,7 +73,7 @@ class MixtureWeights:
         """Return the number of examples of the mixture until one of its texts has no more examples.
 
         Args:
-            sizes: Number of examples of each text.
+            sizes: Number of examples of each text, in the order of `counts`.
         """
         sizes = np.array(list(sizes))
         # Every text has so many whole blocks, and the first missing example is in the next one.

@@ -77,7 +77,7 @@ def bpe_size(name: str) -> int | None:
 
 
 def cached(name: str, separator: str | None, key: str) -> Path | None:
-    """Return the tokenizer.json in the cache that was trained for bpe:SIZE and has some key.
+    """Return the tokenizer.json in the cache that was trained for bpe:SIZE and has this key.
 
     Returns `None` if there is none, and for other names than bpe:SIZE.
 

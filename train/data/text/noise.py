@@ -290,6 +290,10 @@ def _parts(items: int, count: int, uniforms: np.ndarray) -> np.ndarray:
     """Return a random split of some items into parts of at least one item, lengths [B, count].
 
     Every split is equally likely.
+
+    Args:
+        items: Number of items, at least `count`.
+        uniforms: Random numbers in [0, 1), [B, N] with N of at least items - 1.
     """
     shuffled = np.argsort(uniforms[:, : items - 1], axis=1)
     cuts = np.sort(shuffled[:, : count - 1] + 1, axis=1)

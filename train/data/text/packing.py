@@ -80,7 +80,7 @@ def prepared(
         key: Name of the corpus that identifies its content.
         documents: Function that returns the documents of each side. It is called only if the corpus
             has to be packed.
-        note: Function that prints a line for the user before a step that takes long.
+        note: Function that prints a line for the user before and during work that takes long.
 
     Raises:
         DataError: The cache cannot be written, or a document cannot be read.
@@ -167,9 +167,18 @@ def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.No
 def _pack_side(
     documents: Any, side: str, tokenizer: Encoder, folder: Path, note: cache.Note
 ) -> dict[str, Any]:
-    """Tokenize one side into `folder` and return its facts, those of `_NOTHING` and `quoted`.
+    """Tokenize one side into `folder` and return its facts.
 
-    The facts are the totals of all steps, those of a killed pass included.
+    A step is about 4 MiB of text, after which progress is written. The facts cover all steps, those
+    of a killed pass included.
+
+    Args:
+        documents: Parts of this side (`Documents`).
+
+    Returns:
+        `dtype` of the ids, `documents` (number of parts), `tokens`, `text_bytes`, `steps` (number
+        of tokens of each step), `digest` of the ids, and `quoted`, the count of each special token
+        in the text.
     """
     dtype = id_type(tokenizer)
     itemsize = np.dtype(dtype).itemsize

@@ -85,12 +85,13 @@ def note_counts(
     sides: Sequence[Mapping[str, int] | None],
     mode: SpecialTokens,
 ) -> dict[str, int]:
-    """Tell the user how often special tokens stand in the texts. Return the counts of all sides.
+    """Tell the user how often special tokens stand in the texts. Return the sum of all sides.
 
     Args:
         note: Function that prints a line for the user. It is not called if there are no tokens.
         name: Name of the data, for the message.
-        sides: Counts of each side of the split. `None` for a side whose counts are unknown.
+        sides: Counts of each side of the split. `None` for a side whose counts are unknown, which
+            adds nothing to the sum.
         mode: Value of `data.special_tokens`, "text" or "parse". "parse" makes the line a caution.
     """
     total = collections.Counter()
@@ -155,7 +156,11 @@ def _plain_name(piece: str, tokens: Collection[str]) -> str:
 
 
 def _makes(merge: str | Sequence[str], tokens: Collection[str]) -> bool:
-    """Return whether a BPE merge has a special token as its result or as one of its halves."""
+    """Return whether a BPE merge has a special token as its result or as one of its halves.
+
+    Args:
+        merge: Two pieces, as a pair or as a string with a space between them.
+    """
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return first in tokens or second in tokens or first + second in tokens
 

@@ -78,7 +78,8 @@ def steps(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
 def encoded(step: list[Document], tokenizer: Encoder) -> list[np.ndarray]:
     """Return the ids of each document, with the separator if the document ends.
 
-    Documents that have ids already keep them.
+    Documents that have ids already keep them. The integer types of the arrays may differ, and are
+    not yet that of the packed file.
     """
     separator = np.array([tokenizer.separator])
     texts = []
@@ -119,6 +120,8 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
     Args:
         documents: Parts of one side of the split.
         first: Number of the first part. A resumed pass does not begin at 0.
+        folder: Folder of the packed corpus, with `FOLDER` in it.
+        dtype: NumPy type of the ids. A share of another type is not used.
     """
     while first < len(documents):
         start, stop = _bounds(first, len(documents))
@@ -139,6 +142,9 @@ def pack(
     Shares that exist or that another process has locked are skipped.
 
     Args:
+        documents: Parts of each side of the split, by "train" and "eval".
+        folder: Folder of the packed corpus, with the progress of the packing process.
+        dtype: NumPy type of the ids in the shares.
         step_bytes: Bytes of text that are tokenized at once.
 
     Raises:
@@ -168,6 +174,9 @@ def _bounds(i: int, count: int) -> tuple[int, int]:
     """Return the first part of the share that has part `i`, and the first part after the share.
 
     The bounds are the same in every process.
+
+    Args:
+        count: Number of all parts of the side.
     """
     size = max(_PARTS, -(-count // _MOST_SHARES))
     start = i - i % size

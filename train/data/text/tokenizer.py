@@ -66,9 +66,12 @@ class Bytes:
             digest and of file names.
         vocab_size: Number of ids, which are in [0, vocab_size).
         separator: Id that ends every document.
-        variant: Part of the names of files of tokens. "-plain" if special tokens in a text are
-            encoded as plain text, otherwise empty.
-        special: Special tokens, as they are written in a text that quotes them.
+        variant: Part of the names of files of tokens. "-plain" if a `Subwords` encodes special
+            tokens in a text as plain text. Always empty for bytes.
+        special: Special tokens, as they are written in a text that quotes them. Always empty for
+            bytes.
+        unknown: Id of the token for text that the vocabulary lacks. Always `None` for bytes, which
+            encode every text.
     """
 
     key: str = "bytes"
@@ -78,7 +81,10 @@ class Bytes:
     special: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each text, int32 [length]."""
+        """Return the ids of each text, int32 [length], without separator, start or end tokens.
+
+        `Subwords` raises `DataError` for a text that is not UTF-8.
+        """
         return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
 
     def spans(
@@ -219,6 +225,7 @@ class Subwords:
     """Tokenizer of a tokenizer.json of the `tokenizers` library, with the interface of `Bytes`.
 
     Args:
+        path: Path of the tokenizer.json, on this machine or in a bucket.
         separator: Token that ends every document. Default: the first of `USUAL_SEPARATORS` that is
             in the vocabulary.
         special_tokens: Encoding of special tokens that a text contains, as tokens ("parse") or as
@@ -620,7 +627,10 @@ Tokenizer = Bytes | Subwords
 
 
 class Encoder(Protocol):
-    """Interface of a tokenizer for packing: it encodes texts, and counts special tokens."""
+    """Interface of a tokenizer for packing: it encodes texts, and counts special tokens.
+
+    `Bytes` describes the properties. All ids, the separator included, are below `vocab_size`.
+    """
 
     @property
     def key(self) -> str: ...

@@ -82,6 +82,7 @@ def check_library(library: Any, ids: Collection[int], name: str) -> float:
 
     Args:
         library: Opened `tokenizers.Tokenizer`.
+        ids: Id of each token of the vocabulary, added tokens included.
         name: Name of the file, for the message.
 
     Returns:

@@ -19,7 +19,13 @@ _STOPS = (".", "!", "?", "。")
 
 
 class SpecialIds(NamedTuple):
-    """Ids of the tokens that denoising adds to a text."""
+    """Ids of the tokens that denoising adds to a text.
+
+    Attributes:
+        pad: Id that fills the end of a row. It is no target.
+        mask: Id that stands for a cut span in text infilling.
+        sentinels: Ids of sentinel 0, sentinel 1 and so on, as many as a window may use.
+    """
 
     pad: int
     eos: int

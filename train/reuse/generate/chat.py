@@ -65,6 +65,11 @@ def main(args: Any, run: TrainedModel, sampling: Sampling) -> int:
 class Conversation:
     """Conversation with a model: the messages so far, and the generator that answers them.
 
+    Making a `Conversation` loads the weights onto one device.
+
+    Args:
+        args: Object with the fields tokens, seed, system and chat_template of `Generate`.
+
     Raises:
         DataError: The run has no chat template, or the template refuses the system message.
     """

@@ -72,6 +72,11 @@ class Generator:
             compiled program draws for all of them.
         samples: B, number of texts continued from one prompt, unless `stream` is told another.
 
+    Attributes:
+        weights: Parameters of the model and, if its output is centred, of the reference network,
+            times their multipliers.
+        forward: Forward factors by name, inputs of every program.
+
     Raises:
         ConfigError: The model is no transformer of the zoo.
         DecodingError: `samples` is less than 1.
@@ -114,6 +119,8 @@ class Generator:
 
     def complete(self, prompt: np.ndarray, length: int, seed: int = 0) -> np.ndarray:
         """Return `length` new tokens after the prompt, int32 [B, length].
+
+        The generator must have been made with a sampling.
 
         Args:
             prompt: Tokens to continue, integers [P], P >= 1.
@@ -263,7 +270,14 @@ class Generator:
         number: jax.Array,
         sampling: TracedSampling | None,
     ) -> _DecoderState:
-        """Read a text that is padded on the right, and draw the token after its `length` tokens."""
+        """Read a text that is padded on the right, and draw the token after its `length` tokens.
+
+        Args:
+            text_BT: Padded text, int32.
+            key: Key of all draws, made from the seed.
+            number: Number of tokens that were written before, int32 [].
+            sampling: How the token is drawn, by default as the generator was made to.
+        """
         empty = (kv_cache.empty(self.model, text_BT.shape[0]),) * len(weights)
         logits_BV, caches = self.logits_after(
             weights, forward, text_BT, empty, length - 1, fresh=True
@@ -284,6 +298,12 @@ class Generator:
         sampling: TracedSampling | None,
     ) -> tuple[_DecoderState, jax.Array]:
         """Draw `steps` more tokens, at most `MOST`.
+
+        Args:
+            steps: Number of tokens, int32 [], for which the caches must have room.
+            key: Key of all draws, made from the seed.
+            number: Number of tokens that were written before, int32 [].
+            sampling: How tokens are drawn, by default as the generator was made to.
 
         Returns:
             The state after them, and the tokens, int32 [B, MOST] with zeros behind the first
@@ -326,6 +346,7 @@ class Generator:
             weights: Parameters of each network, multiplied. The logits of a second network are
                 subtracted.
             text_BT: Tokens that follow those in the caches, int32.
+            caches: One `Cache` per network.
             position: Index into `text_BT` of the token whose logits are returned, int32 [].
             fresh: Whether the caches are empty, so that attention needs only the new tokens.
         """

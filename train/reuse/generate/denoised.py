@@ -40,7 +40,7 @@ GREEDY = Sampling(temperature=0)
 
 
 class _DecoderState(NamedTuple):
-    """Texts on the devices, between two steps."""
+    """State of the loop that writes one token of every row at a time."""
 
     number: Any
     """Number of tokens of every row, int32 []."""
@@ -70,10 +70,11 @@ class _NextToken(NamedTuple):
 
 
 class Seq2SeqGenerator:
-    """Generator of text by an encoder-decoder. It compiles once per shape of inputs.
+    """Generator of text by an encoder-decoder. It compiles once per shape of inputs and length.
 
     Args:
-        program: Program of the run. The parameters lie on its mesh.
+        program: Program of the run. The parameters lie on its mesh, all of whose processes must
+            make the generator and write with it.
         params: Parameters of the model as they are stored, without their multipliers.
         inputs: Factors, and reference parameters if the model's output is centered.
         start: Token that the decoder reads first. It is not part of the text.
@@ -166,6 +167,7 @@ class Seq2SeqGenerator:
         """Write the best text of every input.
 
         Args:
+            weights: Parameters of each network, times their multipliers.
             arrays: Inputs and their mask, both int32 [B, S].
             length: T, the largest number of tokens.
 
@@ -212,7 +214,16 @@ class Seq2SeqGenerator:
         key: jax.Array,
         state: _DecoderState,
     ) -> _DecoderState:
-        """Return the state with one more token in every row, an end token for ended texts."""
+        """Return the state with one more token in every row, an end token for ended texts.
+
+        With several beams, a row may go on with the text of another beam of its input.
+
+        Args:
+            networks: The model and, if its output is centred, the reference network, whose logits
+                are subtracted.
+            memories: Encoder's result for each network, one row per text.
+            key: Key of all draws. The token's number is folded into it.
+        """
         last_index = jnp.maximum(state.number - 1, 0)
         newest_R = jax.lax.dynamic_slice_in_dim(state.out_RT, last_index, 1, axis=1)[:, 0]
         newest_R1 = jnp.where(state.number == 0, self._start, newest_R)[:, None]
@@ -442,10 +453,12 @@ def examples_text(
     """Return the first evaluation examples as text in columns.
 
     The columns are the noised input, the text that the model writes greedily, and the target. With
-    sentinels, the last two are shown as the input with its holes filled in.
+    sentinels, the last two are shown as the input with its holes filled in. Every process of the
+    run must call it.
 
     Args:
         data: Data of denoising, with noise, special ids and a tokenizer.
+        params: Parameters as they are stored, without their multipliers.
         count: Number of examples, at most those of one batch.
     """
     noised_data: Any = data

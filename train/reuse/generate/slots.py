@@ -245,6 +245,11 @@ class Slots:
     def _advance(self, writing: list[Text], steps: int) -> list[tuple[Text, list[int], bool]]:
         """Write `steps` tokens of each text. The caches and texts are updated.
 
+        Args:
+            writing: Texts in slots, each with `steps` tokens left to write and room for them in
+                the cache.
+            steps: Number of tokens, 1 to `MOST`.
+
         Returns:
             Each text with its new tokens and whether its logits are finite.
         """
@@ -323,7 +328,11 @@ class Slots:
         self.texts[slot] = text
 
     def _call(self, name: Any, program: Callable, *arguments: Any) -> Any:
-        """Call a program inside `watched`, wait for its result and return it."""
+        """Call a program inside `watched`, wait for its result and return it.
+
+        Args:
+            name: Name of the program and its shapes, as for `watched`.
+        """
         with self.watched(name):
             # Waits inside of `watched`, which times the call, and so that errors are raised here.
             return jax.block_until_ready(program(*arguments))

@@ -52,7 +52,10 @@ class GrowError(MupaxError):
 
 
 class HiddenSize(NamedTuple):
-    """Size of a model, such as that of a hidden layer, before and after growth."""
+    """Size of a model, such as that of a hidden layer, before and after growth.
+
+    `field` is its name for messages, such as `mlp_dim`.
+    """
 
     field: str
     old: int
@@ -61,7 +64,10 @@ class HiddenSize(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """For every axis that grows, the old index of each new index, or -1 for a new entry."""
+    """For every axis that grows, the old index of each new index, or -1 for a new entry.
+
+    The `notes` say if the rotary frequencies of wider heads change the function.
+    """
 
     along: dict[str, Index]
     """Index by logical axis."""

@@ -212,6 +212,8 @@ def larger(config: Config, args: Grow) -> Config:
 def grown(program: Program, larger_program: Program, old: TrainState) -> tuple[TrainState, Growth]:
     """Return the state of the larger model's run, and the plan of how its parameters are made.
 
+    Arrays have the dtypes and shardings of `larger_program.abstract`. The step is that of `old`.
+
     Args:
         old: state of the run of `program`, the smaller model, with arrays on one device.
     """

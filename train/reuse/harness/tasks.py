@@ -39,7 +39,8 @@ def measured(
 ) -> dict[str, dict[str, Any]]:
     """Evaluate a model on tasks of the lm-eval harness and return the results by task.
 
-    Each has metrics, standard errors (`NAME_stderr`) and `examples`, the number of evaluated
+    The results of a task are metrics by "METRIC", or by "METRIC FILTER" for a filter of the task,
+    their standard errors with `_stderr` after METRIC, and `examples`, the number of evaluated
     examples, which is `None` for a group of tasks.
 
     Args:

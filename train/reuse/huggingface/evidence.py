@@ -26,7 +26,8 @@ _ROUNDED = ("warmup_fraction",)
 def evaluation(workdir: Path, step: int) -> dict[str, Any]:
     """Return the metrics of a run's evaluation at a step, empty if none can be read.
 
-    They are read from metrics.jsonl, or from the checkpoint of that step if they are not there.
+    They are read from metrics.jsonl, or from the checkpoint of that step if they are not there. The
+    keys are those of metrics.jsonl, such as `eval_loss`.
 
     Args:
         step: number of optimizer steps done, as in the name of the checkpoint.
@@ -58,6 +59,7 @@ def measured(row: Mapping[str, Any], averaged: bool, task: str) -> str:
     the weights was evaluated and the card is for the weights themselves.
 
     Args:
+        row: Result of `evaluation`, which may be empty.
         averaged: Whether the card is for the moving average of the weights.
         task: "tokens" or "images".
     """

@@ -101,6 +101,7 @@ def write_text_files(
     images included.
 
     Args:
+        text: result of `text_of` for the model.
         out: folder to write into, which exists. A generation_config.json in it stays.
         ids: token ids by config.json's names, such as `eos_token_id`.
     """

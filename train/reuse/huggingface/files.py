@@ -61,6 +61,7 @@ def card(
     Args:
         licence: identifier from `licences.identifier`. `None` if the user gave none.
         evaluation: metrics of the run's evaluation at the exported step (`evidence.evaluation`).
+        tokenizer: whether the export has a tokenizer.json, which the card's code then opens.
         chats: whether the tokenizer has a chat template.
     """
     from huggingface_hub import ModelCardData

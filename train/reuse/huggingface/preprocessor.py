@@ -164,6 +164,9 @@ def _normalization(fields: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
 
     Without `do_normalize` they are 0 and 1. A rescale factor other than 1/255 is included.
 
+    Args:
+        fields: content of a `preprocessor_config.json`.
+
     Raises:
         ConfigError: a value is not a number, or out of range.
     """

@@ -188,6 +188,8 @@ def write_tokenizer(
 ) -> list[str]:
     """Write tokenizer.json, tokenizer_config.json and the chat template of a run.
 
+    Files of these names are replaced.
+
     Args:
         text: text files of the run, with `file` and `encoder`.
         out: folder of the exported weights, which exists.

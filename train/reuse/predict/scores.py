@@ -20,10 +20,11 @@ TOP = 5
 
 
 class Outcomes:
-    """Logits and labels of an evaluation, collected batch by batch.
+    """Logits and labels of an evaluation, collected batch by batch in host memory.
 
     Args:
-        logits_fn: Function that returns the logits of a batch, [B, classes].
+        logits_fn: Function that returns the logits of a batch, [B, classes]. It is called once for
+            each batch that is added.
     """
 
     def __init__(self, logits_fn: Callable[[Batch], Any]) -> None:
@@ -38,7 +39,10 @@ class Outcomes:
         self._parts.append((logits, targets))
 
     def scores(self, names: Sequence[str] | None) -> dict[str, Any]:
-        """Return `scores` of all examples. Classes without names are called by their labels."""
+        """Return `scores` of all examples. Classes without names are called by their labels.
+
+        At least one batch must have been added.
+        """
         logits = np.concatenate([logits for logits, _ in self._parts])
         targets = np.concatenate([targets for _, targets in self._parts])
         if not names:
@@ -113,6 +117,10 @@ def _classes(
     """Return the row of each class: name, label, number of examples, recall and precision.
 
     `taken_for` is the class it is most often mistaken for, or `None` if it never is.
+
+    Args:
+        guesses: Predicted labels, int [N].
+        targets: Right labels, int [N].
     """
     rows: list[dict[str, Any]] = []
     for label, name in enumerate(names):

@@ -528,7 +528,12 @@ async def _wait_for_disconnection(request: Request) -> None:
 
 
 def _log(path: str, token_counts: dict[str, int], began: float) -> None:
-    """Print a line for an answered request: its token counts (of `usage`) and seconds."""
+    """Print a line for an answered request: its token counts (of `usage`) and seconds.
+
+    Args:
+        path: Route of the request, such as `/v1/completions`.
+        began: `time.monotonic()` when the request came.
+    """
     num_read = token_counts["prompt_tokens"]
     num_made = token_counts["completion_tokens"]
     seconds = time.monotonic() - began

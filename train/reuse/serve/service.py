@@ -247,7 +247,7 @@ class Answer:
             job.cancel()
 
     async def pieces(self) -> AsyncIterator[tuple[int, str]]:
-        """Yield (index of a text, new piece of it) until all texts have ended.
+        """Yield (index of a text in `writings`, new piece of it) until all texts have ended.
 
         A text that ends is yielded at that moment, even with an empty piece.
 
@@ -275,7 +275,8 @@ class Answer:
     async def scores(self, top: int) -> list[Scores]:
         """Let the worker score every text with its prompt. Return the scores after the first token.
 
-        Call it when all texts have ended.
+        There is one `Scores` per text, in the order of `writings`, without an axis of texts. Call
+        it when all texts have ended.
 
         Args:
             top: Number of likeliest tokens at each position.

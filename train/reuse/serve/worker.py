@@ -60,7 +60,7 @@ class WorkerError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """New tokens of one text of a job."""
+    """New tokens of one text of a job: the text at `index` in `Job.texts`."""
 
     index: int
     tokens: list[int]
@@ -70,7 +70,10 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Scores of one text of a `ScoreJob`."""
+    """Scores of one text of a `ScoreJob`: the text at `index` in its `rows`.
+
+    `scores` is a `Scores` whose arrays have no axis of texts.
+    """
 
     index: int
     scores: Any
@@ -87,6 +90,10 @@ class Job:
         client: Address of the client, by which the queue is fair.
         deadline: `time.monotonic()` at which the job ends.
         deliver: Function that takes every event, in the worker's thread. It must return at once.
+
+    Attributes:
+        has_begun: True once a text of the job has had a slot.
+        waiting: Texts of the job that wait for a slot, the next one first.
     """
 
     texts: Sequence[Text]
@@ -116,6 +123,9 @@ class ScoreJob:
         top: Number of likeliest tokens at each position.
         deadline: `time.monotonic()` at which the job ends.
         deliver: Function that takes every event, in the worker's thread. It must return at once.
+
+    Attributes:
+        next_row: Index of the text in `rows` that is scored next.
     """
 
     rows: list[np.ndarray]

@@ -225,9 +225,10 @@ def _summary(
 def rate_rule(origin: TrainedModel) -> _RateRule:
     """Return the optimizer for fine-tuning a source, and the origin of its learning rate in words.
 
-    For a run, the settings are the source's, with a cosine schedule and 0.3 times its peak learning
-    rate, or 1 times (1/3 with adapters) if the source was fine-tuned itself. For weights, matrices
-    get 5e-5 x 768 / width under the preset, and gradients are clipped at norm 1.
+    For a run, it is the source's optimizer with a cosine schedule and 0.3 times its peak learning
+    rate, or 1 times (1/3 with adapters) if the source was fine-tuned itself. For weights, the peak
+    learning rate is such that hidden matrices get 5e-5 x 768 / width under the preset, and
+    gradients are clipped at norm 1.
     """
     preset = preset_of_source(origin)
     named = f"{preset.name} in absolute form"
@@ -429,6 +430,8 @@ def _config(
     With adapters, only they and `new_params` are trained, at three times the learning rate.
 
     Args:
+        folder: data of the run, whose name the workdir gets.
+        model: config of the model, with the number of classes and adapters of this run.
         new_params: patterns of parameters that do not come from the source (`init_new`).
     """
     optimizer = dataclasses.replace(rate_rule(origin).optimizer, warmup_steps=steps // 10)

@@ -81,7 +81,14 @@ class Start(NamedTuple):
 
 
 class _Refusal(NamedTuple):
-    """Difference of one parameter that no flag of the command line names."""
+    """Difference of one parameter from the source, which the user has not allowed by its name.
+
+    Attributes:
+        difference: words for the message, such as "readout (8, 4) is not there".
+        flag: `--init-new`, `--init-resize` or `--init-drop`. The user allows the difference by
+            naming the parameter behind this flag.
+        name: name of the parameter in the run, or in the source for `--init-drop`.
+    """
 
     difference: str
     flag: str
@@ -95,9 +102,10 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
     A new run gets the path of the source's exact step, and by default the tokenizer beside weights.
     A run that continues gets the source and the tokenizer that it recorded. A run that has a
     checkpoint never reads the source again. A run that was stopped before its first checkpoint
-    starts from the source once more.
+    starts from the source once more. Every process of the run must call it.
 
     Args:
+        folder: workdir of the run. It is read only if `held`.
         held: whether the folder holds a run to continue.
         processes: processes of the run. The first one looks the source up for all.
     """
@@ -174,7 +182,8 @@ def prepare(program: Program, tokenizer: str | None = None) -> Start:
     placed in the run's shardings yet.
 
     Args:
-        program: program of the run, whose config has `init.init_from`.
+        program: program of the run, whose config has `init.init_from`. With several processes, each
+            one reads the complete source.
         tokenizer: key of the tokenizer that made the run's tokens. `None` if unknown.
 
     Raises:
@@ -236,7 +245,7 @@ def _optimizer_state(program: Program, source: WeightsSource, planned: Plan) -> 
 def initial_state(program: Program, start: Start) -> TrainState:
     """Return the state at step 0, every array in its dtype and on its devices.
 
-    The optimizer state starts anew if `start` has none.
+    Every process of the run must call it. The optimizer state starts anew if `start` has none.
 
     Args:
         start: result of `prepare` for this program.
@@ -250,7 +259,11 @@ def initial_state(program: Program, start: Start) -> TrainState:
 
 
 def _notes(source: WeightsSource, config: Config, tokenizer: str | None) -> list[str]:
-    """Return notes on the tokens of source and run, and on absorbed skips."""
+    """Return notes on the tokens of source and run, and on absorbed skips.
+
+    Args:
+        tokenizer: key of the run's tokenizer. With `None`, names of tokenizers are compared.
+    """
     notes: list[str] = []
     folder = None if config.init.init_from is None else Path(config.init.init_from)
     if source.run is None and Path(config.data.tokenizer).parent == folder:

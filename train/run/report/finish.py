@@ -158,6 +158,8 @@ def _loss_panel(
     """Draw the loss over steps: training, evaluations, further sets and reference models.
 
     Args:
+        set_bytes_per_token: Mean bytes of text per token of each further set, by name. `None` draws
+            the set's losses per target.
         gap: Least distance of two names in the margin, as a fraction of the panel's height.
     """
     steps, losses = _series(rows, "loss", scale.divisor)
@@ -231,6 +233,7 @@ def _metric_panel(
     """Draw a metric over steps: training, if rows have it, evaluations, sets and references.
 
     Args:
+        references: Reference models, of which those whose unit is `name` are drawn.
         gap: Least distance of two names in the margin, as a fraction of the panel's height.
     """
     metric = METRICS[name]
@@ -277,6 +280,7 @@ def summary(
     Args:
         metrics_path: metrics.jsonl of the run, with at least one row.
         name: Name of the run, for the title.
+        seconds: Time since this session began to compile its steps.
         facts: Lines about the model and the session, by their label.
         references: Reference models. Each is compared with the last evaluation in its unit.
         bytes_per_token: Mean bytes of text per token, by which a language model's losses are
@@ -426,7 +430,7 @@ def _series(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps and values / scale of one key, sorted by step.
 
-    A value that was not finite is NaN.
+    Both are [N]. Rows without the key are left out, and a value that was not finite is NaN.
     """
     points = [(row["step"], row[key] / scale) for row in rows if row.get(key) is not None]
     # The key itself is null in such a row, because JSON has no NaN.
@@ -477,9 +481,11 @@ def _draw_evaluations(
     """Draw evaluations, further sets and reference lines, and set the limits of y.
 
     Args:
+        points: Steps and values of the evaluations (`_series`).
         lines: Value and name of each reference model.
         form: Format string of values in the margin.
         gap: Least distance of two names in the margin, as a fraction of the panel's height.
+        log: `True` makes the y axis logarithmic.
         around: Other values that the limits must hold.
     """
     steps, values = points

@@ -286,7 +286,7 @@ class MetricsWriter:
             self._mirrors.show(step, media, time.time())
 
     def flush(self) -> None:
-        """Wait until every row so far is on disk, safe from a kill and a power cut.
+        """Wait until all queued rows are on disk, safe from a kill and a power cut.
 
         Then wait for TensorBoard and trackers, for `_FLUSH_S` seconds at most.
 
@@ -417,6 +417,8 @@ class MetricsWriter:
 def read(path: Path | str) -> list[dict[str, Any]]:
     """Return all rows of a metrics.jsonl, in file order, without a last line torn by a kill.
 
+    A number that was not finite is `None`, and `nonfinite` of the row has it as a text by its name.
+
     Raises:
         MetricsError: The file is missing, or a line is no row. The text has its number.
         DiskError: The disk cannot be read.
@@ -523,7 +525,8 @@ class Evaluations:
         rows: Rows of earlier evaluations, in any order.
 
     Attributes:
-        metrics: Metrics by name for each step. A value is `None` if it was not finite.
+        metrics: Metrics by name for each step. A value that is not finite is `None` if its row was
+            read from metrics.jsonl.
         stopped: Reason why the run ends before its last step, or "" if it goes on.
     """
 

@@ -41,7 +41,8 @@ the loss could be seen."""
 def guesses(data: Data, logits: Callable[[np.ndarray], Any]) -> dict[str, np.ndarray]:
     """Predict the first test images. Return `images`, `targets` and `predictions` as arrays.
 
-    At least `_NUM_IMAGES` images are predicted, in whole batches, or all if there are fewer.
+    They are NumPy arrays [N, H, W, C], [N] and [N]. N is at least `_NUM_IMAGES`, in whole batches,
+    or all images if there are fewer.
 
     Args:
         logits: Function from images [B, H, W, C] to logits [B, classes]. Every process of a run
@@ -143,6 +144,8 @@ def _draw_cell(
 
     Args:
         pixels: Image in [0, 1], float [H, W, C].
+        left: Left edge of the cell, in units of the width of a cell.
+        top: Upper edge of the cell in the same unit, counted downwards.
         truth: True class, or `None` if the prediction is right.
     """
     from matplotlib.patches import Rectangle
@@ -212,6 +215,7 @@ def style(axes: Axes, first: int, last: int) -> None:
     """Give a panel light grid lines and few spines, and set its x axis to steps.
 
     Args:
+        first: Step at the left end of the axis, apart from a small margin.
         last: Step at the right. x is logarithmic from `LOG_STEPS` steps on.
     """
     if last >= LOG_STEPS:
@@ -288,6 +292,7 @@ def second_scale(axes: Axes, factor: float, label: str) -> None:
     Args:
         axes: Axes of a panel whose ticks are set.
         factor: Factor from the unit of the panel to the other unit.
+        label: Name of the other unit, such as "nats per token".
     """
     from matplotlib.ticker import FixedLocator, NullLocator
 

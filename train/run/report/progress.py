@@ -49,8 +49,12 @@ _SHOWN_DATA_WAIT = 0.05
 class Total:
     """Sums over steps, in which recent steps may weigh more.
 
-    Each second of training multiplies the sums so far by e^(-1/fading). The default `fading` is
+    Each second of training multiplies the earlier sums by e^(-1/fading). The default `fading` is
     infinite, which gives plain sums.
+
+    Attributes:
+        units: Tokens or images of the steps (`Timing.unit`).
+        waited: Part of `seconds` in which the devices had nothing to do.
     """
 
     fading: float = math.inf
@@ -99,7 +103,7 @@ class Timing:
 
     Attributes:
         overall: Sums over the session.
-        recent: Sums over the last seconds of the session.
+        recent: Sums in which older steps fade, with `_RECENT_S` seconds as `fading`.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class Timing:
         """Add a finished step to all sums. The first step of the session is left out.
 
         Args:
+            units: Tokens or images of the step (`unit`) that count.
             waited: Seconds of the step in which the devices waited for its batch. Default 0.
         """
         # The first step of a session warms up and is no measure of speed.
@@ -142,7 +147,11 @@ class Timing:
         self._warm = True
 
     def utilization(self, total: Total) -> float | None:
-        """Return the model FLOPs utilization in [0, 1], or `None` if the peak is unknown."""
+        """Return the model FLOPs utilization in [0, 1], or `None` if the peak is unknown.
+
+        Args:
+            total: Sums over at least one step, such as `overall` or `recent`.
+        """
         if not self._peak_flops:
             return None
         return total.rate * self._flops_per_unit / self._peak_flops

@@ -29,6 +29,9 @@ class UploadBuffer:
     cannot be uploaded, all files are kept in another local folder, which a `MupaxFailure` names.
     Nothing is uploaded at the end after KeyboardInterrupt or SystemExit.
 
+    Args:
+        target: Folder in the bucket that gets the files.
+
     Attributes:
         folder: Folder on this machine, to write to.
 

@@ -247,6 +247,9 @@ class Listener:
     def wait(self, seconds: float, *files: int) -> bool:
         """Wait until a signal comes, a file can be read, or the time is over.
 
+        Args:
+            *files: Descriptors (`fileno`) of the files to watch.
+
         Returns:
             Whether a signal has been received, during this wait or before.
         """

@@ -81,7 +81,10 @@ class _Queries(NamedTuple):
 
 
 class _SeenQueries(NamedTuple):
-    """Queries of a device in the backward pass, with their results and gradients."""
+    """Queries of a device in the backward pass, with their results and the results' gradient.
+
+    Outputs and log-sum-exps are those over all keys.
+    """
 
     q_BHTN: jax.Array
     y_BHTN: jax.Array
@@ -91,7 +94,10 @@ class _SeenQueries(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Arrays that the forward pass keeps for the backward pass."""
+    """Arrays that the forward pass keeps for the backward pass.
+
+    All are those of this device. Outputs and log-sum-exps are over all keys.
+    """
 
     q_BHTN: jax.Array
     k_BKSN: jax.Array
@@ -102,7 +108,7 @@ class _Saved(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """Attention to all keys that a part of the queries has seen so far."""
+    """Attention of a part of the queries to all keys that it has seen up to a step of the ring."""
 
     y_BHTN: jax.Array
     """float32."""
@@ -141,7 +147,7 @@ def zigzag(*arrays: jax.Array, layout: Layout, back: bool = False) -> list[jax.A
     """Return arrays [B, T, ...] with positions moved into zig-zag, or moved back from it.
 
     Of 2D parts of T, device d of D usually holds parts 2d and 2d+1. In zig-zag it holds parts d and
-    2D-1-d, in this order.
+    2D-1-d, in this order. 2D must divide T.
 
     Args:
         *arrays: Arrays of two to four dimensions. Devices split B and T, and heads (the third of
@@ -235,7 +241,7 @@ def _forward(
         """Return `totals` combined with attention to the keys of another device.
 
         Args:
-            totals: Attention to the keys seen so far, for each part of the queries.
+            totals: Attention to the keys of all earlier steps, for each part of the queries.
             keys: Keys of the device that is `step` devices before this one in the ring.
         """
 
@@ -373,7 +379,10 @@ def _gradients(part: Part, queries: _SeenQueries, keys: _Keys, *, masked: bool) 
 
 
 def _sent(arrays: Any, mesh_axes: tuple[str, ...]) -> Any:
-    """Send arrays to the next device of the ring. Return those of the previous device."""
+    """Send arrays to the next device of the ring. Return those of the previous device.
+
+    Call inside `shard_map`, on all devices of the ring.
+    """
     num_devices = jax.lax.axis_size(mesh_axes)
     route = [(device, (device + 1) % num_devices) for device in range(num_devices)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, mesh_axes, route), arrays)
@@ -407,7 +416,7 @@ def _paired(
 
 
 def _plus(totals: list[jax.Array], terms: list[jax.Array]) -> list[jax.Array]:
-    """Return totals with the terms added to the first of them."""
+    """Return the totals with term i added to total i. There may be fewer terms than totals."""
     sums = list(totals)
     for index, term in enumerate(terms):
         sums[index] = sums[index] + term

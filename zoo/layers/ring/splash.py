@@ -109,7 +109,12 @@ def attention(
 
 
 def _library(options: dict[str, Any], lse: bool, mask: Any, *arrays: Any) -> Any:
-    """Call JAX's forward function. Return the outputs and, with `lse`, the log-sum-exps."""
+    """Call JAX's forward function. Return the outputs and, with `lse`, the log-sum-exps.
+
+    Args:
+        options: Keyword arguments of the kernel, `Kernel.kwargs`.
+        mask: Mask of the kernel's forward pass, `Kernel.fwd_mask_info`.
+    """
     options = options | {"save_residuals": lse, "residual_checkpoint_name": None}
     return splash._splash_attention_forward(mask, *arrays, None, **options)  # pyright: ignore
 

@@ -132,6 +132,9 @@ def _shown(
 
     The smallest value of a channel over all images becomes black, the largest full strength.
     Padding, whose weight is 0, is left out.
+
+    Args:
+        names: Names of the classes by label. `None` shows the labels.
     """
     low = inputs_BHWC.min((0, 1, 2))
     high = inputs_BHWC.max((0, 1, 2))
@@ -173,9 +176,10 @@ def _spread(params: Arrays, earlier_params: Arrays) -> dict[str, dict[str, jax.A
 def _numbers(x: jax.Array) -> dict[str, jax.Array]:
     """Return range, cumulative counts, sum and sum of squares of an array's finite entries.
 
-    `below` has the number of entries below each limit between two of `_NUM_BINS` bins of equal
-    width. Only sums and extremes over all of the array are computed, so that no device needs the
-    part of another.
+    The keys are `low`, `high`, `below`, `total`, `squares` and `count`, the number of finite
+    entries. `below` has the number of entries below each limit between two of `_NUM_BINS` bins of
+    equal width. Only sums and extremes over all of the array are computed, so that no device needs
+    the part of another.
     """
     finite = jnp.isfinite(x)
     or_inf = jnp.where(finite, x, jnp.inf)

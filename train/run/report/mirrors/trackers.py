@@ -58,6 +58,7 @@ class TensorBoard(Writer):
     block if its thread has died.
 
     Args:
+        logdir: Folder of the event files, made if it is missing.
         resume_step: Step that was restored. TensorBoard hides events of later steps that an earlier
             session wrote. `None` for a new run.
         file: Beginning of the name of the event file.
