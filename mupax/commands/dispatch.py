@@ -234,6 +234,9 @@ def _refuse_name(prog: str, word: str) -> None:
     """Raise UsageError if the word after `presets` or `models` names a preset or a model.
 
     Do nothing for any other word. The message has the command to write instead.
+
+    Args:
+        prog: Words before `word`. Only after `mupax presets` and `mupax models` can it be refused.
     """
     from mupax.presets import PRESETS
     from mupax.zoo.configs import CONFIGS

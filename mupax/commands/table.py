@@ -334,7 +334,7 @@ CHECKPOINTS = (
     ),
     Command(
         name="verify",
-        summary="also read every file and array, and compare digests",
+        summary="list checkpoints, and compare every file and array with its digest",
         example="checkpoints verify runs/lm-tiny",
         run=_checkpoints_verify,
         prepared="arrays",
@@ -374,7 +374,7 @@ TRAIN = (
 PLAN = (
     Command(
         name="score",
-        summary="compare a forecast or a plan with the run that came",
+        summary="compare a forecast or a plan with the finished run",
         example="plan score plan.json runs/lm-tiny",
         run=_plan_score,
         prepared="arrays",
@@ -414,7 +414,7 @@ TUNE = (
     ),
     Command(
         name="plan",
-        summary="print a run's config, cost and loss before it is run; `plan score` compares",
+        summary="print a run's config, cost and loss before it is run",
         example="plan lm-laptop --tokens 10m --out plan.json",
         run=_plan,
         subcommands=PLAN,
@@ -443,7 +443,7 @@ INSPECT = (
     ),
     Command(
         name="noise",
-        summary="estimate the gradient noise scale at a checkpoint, which bounds joint rules",
+        summary="estimate the gradient noise scale at a checkpoint, for joint rules",
         example="noise runs/lm-tiny --batches 8",
         run=_noise,
         prepared="arrays",
@@ -548,7 +548,7 @@ PRESETS = (
     ),
     Command(
         name="desiderata",
-        summary="print which sizes can grow alone",
+        summary="print which sizes (width, heads, depth, ...) can grow alone",
         example="presets desiderata depth-mup",
         run=_presets_desiderata,
     ),
@@ -628,7 +628,7 @@ THEORY = (
     ),
     Command(
         name="verify",
-        summary="check the parameterization of other code, from what it prints at two sizes",
+        summary="check the parameterization of other code, from its values at two sizes",
         example="verify small.json large.json",
         # Nothing is prepared, because the training was done by other code, elsewhere.
         run=_verify,

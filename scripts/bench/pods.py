@@ -60,10 +60,10 @@ result for recipes made for pods, by `python -m scripts.bench.pods` (full report
 """
 COLUMNS = """
 - **memory** is what one chip needs, of what it has: allocated by the compiler on TPUs, estimated on
-  GPUs. GPUs have the share `XLA_PYTHON_CLIENT_MEM_FRACTION` (0.75) of their memory.
+  GPUs. Of a GPU, JAX takes the share `XLA_PYTHON_CLIENT_MEM_FRACTION` (0.75).
 - **expected** is the memory that `train/pods/estimates.py` computes from sizes of arrays alone.
 - **cycles** are the compiler's estimate for a TPU's step, without attention kernels.
-- **step** is the longest of four times: matrix products at the chip's peak, traffic of main memory,
+- **step at least** is the longest of four times: matrix products at the chip's peak, traffic of main memory,
   collectives, and cycles.
 - **program** is the compiled commit. Do not compare rows of different commits.
 """

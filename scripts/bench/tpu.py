@@ -218,8 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         record["rows"].append(row_of(report, args.shape, args.says, program))
     else:
         adamw = json.loads(args.adamw.read_text())
-        others = [row for row in record.get("muon", []) if row["flags"] != args.shape]
-        record["muon"] = [*others, muon_row(args.shape, report, adamw, program)]
+        kept_rows = [row for row in record.get("muon", []) if row["flags"] != args.shape]
+        record["muon"] = [*kept_rows, muon_row(args.shape, report, adamw, program)]
     FILE.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 

@@ -247,15 +247,15 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         num_survived += not row["code"]
         slowest = max(slowest, row["seconds"])
     text = (
-        f"In {len(struck)} runs, {num_operations} chosen file operations failed: with an error "
-        "(EIO, ESTALE, EACCES or ENOSPC), half a second late, or after half of the bytes. "
+        f"In {len(struck)} runs, {num_operations} chosen file operations were disturbed: they failed "
+        "(EIO, ESTALE, EACCES or ENOSPC), came half a second late, or ended after half of the bytes. "
         f"**{num_right} of {len(struck)} runs ended bitwise as an undisturbed run did.** "
         f"{num_survived} of them survived the failure. The others ended with a message, and the "
         "same command took them from their newest checkpoint to the end. No command took longer "
         f"than {slowest:.0f} s. `{COMMAND}`"
     )
 
-    cells = [["operation", "runs", "operations failed", "survived", "ended, then went on"]]
+    cells = [["operation", "runs", "operations disturbed", "survived", "ended, then went on"]]
     for kind in (*READING, *WRITING):
         num_runs = 0
         num_failed = 0

@@ -135,7 +135,7 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     differing = [run for run in runs if run["differences"]]
     num_identical = len(runs) - len(differing)
     text = (
-        f"{len(runs)} training runs got {num_kills} signals at random moments, and were resumed "
+        f"{len(runs)} training runs were killed {num_kills} times at random moments, and resumed "
         f"until their last step. **{num_identical} of {len(runs)} runs ended bitwise as an "
         "undisturbed run did**: their metrics are equal, except for times, and so are the digests "
         "of parameters, optimizer state, moving average and counters in the last checkpoint. "

@@ -347,7 +347,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     num_right = len(rows) - len(wrong)
     text = (
         f"In {len(rows)} runs of two or three processes, one process failed. **{num_right} of "
-        f"{len(rows)} runs ended as they must**: the other processes printed the reason and ended "
+        f"{len(rows)} runs ended as they must**: the other processes printed the reason (or, before all had "
+        "joined, that they waited for process 0) and ended "
         f"within {BOUND_S:.0f} s, with exit code 1, or 2 for bad input. After a failure that "
         "passes, such as a slow disk, they trained on. The resumed run ended bitwise as an "
         f"undisturbed run did. `{COMMAND}`"

@@ -254,7 +254,7 @@ def lines() -> list[str]:
     page = [
         "## Vocabularies and contexts of real models",
         "",
-        f"`{COMMAND}` repeats the checks of right presets at other",
+        f"`{COMMAND}` repeats the checks of right presets, over ten steps, at other",
         "vocabularies and contexts, and adds other models and wrong rules. A series is one model",
         f"that grows in one size. Measured so far: {len(record)} of {len(listed)} series.",
         "",

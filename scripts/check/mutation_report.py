@@ -154,9 +154,9 @@ def _alike(outcomes: Outcomes) -> list[str]:
 def _reason(outcome: Outcome) -> str:
     """Return why a mutant trains as the right rule does."""
     if outcome.same_numbers and outcome.column == "init_std":
-        return "the wrong value is the std of a bias, and biases start at zero"
+        return "the wrong value is the std of a bias or of relative positions, which start at zero"
     if outcome.same_numbers:
-        return "the wrong value is one that the optimizer does not read"
+        return "the wrong value is an eps, which SGD does not read"
     if outcome.column == "eps":
         return "the wrong value is an eps far below every gradient"
     return f"one step changes no activation by more than a factor of 2^{ROUND_OFF:g}"

@@ -175,7 +175,7 @@ def _right_presets(rows: list[dict[str, Any]]) -> list[str]:
         "other activation, `lm-proxy` with biases and LayerNorm or with a tied readout (for which",
         "`u-mup` has no rule), `vit-proxy` without biases.",
         "",
-        "Under `ntk`, `hybrid` and `maximal-update` features may move less as the model grows",
+        "Under `ntk` and `hybrid` features may move less as the model grows",
         f"(`--accept lazy`). `{COMMAND}` writes this section, the",
         "next two and `structures.json`.",
         "",

@@ -55,7 +55,7 @@ UNTOLD = (
     ),
     Untold(
         ("spectral",), ("adam", "sgd", "muon"), _STARTS,
-        "both fans bound the initial std; when one grows alone, "
+        "fan-in and fan-out both bound the initial std; when one grows alone, "
         "the right std is smaller by the factor of the mistake",
     ),
 )  # fmt: skip

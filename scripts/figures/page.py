@@ -27,7 +27,8 @@ SHORT_SOURCES = {
 
 HEAD = """# The papers' figures, measured again
 
-This page repeats figures of Bordelon et al. 2024 (arXiv 2405.15712) and Dinan et al. 2023 (arXiv 2304.02034) on smaller models.
+This page repeats figures of Bordelon et al. 2024 (arXiv 2405.15712) and Dinan et al. 2023 (arXiv 2304.02034) on smaller models,
+and adds predictions derived here.
 `make figures ARGS=--again` measures all in {minutes} minutes of CPU time, `python -m scripts.figures NAME --again` one.
 Each row of a table compares a measured value with a prediction:
 

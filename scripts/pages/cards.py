@@ -36,7 +36,7 @@ made it. `--save-tuned NAME` of `sweep`, `transfer` and `tune` saves your own.
 
 ## Measured here
 
-Each rate was best on the data of its row, which says nothing about other data.
+Each learning rate was best on the data of its row, which says nothing about other data.
 
 | preset | verdict | learning rate, log2 [95 %] | measured on | drift, octaves a doubling [95 %] |
 |---|---|---|---|---|"""
@@ -44,10 +44,10 @@ EVIDENCE_FOLDER = ROOT / "docs" / "evidence" / "tuned"
 """Folder of tuned presets that no longer come with mupax."""
 MOVED_HEAD = """## No longer shipped
 
-A new run refuses these names. A run that began with one continues with the same command. If you copy the
+A new run refuses these names. A run that began with one continues with `--resume`. If you copy the
 file to a folder `tuned` where you run mupax, the name works again.
 
-| preset | why | optimizer | rate | data |
+| preset | why | optimizer | rate | file |
 |---|---|---|---|---|"""
 
 

@@ -27,7 +27,7 @@ mupax plan --model gpt2-medium --tokens 10b
 ```
 
 This command prints the learning rate and batch size that the best evidence gives for one model,
-and the command that trains with them. The table has the same for the models of `mupax models`.
+and the command that trains with them. The table has both for the models of `mupax models`.
 Language models see {TOKENS_PER_PARAMETER} tokens for each parameter outside of embeddings,
 vision models {IMAGES:,} images ({IMAGE_EPOCHS} epochs of ImageNet-1k).
 """
@@ -61,7 +61,7 @@ def page() -> str:
             rows.append(_row(name, model, ranked[0]))
         else:
             unknown.append(f"`{name}`")
-    head = ("model", "length", "rate", "interval", "batch", "`--preset`", "evidence")
+    head = ("model", "length", "learning rate", "interval", "batch", "`--preset`", "evidence")
     nothing = f"No evidence applies to {', '.join(unknown)}: tune a small model."
     return f"{HEAD}\n{table([head, *rows])}\n\n{nothing}\n{TAIL}"
 

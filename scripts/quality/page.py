@@ -56,7 +56,7 @@ READING = {
     "A new search at larger sizes leaves `mup`'s learning rate as it is, while `sp`'s halves with "
     "each doubling of heads. With 32 heads, plain `mup`, whose readout std falls as m^-1, is 0.021 "
     "nats worse than the first row.",
-    "depth-100": "**Not worse** under both presets, and further ahead of `sp` the deeper the model. At depth 16, "
+    "depth-100": "**Not worse** with both scalings of branches, and further ahead of `sp` the deeper the model. At depth 16, "
     "residual branches scaled by L^-1/2 (`depth-mup`) are 0.036 nats ahead, and by L^-1 "
     "(`alpha_L 1`) 0.092.",
     "depth-800": "**Not worse** with residual branches scaled by L^-1 (`alpha_L 1`). With branches scaled by "
@@ -68,7 +68,7 @@ READING = {
     "seven searched constants. Over eight seeds, the first row's loss is 0.003 ± 0.009 nats below "
     "`sp`'s and plain `mup`'s 0.003 ± 0.009 above. Against an `sp` with two searched constants, the "
     "preset is not worse at any size.",
-    "vit-800": "**Not worse** under both presets than an `sp` whose patch embedding's multiplier is not searched. With "
+    "vit-800": "**Not worse** in both `mup` rows than an `sp` whose patch embedding's multiplier is not searched. With "
     "this multiplier searched at twice the base, `sp`'s loss is 0.012 ± 0.025 nats above plain "
     "`mup`'s (five seeds), which cannot be told from zero.",
     "vit-100": "**Not shown** at two and four times the base; not worse at eight times. After 100 "

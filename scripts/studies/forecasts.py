@@ -197,7 +197,7 @@ def _hindsight_summary(forecasts: Sequence[dict[str, Any]]) -> str:
     rates = [row["log2_lr"] for row in forecasts if row.get("log2_lr")]
     inside = sum(rate["low90"] <= rate["came"] <= rate["high90"] for rate in rates)
     return (
-        "A law fitted to the smaller sizes of each transfer study forecasts the largest size. "
+        "A law fitted to the smaller settings of each transfer study that supports one forecasts the largest. "
         f"{inside} of {len(rates)} best learning rates are inside their 90 % intervals."
     )
 

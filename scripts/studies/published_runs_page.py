@@ -29,8 +29,8 @@ OPENING = """## Published runs
 
 Tables of runs get another law (`train/studies/tables/law.py`). mupax comes with this law fitted to
 1,073 published runs: dense decoders of 215 to 429 million parameters without embeddings, 4 to 100
-billion tokens, standard parameterization. `mupax plan` uses it for dense decoders to which no tuned
-preset applies ([which settings](../start/which-settings.md)).
+billion tokens, standard parameterization. `mupax plan --model NAME` uses it for dense decoders within
+three doublings of these sizes and tokens to which no tuned preset applies ([which settings](../start/which-settings.md)).
 """
 
 

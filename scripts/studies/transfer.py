@@ -125,7 +125,7 @@ ABOUT = {
     ),
     "depth-adam": (
         "A decoder of width 64 under Adam grows eightfold in layers. Eight seeds do not decide "
-        "whether the control, `mup`, drifts. A deeper model is worse under `mup` in 9 of 12 "
+        "whether the control, `mup`, drifts. At one rate, the next deeper model has the higher loss under `mup` in 9 of 12 "
         "comparisons."
     ),
     "batch": (
@@ -172,7 +172,7 @@ The **price** is what it costs not to retune: the largest model's loss at the sm
 best rate, in nats. **Loss** is the largest model's training loss at its own best rate. A control, such as `sp`, should drift.
 [A simulation](#how-far-to-trust-a-verdict) shows how often a verdict is right.
 
-`python -m scripts.studies.transfer` trains all studies, and continues if it was stopped. `--list` prints their commands. All losses are in
+`python -m scripts.studies.transfer` trains all studies, and continues if it was stopped. `--list` prints their commands. Their losses are in
 `docs/evidence/transfer/*/points.jsonl.gz`.
 """
 

@@ -300,7 +300,7 @@ def _add_reasons(rows: list[dict[str, Any]], record: Mapping[str, Any], metric: 
     Args:
         rows: Entries of `_checkpoints` with their `metrics`; changed in place. If a checkpoint has
             lost its own metrics, these are of metrics.jsonl, from which the run writes them again.
-        record: Content of config.json.
+        record: Content of config.json, perhaps of an older version.
         metric: Name of the metric that ranks checkpoints, such as `eval_loss`.
     """
     from mupax.train.config import sections
@@ -312,8 +312,8 @@ def _add_reasons(rows: list[dict[str, Any]], record: Mapping[str, Any], metric: 
     if not is_known:
         # The best cannot be told, so only the other policies are asked.
         for index, part in enumerate(parts):
-            others = tuple(policy for policy in part.policies if not policy.ranks)
-            parts[index] = part._replace(policies=others)
+            unranked = tuple(policy for policy in part.policies if not policy.ranks)
+            parts[index] = part._replace(policies=unranked)
     measured = {row["step"]: row["metrics"] for row in rows if _counts(row)}
     reasons = sections.staying(sorted(measured), measured, parts)
     for row in rows:

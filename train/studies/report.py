@@ -120,7 +120,7 @@ class Report:
 
         Args:
             path: File of the page. Its folder must exist.
-            title: Heading of the page.
+            title: Heading of the page and of its browser tab.
             command: Command that made the report, printed below it.
             facts: Rows (name, value) of a table at the end, such as versions and data.
         """

@@ -317,7 +317,7 @@ FIGURE = Figure(
     about="Loss on test images of a ViT of width 64 and depth 2 after 4.5 epochs of "
     "scikit-learn's digits under AdamW (the paper: ViT-B/16 on ImageNet-1k). The paper maps "
     "learning rates of `standard` to those of three other strategies, and its map is "
-    "predicted to take the best rate to the best rate.\n\n"
+    "predicted to take the best rate of `standard` to that of each other strategy.\n\n"
     "The grid's point (h, d) is (lr, wd) under standard, and (lr, wd) = (h n^(3/2 - s/2), d "
     "n^-(3/2 - s/2)) under the others. Hidden matrices, patches and positions start alike "
     "everywhere. The paper found the best of standard, ntk and hybrid at one point of the "

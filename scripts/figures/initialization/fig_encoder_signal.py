@@ -135,7 +135,7 @@ FIGURE = Figure(
     title="The encoder's first gradients as its decoder gets deeper",
     source="derived here",
     about="Gradients at initialization in an encoder-decoder with 4 encoder blocks, as the number "
-    "L of decoder blocks grows, with branches times 1/L^alpha_L. The gradients are "
+    "L of decoder blocks grows, with its branches times 1/L^alpha_L. The gradients are "
     "predicted to scale as L^(1/2 - alpha_L) in the encoder, and as L^-alpha_L in one "
     "layer's keys and values of cross-attention.\n\n"
     "The model is BART's layout with a readout of its own, under `depth-mup` in absolute "

@@ -155,7 +155,7 @@ FIGURE = Figure(
     source="figure 2b of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Variance over heads of the attention logits q.k/N^alpha_A of Bordelon et al.'s ViT, "
     "before and during training by SGD with momentum, as the head dimension N grows with "
-    "four heads. The figure's caption and the central limit theorem predict its exponent.\n\n"
+    "four heads. The figure's caption and the central limit theorem predict different exponents.\n\n"
     "The variance is averaged over layers, images and pairs of positions. The data are the "
     "endless image set (the paper: CIFAR-5M).",
     **settings_of(__name__),

@@ -222,7 +222,7 @@ def _file_split(files: dict[str, Path], name: str) -> split_names.FileSplit | No
 
     Args:
         files: Visible files of the folder by relative path. Files that are no data are passed over.
-        name: Value of data.name, for the message.
+        name: Value of data.name, such as `hf:FOLDER`, for the message.
 
     Raises:
         DataError: Two names tell the same part, such as `val` and `dev`.

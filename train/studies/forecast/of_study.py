@@ -59,11 +59,11 @@ def check(config: Config, requests: Sequence[str]) -> None:
         ConfigError: A request comes twice, or is refused by `target`.
         UsageError: There is no such recipe.
     """
-    seen = set()
+    earlier = set()
     for request in requests:
-        if request in seen:
+        if request in earlier:
             raise ConfigError(f"--predict {request} comes twice; write each run once")
-        seen.add(request)
+        earlier.add(request)
         target(config, request)
 
 

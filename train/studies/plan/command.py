@@ -196,7 +196,7 @@ def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str
     Args:
         recipe: Name of the recipe, or of the recipe of the study.
         setting: Run of the study, whose settings replace the recipe's. `None` keeps the recipe's.
-        words: Flags of the recipe.
+        words: Flags of the recipe, such as `--steps 800`.
 
     Raises:
         ConfigError: `--tokens` is given with a flag that is relative to the run's steps.
@@ -362,7 +362,7 @@ def _compiled_cost(
 
     Args:
         report: Report of the compiler, as `mupax compile --json` writes it.
-        count: Number of chips in all slices.
+        count: Number of chips in all slices together, at least 1.
         place: Chips and slices, such as `v5e:4x4 x 2 slices`.
     """
     peak = report["peak_bytes_per_device"]
@@ -720,7 +720,7 @@ def _plan_from_evidence(model: str, args: Plan, recipe_flags: Sequence[str]) -> 
     """Plan a model from the best evidence that applies: print the plan, and write it to `--out`.
 
     Args:
-        recipe_flags: Flags of the recipe. Only `--model` is allowed.
+        recipe_flags: Flags of the recipe, such as `--steps 800`. Only `--model` is allowed.
 
     Returns:
         0, the exit code.

@@ -147,7 +147,7 @@ def other_fields(content: dict[str, Any], config: Config) -> Iterator[tuple[str,
 
     Args:
         content: Forecast, from `record.read`.
-        config: Config of the run.
+        config: Config that the finished run was trained with.
 
     Yields:
         (name, value in the forecast, value of the run) of each field.
@@ -227,7 +227,7 @@ def of_points(content: dict[str, Any], studies: Sequence[points.Points]) -> list
 
     Args:
         content: Forecast, from `record.read`.
-        studies: Rows by preset.
+        studies: Rows of finished points, one entry per preset.
     """
     matching = []
     for study in studies:

@@ -726,7 +726,7 @@ def run(
     It makes a new `Sweep`, so nothing compiled is kept for another call.
 
     Args:
-        configs: Config of every point.
+        configs: Configs of the points, one row of the result each.
         folder: Folder of rows and unfinished points; created if it is missing.
         watcher: Callbacks that show the progress; none by default.
         **options: Other arguments of `Sweep`.

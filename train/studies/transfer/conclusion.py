@@ -105,7 +105,7 @@ def cost_words(price: Interval, verb: str) -> str:
 
     Args:
         price: Price in nats.
-        verb: "costs" or "cost".
+        verb: Verb of the sentence: `costs` or `cost`.
     """
     if math.isnan(price.value):
         return f"{verb} an unknown loss"

@@ -104,7 +104,7 @@ class Analysis:
     """Fits, drift, prices and verdict of one study's curves.
 
     Attributes:
-        sizes: Grown sizes, increasing.
+        sizes: Sizes of the axis that grows, the smallest first.
         seeds: Number of seeds in the fits, the same at every size.
         fits: Minimum of every size.
         optima: log2 of every size's best rate. NaN if the fit has trouble.
@@ -177,7 +177,7 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
     All sizes use the same number of seeds (`_paired_seeds`).
 
     Args:
-        sizes: Grown sizes, increasing.
+        sizes: Sizes of the axis that grows, the smallest first.
         curves: Losses of each size, in the order of `sizes`.
     """
     seeds = _paired_seeds(curves)

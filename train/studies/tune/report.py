@@ -150,7 +150,7 @@ def _constant_json(constant: Constant, step: int, share: float) -> dict[str, Any
     """Return a constant's range, start, winner's value and importance as plain values for JSON.
 
     Args:
-        step: Grid step of the winner.
+        step: Grid step of the winner, 0 for the start.
         share: Importance, from 0 to 1.
     """
     return {

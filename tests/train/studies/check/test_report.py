@@ -108,8 +108,8 @@ def test_python_is_told_what_failed_of_which_parameter() -> None:
 def test_a_verdict_names_growth_and_start_if_both_are_wrong() -> None:
     start = dataclasses.replace(FINDINGS[0], base=0.62)
     assert start.verdict == "contradicts theory (0.62 times at the smallest size)"
-    both = dataclasses.replace(start, slope=0.5, low=0.4, high=0.6)
-    assert both.verdict == (
+    off_twice = dataclasses.replace(start, slope=0.5, low=0.4, high=0.6)
+    assert off_twice.verdict == (
         "contradicts theory (in its growth, and 0.62 times at the smallest size)"
     )
 
