@@ -84,8 +84,8 @@ class PresetConfig:
         conf.arg(aliases=("--noise-scale",)),
         Affects("guards", test="train/config/test_joint.py"),
     ] = None
-    """Gradient noise scale in examples, from `mupax noise`. A joint rule is refused at a larger
-    batch."""
+    """Gradient noise scale in examples, from `mupax noise`. A joint rule between two batches is
+    refused if one of them is larger."""
 
     def __post_init__(self) -> None:
         # Records, messages and comparisons have one name for a preset, whichever alias was written.

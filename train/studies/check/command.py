@@ -259,14 +259,25 @@ def _plan(args: Check, config: Config, rest: Sequence[str]) -> _Plan:
     )
 
 
+_PLAIN_AXES = ("embed", "heads", "head_dim", "layers", "encoder_layers")
+"""Axes whose sizes every line of `--dry-run` has."""
+
+
 def _print_plan(plan: _Plan) -> None:
     """Print the sizes of a check, what theory expects, and what is not judged or may vanish."""
+    smallest = plan.models[0].sizes()
+    largest = plan.models[-1].sizes()
     for model in plan.models:
-        encoder = model.sizes().get("encoder_layers")
-        depth = f"depth {model.depth}"
-        if encoder:
-            depth += f", encoder {encoder}"
-        terminal.say(f"width {model.width}, {model.num_heads} heads of {model.heads_dim}, {depth}")
+        sizes = model.sizes()
+        line = f"width {model.width}, {model.num_heads} heads of {model.heads_dim}, "
+        line += f"depth {model.depth}"
+        if sizes.get("encoder_layers"):
+            line += f", encoder {sizes['encoder_layers']}"
+        # Such as experts, where these grow.
+        for axis, size in sizes.items():
+            if axis not in _PLAIN_AXES and smallest[axis] != largest[axis]:
+                line += f", {axis} {size}"
+        terminal.say(line)
     for (name, step), slope in plan.expected.items():
         trouble = f", {slope.trouble}" if slope.trouble else ""
         terminal.say(f"{name} after {step}: theory says {slope.slope:+.2f}{trouble}")

@@ -56,6 +56,12 @@ FACTORS = ("gamma0", "beta0", "c_a", "alpha_res", "alpha_ratio")
 """Numbers of presets that are factors. Exponents have no effect at the base."""
 _SUFFIXES = {"lr": "rates", "std": "stds", "multiplier": "multipliers", "decay": "decays"}
 _NEAR_ONE = ("b1", "b2", "momentum")
+EXAMPLES = {
+    **dict.fromkeys(_NEAR_ONE, "0.9:0.999"),
+    "eps": "1e-10:1e-6",
+    "warmup_steps": "10:200",
+}
+"""Ranges that messages propose for fields of which 0.01:1 is none."""
 _INTEGERS = ("warmup_steps",)
 _EVERY_OPTIMIZER = ("peak_lr", "clip_norm", "warmup_steps", "final_lr_fraction")
 
@@ -288,7 +294,7 @@ def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant
 
     flag = by_word[name]
     start = _start(flag, config)
-    example = f"{word}=0.9:0.999" if name in _NEAR_ONE else f"{word}=0.01:1"
+    example = f"{word}={EXAMPLES.get(flag.rpartition('.')[2], '0.01:1')}"
     if equals:
         low, high = grids.span(span)
     elif start == 0:

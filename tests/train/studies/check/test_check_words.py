@@ -42,6 +42,17 @@ def test_bad_words_get_one_message(words, message, capsys):
     assert len(error.strip().splitlines()) <= 10
 
 
+@pytest.mark.core
+def test_a_dry_run_has_the_size_that_grows(capsys):
+    words = "--model.experts 4 --model.active-experts 1 --model.expert-dim 64 --grow experts"
+    assert main(["check", "lm-proxy", "--dry-run", *words.split()]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("width ")]
+    sizes = ["experts 4, active 1", "experts 8, active 2", "experts 16, active 4"]
+    for line, text in zip(lines, sizes, strict=False):
+        assert line.endswith(text)
+    assert len(lines) == 4
+
+
 def test_a_dry_run_of_key_heads_foretells_what_the_check_measures(capsys):
     # The measured change of logits goes as the key heads to +0.02.
     assert main(["check", "lm-proxy", "--preset", "mup", "--grow", "kv_heads", "--dry-run"]) == 0
