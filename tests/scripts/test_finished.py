@@ -196,8 +196,11 @@ def test_the_page_of_vision_has_the_means_of_its_rows() -> None:
         assert f"{accuracy:.1f} ({len(group)} seeds)" in table_row("small_runs.md", "none")
     assert len(plain) == 3
     for (arm, model), group in by_arm(record("vision/larger.json")["rows"], "arm", "model").items():
-        seeds = f"{len(group)} seed{'s' * (len(group) > 1)}"
-        cells = f"{100 * average(group, 'accuracy'):.1f} | {average(group, 'loss'):.3f} ({seeds})"
+        # The page leaves out what has one seed.
+        if len(group) == 1:
+            continue
+        cells = f"{100 * average(group, 'accuracy'):.1f} | {average(group, 'loss'):.3f}"
+        cells += f" ({len(group)} seeds)"
         assert f"| {arm} | {model} | {cells} |" in page
 
 
