@@ -152,7 +152,7 @@ def _costs(report: Mapping[str, Any]) -> dict[str, Any]:
         "cycles": report["estimated_cycles"],
         "temporary_bytes": report["temporary_bytes_per_device"],
         "peak_bytes": report["peak_bytes_per_device"],
-        "wire_bytes": round(sum(each["wire_bytes"] for each in report["collectives"])),
+        "wire_bytes": round(sum(row["wire_bytes"] for row in report["collectives"])),
         "problems": len(report["problems"]),
     }
 

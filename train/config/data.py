@@ -663,7 +663,8 @@ class DataConfig:
     def more_of(self, inputs: ArraySpec) -> dict[str, ArraySpec]:
         """Return the arrays that an example has in addition to the model's own, by name.
 
-        `segments` is the document of every token, `positions` its position in the document.
+        With `document_mask` that is `segments`, the document of every token, and with
+        `reset_positions` also `positions`, its position in the document.
 
         Args:
             inputs: Shape and dtype of the tokens, which the arrays share.

@@ -344,10 +344,10 @@ class Cluster(Processes):
                 )
 
     def _tell_wait(self) -> None:
-        """Post how long this process has waited, in seconds, for process 0 to read.
+        """Post two waits of this process, in seconds, for process 0 to read.
 
-        The waits are for a program, beyond the longest such wait before, and for a message of
-        another process. Nothing is posted before `end_stalled` was called.
+        `program` is the wait for a program beyond the longest such wait before, and `word` the wait
+        for a message of another process. Nothing is posted before `end_stalled` was called.
         """
         if self._excess is None:
             return

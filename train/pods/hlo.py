@@ -308,10 +308,10 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
 
     Args:
         attributes: Text of the instruction after its operands, in any of HLO's forms.
-        devices: Number of partitions. They are one group if the text names none.
+        devices: Number of partitions. They are one group if the text has `replica_groups={}`.
 
     Raises:
-        ValueError: The groups are in an unknown form.
+        ValueError: The text has no groups, or has them in an unknown form.
     """
     lists = _LISTS.search(attributes)
     if lists:

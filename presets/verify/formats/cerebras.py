@@ -101,6 +101,9 @@ class Config(ModelFile):
     Args:
         contents: Contents of the YAML file, for which `fits` is true.
         source: Name of the file, for messages and `Dump.source`.
+
+    Raises:
+        PresetError: The optimizer is none of those that can be read, or a field has a wrong value.
     """
 
     def __init__(self, contents: Any, source: str) -> None:

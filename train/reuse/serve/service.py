@@ -446,8 +446,11 @@ class Service:
 
         Call it in the event loop that reads the answer.
 
+        Args:
+            client: Address of the client. A free slot goes to the client with the fewest texts.
+
         Raises:
-            ApiError: 503 if too many requests wait.
+            ApiError: 503 if too many requests wait, or if the worker is dead.
         """
         return Answer(request, prompts, self.worker, client, self.limits.max_seconds)
 

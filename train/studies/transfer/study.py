@@ -269,7 +269,10 @@ class Measured:
         """Return the untrained points of the first size whose rates are not complete, or [].
 
         A size needs five rates around the best rate of the size before it, neighbours on both sides
-        of its own best rate, and the two rates around the smallest size's optimum.
+        of its own best rate, and the two rates around the smallest size's optimum. The first size
+        starts around the peak rate of its config. A size with `MOST_RATES` rates asks for no more
+        neighbours, even if its best rate is at an end. Sizes in `chosen` also need their later
+        seeds at the rates near their best.
         """
         # Rates here are in steps of `STEP` octaves.
         centre = round(math.log2(self.study.configs[0].optimizer.peak_lr) / STEP)

@@ -231,7 +231,10 @@ def _forward(
     v_BKSN: jax.Array,
     segments_B1T: jax.Array | None,
 ) -> tuple[jax.Array, _Saved]:
-    """Return ring attention of this device's queries, and the arrays for the backward pass."""
+    """Return ring attention of this device's queries, and the arrays for the backward pass.
+
+    If `causal`, positions must be in zig-zag. `mesh_axes` must have two devices or more.
+    """
     num_devices = jax.lax.axis_size(mesh_axes)
     queries = _Queries(q_BHTN, segments_B1T)
     own_keys = _Keys(k_BKSN, v_BKSN, segments_B1T)
