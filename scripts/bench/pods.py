@@ -63,8 +63,8 @@ COLUMNS = """
   GPUs. Of a GPU, JAX takes the share `XLA_PYTHON_CLIENT_MEM_FRACTION` (0.75).
 - **expected** is the memory that `train/pods/estimates.py` computes from sizes of arrays alone.
 - **cycles** are the compiler's estimate for a TPU's step, without attention kernels.
-- **step at least** is the longest of four times: matrix products at the chip's peak, traffic of main memory,
-  collectives, and cycles.
+- **step at least** is the longest time of matrix products at the chip's peak, traffic of main memory, each
+  network's collectives, and cycles. Collectives that overlap nothing are added, unless their network's time is it.
 - **program** is the compiled commit. Do not compare rows of different commits.
 """
 

@@ -27,8 +27,8 @@ mupax plan --model gpt2-medium --tokens 10b
 ```
 
 This command prints the learning rate and batch size that the best evidence gives for one model,
-and the command that trains with them. The table has both for the models of `mupax models`.
-Language models see {TOKENS_PER_PARAMETER} tokens for each parameter outside of embeddings,
+and the command that trains with them. The table has what is known of both for models of `mupax models`.
+Language models see {TOKENS_PER_PARAMETER} tokens for each parameter outside of embeddings and readout,
 vision models {IMAGES:,} images ({IMAGE_EPOCHS} epochs of ImageNet-1k).
 """
 TAIL = """

@@ -459,9 +459,9 @@ with a drift of 0.22 that get the verdict drifts. The last column has the mean n
 
 {verdicts}
 
-A drift of 0.22 lies between the bounds of 0.15 and 0.30, where either verdict can fall.
+A drift of 0.22 lies between the bounds of 0.15 and 0.30, where neither *transfers* nor *drifts* is wrong.
 
-How often the 95 % interval contains the true drift (in all rows, in the worst and the best one), and the true price:
+How often the 95 % interval contains the true drift, in all four studies, in the least and most covered one, and the true price, in all:
 
 {coverage}
 

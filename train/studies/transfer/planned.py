@@ -236,6 +236,8 @@ def planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Stud
         # The control may be one of the compared presets, and is then planned once.
         presets.setdefault(control_label, control)
 
+    if not args.grow:
+        raise ConfigError("say what grows: write --grow AXIS=N,N,..., such as --grow heads=2,4,8")
     axes = [sizes.parse(text, (*sizes.AXES, *RUN_AXES)) for text in args.grow]
     if len({axis for axis, _ in axes}) < len(axes):
         raise ConfigError(

@@ -163,5 +163,7 @@ def test_bad_input(tmp_path: Path, words: list[str], error: type[ValueError], me
 def test_the_command_is_there(capsys: pytest.CaptureFixture[str]):
     assert main(["transfer", "--help"]) == 0
     assert "--control" in capsys.readouterr().out
+    assert main(["transfer", "lm-tiny"]) == 2
+    assert "say what grows: write --grow" in capsys.readouterr().err
     assert main(["transfer", "lm-tny", "--grow", "depth=2,4"]) == 2
     assert "no recipe is named 'lm-tny'" in capsys.readouterr().err
