@@ -593,10 +593,11 @@ def leave(session: CompiledRun, params: Arrays) -> None:
         facts["stopped early"] = session.evaluations.stopped
     with _optional(context, "the summary"):
         # Files in a bucket are shown at their place there, and not in the upload buffer.
+        written = [file for file in (*files, curve_path) if file.exists()]
+        # config.json is not among these: a run in a bucket has it there alone.
         shown_files = [
             context.folder / file.relative_to(folder).as_posix()
-            for file in (*files, curve_path, folder / "config.json")
-            if file.exists()
+            for file in (*written, folder / "config.json")
         ]
         summary(
             context.console,
