@@ -98,6 +98,7 @@ def test_a_run_killed_before_a_manifest_ends_as_the_one_on_a_disk(
     assert f"which held {address}, has ended; its lock is taken over" in resumed.err
     assert f"resuming lm-tiny at step 2 of {STEPS}" in resumed.out
     assert f"{address}/metrics.jsonl" in resumed.out.replace("\n", "")
+    assert f"{address}/config.json" in resumed.out.replace("\n", "")
     workdir = path_of(address)
     assert rows(workdir) == rows("whole")
     left = {path.name for path in workdir.iterdir()}
