@@ -177,9 +177,9 @@ def _widen(
     last = series.definitions[-1]
     for name, constants in PROVED[study]:
         preset = presets.get(name, base=base, **constants)  # pyright: ignore[reportArgumentType]
-        measured = series.measure(preset, batch)
         # Strict, because margins and allowances are what is measured here.
         expected = theory.of(preset, first, last, optimizer, strict=True)
+        measured = series.measure(preset, batch, peak_lr=check.peak_lr(optimizer, expected))
         for finding in check.judge(measured, [1, 2, 4, 8], expected):
             above = finding.slope - finding.expected.slope
             key = theory.allowance(finding.observable, finding.step)

@@ -217,7 +217,7 @@ class Suite:
 
     def right(self, seeds: int = SEEDS) -> list[Finding]:
         """Return the findings on the right rule itself: the control, which must pass."""
-        return self._judge(self._measured(self._right, seeds))
+        return self._findings(self._right, seeds)
 
     def run(self, mutant: Mutant, seeds: int = SEEDS) -> Outcome:
         """Train a mutant and judge it by the right rule's theory."""
@@ -228,10 +228,9 @@ class Suite:
                 mutant.group, mutant.column, mutant.exponent, same_numbers=True, seeds=seeds
             )
 
-        measured = self._measured(wrong, seeds)
         bad = []
         bad_activations = []
-        for finding in self._judge(measured):
+        for finding in self._findings(wrong, seeds):
             if finding.ok:
                 continue
             bad.append(finding)
@@ -242,7 +241,7 @@ class Suite:
             mutant.group,
             mutant.column,
             mutant.exponent,
-            change=_change(self._measured(self._right, seeds), measured),
+            change=_change(self._measured(self._right, seeds), self._measured(wrong, seeds)),
             seeds=seeds,
             by=_worst(bad),
             by_activations=_worst(bad_activations),
@@ -268,8 +267,12 @@ class Suite:
                 expectations[name, step] = expectation
         return expectations
 
-    def _judge(self, measured: Mapping[str, np.ndarray]) -> list[Finding]:
-        return check.judge(measured, [2.0**count for count in self._doublings], self._expected)
+    def _findings(self, preset: presets.Preset, seeds: int) -> list[Finding]:
+        """Return the findings on a preset's training, judged by the right rule's theory."""
+        sizes = [2.0**count for count in self._doublings]
+        return check.measure_and_judge(
+            self.series, preset, self._batch, seeds, sizes, self._expected
+        )
 
 
 def _change(right: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) -> float:

@@ -93,8 +93,10 @@ def measure(model: str, grow: str) -> list[dict[str, Any]]:
         expected = theory.of(
             preset, definitions[0], definitions[-1], "adam", accept=accepted(preset)
         )
-        measured = series.measure(preset, check.batch(grown[0]), SEEDS)
-        findings = check.judge(measured, sizes, expected)
+        rate = check.peak_lr("adam", expected)
+        findings = check.measure_and_judge(
+            series, preset, check.batch(grown[0]), SEEDS, sizes, expected, peak_lr=rate
+        )
         unjudged = groups.not_judged(definitions[0].specs, expected)
 
         facts = {"model": model, "grow": grow, "preset": name, "accept": list(accepted(preset))}

@@ -15,7 +15,6 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import Switch
 from mupax.presets import Preset, horizon
-from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli
 from mupax.train.config.preset import ConstantFlags, base_text, preset_for, with_group_constants
@@ -70,7 +69,8 @@ class Check(ConstantFlags):
     """Accept a lazy limit from a preset whose source wants one: features may move less as the model
     grows, by as much as the source says."""
     peak_lr: Annotated[float | None, conf.arg(aliases=("--optimizer.peak-lr",), metavar="X")] = None
-    """Learning rate at the smallest size; depends on the optimizer unless given."""
+    """Learning rate at the smallest size. Unless given, it depends on the optimizer, and is an
+    eighth for a preset by which features change less as the model grows."""
     sizes: Annotated[int, conf.arg(metavar="N")] = 4
     """Number of sizes, each twice the one before; at least 3, or 2 where batch or tokens grow."""
     seeds: Annotated[int, conf.arg(metavar="N")] = 4
@@ -226,11 +226,6 @@ def _plan(args: Check, config: Config, rest: Sequence[str]) -> _Plan:
     preset = relative(config.preset, models[0])
 
     name = config.optimizer.name
-    peak_lr = args.peak_lr or OPTIMIZERS[name].check_lr
-    # With a larger eps Adam's steps would depend on the size of gradients.
-    optimizer = OptimizerConfig(name=name, schedule="constant", eps=1e-12)
-    optimizer = dataclasses.replace(optimizer, peak_lr=peak_lr)
-
     definitions = [definition(grown_model) for grown_model in models]
     # Tests compare the declarations of the zoo's own families with their losses.
     if models[0].family not in configs.FAMILIES:
@@ -242,6 +237,10 @@ def _plan(args: Check, config: Config, rest: Sequence[str]) -> _Plan:
     refuse_uneven(preset, last.sizes, name)
 
     expected = theory.of(preset, first, last, name, accept=args.accept)
+    # With a larger eps Adam's steps would depend on the size of gradients.
+    optimizer = OptimizerConfig(name=name, schedule="constant", eps=1e-12)
+    peak_lr = args.peak_lr or check.peak_lr(name, expected)
+    optimizer = dataclasses.replace(optimizer, peak_lr=peak_lr)
     growth, _ = theory.growth(first.sizes, last.sizes)
     vanishing = {}
     for quantity, power in preset.vanishing.items():
@@ -476,7 +475,9 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
         return _bare_run(args.model)
 
     start = cli.recipe(args.model) if is_recipe else bare_run
-    config = cli.parse(f"check {args.model}", start, rest, command_line.flags(Check)).config
+    parsed = cli.parse(f"check {args.model}", start, rest, command_line.flags(Check))
+    cli.refuse_session_flags("mupax check", parsed)
+    config = parsed.config
 
     preset = config.preset
     if args.preset is not None:

@@ -436,6 +436,92 @@ def test_verdicts_follow_the_band():
     assert not check.passes([])
 
 
+@pytest.mark.parametrize(
+    ("step", "values", "verdict"),
+    [
+        # What a finite size adds falls fast: the slope is -0.93 at first and -0.61 then.
+        (0, (2.19, 1.16, 0.759), "as predicted without the smallest size"),
+        # A wrong rule is as wrong between the largest sizes.
+        (0, (2.19, 1.30, 0.773), "contradicts theory"),
+        # What explodes in training comes to rest, and must not pass for it.
+        (10, (2.19, 1.16, 0.759), "contradicts theory"),
+        # Two sizes have no others to look at.
+        (0, (2.19, 1.16), "contradicts theory"),
+    ],
+)
+def test_the_smallest_size_is_left_out_if_all_others_agree_at_initialization(
+    step: int, values: tuple[float, ...], verdict: str
+) -> None:
+    measured = np.zeros((len(values), 2, step + 1))
+    measured[:, :, step] = np.array(values)[:, None]
+    sizes = [2.0**count for count in range(len(values))]
+    expected = {("gradient/x", step): Expected(-0.5, 0.12, 0.12)}
+    (finding,) = check.judge({"gradient/x": measured}, sizes, expected)
+    assert finding.verdict == verdict
+
+
+class FewSeeds(check.Series):
+    """Series whose slope over doublings is `first` with three seeds and `then` with more."""
+
+    def __init__(self, first: float, then: float) -> None:
+        self.first = first
+        self.then = then
+        self.asked: list[int] = []
+
+    def measure(
+        self,
+        preset: Preset,
+        batch: Mapping[str, np.ndarray],
+        seeds: int = 4,
+        *,
+        peak_lr: float | None = None,
+    ) -> dict[str, np.ndarray]:
+        self.asked.append(seeds)
+        slope = self.first if seeds == 3 else self.then
+        sizes = np.array([1.0, 2.0, 4.0])
+        return {"x": np.repeat(sizes[:, None, None] ** slope, seeds, axis=1)}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "asked", "passed"),
+    [
+        (0.1, 9.0, [3], True),
+        (0.16, 0.1, [3, 12], True),
+        (0.16, 0.14, [3, 12], False),  # the same slope from more seeds is a failure
+        (0.25, 0.0, [3], False),  # a quarter of an octave is none of a few seeds' chances
+    ],
+)
+def test_a_narrow_failure_is_decided_by_more_seeds(
+    first: float, then: float, asked: list[int], passed: bool
+) -> None:
+    series = FewSeeds(first, then)
+    expected = {("x", 0): Expected(0.0, 0.12, 0.12)}
+    preset = presets.get("sp")
+    findings = check.measure_and_judge(series, preset, {}, 3, [1, 2, 4], expected)
+    assert series.asked == asked
+    assert check.passes(findings) == passed
+
+
+@pytest.mark.parametrize(("name", "rate"), [("ntk", 2.5e-4), ("hybrid", 2.5e-4), ("mup", 2e-3)])
+def test_lazy_tables_are_checked_at_an_eighth_of_the_rate(name: str, rate: float) -> None:
+    grown = check.grow(configs.get("lm-proxy"), "heads", 3)
+    first, *_, last = [definition(model) for model in grown]
+    preset = presets.get(name, base=grown[0].base_sizes())
+    assert check.peak_lr("adam", theory.of(preset, first, last, "adam")) == rate
+
+
+def test_attention_logits_may_change_as_terms_that_are_not_aligned() -> None:
+    # 64 head dimensions see no alignment over 512 tokens: measured -0.46 (mup-half), theory 0.
+    grown = check.grow(configs.get("lm-proxy"), "head_dim", 3)
+    first, *_, last = [definition(model) for model in grown]
+    for name, least in (("mup-half", -0.5), ("mup", -0.5)):
+        preset = presets.get(name, base=grown[0].base_sizes())
+        expected = theory.of(preset, first, last, "adam", strict=True)["update attention", 10]
+        assert expected.slope == 0
+        assert expected.low == least
+        assert expected.high == 0
+
+
 def test_what_never_moves_is_frozen_unless_a_zero_readout_holds_it_back():
     # A slope of zeros is no slope. Left out, a layer that is never trained would pass.
     findings = check.judge(
