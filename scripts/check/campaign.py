@@ -269,9 +269,9 @@ def lines() -> list[str]:
     page = [
         "## Vocabularies and contexts of real models",
         "",
-        f"`{COMMAND}` repeats the checks of right presets, over ten steps, at other",
-        "vocabularies and contexts, and adds other models and wrong rules. A series is one model",
-        f"that grows in one size. Measured so far: {len(record)} of {len(listed)} series.",
+        f"`{COMMAND}` repeats the checks of right presets over ten steps, those of",
+        "language models at other vocabularies and contexts. It adds other models and wrong rules.",
+        f"In a series one model grows. Measured so far: {len(record)} of {len(listed)} series.",
         "",
         "| kind | vocabulary, context | series | checks | correct |",
         "|---|---|---|---|---|",

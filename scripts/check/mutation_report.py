@@ -47,19 +47,19 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         "",
         "A mutant is `mup` with one error: the init_std, multiplier, lr or eps of one parameter",
         "group is wrong by a power of m, the width over the smallest width. The mutant takes one",
-        f"step at {SIZES} head dimensions, each twice the one before, with {SEEDS} seeds. The check",
-        f"compares it with theory of `mup`. A mutant that passes is tried again with {MORE_SEEDS} "
-        "seeds.",
+        f"step at {SIZES} head dimensions, each twice the one before, with {SEEDS} seeds (an",
+        "encoder-decoder at two numbers of heads, H and 4 H). The check compares it",
+        "with theory of `mup`. A mutant that changes training and passes is tried again with",
+        f"{MORE_SEEDS} seeds.",
         "",
-        "In the table, *other roles* are parameter groups that the decoder lacks. Encoder-decoders",
-        f"grow in heads, to four times the smallest number. `{command}`",
-        "writes this section and `mutations.json`.",
+        "In the table, *other roles* are parameter groups that the decoder lacks.",
+        f"`{command}` writes this section and `mutations.json`.",
         "",
-        f"Of {len(mutants)} mutants {num_training} change training: some activation by more than a "
-        f"factor of 2^{ROUND_OFF:g}. The check catches **{num_caught}** of these ({share_caught}). "
+        f"Of {len(mutants)} mutants {num_training} change training: some activation changes by more "
+        f"than a factor of 2^{ROUND_OFF:g}. The check catches **{num_caught}** of these ({share_caught}). "
         f"Activations and their changes alone catch {num_by_activations} "
-        f"({share_by_activations}). The others are caught by weights: their initial size "
-        "(`weight`), first step (`movement`) or `gradient`.",
+        f"({share_by_activations}). Weights catch the other {num_caught - num_by_activations}: by "
+        "initial size (`weight`), first step (`movement`) or `gradient`.",
         "",
         *_shares(outcomes),
     ]
@@ -101,9 +101,9 @@ def _misses(outcomes: Outcomes) -> list[str]:
     for study, study_outcomes in outcomes.items():
         for outcome in missed(study_outcomes):
             lines.append(
-                f"- {study}: {outcome.column} of `{outcome.group}` {_error(outcome)}. No activation "
-                f"changes by more than a factor of 2^{outcome.change:.2g}. Exponents of right rules, "
-                f"too, lie {_allowed(outcome.group)} at these widths, and the check allows for that."
+                f"- {study}: {outcome.column} of `{outcome.group}` is {_error(outcome)}. No activation "
+                f"changes by more than a factor of 2^{outcome.change:.2g}. Under right rules, too, "
+                f"the exponent lies {_allowed(outcome.group)}."
             )
     return lines
 
@@ -130,7 +130,7 @@ def _harder(outcomes: Outcomes) -> list[str]:
             if outcome.by is not None and outcome.seeds == MORE_SEEDS:
                 observable, _, slopes = outcome.by.partition(" @")
                 slope, _, predicted = slopes.partition(": ")[2].partition(", theory ")
-                error = f"{outcome.column} {_error(outcome)}"
+                error = f"{outcome.column} is {_error(outcome)}"
                 growth = f"`{observable}` grows as m^{slope} (in theory m^{predicted})"
                 by_error.setdefault(error, []).append(growth)
         for error, evidence in by_error.items():
@@ -158,7 +158,7 @@ def _reason(outcome: Outcome) -> str:
     if outcome.same_numbers:
         return "the wrong value is an eps, which SGD does not read"
     if outcome.column == "eps":
-        return "the wrong value is an eps far below every gradient"
+        return "the wrong value is an eps far below the gradients"
     return f"one step changes no activation by more than a factor of 2^{ROUND_OFF:g}"
 
 

@@ -96,12 +96,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "## Every preset: theory and measurement",
         "",
         "A decoder of width 64 with 4 heads and 2 layers grows eightfold in one size, under Adam.",
-        "Each cell has the observable's exponent in theory | the measured exponent and its 95 %",
-        "interval over four seeds. The last column has the verdicts of the check and how many of",
-        "the exponents fail.",
+        "Middle cells have an exponent in theory | the measured one and its 95 % interval over four",
+        "seeds. The last column says `passes`, or the verdicts on exponents that fail and their",
+        "number.",
         "",
-        "Small models deviate from theory even under a right rule. The check allows for the",
-        "deviations in `allowances.json`. `python -m scripts.check.theory_and_measurement` writes",
+        "The check allows for how far small models deviate from theory under right rules",
+        "(`allowances.json`). `python -m scripts.check.theory_and_measurement` writes",
         "this section and `theory-and-measurement.json`, which has all observables.",
         "",
         _agreement(rows),
@@ -140,10 +140,11 @@ def _agreement(rows: list[dict[str, Any]]) -> str:
             contradict += count
         else:
             remainder.append(f"{count} {verdict} ({MEANINGS[verdict]})")
-    bad = ", ".join([f"{explode} explode (grow with the size)", *sorted(remainder)])
+    bad = ", ".join([f"{explode} explode", *sorted(remainder)])
     return (
         f"Of {total} measured exponents {contradict} contradict theory. {healthy} are healthy. The "
-        f"others are faults of a preset that theory predicts: {bad}."
+        f"others are faults of a preset that theory predicts: {bad}. Exponents contradict theory if "
+        "their intervals lie outside the check's bands, which are wide where a preset fails."
     )
 
 

@@ -124,7 +124,7 @@ def lines() -> list[str]:
     combinations = ", and in ".join(phrases)
     text = [
         f"The {len(WRONG)} mistakes are also made in {combinations}. Left out are",
-        "mistakes that the optimizer does not read (eps under SGD), and mistakes in depth in",
+        "mistakes that the optimizer does not read (such as eps under SGD), and mistakes in depth in",
         "presets without a rule for depth. Theory does not report these:",
         "",
         "| mistakes | presets | optimizers | why |",

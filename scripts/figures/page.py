@@ -28,17 +28,17 @@ SHORT_SOURCES = {
 HEAD = """# The papers' figures, measured again
 
 This page repeats figures of Bordelon et al. 2024 (arXiv 2405.15712) and Dinan et al. 2023 (arXiv 2304.02034) on smaller models,
-and adds predictions derived here.
+and adds predictions of this project.
 `make figures ARGS=--again` measures all in {minutes} minutes of CPU time, `python -m scripts.figures NAME --again` one.
-Each row of a table compares a measured value with a prediction:
+Both use finished training runs in `runs/figures` again. Each row of a figure's table compares a measured value with a prediction:
 
 | verdict | meaning |
 |---|---|
 | reproduces | the estimate lies in the band (±) around the prediction, and its 95 % interval over seeds is at most twice as wide as the band |
-| does not reproduce | the whole interval lies outside the band |
+| does not reproduce | the whole interval lies outside the band, or below the bound |
 | undecided | neither |
 
-A lower bound reproduces if the whole interval lies above it. A control must fail: its whole interval lies
+A lower bound reproduces if the whole interval lies above it. A control must fail: its whole interval must lie
 outside the band, or below the bound.
 """
 

@@ -27,25 +27,26 @@ mupax plan --model gpt2-medium --tokens 10b
 ```
 
 This command prints the learning rate and batch size that the best evidence gives for one model,
-and the command that trains with them. The table has what is known of both for models of `mupax models`.
-Language models see {TOKENS_PER_PARAMETER} tokens for each parameter outside of embeddings and readout,
+and a training command. The table has the known values for models of `mupax models list`.
+There, language models see {TOKENS_PER_PARAMETER} tokens for each parameter outside of embeddings and readout,
 vision models {IMAGES:,} images ({IMAGE_EPOCHS} epochs of ImageNet-1k).
 """
 TAIL = """
 The kinds of evidence are, best first:
 
-- **measured here**: a [tuned preset](../reference/tuned.md) of this project. It applies to models
-  within three doublings of the measured sizes, and to runs up to three doublings longer.
+- **measured here**: a [tuned preset](../reference/tuned.md). It applies to models
+  of its kind (images, or decoders without experts) within three doublings of the measured sizes,
+  and to runs up to eight times as long.
 - **published law**: a fit to [1,073 published runs](../evidence/forecasts.md#published-runs)
   under standard parameterization. It applies to decoders without experts, within three doublings
-  of 215 to 429 million parameters and 4 to 100 billion tokens.
+  of 215 to 429 million parameters (without embeddings and readout) and 4 to 100 billion tokens.
 - **published constants**: settings that [others published](../reference/tuned.md#published) for a
-  model within three doublings in width and depth. The best settings are unknown.
+  model of the same kind, within three doublings in width and depth.
 
-If you can afford a study, measure small models under `mup` instead (`mupax transfer`), and plan the
-large run from its folder (`mupax plan MODEL --from FOLDER`). For a run longer than the tuned one,
-add `--joint sde`, and grow the batch as the square root of the number of tokens ([comparison with
-other rules](../evidence/forecasts.md#which-rule-to-use-for-a-longer-run)).
+If you can, measure small models under `mup` instead (`mupax transfer`), and plan the
+large run from the study's folder (`mupax plan MODEL --from FOLDER`). For an Adam run longer than the
+tuned one, add `--joint sde`, and grow the batch as the square root of the tokens ([other
+rules](../evidence/forecasts.md#which-rule-to-use-for-a-longer-run)).
 
 Made by `python -m scripts.pages.which_settings`.
 """
@@ -62,7 +63,7 @@ def page() -> str:
         else:
             unknown.append(f"`{name}`")
     head = ("model", "length", "learning rate", "interval", "batch", "`--preset`", "evidence")
-    nothing = f"No evidence applies to {', '.join(unknown)}: tune a small model."
+    nothing = f"At these lengths no evidence applies to {', '.join(unknown)}."
     return f"{HEAD}\n{table([head, *rows])}\n\n{nothing}\n{TAIL}"
 
 

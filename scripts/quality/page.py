@@ -28,51 +28,50 @@ This page compares the training losses of two ways to choose the constants of la
 smallest model of a comparison is called the base.
 
 * **The preset** is tuned at the base alone. A search chooses the learning rate, its multipliers for the readout and the input embedding
-  (their "rates" in the tables), and the readout's initial std. Larger models use these constants unchanged.
+  (their "rates" in the tables), and the readout's initial std. Larger models use these constants unchanged, except in rows
+  that end in "tuned anew" or "tuned at twice the base".
 * **`sp`**, the standard parameterization, starts from the same constants. At every larger size its learning rate and the readout's
   multiplier are searched again. A second `sp` row of `head_dim-800` also searches the multipliers of the input embedding and of
   the parameter groups that gain more than {JOINS:.3f} nats if their multiplier moves by a factor of four at four times the base.
 
-A section's name has what grows and the number of training steps. "At 2, 4 and 8 times" means times the base's size. m is the width
-divided by the base's, L the same for depth: "readout std m^-1/2" means that the readout's initial std falls as m^-1/2.
+A section's name has what grows (in `vit` sections the head dimension) and the number of steps. "At 2 times" means twice the base's
+size. m and L are width and depth, divided by the base's. "Readout std m^-1/2" means that the readout's initial std falls as m^-1/2.
 
 A run's loss is the mean over its last tenth. All runs of a comparison see the same examples in the same order. Differences are paired
-by seed (5 to 12 seeds), with a 95 % t interval. Below zero the preset has the lower loss. **Not worse** means that every interval
-ends at or below {GOAL:+.3f} nats, **not shown** that one does not.
+by seed (5 to 12 seeds), with a 95 % t interval. **Not worse** means that every interval of "less `sp`" ends at or below {GOAL:+.3f} nats,
+**not shown** that one does not, **not finished** that a size is missing. In `head_dim-800`, this `sp` is the second `sp` row.
 
-`python -m scripts.quality` trains the runs that are missing and writes this page.
+`python -m scripts.quality` trains missing runs and writes this page.
 """
-COLUMNS = """Each section has the mean losses in nats by size. The last column is the first row's loss minus this row's at the largest
+COLUMNS = """Each section's table has mean losses in nats by size. Its last column is the first row's loss minus this row's at the largest
 size. A row that ends in "as sp has it" or "as sp has them" is `mup` with one rule of `sp` and a learning rate searched at every size.
-There, the last column is `mup`'s loss minus the row's.
+Its last column is the `mup` row's loss minus this row's.
 """
 LESS = "first less this"
 READING = {
-    "head_dim-100": "**Not shown.** Constants tuned at width 64 do not serve larger models over 100 "
-    "steps: with a readout std of m^-1/2, `mup`'s best multiplier for the readout falls from 2^3 at "
-    "width 64 to 2^1 at widths 256 and 512. If this multiplier and the learning rate are searched "
-    "again at every size, as `sp`'s are, `mup`'s loss is 0.005, 0.000 and 0.009 nats below `sp`'s.",
+    "head_dim-100": "**Not shown.** Constants tuned at width 64 are not the best for larger models over 100 steps: "
+    "with a readout std of m^-1/2, `mup`'s best multiplier for the readout falls from 2^3 at width "
+    "64 to 2^1 at widths 256 and 512. If this multiplier and the learning rate are searched again, "
+    "as `sp`'s are, `mup`'s loss is 0.005, 0.000 and 0.009 nats below `sp`'s.",
     "heads-100": "**Not worse** if the readout's std and the embedding's multiplier fall as m^-1/2. "
     "A new search at larger sizes leaves `mup`'s learning rate as it is, while `sp`'s halves with "
-    "each doubling of heads. With 32 heads, plain `mup`, whose readout std falls as m^-1, is 0.021 "
-    "nats worse than the first row.",
-    "depth-100": "**Not worse** with both scalings of branches, and further ahead of `sp` the deeper the model. At depth 16, "
-    "residual branches scaled by L^-1/2 (`depth-mup`) are 0.036 nats ahead, and by L^-1 "
-    "(`alpha_L 1`) 0.092.",
+    "each doubling of heads. With 32 heads, the loss of plain `mup`, whose readout std falls as m^-1, "
+    "is 0.021 nats above the first row's.",
+    "depth-100": "**Not worse** with both scalings of residual branches. At depth 16, the loss is 0.036 nats "
+    "below `sp`'s with branches scaled by L^-1/2 (`depth-mup`), and 0.092 with L^-1 (`alpha_L 1`).",
     "depth-800": "**Not worse** with residual branches scaled by L^-1 (`alpha_L 1`). With branches scaled by "
     "L^-1/2, the preset's loss at depth 16 is 0.028 nats above `sp`'s.",
     "heads-800": "**Not worse** if the readout's std and the embedding's multiplier fall as m^-1/2. "
-    "Here `sp`'s embedding multiplier is not searched. With 32 heads, plain `mup`'s loss is 0.009 "
-    "nats above `sp`'s. `sp`'s best learning rate halves with each doubling of heads.",
+    "With 32 heads, plain `mup`'s loss is 0.009 nats above `sp`'s. `sp`'s best learning rate halves "
+    "with each doubling of heads.",
     "head_dim-800": "**No difference could be measured** at four times the base against an `sp` with "
     "seven searched constants. Over eight seeds, the first row's loss is 0.003 ± 0.009 nats below "
-    "`sp`'s and plain `mup`'s 0.003 ± 0.009 above. Against an `sp` with two searched constants, the "
-    "preset is not worse at any size.",
-    "vit-800": "**Not worse** in both `mup` rows than an `sp` whose patch embedding's multiplier is not searched. With "
-    "this multiplier searched at twice the base, `sp`'s loss is 0.012 ± 0.025 nats above plain "
-    "`mup`'s (five seeds), which cannot be told from zero.",
-    "vit-100": "**Not shown** at two and four times the base; not worse at eight times. After 100 "
-    "steps on these images all losses are between 1.61 and 1.65 nats, so width hardly counts.",
+    "`sp`'s and plain `mup`'s 0.003 ± 0.009 above. Against an `sp` with two searched constants, no "
+    "row of the preset is worse at any size.",
+    "vit-800": "**Not worse** in both `mup` rows than an `sp` whose patch embedding's multiplier is not searched. "
+    "If this multiplier is searched, too, `sp`'s loss at twice the base is 0.012 ± 0.025 nats above "
+    "plain `mup`'s (five seeds).",
+    "vit-100": "**Not shown.** At eight times the base, the two `mup` rows that have a loss there are not worse.",
 }
 """Name of a cell to the conclusion that a person drew from its numbers."""
 
@@ -120,7 +119,7 @@ def _summary(cells: Sequence[Record]) -> list[str]:
     A row has the arm's loss less `sp`'s at every size but the base.
     """
     lines = [
-        "| what grows, steps | transferred from the base | less `sp`, in nats, at 2, 4 and 8 times | not worse |",
+        "| section | transferred from the base | less `sp`, in nats, at 2, 4 and 8 times | not worse |",
         "|---|---|---|---|",
     ]
     for cell in cells:

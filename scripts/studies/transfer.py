@@ -103,21 +103,21 @@ STUDIES = {
 ABOUT = {
     "head_dim": ("A decoder with four heads under Adam grows eightfold in head dimension."),
     "heads": (
-        "A decoder under Adam grows eightfold in heads of dimension 16. `mup` and `mup-half` are the "
-        "same rule here and share their runs."
+        "A decoder under Adam grows eightfold in heads of dimension 16. `mup` and `mup-half` are one "
+        "rule where heads grow, and share their runs."
     ),
     "heads-tuned": (
-        "The study of [heads](#heads), with tuned constants (`--preset mup:lm-heads-v1`). "
-        "[Quality](quality.md) compares losses under these constants with `sp`."
+        "The study of [heads](#heads) for `mup`, with the constants of `--preset mup:lm-heads-v1`. "
+        "[Quality](quality.md#heads-100) compares losses under these constants with `sp`."
     ),
     "tied-start": (
-        "A decoder under Adam grows fourfold in head dimension N, with attention logits q.k/N and keys "
-        "that start equal to queries. The largest model ends 0.044 nats above plain `mup`, the "
-        "smallest 0.007."
+        "A decoder under Adam grows fourfold in head dimension. In the first row, key matrices start "
+        "equal to query matrices. This row's loss is 0.044 nats above plain `mup`'s for the largest "
+        "model and 0.007 for the smallest."
     ),
     "ed-heads": (
-        "An encoder-decoder with 2 + 2 layers that denoises bytes under Adam grows fourfold in heads "
-        "of dimension 16, in encoder and decoder."
+        "An encoder-decoder with 2 + 2 layers denoises bytes under Adam. The number of heads, of "
+        "dimension 16, grows fourfold in encoder and decoder."
     ),
     "depth": (
         "A vision transformer of width 64 under SGD with momentum grows eightfold in layers. The "
@@ -125,55 +125,52 @@ ABOUT = {
     ),
     "depth-adam": (
         "A decoder of width 64 under Adam grows eightfold in layers. Eight seeds do not decide "
-        "whether the control, `mup`, drifts. At one rate, the next deeper model has the higher loss under `mup` in 9 of 12 "
-        "comparisons."
+        "whether the control, `mup`, drifts. At the same rate, the next deeper model has the higher "
+        "loss under `mup` in 9 of 12 comparisons."
     ),
     "batch": (
         "A decoder of width 32 with one layer under Adam sees 153,600 tokens in batches of 64 to 512 "
         "tokens. The square-root rule (`sde`) scales Adam's settings with the batch. The control "
-        "keeps them."
+        "keeps these settings."
     ),
     "tokens": (
-        "The decoder of [batch](#batch) sees 38,400 to 307,200 tokens in batches of 64. The "
-        "control, a constant rate, transfers. `complete-d`, whose rate falls as tokens^-0.5, drifts. "
-        "The best rate falls as tokens^-0.32 in Bjorck et al. and rises as tokens^0.31 in Step Law, "
-        "whose batch grows. [The batch decides](forecasts.md#published-runs)."
+        "The decoder of [batch](#batch) sees 38,400 to 307,200 tokens in batches of 64 tokens. The "
+        "control, plain `mup`, transfers. `complete-d`, which scales the peak rate as tokens^-0.5, "
+        "drifts. [Published exponents](forecasts.md#published-runs) of tokens have both signs."
     ),
     "moe-width": (
         "A decoder with two layers and four experts (two active) under Adam grows fourfold in head "
-        "dimension, width and the experts' hidden size."
+        "dimension. Its width and the experts' hidden size grow alike."
     ),
     "moe-experts": (
         "The smallest decoder of [moe-width](#moe-width) grows from four to sixteen experts, half of "
-        "them active. Under Adam no rule scales a rate with the number of experts, so no control can "
-        "drift."
+        "them active. There is no control: under Adam, `mup`'s learning rates do not depend on the "
+        "number of experts."
     ),
     "moe-experts-sgd": (
-        "A decoder grows from 16 to 64 experts, half of them active. SGD trains experts and routers "
-        "alone. The control leaves the number of experts out of these rates, and should drift by one "
-        "octave per doubling. An octave off the best rate costs only 0.01 to 0.03 nats, so that "
-        "eight seeds do not show whether `mup` transfers."
+        "A decoder grows from 16 to 64 experts, half of them active. SGD trains only the experts and "
+        "routers. The control leaves the number of experts out of their rates, and should drift by "
+        "one octave per doubling. An octave off the best rate costs only 0.01 to 0.03 nats."
     ),
 }
 """Paragraph of the page about each study."""
 HEAD = f"""# Does the learning rate transfer?
 
-Each study grows a small model in one size and trains every size at learning rates half an octave apart.
-The best rate of a size is the vertex of a parabola through the mean losses around the minimum.
+Each study grows one size of a small model, or the batch or tokens of its run. Every size is trained at learning rates half an octave apart.
+The best rate of a size is the vertex of a parabola fitted to the mean losses around the lowest one.
 The **drift** is the slope of the best rate, in octaves per doubling of the size, with a 95 % interval over seeds.
 
 | verdict | meaning |
 |---|---|
-| **transfers** | drift within ± {TOLERANCE:.2f}, interval inside ± {BOUND:.2f}: keep the rate |
-| **drifts** | interval outside ± {TOLERANCE:.2f}: tune again as the model grows |
-| **undecided** | anything else, after at most eight seeds |
+| **transfers** | drift within ± {TOLERANCE:.2f}, interval inside ± {BOUND:.2f}, best rates at both end sizes: keep the rate |
+| **drifts** | interval wholly above {TOLERANCE:.2f} or below -{TOLERANCE:.2f}: tune again as the size grows |
+| **undecided** | anything else |
 
-The **price** is what it costs not to retune: the largest model's loss at the smallest model's best rate, less its loss at its own
-best rate, in nats. **Loss** is the largest model's training loss at its own best rate. A control, such as `sp`, should drift.
-[A simulation](#how-far-to-trust-a-verdict) shows how often a verdict is right.
+The **price** is what it costs not to retune: the largest size's loss at the smallest size's best rate, less that at its own
+best rate, in nats. **Loss** is the largest size's training loss at its own best rate. A control, such as `sp`, should drift.
 
-`python -m scripts.studies.transfer` trains all studies, and continues if it was stopped. `--list` prints their commands. Their losses are in
-`docs/evidence/transfer/*/points.jsonl.gz`.
+`python -m scripts.studies.transfer` runs the studies up to [moe-experts-sgd](#moe-experts-sgd), and continues if stopped.
+`--list` prints their commands. The losses are in `docs/evidence/transfer/*/points.jsonl.gz`.
 """
 
 

@@ -407,7 +407,9 @@ def document() -> str:
     """Return the section of docs/evidence/transfer.md on how often a verdict is right."""
     record = disk.read_json(OUT)
     selected = sorted(record["cells"], key=lambda cell: cell["noise"])
-    rows = [["study", "noise", *(f"{drift}: {verdict}" for drift, verdict in SHARES), "seeds at 0"]]
+    rows = [
+        ["study", "noise", *(f"{drift}: {verdict}" for drift, verdict in SHARES), "mean seeds at 0"]
+    ]
     for cell in selected:
         by_drift = cell["verdicts"]
         name = cell["name"] if len(cell["name"]) < 40 else f"{cell['name'][:36]} ..."
@@ -420,7 +422,7 @@ def document() -> str:
             ]
         )
 
-    coverage = [["seeds", "all studies", "least", "most", "price"]]
+    coverage = [["seeds", "drift, all", "drift, lowest", "drift, highest", "price, all"]]
     for seeds in SEEDS:
         row = _coverage([cell["coverage"][f"{seeds}"] for cell in selected])
         coverage.append([str(seeds), *row])
@@ -450,23 +452,24 @@ def _coverage(rows: Sequence[Mapping[str, float]]) -> list[str]:
 
 TEXT = """## How far to trust a verdict
 
-`python -m scripts.studies.verdicts` simulates studies with a known drift: {trials} for each drift and each row of this table. A row has
-the noise, curvature and sizes of one of {committed} committed studies. *Noise* is the standard deviation of the drift
+`python -m scripts.studies.verdicts` simulates studies with a known drift. This table is from {trials} studies for each row and drift. A row has
+the noise and curvature of one of the {committed} studies that were recorded by then. *Noise* is the standard deviation of the drift
 from one seed.
 
-`mupax transfer`'s own code judges them after 3 seeds and each further one, up to 8. The column "0.22: drifts" has the share of studies
-with a drift of 0.22 that get the verdict drifts. The last column has the mean number of seeds at a drift of 0.
+The code of `mupax transfer` judges a study after 3 seeds and after each further one, up to 8. The column "0.22: drifts" has the share
+of studies with this drift that get this verdict.
 
 {verdicts}
 
-A drift of 0.22 lies between the bounds of 0.15 and 0.30, where neither *transfers* nor *drifts* is wrong.
+At a drift of 0.22, between 0.15 and 0.30, neither *transfers* nor *drifts* is wrong.
 
-How often the 95 % interval contains the true drift, in all four studies, in the least and most covered one, and the true price, in all:
+This table has the share of 95 % intervals that contain the true drift or price, in all four studies or in the one where the share
+is lowest or highest:
 
 {coverage}
 
-The intervals assume that a seed moves the best rates of two sizes independently. In the committed studies these moves have a mean correlation
-of {correlation}, and the drift has {ratio} times the variance of independent moves.
+The intervals assume that a seed moves the best rates of two sizes independently. In the {committed} studies, these moves have a mean
+correlation of {correlation}, and the drift has {ratio} times the variance of independent moves.
 """
 
 

@@ -214,6 +214,31 @@ def parse(
     return dataclasses.replace(command, config=config.resolved(), published=published)
 
 
+def refuse_session_flags(prog: str, command: Command, read: Sequence[str] = ()) -> None:
+    """Refuse flags of `mupax train` that say what to do with a run, for commands that train none.
+
+    These are `--print-config`, `--dry-run` and `--restart`. Without this, a command that takes the
+    other flags of a recipe would ignore them: a study with `--print-config` would train.
+
+    Args:
+        prog: Command for the message, such as `mupax sweep`.
+        command: The command's flags, as `parse` returned them.
+        read: Fields of `command` that the command reads, such as `dry_run`.
+
+    Raises:
+        UsageError: One of the flags is given and not in `read`.
+    """
+    given = {
+        "print_config": command.print_config,
+        "dry_run": command.dry_run,
+        "restart": command.restart > 0,
+    }
+    for name, is_given in given.items():
+        if is_given and name not in read:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"`{prog}` does not read {flag}; `mupax train` does")
+
+
 def _with_durations(config: Config, command: Command, argv: Sequence[str]) -> Config:
     """Return the config with `--warmup-tokens` and `--decay-timescale` applied to its optimizer.
 

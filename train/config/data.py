@@ -194,7 +194,7 @@ SOURCES: dict[str, DataKind] = {
     ),
     "text:PATH": _OWN_TEXT,
     "records:PATH": _OWN_TEXT,
-    "hf:NAME": DataKind(Lazy(_import_data_set), "tokens", _TEXT | _RECORD_FILES),
+    "hf:NAME": DataKind(Lazy(_import_data_set), "tokens", _TEXT | {"field", "limits"}),
     "chat:PATH": DataKind(Lazy(_import_own_chats), "tokens", _TEXT | _CHAT | _RECORD_FILES),
     "images:PATH": DataKind(
         Lazy(lambda: _import_folders().own_images),
@@ -556,8 +556,7 @@ class DataConfig:
         Literal["stop", "skip"], Affects("data", test="train/data/sources/test_folders.py")
     ] = "stop"
     """What happens at a broken image, text, record or file. stop: the run ends before it starts;
-    skip: it is left out and counted. For images:, text:, records: and chat:, and mixtures of them.
-    hf: leaves out null texts under both."""
+    skip: it is left out and counted. For images:, text:, records: and chat:, and mixtures of them."""
     limits: LimitsConfig = DEFAULT_LIMITS
     pixels: PixelsConfig = PixelsConfig()
     train_percent: Annotated[

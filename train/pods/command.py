@@ -76,7 +76,9 @@ def main(argv: Sequence[str]) -> int:
     # The chip is not used here: a wrong topology is refused before the recipe is read.
     topology.chip_of(args.topology)
     recipe = cli.recipe(args.recipe)
-    config = cli.parse(args.recipe, recipe, remaining, command_line.flags(Compile)).config
+    parsed = cli.parse(args.recipe, recipe, remaining, command_line.flags(Compile))
+    cli.refuse_session_flags("mupax compile", parsed)
+    config = parsed.config
     # Sets the environment, so it comes before JAX is imported.
     topology.ready(args.topology)
     title = f"{config.recipe} on {args.topology}"

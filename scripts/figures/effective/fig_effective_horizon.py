@@ -70,8 +70,8 @@ FIGURE = Figure(
     title="The effective theory's figure 3 over a longer run",
     source="figure 3 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034)",
     about="Training loss of the encoder-decoders of [figures 3 to "
-    "5](#the-effective-theorys-figures-3-to-5-encoder-decoders-at-rates-below-the-best) at "
-    "width n = 64, trained for 600 steps instead of 150 with ten seeds instead of three.\n\n"
+    "5](#the-effective-theorys-figures-3-to-5-encoder-decoders-at-rates-below-the-best) at width n "
+    "= 64, trained for 600 steps instead of 150, with ten seeds instead of three.\n\n"
     "The warm-up grows in proportion. A claim that holds here and not there only lacked "
     "steps and seeds. The control is standard with ntk's learning rates of the tables. It "
     "loses what standard has over ntk, so the tables' rates are why a rate below the best "

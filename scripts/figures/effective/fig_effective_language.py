@@ -208,15 +208,15 @@ def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
         own_rule.append(replace(curve, x=curve.x + power * math.log2(width)))
     table = []
     for description, study_curves, source in (
-        ("best hidden rate, standard", curves["standard"], "figure 5"),
-        ("best hidden rate, ntk", curves["ntk"], "figure 5"),
+        ("best hidden rate of standard", curves["standard"], "figure 5"),
+        ("best hidden rate of ntk", curves["ntk"], "figure 5"),
         ("best learning rate of ntk's own rule", own_rule, "the table's rule"),
     ):
         analysis = analyse(widths, study_curves)
         cost = rates.price_words(analysis)
         table.append(
             Row(
-                what=f"octaves that the {description}, moves per doubling of n",
+                what=f"octaves that the {description} moves per doubling of n",
                 measured=analysis.drift.value,
                 low=analysis.drift.low,
                 high=analysis.drift.high,
@@ -283,10 +283,10 @@ FIGURE = Figure(
     title="The effective theory's figures 3 to 5: encoder-decoders at rates below the best",
     source="figures 3, 4 and 5 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034)",
     about="Training loss of encoder-decoders of width n in the layout of BART-large with 2 + 2 "
-    "blocks, on the bytes of Python's sources. `standard` has one initial std and one "
-    "learning rate h for all weights. `ntk` starts the embedding table at std 1 and moves "
-    "it n times as fast. The paper finds that a rate below the best costs `ntk` less than "
-    "`standard`.\n\n"
+    "blocks, on the bytes of Python's sources. `standard` has one initial std and one learning "
+    "rate h for all weights. `ntk` starts the embedding table at std 1 and moves the table n times "
+    "as fast as `standard`. The paper finds that a learning rate below the best costs `ntk` less "
+    "than `standard`.\n\n"
     "The layout is pre-norm with one table and without biases and gains. Heads have "
     "dimension 16, sequences have 64 positions, and the task is BART's infilling. AdamW has "
     "(0.9, 0.998, 1e-6), gradients are clipped at 0.1, and warm-up and decay are linear. "

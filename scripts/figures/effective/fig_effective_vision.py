@@ -314,10 +314,10 @@ def _draw_surface(
 FIGURE = Figure(
     title="The effective theory's figures 1 and 2: learning rate and weight decay of a ViT",
     source="figures 1 and 2 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034)",
-    about="Loss on test images of a ViT of width 64 and depth 2 after 4.5 epochs of "
-    "scikit-learn's digits under AdamW (the paper: ViT-B/16 on ImageNet-1k). The paper maps "
-    "learning rates of `standard` to those of three other strategies, and its map is "
-    "predicted to take the best rate of `standard` to that of each other strategy.\n\n"
+    about="Loss on test images of a ViT of width 64 and depth 2 after 4.5 epochs of scikit-learn's "
+    "digits under AdamW (the paper: ViT-B/16). The paper maps learning rates of `standard` to "
+    "those of three other strategies. This map is predicted to take the best rate of `standard` to "
+    "the best of each strategy.\n\n"
     "The grid's point (h, d) is (lr, wd) under standard, and (lr, wd) = (h n^(3/2 - s/2), d "
     "n^-(3/2 - s/2)) under the others. Hidden matrices, patches and positions start alike "
     "everywhere. The paper found the best of standard, ntk and hybrid at one point of the "

@@ -290,9 +290,9 @@ FIGURE = Figure(
     title="How far a proxy is from the infinite model",
     source="[the infinite limit in time](#the-infinite-limit-in-time), measured here",
     about="Error of the centred outputs (outputs less initial outputs) of the ViT of Bordelon et "
-    "al. 2024 after 8 steps on one batch of digits, relative to infinitely many heads of "
-    "infinite dimension. The error is predicted to be (a/D + (b/N)^2)^(1/2) at width D and "
-    "head dimension N, with fitted a and b.\n\n"
+    "al. 2024 after 8 steps on one batch of digits, relative to the ViT with infinitely many heads "
+    "of infinite dimension. The error is predicted to be (a/D + (b/N)^2)^(1/2) at width D and head "
+    "dimension N, with fitted a and b.\n\n"
     "Errors are root mean squares over those of the infinite model's outputs. The models "
     "are trained by mupax's own step. The limit of many heads is taken at several head "
     "dimensions, and a line in 1/N through them gives N to infinity and b; a is of the "

@@ -79,9 +79,8 @@ FIGURE = Figure(
     title="Figure 3a: the initial residual kernel as heads are added",
     source="figure 3a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Inner products of the residual stream between positions, after the last block of "
-    "Bordelon et al.'s ViT at initialization. Their squared error against the limit of many "
-    "heads (`scripts/figures/initialization/kernels.py`) is predicted to fall as 1/heads. "
-    "Bordelon et al. measured exponents of -1.04 and -1.15.\n\n"
+    "Bordelon et al.'s ViT at initialization. Their squared error against the limit of infinitely "
+    "many heads (`scripts/figures/initialization/kernels.py`) is predicted to fall as 1/heads.\n\n"
     "Heads have dimension N = 4, and there are 8 blocks. The kernel is over all positions "
     "of a few digits.",
     **settings_of(__name__),

@@ -226,10 +226,10 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="The residual kernels of an encoder-decoder",
     source="derived here",
-    about="Inner products of the decoder's residual stream between positions, after its last "
-    "block at initialization, in BART's layout with 2 + 2 blocks. A recursion for many "
-    "heads (`scripts/figures/initialization/kernels.py`) predicts them. Controls are "
-    "recursions with a mistake.\n\n"
+    about="Inner products of the decoder's residual stream between positions, after the decoder's "
+    "last block at initialization, in BART's layout with 2 + 2 blocks. A recursion for infinitely "
+    "many heads (`scripts/figures/initialization/kernels.py`) predicts these products. Controls "
+    "are recursions with a mistake.\n\n"
     "The recursion goes through the encoder, its norm, and a decoder of causal attention, "
     "attention to the encoder and MLP. The kernel is over all positions of two short texts "
     "(bytes with gaps, inputs padded to different lengths). Weights and forward pass are "

@@ -135,9 +135,9 @@ FIGURE = Figure(
     title="The encoder's first gradients as its decoder gets deeper",
     source="derived here",
     about="Gradients at initialization in an encoder-decoder with 4 encoder blocks, as the number "
-    "L of decoder blocks grows, with its branches times 1/L^alpha_L. The gradients are "
-    "predicted to scale as L^(1/2 - alpha_L) in the encoder, and as L^-alpha_L in one "
-    "layer's keys and values of cross-attention.\n\n"
+    "L of decoder blocks grows, with the decoder's branches times 1/L^alpha_L. The gradients are "
+    "predicted to scale as L^(1/2 - alpha_L) in the encoder, and as L^-alpha_L in one layer's keys "
+    "and values of cross-attention.\n\n"
     "The model is BART's layout with a readout of its own, under `depth-mup` in absolute "
     "form. Tokens and labels are random.",
     **settings_of(__name__),

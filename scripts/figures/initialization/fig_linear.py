@@ -86,9 +86,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 
 FIGURE = Figure(
     title="A deep linear net's kernels after one step",
-    source="1 + (eta gamma0)^2 l(l+1)(2l+1)/6 for layer l, from the mean-field dynamics of "
-    "Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="The kernel is |h|^2/N of the last layer h of a linear net of width N, after one step on "
+    source="the kernel 1 + (eta gamma0)^2 l(l+1)(2l+1)/6 of layer l, from the mean-field dynamics "
+    "of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
+    about="This kernel is |h|^2/N of the last layer h of a linear net of width N, after one step on "
     "one example. The learning rate is eta gamma0^2 N, the readout has the factor 1/(gamma0 N), and "
     "eta gamma0 = 0.1.\n\n"
     "Products with its matrices are drawn from their exact law, so that N can be large. A "

@@ -108,8 +108,8 @@ FIGURE = Figure(
     title="Figure 12: loss against compute by dimension",
     source="figure 12 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Training loss against training FLOPs of the decoder of [figure "
-    "7](#figure-7-language-models-under-adam-as-n-h-and-l-grow), with attention logits "
-    "q.k/N (alpha_A = 1) and q.k/N^(1/2) (alpha_A = 1/2), where N is the head dimension.\n\n"
+    "7](#figure-7-language-models-under-adam-as-n-h-and-l-grow), with attention logits q.k/N "
+    "(alpha_A = 1) or q.k/N^(1/2) (alpha_A = 1/2), where N is the head dimension.\n\n"
     "The FLOPs include the frozen initial network of the centred output.",
     **settings_of(__name__),
     measure=measure,

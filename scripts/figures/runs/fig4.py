@@ -115,9 +115,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figure 4: errors of loss and logits against the number of heads",
     source="figure 4 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Squared error of the centred outputs (outputs less initial outputs) of Bordelon et "
-    "al.'s ViT with 4 to 32 heads on new images, against the mean over seeds with 96 heads. "
-    "After 5 steps the error is predicted to fall as 1/heads.\n\n"
+    about="Squared error on new images of the centred outputs (outputs less initial outputs) of "
+    "Bordelon et al.'s ViT with 4 to 32 heads, against the mean over seeds with 96 heads. After 5 "
+    "steps the error is predicted to fall as 1/heads.\n\n"
     "The models are trained on the endless image set (the paper: CIFAR-5M). The limit "
     "itself can be computed ([presets.md](../concepts/presets.md#the-infinite-model)), but "
     "not at this size: every step has 64 new images of 16 positions, and the centred output "

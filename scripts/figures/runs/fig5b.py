@@ -97,9 +97,9 @@ def _limits(data: Data) -> tuple[float, float]:
 FIGURE = Figure(
     title="Figure 5b: loss against compute in depth",
     source="figure 5b of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss of Bordelon et al.'s ViT against training FLOPs on rendered shapes "
-    "(`--data.name shapes`), as the number of blocks L grows from 2 to 8. Branches shrink "
-    "as 1/L (alpha_L = 1) or 1/L^(1/2) (alpha_L = 1/2) from the same model with 2 blocks.\n\n"
+    about="Training loss of Bordelon et al.'s ViT against training FLOPs on rendered shapes, as "
+    "the number of blocks L grows from 2 to 8. From the same model with 2 blocks, branches shrink "
+    "as 1/L (alpha_L = 1) or 1/L^(1/2) (alpha_L = 1/2).\n\n"
     "At the base, branches and all learning rates are the same under both rules. The "
     "paper's two runs have other widths and learning rates.",
     **settings_of(__name__),

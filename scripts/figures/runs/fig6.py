@@ -36,9 +36,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figure 6: vision transformers under SGD as N, H and L grow",
     source="figure 6 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss, and features and attention logits of the last layer, of Bordelon et "
-    "al.'s ViT on rendered shapes (theirs: CIFAR-5M), as head dimension N, heads H or "
-    "blocks L grow fourfold.\n\n"
+    about="Training loss, and the last layer's feature kernel and attention logits, of Bordelon et "
+    "al.'s ViT on rendered shapes (theirs: CIFAR-5M), as head dimension N, heads H or blocks L "
+    "grow fourfold.\n\n"
     "Attention logits are q.k/N and branches shrink as 1/L (alpha_A = alpha_L = 1). "
     "Features are means over positions, and the kernel is over images never trained on. The "
     "paper finds loss curves nearly equal in N and H, slower early at large L, and similar "

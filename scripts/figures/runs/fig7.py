@@ -34,9 +34,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="Figure 7: language models under Adam as N, H and L grow",
     source="figure 7 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss, and features and attention logits of the last layer, of Bordelon et "
-    "al.'s decoder on the bytes of Python's sources (theirs: C4), as head dimension N, "
-    "heads H or blocks L grow fourfold.\n\n"
+    about="Training loss, and the last layer's feature kernel and attention logits, of Bordelon et "
+    "al.'s decoder on the bytes of Python's sources (theirs: C4), as head dimension N, heads H or "
+    "blocks L grow fourfold.\n\n"
     "Attention logits are q.k/N and branches shrink as 1/L (alpha_A = alpha_L = 1). The "
     "kernel is over the last positions of a text never trained on.",
     **settings_of(__name__),

@@ -263,13 +263,13 @@ def test_the_page_counts_misses_and_says_why_others_are_none():
     ]
     page = mutation_report.markdown({"study": outcomes}, "the command")
     for words in (
-        "Of 4 mutants 2 change training: some activation by more than a factor of 2^0.001.",
+        "Of 4 mutants 2 change training: some activation changes by more than a factor of 2^0.001.",
         "The check catches **1** of these (50.0 %).",
         "Activations and their changes alone catch 1 (50.0 %).",
-        "- study: lr of `a` m^-0.5 times the right one (m: growth of the width). "
+        "- study: lr of `a` is m^-0.5 times the right one (m: growth of the width). "
         "No activation changes by more than a factor of 2^2.",
         "- 1 mutants: the wrong value is the std of a bias or of relative positions, which start at zero.",
-        "- 1 mutants: the wrong value is an eps far below every gradient.",
+        "- 1 mutants: the wrong value is an eps far below the gradients.",
         "| study |  |  | 1 of 2 |  | 1 of 2 | 2 |",
     ):
         assert words in page

@@ -179,6 +179,10 @@ def test_control_values_behind_one_flag_and_a_repeated_flag_of_one_value(capsys:
             "--optimizer.decay-steps 10",
             "is not read by schedule cosine; leave it out, or write --optimizer.schedule wsd",
         ),
+        (
+            "--data.name hf:owner/name --data.on-broken skip",
+            "--data.on-broken is not read with the data hf:owner/name",
+        ),
         ("--data.split writer", "--data.split is not read with the data python_corpus"),
         ("--data.no-augment", "--data.no-augment is not read with the data python_corpus"),
     ],
@@ -250,3 +254,22 @@ def test_noise_is_for_encoder_decoders_and_they_need_it() -> None:
         cli.parse("r2c2-c4", RECIPES["r2c2-c4"], ["--data.noise-span", "4"]).config.data.noise_span
         == 4
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sweep lm-tiny --print-config",
+        "sweep lm-tiny --restart 2",
+        "tune lm-tiny --over lr --print-config",
+        "transfer lm-tiny --grow heads=2,4 --print-config",
+        "check lm-tiny --restart 2",
+        "compile lm-tiny --topology v5e:2x2 --dry-run",
+        "plan lm-tiny --dry-run",
+        "presets dynamics --model bordelon-vit --print-config",
+    ],
+)
+def test_what_a_command_would_not_do_is_refused(words: str, capsys: Capture) -> None:
+    # Ignored, `sweep --print-config` would train a whole grid.
+    flag = next(word for word in reversed(words.split()) if word.startswith("--"))
+    assert f"does not read {flag}; `mupax train` does" in refused(capsys, *words.split())

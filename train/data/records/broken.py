@@ -40,10 +40,19 @@ class BrokenLog:
     Args:
         skip: True if broken entries are left out. Otherwise the first one raises its error.
         limits: Limits on entries. An entry that exceeds them is broken.
+        names_flag: True if errors name the flag that leaves broken entries out. False for data that
+            does not read it.
     """
 
-    def __init__(self, skip: bool = False, limits: LimitsConfig = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        skip: bool = False,
+        limits: LimitsConfig = DEFAULT_LIMITS,
+        *,
+        names_flag: bool = True,
+    ) -> None:
         self.skip = skip
+        self._names_flag = names_flag
         self.limits = limits
         self._parts: dict[str, BrokenPart] = {}
         self._path: Path | None = None
@@ -84,7 +93,7 @@ class BrokenLog:
             name: Name of the part: its file and its first byte or row.
             unit: Name of one entry, such as "record".
         """
-        tally = Tally(self.skip)
+        tally = Tally(self.skip, names_flag=self._names_flag)
         yield tally
         if tally.count:
             self._keep(name, BrokenPart(unit, tally.count, tally.places, tally.reason))
@@ -146,6 +155,7 @@ class Tally:
 
     Args:
         skip: True if broken entries are left out. Otherwise the first one raises its error.
+        names_flag: True if that error names the flag that leaves broken entries out.
 
     Attributes:
         count: Number of entries that were left out.
@@ -153,8 +163,9 @@ class Tally:
         reason: Error of the first of these, empty if there is none.
     """
 
-    def __init__(self, skip: bool) -> None:
+    def __init__(self, skip: bool, *, names_flag: bool = True) -> None:
         self._skip = skip
+        self._names_flag = names_flag
         self.count = 0
         self.places: list[str] = []
         self.reason = ""
@@ -166,10 +177,12 @@ class Tally:
             place: Name of the entry, for the summary.
 
         Raises:
-            DataError: The tally was made with `skip` false. The message is that of `error` and the
-                flag that leaves broken entries out.
+            DataError: The tally was made with `skip` false. The message is that of `error` and, with
+                `names_flag`, the flag that leaves broken entries out.
         """
         if not self._skip:
+            if not self._names_flag:
+                raise error
             raise DataError(
                 f"{error}, or add --data.on-broken skip to leave out what is broken"
             ) from error

@@ -554,8 +554,9 @@ def _config(args: Dynamics, rest: Sequence[str]) -> Config:
     # Synthetic images need no download.
     if recipe == "bordelon-vit" and not any(word.startswith("--data.name") for word in words):
         words = [*words, "--data.name", "shapes"]
-    config = cli.parse(recipe, cli.recipe(recipe), words, command_line.flags(Dynamics)).config
-    return dataclasses.replace(config, steps=args.steps)
+    parsed = cli.parse(recipe, cli.recipe(recipe), words, command_line.flags(Dynamics))
+    cli.refuse_session_flags(PROG, parsed)
+    return dataclasses.replace(parsed.config, steps=args.steps)
 
 
 def _with_model_flag(argv: Sequence[str]) -> list[str]:

@@ -145,9 +145,10 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
             # The section is left out: "gamma0 0.5" for preset.gamma0.
             labels.append(f"{flag.partition('.')[2] or flag} {value}")
         varied = " ".join(labels)
-        config = cli.parse(args.recipe, recipe, words, command_line.flags(Sweep)).config
+        parsed = cli.parse(args.recipe, recipe, words, command_line.flags(Sweep))
+        cli.refuse_session_flags("mupax sweep", parsed)
         # A recipe may have a workdir, and all points would share it.
-        config = dataclasses.replace(config, workdir=None)
+        config = dataclasses.replace(parsed.config, workdir=None)
 
         rates = grids.parse(args.lr) if args.lr else (config.optimizer.peak_lr,)
         if min(rates) <= 0:

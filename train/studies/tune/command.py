@@ -132,6 +132,7 @@ def main(argv: Sequence[str]) -> int:
 
     recipe = cli.recipe_of_points(args.recipe)
     parsed = cli.parse(args.recipe, recipe, recipe_flags, command_line.flags(Tune))
+    cli.refuse_session_flags("mupax tune", parsed)
     # A recipe may have a workdir, and all points would share it.
     config = dataclasses.replace(parsed.config, workdir=None)
     constants = over.parse(_words(args.over), config)
