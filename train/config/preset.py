@@ -67,7 +67,7 @@ class PresetConfig:
     ] = ()
     """Other constants of the preset, such as s=0.5 (ntk), eps_scope=everywhere (completep) or
     c_a=0.5 (mup). Also factors on the values of one parameter group at base size, which have flags
-    of their own: --preset.rates.GROUP X, --preset.stds., --preset.multipliers. and
+    of their own: --preset.rates.GROUP X, --preset.stds., --preset.multipliers., --preset.eps. and
     --preset.decays."""
     zero_readout: Annotated[bool, Affects("model", True)] = False
     """Initialize the readout to zero."""

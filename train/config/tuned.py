@@ -225,7 +225,7 @@ def check(study: Tuned, config: Config) -> None:
     """Refuse an optimizer of another family than the tuned one, and print notes and warnings.
 
     A note on standard error says what a published preset rests on. A warning says that the model
-    is more than `FAR` doublings beyond the studied sizes.
+    is more than `FAR` doublings larger or smaller than the studied sizes.
 
     Args:
         config: Config of the run with all flags applied.
@@ -259,7 +259,7 @@ def check(study: Tuned, config: Config) -> None:
     if far:
         distances = ", ".join(f"{axis} {doublings:+.1f}" for axis, doublings in far.items())
         terminal.note(
-            f"warning: this model is more than {FAR:g} doublings beyond the sizes that "
+            f"warning: this model is more than {FAR:g} doublings from the sizes that "
             f"{study.use} was studied at: {distances} (`mupax presets tuned {study.use}`)"
         )
 

@@ -25,7 +25,7 @@ class TrainTokenizer:
 
     SOURCES are any texts that --data.name takes: text:PATH, records:PATH, chat:PATH, hf:NAME,
     python_corpus. Written as NAME=SOURCE:WEIGHT, each has its share of the training bytes, as in
-    --data.mix. At most 256 MB of the training part of the texts are read. Use the file with
+    --data.mix. About 256 MiB at most of the training part of the texts are read. Use the file with
     `mupax train lm-tiny --data.tokenizer FILE`.
     """
 

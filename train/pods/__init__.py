@@ -1,1 +1,1 @@
-"""Steps compiled for TPU pods ahead of time: memory, collectives and clock cycles."""
+"""Steps compiled ahead of time for TPUs and GPUs: memory, collectives and (TPUs) clock cycles."""

@@ -216,8 +216,14 @@ def _shape(program: Program, leaf: Any) -> str:
     """Return a parameter's shape such as `512x64/2`, where `/2` is a dimension split over 2."""
     sizes = []
     # A PartitionSpec may be shorter than the shape. Further dimensions are then not split.
-    for size, axis in itertools.zip_longest(leaf.shape, leaf.sharding.spec):
-        sizes.append(f"{size}/{program.mesh.shape[axis]}" if axis else str(size))
+    for size, axes in itertools.zip_longest(leaf.shape, leaf.sharding.spec):
+        if not axes:
+            sizes.append(str(size))
+            continue
+        # Several mesh axes may split one dimension, as experts and fsdp do.
+        names = (axes,) if isinstance(axes, str) else axes
+        ways = math.prod(program.mesh.shape[name] for name in names)
+        sizes.append(f"{size}/{ways}")
     return "x".join(sizes)
 
 

@@ -1,1 +1,1 @@
-"""Commands that train many small models to answer one question, and the report that they share."""
+"""Studies, most of which train many small models, and the report that they share."""

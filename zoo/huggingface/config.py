@@ -255,6 +255,11 @@ def _common_reasons(model: TransformerConfig, family: Family) -> list[str]:
             "model.qk_norm normalizes queries and keys, which it does not; train with "
             "--model.no-qk-norm --model.qk-norm-kind rmsnorm to export"
         )
+    elif not model.absorbs_logit_scale:
+        problems.append(
+            "model.qk_norm has no gains, which would carry the preset's scale of attention logits; "
+            "train with --model.norm-gain to export"
+        )
     if model.experts is not None and family not in experts.FAMILIES:
         problems.append("model.experts routes tokens to MLPs of their own, which it does not")
     if model.value_dim is not None:

@@ -11,10 +11,11 @@ from mupax import presets
 from mupax.presets import Preset
 from mupax.train.studies.check import check, theory
 from mupax.train.studies.check.check import Finding
+from mupax.train.studies.check.observables import CROSS
 from mupax.zoo import configs
 from scripts.check import mutants, mutation_report, mutations
 from scripts.check.mutants import COLUMNS, Mutant
-from scripts.check.mutation_suite import STUDIES, Outcome, Suite
+from scripts.check.mutation_suite import STUDIES, Outcome, Suite, is_activation
 from tests.train.studies.check.optimized import optimized
 
 DECODER = 0
@@ -273,6 +274,13 @@ def test_the_page_counts_misses_and_says_why_others_are_none():
         "| study |  |  | 1 of 2 |  | 1 of 2 | 2 |",
     ):
         assert words in page
+
+
+def test_what_cross_attention_adds_is_an_activation_and_a_role_is_none():
+    assert is_activation("residual")
+    assert is_activation(CROSS)
+    for name in ("weight/readout", "movement/block.cross.attention_out", "gradient/readout"):
+        assert not is_activation(name)
 
 
 def test_the_committed_page_is_complete_and_is_what_its_rows_say():

@@ -25,6 +25,14 @@ def test_a_forecast_that_was_changed_afterwards_is_refused(tmp_path: Path):
         forecasts.collected(tmp_path)
 
 
+def test_the_reason_why_a_study_supports_no_law_is_complete(tmp_path: Path):
+    shutil.copytree(forecasts.DOCS / "transfer" / "ed-heads", tmp_path / "ed-heads")
+    for row in forecasts.hindsight(tmp_path):
+        # The counts in brackets and what follows them belong to the reason.
+        assert "(model sizes: 2, " in row["none"]
+        assert row["none"].endswith("; a law needs 3 of one of them")
+
+
 def test_sp_is_off_by_more_than_mup():
     board = json.loads((forecasts.DOCS / "forecasts.json").read_text())["forecasts"]
     mup, sp = (

@@ -31,8 +31,12 @@ def test_the_page_is_made_of_the_records() -> None:
 @pytest.mark.parametrize("name", transfer_studies.STUDIES)
 def test_the_record_is_of_the_command(name: str) -> None:
     _, *words = words_of(RECORDS[name]["command"])
-    minutes = float(words[words.index("--minutes") + 1])
-    assert words == transfer_studies.words(name, minutes)
+    assert words == transfer_studies.words(name)
+
+
+def test_the_flag_replaces_the_minutes_of_a_study() -> None:
+    words = transfer_studies.words("batch", 5.0)
+    assert words[words.index("--minutes") + 1] == "5"
 
 
 def test_the_commands_are_ones_that_can_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -316,6 +316,26 @@ def test_weights_of_experts_alone_have_a_rate_by_width() -> None:
     assert "rate 0.0003, so that matrices move at 5e-5 x 768 / width = 0.0003 under sp" in err
 
 
+def test_the_adam_part_of_muon_is_fine_tuned_at_the_same_share_of_its_rate() -> None:
+    Path("lines").mkdir()
+    Path("lines", "a.txt").write_text("once upon a time\n" * 99)
+    shutil.copytree("text", "text-muon")
+    record = read_json("text-muon/config.json")
+    record["config"]["optimizer"] |= {"name": "muon", "peak_lr": 0.05, "adam_lr": 0.01}
+    Path("text-muon/config.json").write_text(json.dumps(record))
+    optimizer = json.loads(succeed("finetune lines --from text-muon --print-config").out)[
+        "optimizer"
+    ]
+    assert optimizer["peak_lr"] == pytest.approx(0.3 * 0.05)
+    assert optimizer["adam_lr"] == pytest.approx(0.3 * 0.01)
+    words = "finetune lines --from text-muon --lora.rank 2 --print-config"
+    adapters = json.loads(succeed(words).out)["optimizer"]
+    assert adapters["adam_lr"] / optimizer["adam_lr"] == pytest.approx(
+        adapters["peak_lr"] / optimizer["peak_lr"]
+    )
+    assert adapters["peak_lr"] > optimizer["peak_lr"]
+
+
 def test_a_language_model_goes_on_with_its_own_tokens() -> None:
     Path("prose").mkdir()
     Path("prose", "a.txt").write_text("once upon a time\n" * 99)

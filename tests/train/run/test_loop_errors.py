@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,15 @@ def check_refusal(done: Done, message: str, workdir: Path) -> None:
     assert len(done.err.splitlines()) <= 10
     left = {path.name for path in workdir.iterdir()} if workdir.exists() else set()
     assert left <= {".lock"}
+
+
+def test_dry_run_of_a_dimension_that_several_mesh_axes_split(folder: Path) -> None:
+    experts = "--model.experts 4 --model.active-experts 2"
+    done = train(f"{experts} --mesh.fsdp 2 --mesh.experts 2 --dry-run")
+    assert done.code == 0, done.err
+    # What experts do not have is split over both axes.
+    assert re.search(r"^norm\.gain +16/4 ", done.out, re.MULTILINE), done.out
+    assert re.search(r"^block\.experts\.up +\dx4/2x16/2x\d+ ", done.out, re.MULTILINE), done.out
 
 
 def test_dry_run_writes_nothing(folder: Path) -> None:

@@ -279,6 +279,7 @@ def test_a_null_field_means_its_default() -> None:
         (GPT2, {"qk_norm": True}, "normalizes queries and keys"),
         (GPT2, {"window": 3}, "model.window hides"),
         (LLAMA, {"qk_norm": True, "bias": True}, "model.bias adds"),
+        (LLAMA, {"qk_norm": True, "norm_gain": False}, "model.qk_norm has no gains"),
         (LLAMA, {"qk_norm": True, "qkv_bias": True}, "two families in one"),
         (
             MIXTRAL,

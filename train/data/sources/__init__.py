@@ -1,1 +1,4 @@
-"""One file a kind of data that a config can name. Every loader raises as `mupax.train.data.load` does."""
+"""Loaders of the kinds of data that a config can name.
+
+Every loader raises as `mupax.train.data.load` does.
+"""

@@ -250,8 +250,7 @@ def rate_rule(origin: TrainedModel) -> _RateRule:
             share = 1.0
             text = "that of the source, itself fine-tuned,"
         optimizer = dataclasses.replace(
-            source_optimizer,
-            peak_lr=share * source_optimizer.peak_lr,
+            _with_rates_times(source_optimizer, share),
             # The source's own schedule was made for the source's number of steps.
             schedule="cosine",
             decay_steps=None,
@@ -274,6 +273,17 @@ def rate_rule(origin: TrainedModel) -> _RateRule:
         optimizer,
         f"so that matrices move at 5e-5 x 768 / width = {target:.3g} under {named}",
     )
+
+
+def _with_rates_times(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
+    """Return an optimizer whose peak learning rates are `factor` times as high.
+
+    Muon's Adam part may have a peak rate of its own.
+    """
+    adam_lr = optimizer.adam_lr
+    if adam_lr is not None:
+        adam_lr *= factor
+    return dataclasses.replace(optimizer, peak_lr=factor * optimizer.peak_lr, adam_lr=adam_lr)
 
 
 def preset_of_source(origin: TrainedModel) -> PresetConfig:
@@ -437,7 +447,7 @@ def _config(
     optimizer = dataclasses.replace(rate_rule(origin).optimizer, warmup_steps=steps // 10)
     train_only: tuple[str, ...] = ()
     if isinstance(model, TransformerConfig) and model.lora.rank is not None:
-        optimizer = dataclasses.replace(optimizer, peak_lr=ADAPTERS_TIMES * optimizer.peak_lr)
+        optimizer = _with_rates_times(optimizer, ADAPTERS_TIMES)
         new_params = ("lora_a", "lora_b", *new_params)
         train_only = new_params
     init = InitConfig(

@@ -659,7 +659,11 @@ def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> i
     estimates = numbers.of_law(request.config, studies, keep_rate=keep_rate)
     config, cost = with_cost(estimates.config, args, studies)
 
-    rows = [*numbers.rows(config, estimates, request.source), *cost.rows]
+    asks_steps = args.tokens is not None or "--steps" in names
+    rows = [
+        *numbers.rows(config, estimates, request.source, asks_steps=asks_steps),
+        *cost.rows,
+    ]
     cautions = [*estimates.cautions, *cost.cautions]
     command = command_of(config) or "(no recipe has its name)"
     # Names of the values need no head.
@@ -757,7 +761,7 @@ def _conclusion(recipe: str, config: Config, rows: Sequence[PlanRow], *, fits: b
     rate = by_name["peak rate"].value
     run = f"{recipe}: {config.steps:,} steps at a peak rate of {rate}"
     if not fits:
-        return f"{run} do not fit the chips; the last caution says by how much"
+        return f"{run} do not fit the chips: {by_name['memory'].value}"
     time = ""
     if "time" in by_name:
         # The comma inside of a number has no space behind it.

@@ -261,9 +261,10 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
         studies: Rows by preset. Only the first whose preset has the run's rules is used.
         keep_rate: Keep the run's own rate. By default it becomes the best rate.
     """
+    own_rate = RateSource("", REQUEST if keep_rate else RECIPE)
     if not studies:
         caution = "no study: nothing is predicted of the loss; write --from FOLDER"
-        return StudyEstimates(config, RateSource("", RECIPE), cautions=(caution,))
+        return StudyEstimates(config, own_rate, cautions=(caution,))
 
     # Compared by rules and not by labels: tuned presets write out defaults.
     rules = rules_of(config)
@@ -278,7 +279,7 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
             f"no study of {label_of(config.preset)}: --from has {labels}; "
             f"write {written} for the first of them"
         )
-        return StudyEstimates(config, RateSource("", RECIPE), cautions=(caution,))
+        return StudyEstimates(config, own_rate, cautions=(caution,))
 
     points = same_rules[0]
     try:
@@ -332,7 +333,9 @@ def _origin(points: Points) -> str:
     return f"{points.rows} rows of {' and '.join(points.folders)}"
 
 
-def rows(config: Config, estimates: StudyEstimates, source: str) -> list[PlanRow]:
+def rows(
+    config: Config, estimates: StudyEstimates, source: str, *, asks_steps: bool
+) -> list[PlanRow]:
     """Return the plan's table rows of a run: shape, length, optimizer and expected loss.
 
     Args:
@@ -340,15 +343,16 @@ def rows(config: Config, estimates: StudyEstimates, source: str) -> list[PlanRow
         estimates: Learning rate and loss, from `of_law`.
         source: Text such as "recipe NAME", printed as the source of values that no law and no joint
             rule sets.
+        asks_steps: True if a flag sets the number of steps or tokens.
     """
     return [
-        *_size_rows(config, source),
+        *_size_rows(config, source, REQUEST if asks_steps else source),
         *_optimizer_rows(config, estimates, source),
         _loss_row(estimates),
     ]
 
 
-def _size_rows(config: Config, source: str) -> list[PlanRow]:
+def _size_rows(config: Config, source: str, steps_source: str) -> list[PlanRow]:
     """Return the plan's table rows of a run's model, batch, length and preset."""
     model = config.model
     parameters = families.params(model)
@@ -360,7 +364,7 @@ def _size_rows(config: Config, source: str) -> list[PlanRow]:
         PlanRow("shape", shape, "", source),
         PlanRow("parameters", f"{parameters:,}", "", "counted"),
         PlanRow("batch", f"{config.data.batch_size} x {model.units} {model.unit}s", "", source),
-        PlanRow("steps", length, "", REQUEST),
+        PlanRow("steps", length, "", steps_source),
         PlanRow("preset", preset, "", source),
     ]
 

@@ -45,8 +45,19 @@ def test_right_tables_are_good_on_every_structure(model: str, grow: str):
         if name == "u-mup" and "tied" in model:
             continue  # it has no rule for one
         table = right(name, smallest)
-        trouble = troubles(table, ends(model, grow), accept=accepted(table))
+        sizes = ends(model, grow)
+        trouble = troubles(table, sizes, accept=accepted(table, sizes))
         assert not trouble, (name, trouble)
+
+
+def test_lazy_is_accepted_only_where_the_source_lets_features_vanish():
+    lazy = set()
+    for name in RIGHT["heads"]:
+        sizes = ends("lm", "heads")
+        if accepted(right(name, sizes[0]), sizes):
+            lazy.add(name)
+    # The features of `maximal-update` do not vanish, although its `vanishing` names them.
+    assert lazy == {"ntk", "hybrid"}
 
 
 @pytest.mark.core

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -413,6 +414,7 @@ def test_a_rate_that_is_asked_for_stays(
             json.loads((tmp_path / "plan").read_text())["forecast"]["prediction"]["loss"]["value"]
         )
     assert "peak rate 0.03125 = 2^-5 asked for" in output
+    assert re.search(r"steps 2, [\d,]+ tokens, [\d.e-]+ per parameter asked for", output)
     assert losses[1] / losses[0] == pytest.approx(
         1.08, abs=0.03
     )  # two octaves, at 0.02 of the log of the loss each
@@ -483,3 +485,24 @@ def test_the_conclusion_has_the_whole_time() -> None:
     config = recipe("lm-tiny")()
     text = command._conclusion("lm-tiny", config, rows, fits=True)
     assert text.endswith("should end at a loss of 2.5 [2.4 to 2.6], in 583,946.2 h")
+
+
+def test_without_a_study_the_table_says_which_values_were_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = plan(capsys, "lm-tiny", "--optimizer.peak-lr", "0.01")
+    assert "peak rate 0.01 = 2^-6.64 asked for" in asked
+    assert "2 per parameter recipe lm-tiny" in asked
+    assert "peak rate 0.008 = 2^-6.97 the recipe" in plan(capsys, "lm-tiny")
+
+
+def test_a_run_that_does_not_fit_says_how_much_it_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without the compiler's packages, whose absence is the last caution.
+    def absent(_topology: str) -> None:
+        raise topology.TopologyError("libtpu is not installed")
+
+    monkeypatch.setattr(topology, "ready", absent)
+    output = plan(capsys, "lm-8b", "--chips", "v5e:1x1", code=1)
+    assert "do not fit the chips: 120 GiB of 16 GiB a chip" in output

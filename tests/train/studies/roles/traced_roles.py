@@ -100,7 +100,7 @@ def table() -> str:
         same = count - len(models.differences(config, roles))
         total = [sum(pair) for pair in zip(total, (declared, count, same), strict=True)]
         rows.append(f"| {name} | {declared} | {count} | {same} |")
-    rows.append(f"| **the zoo** | **{total[0]}** | **{total[1]}** | **{total[2]}** |")
+    rows.append(f"| **all of these** | **{total[0]}** | **{total[1]}** | **{total[2]}** |")
     for name in FOREIGN:
         roles = traced(name)
         count, tied = len(roles.specs), roles.tied is not None
