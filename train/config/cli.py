@@ -25,7 +25,7 @@ from mupax.disk import path_of
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.checks import at_least
 from mupax.train.config.data import fields_of_kinds, source
-from mupax.train.config.preset import preset_of, with_group_constants
+from mupax.train.config.preset import preset_of, unnamed_axes, with_group_constants
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.config.sections import METRIC, StopConfig
@@ -200,6 +200,11 @@ def parse(
     # After all flags, because durations follow from batch, steps and the rate.
     config = _with_durations(config, command, argv)
     preset_of(config)  # refuses a wrong preset before anything runs
+    if value_of("--preset.base", argv) is not None and (unnamed := unnamed_axes(config)):
+        terminal.note(
+            f"note: --preset.base {config.preset.base} leaves out {', '.join(unnamed)}; "
+            "no rule changes with a size that the base does not name"
+        )
 
     if command.compilation_cache is not None:
         # The folder belongs to the process and its children, not to a run: no config records it.

@@ -16,7 +16,7 @@ from mupax import presets
 from mupax.command_line import UsageError, repeated
 from mupax.config_fields import Affects, Listed
 from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
-from mupax.presets.roles import RUN_AXES
+from mupax.presets.roles import FOLLOWS, RUN_AXES
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
 from mupax.zoo.transformer import TransformerConfig
@@ -235,6 +235,25 @@ def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | No
             f"write {config.base},{added}, those of the base"
         )
     return base
+
+
+def unnamed_axes(run: Parameterized) -> list[str]:
+    """Return the sizes of a run's model that its preset's base leaves out, as "heads 4".
+
+    The list is empty unless the base is written as sizes. No rule changes anything as these sizes
+    grow (`Preset.base_size`). With `embed=64` alone, for example, attention's output has the base's
+    learning rate at any number of heads.
+    """
+    if run.preset.base is None:
+        return []
+    name, base_sizes = base_parts(run.preset.base)
+    if name or not base_sizes:
+        return []
+    unnamed = []
+    for axis, size in run.model.base_sizes().items():
+        if axis not in base_sizes and FOLLOWS.get(axis) not in base_sizes:
+            unnamed.append(f"{axis} {size}")
+    return unnamed
 
 
 def _without_idle_constants(

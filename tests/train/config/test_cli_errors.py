@@ -256,6 +256,20 @@ def test_noise_is_for_encoder_decoders_and_they_need_it() -> None:
     )
 
 
+def test_a_base_that_leaves_out_sizes_is_noted(capsys: Capture) -> None:
+    # Without a note, attention's output has twice the learning rate that the base was meant to give.
+    def note(base: str) -> str:
+        assert main(["train", "lm-tiny", "--preset.base", base, "--print-config"]) == 0
+        return capsys.readouterr().err
+
+    left_out = "leaves out heads 4, kv_heads 4, mlp 320, layers 4"
+    assert left_out in note("embed=64,head_dim=32")
+    assert not note("lm-proxy")
+    assert not note("lm-proxy,batch=4")
+    assert not note("None")
+    assert not note("embed=64,heads=2,kv_heads=2,head_dim=32,mlp=160,layers=2")
+
+
 @pytest.mark.parametrize(
     "words",
     [
