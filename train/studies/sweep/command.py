@@ -249,7 +249,7 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> None:
     path = report.write_json(args.json or folder / "sweep.json", content)
     terminal.say(f"rows in {path}")
     if studies:
-        _write_studies(args, grid[0].config, studies, folder, command)
+        _write_studies(args, [point.config for point in grid], studies, folder, command)
 
 
 def _rows_by_loss(rows: Sequence[Row], judge: str) -> list[Row]:
@@ -294,7 +294,7 @@ def _points_json(grid: Sequence[Planned], rows: Sequence[Row]) -> list[dict[str,
 
 def _write_studies(
     args: Sweep,
-    config: Config,
+    configs: Sequence[Config],
     studies: Sequence[tuple[Measured, Analysis]],
     folder: Path,
     command: str,
@@ -302,20 +302,34 @@ def _write_studies(
     """Draw the loss against the learning rate in sweep.png, and save the preset of `--save-tuned`.
 
     Args:
-        config: Config of the first point. Its optimizer and number of steps are in the title of the
-            picture.
+        configs: Configs of all points.
         command: Command as it was typed, for the record.
     """
     from mupax.train.studies.transfer import figure, tuned
 
-    run = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps"
     picture = folder / "sweep.png"
-    figure.draw(picture, studies, f"{run}: loss against learning rate", figure.LOSSES[args.judge])
+    title = picture_title(args.recipe, configs)
+    figure.draw(picture, studies, title, figure.LOSSES[args.judge])
     terminal.say(f"picture in {picture}")
     if args.save_tuned:
         label = studies[0][0].study.label
         path, word = tuned.save(args.save_tuned, label, studies, command, args.judge)
         terminal.say(tuned.saved_message(path, word))
+
+
+def picture_title(recipe: str, configs: Sequence[Config]) -> str:
+    """Return the title of a sweep's picture, with the optimizer and the number of steps of its points.
+
+    What `--vary` changes is left out: the legend has it.
+    """
+    parts = [recipe]
+    optimizers = {config.optimizer.name for config in configs}
+    if len(optimizers) == 1:
+        parts += optimizers
+    lengths = {config.steps for config in configs}
+    if len(lengths) == 1:
+        parts.append(f"{configs[0].steps} steps")
+    return f"{', '.join(parts)}: loss against learning rate"
 
 
 def answers(studies: Sequence[tuple[Measured, Analysis]], loss: str, *, grown: bool) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from mupax import presets
+from mupax import command_line, presets
 from mupax.__main__ import main
 from mupax.presets.tuned import find
 from mupax.train.config.run import PresetConfig
@@ -323,3 +323,20 @@ def test_the_benchmark_counts_whole_commands(
     assert whole["ratio"] == {"runs of their own": 0.5}
     assert step["ratio"]["runs of their own"] > 0
     capsys.readouterr()
+
+
+@pytest.mark.core
+def test_the_title_of_the_picture_has_what_all_points_share() -> None:
+    words = "lm-tiny --lr 0.01,0.02 --steps 30 --optimizer.warmup-steps 0"
+
+    def title(*more: str) -> str:
+        args, rest = command_line.parse_known(
+            sweep_command.Sweep, "mupax sweep", [*words.split(), *more]
+        )
+        configs = [point.config for point in sweep_command.points(args, rest)]
+        return sweep_command.picture_title("lm-tiny", configs)
+
+    assert title() == "lm-tiny, adamw, 30 steps: loss against learning rate"
+    varied = title("--vary", "optimizer.name=adam,lion")
+    assert varied == "lm-tiny, 30 steps: loss against learning rate"
+    assert title("--vary", "steps=30,40") == "lm-tiny, adamw: loss against learning rate"
