@@ -352,7 +352,7 @@ NAMED = re.compile(
     r"\b(?:\w[\w.-]*/)+[\w.-]+\.(?:py|sh|json|jsonl|md|png|yaml)\b|\bmupax(?:\.\w+)+"
 )
 """Paths with a folder and modules, in prose, tables and code."""
-ELSEWHERE = ("runs/", "splash_attention/")
+ELSEWHERE = ("runs/", "WORKDIR/", "splash_attention/")
 """What a run writes, and JAX's own kernels in what the compiler says."""
 
 

@@ -414,7 +414,7 @@ TUNE = (
     ),
     Command(
         name="plan",
-        summary="print a run's config, cost and loss before it is run",
+        summary="print a run's config, cost and, if a law reaches it, loss before it is run",
         example="plan lm-laptop --tokens 10m --out plan.json",
         run=_plan,
         subcommands=PLAN,

@@ -290,11 +290,11 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
     """
     places = list(dict.fromkeys(result["place"] for result in results))
     text = (
-        "The newest of two checkpoints is damaged in one way, and the run is resumed. It must "
-        "find the damage and restore every bit of the older checkpoint. In other trials the older "
-        "checkpoint has a flipped bit, too, and the run must refuse to start. The last column is a "
-        "control: how often orbax alone loads wrong numbers from the damaged checkpoint without an "
-        "error. `python -m scripts.campaigns.corruptions disk`, `... bucket`"
+        "The newest of two checkpoints is damaged in one way, and the state is restored. The "
+        "restore must find the damage and return every bit of the older checkpoint. In other "
+        "trials the older checkpoint has a flipped bit, too, and the restore must refuse. The last "
+        "column is a control: how often orbax alone loads wrong numbers from the damaged "
+        "checkpoint without an error. `python -m scripts.campaigns.corruptions disk`, `... bucket`"
     )
     totals = []
     for place in places:

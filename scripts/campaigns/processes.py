@@ -354,7 +354,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         f"undisturbed run did. `{COMMAND}`"
     )
 
-    cells = [["failure", "phases", "times", "median, most seconds until all ended"]]
+    seconds = "median, most seconds until all but a stopped process ended"
+    cells = [["failure", "phases", "times", seconds]]
     for failure in FAILURES:
         failure_rows = [row for row in rows if row["failure"] == failure.name]
         took = "goes on" if failure.passes else seconds_cell(failure_rows)
@@ -369,7 +370,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def seconds_cell(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the median and the largest number of seconds until all processes had ended."""
+    """Return the median and largest number of seconds until all but a stopped process ended."""
     seconds = sorted(row["ended_s"] for row in rows if row["ended_s"] is not None)
     if not seconds:
         return "goes on"

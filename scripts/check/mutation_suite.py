@@ -234,8 +234,7 @@ class Suite:
             if finding.ok:
                 continue
             bad.append(finding)
-            # A name with a slash is about the weights of one role.
-            if "/" not in finding.observable:
+            if is_activation(finding.observable):
                 bad_activations.append(finding)
         return Outcome(
             mutant.group,
@@ -275,6 +274,12 @@ class Suite:
         )
 
 
+def is_activation(name: str) -> bool:
+    """Return whether an observable is an activation, or change of one, and not a role's weights."""
+    # Other names with a slash are about the weights of one role.
+    return "/" not in name or name.startswith("contribution")
+
+
 def _change(right: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) -> float:
     """Return the largest distance of an activation, or change of one, from the right rule's.
 
@@ -283,8 +288,8 @@ def _change(right: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) ->
     """
     farthest = 0.0
     for name, values in right.items():
-        if "/" in name:
-            continue  # a role's own weights, not an activation
+        if not is_activation(name):
+            continue
         # Zeros in both runs are equal. Their quotient would count as the largest distance.
         differ = values != wrong[name]
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -22,7 +22,7 @@ from mupax.train.studies.check import check, groups, report, theory
 from mupax.zoo.definition import Definition, definition
 from scripts import harness
 from scripts.check import PAGE, campaign, untold
-from scripts.check.campaign import RIGHT
+from scripts.check.campaign import RIGHT, accepted
 from scripts.check.wrong_tables import MODELS, WRONG
 from scripts.pages.markdown import write_section
 
@@ -42,11 +42,6 @@ def right(name: str, smallest: Definition) -> Preset:
     if presets.get(name).baseless:
         return presets.get(name, base=None)
     return presets.get(name, base={axis: smallest.sizes[axis] for axis in BASE_AXES})
-
-
-def accepted(preset: Preset) -> tuple[str, ...]:
-    """Return the verdicts to accept: lazy, if the features of the preset vanish on purpose."""
-    return (theory.LAZY,) if "features" in preset.vanishing else ()
 
 
 def troubles(
@@ -90,16 +85,15 @@ def measure(model: str, grow: str) -> list[dict[str, Any]]:
             continue  # u-mup has no rule for a tied readout
 
         preset = right(name, definitions[0])
-        expected = theory.of(
-            preset, definitions[0], definitions[-1], "adam", accept=accepted(preset)
-        )
+        accept = accepted(preset, (definitions[0], definitions[-1]))
+        expected = theory.of(preset, definitions[0], definitions[-1], "adam", accept=accept)
         rate = check.peak_lr("adam", expected)
         findings = check.measure_and_judge(
             series, preset, check.batch(grown[0]), SEEDS, sizes, expected, peak_lr=rate
         )
         unjudged = groups.not_judged(definitions[0].specs, expected)
 
-        facts = {"model": model, "grow": grow, "preset": name, "accept": list(accepted(preset))}
+        facts = {"model": model, "grow": grow, "preset": name, "accept": list(accept)}
         row = report.to_json(findings, facts, unjudged)
         row["failed"] = [_failure(o) for o in row["observables"] if not o["ok"]]
         row["observables"] = len(row["observables"])
@@ -177,7 +171,7 @@ def _right_presets(rows: list[dict[str, Any]]) -> list[str]:
         "other activation, `lm-proxy` with biases and LayerNorm or with a tied readout, `vit-proxy`",
         "without biases.",
         "",
-        "`ntk`, `hybrid` and `maximal-update` have `--accept lazy`: features may move less as the",
+        f"{_lazy(rows)} have `--accept lazy`: features may move less as the",
         f"model grows, by as much as the source says. `{COMMAND}`",
         "writes this section, the next two and `structures.json`.",
         "",
@@ -206,15 +200,24 @@ def _right_presets(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _lazy(rows: list[dict[str, Any]]) -> str:
+    """Return the names of the presets that were checked with `--accept lazy`."""
+    presets_of_rows = dict.fromkeys(row["preset"] for row in rows if theory.LAZY in row["accept"])
+    names = [f"`{name}`" for name in presets_of_rows] or ["no presets"]
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def _wrong_tables() -> list[str]:
     """Return the section that lists every wrong table by the verdict that it must get."""
     lines = [
         "## Wrong tables",
         "",
         "Each wrong table is `depth-mup` with a mistake in the rules of some parameters; m is the",
-        "width over the smallest model's. Theory derived from the wrong table must give the verdict",
-        "below to one of these parameters: to its initial size, first step or gradient over Adam's",
-        f"eps. It does for all {len(WRONG)} mistakes.",
+        f"width over the smallest model's. For all {len(WRONG)} mistakes, theory of the wrong",
+        "table gives the verdict below to the initial size, first step or gradient over Adam's eps",
+        "of one of these parameters.",
         "",
         "| verdict | mistakes |",
         "|---|---|",

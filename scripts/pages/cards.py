@@ -16,36 +16,37 @@ from scripts.pages import published
 PAGE = ROOT / "docs" / "reference" / "tuned.md"
 HEAD = f"""# Tuned presets
 
-A tuned preset holds the learning rate and the constants that were best at one size, or that [others published](#published). A run more
-than three doublings beyond the studied sizes prints a warning.
+A tuned preset holds the learning rate and the constants that were best at one size, or that
+[others published](#published). If a size of the model is more than three doublings from the studied
+sizes, `mupax train` prints a warning.
 
 ```text
 mupax train lm-tiny --preset mup:lm-python-v1
 mupax presets tuned mup:lm-python-v1
 ```
 
-The first command trains with a tuned preset. The second prints its base sizes, its evidence and the command that
-made it. `--save-tuned NAME` of `sweep`, `transfer` and `tune` saves your own.
+The second command prints base sizes, evidence and the command that made the preset.
+`--save-tuned NAME` of `sweep`, `transfer` and `tune` saves your own.
 
 | verdict | the best learning rate as a size grows |
 |---|---|
-| transfers | at most ± {TOLERANCE:.2f} octaves a doubling, 95 % interval inside ± {BOUND:.2f} |
-| drifts | 95 % interval outside ± {TOLERANCE:.2f} |
+| transfers | estimate within ± {TOLERANCE:.2f} octaves a doubling, 95 % interval inside ± {BOUND:.2f} |
+| drifts | 95 % interval entirely above +{TOLERANCE:.2f} or entirely below -{TOLERANCE:.2f} |
 | undecided | neither: sweep at one larger size before you rely on it |
 | one size | was never tried at another size |
 
 ## Measured here
 
-Each learning rate was best on the data of its row, which says nothing about other data.
+Each learning rate was the best one on the data of its row. On other data another one may be best.
 
-| preset | verdict | learning rate, log2 [95 %] | measured on | drift, octaves a doubling [95 %] |
+| preset | verdict | optimizer, learning rate at the smallest size, log2 [95 %] | measured on | drift, octaves a doubling [95 %] |
 |---|---|---|---|---|"""
 EVIDENCE_FOLDER = ROOT / "docs" / "evidence" / "tuned"
 """Folder of tuned presets that no longer come with mupax."""
 MOVED_HEAD = """## No longer shipped
 
-A new run refuses these names. A run that began with one continues with `--resume`. If you copy the
-file to a folder `tuned` where you run mupax, the name works again.
+A new run refuses these names. A run that began with one continues with `--resume`. To use one
+again, copy its file to a folder `tuned` where you run mupax.
 
 | preset | why | optimizer | rate | file |
 |---|---|---|---|---|"""
@@ -58,8 +59,8 @@ def row(preset: find.Tuned) -> str:
     optimum = study["log2_optimum"]
     rate = f"{optimizer['name']} {optimizer['peak_lr']:.4g}"
     interval = f"{optimum['value']:.2f} {_interval(optimum)}"
-    runs = f"{study['steps']:,} steps of {study['batch']}, {study['seeds']} seeds"
-    grown = [f"{axis['axis']} {_span(axis['sizes'])}: {_drift(axis)}" for axis in study["transfer"]]
+    runs = f"{study['steps']:,} steps of batch {study['batch']}, {study['seeds']} seeds"
+    grown = [f"{axis['axis']}={_span(axis['sizes'])}: {_drift(axis)}" for axis in study["transfer"]]
     cells = [
         f"`{preset.use}`",
         preset.evidence,
@@ -71,7 +72,8 @@ def row(preset: find.Tuned) -> str:
 
 
 def _span(sizes: list[int]) -> str:
-    return ", ".join(f"{size:,}" for size in sizes)
+    """Return sizes as `--grow` takes them."""
+    return ",".join(map(str, sizes))
 
 
 def _drift(grown: Mapping[str, Any]) -> str:

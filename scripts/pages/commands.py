@@ -16,14 +16,15 @@ from scripts import ROOT, harness
 PAGE = ROOT / "docs" / "reference" / "commands.md"
 HEAD = """# Commands
 
-`mupax COMMAND --help` prints the flags of a command and an example. `mupax train RECIPE --help`
-prints the common flags of a recipe, and `--help all` prints every flag. `--plugin MODULE` first
-imports a module with presets, models, data or optimizers of your own ([how](../howto/extend.md)).
+`mupax COMMAND --help` prints an example and the command's flags; `mupax train --help` prints the
+recipes. `mupax train RECIPE --help` prints the common flags of a recipe, and `--help all` prints
+every flag. `--plugin MODULE` first imports your module of presets, models, data or optimizers
+([how](../howto/extend.md)).
 `python -m scripts.pages.commands` makes this page.
 
 """
-RECIPES = """Instead of a recipe, these commands take `--config FILE`, which is YAML or JSON, such as
-the `config.json` of a run: {commands}.
+RECIPES = """Instead of a recipe, these commands take `--config FILE` (YAML or JSON, such as a run's
+`config.json`): {commands}.
 
 """
 EXIT_CODES = """[Exit codes](../howto/running.md#exit-codes) are the same for every command.
@@ -32,7 +33,7 @@ EXIT_CODES = """[Exit codes](../howto/running.md#exit-codes) are the same for ev
 """
 OLD = """## Old spellings
 
-These still run, and print a line on standard error that names the new spelling.
+These still run, and name the new spelling on standard error.
 
 | old | now |
 |---|---|

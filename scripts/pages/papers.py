@@ -32,8 +32,10 @@ SHOWN = ("docs/", "presets/", "zoo/", "train/", "README.md")
 """Beginnings of the paths that the page lists. Scripts and tests repeat their citations."""
 HEAD = """# Papers
 
-Sources of rules, formulas and settings, with the files that use them. `mupax presets constants mup` says
-whether a rule was read in its source (verified), in another text (reported), or worked out here (derived).
+Papers that the documents and the code of presets, zoo and train cite, with the files that cite
+them. For constants on which sources disagree, `mupax presets constants mup` says whether a value
+was read in the source's text or code (verified), in an account of it (reported), or worked out here
+(derived).
 
 """
 
@@ -202,12 +204,12 @@ def _name_at_end(before: re.Match[str], names: Sequence[str]) -> str | None:
 
 
 def page(texts: Mapping[str, str]) -> str:
-    """Return the page: a table of the papers with the files that use them.
+    """Return the page: a table of the papers with the files that cite them.
 
     Args:
         texts: path to text, as `citing` returns them.
     """
-    rows = [["paper", "arXiv", "used in"]]
+    rows = [["paper", "arXiv", "cited in"]]
     for number, paper in PAPERS.items():
         places = []
         for path in sorted(texts):

@@ -15,10 +15,10 @@ Each preset has the values of a public config or program at the linked commit. m
 mupax train lm-1b --preset mup:cerebras-gpt --dry-run
 ```
 
-This command prints the run's values beside the values of the source's model of nearest width. It ignores constants of
-parameters that your model lacks.
+This command prints the run's values beside the values of the source's model of nearest width. The
+run leaves out constants of parameters that your model lacks.
 
-| preset | source | optimizer, rate | models | data |
+| preset | source | optimizer, rate at the base | models | data |
 |---|---|---|---|---|"""
 
 
@@ -111,8 +111,7 @@ def section() -> list[str]:
     rows = [_row(find.load(path)) for path in sorted(find.PUBLISHED.glob("*.json"))]
     sources = ", ".join(left.source for left in LEFT_OUT)
     left_out = (
-        f"These sources were read, and no preset is made of them: {sources}. "
-        "`scripts/pages/published.py` says why."
+        f"No preset is made of these sources (`scripts/pages/published.py` says why): {sources}."
     )
     return [HEAD, *rows, "", left_out, ""]
 

@@ -30,6 +30,8 @@ from scripts.pages import markdown
 DOCS = ROOT / "docs" / "evidence"
 COPIED_FIELDS = ("date", "what", "preset", "scale", "beyond", "prediction", "digest", "metric")
 """Fields of a forecast that the board repeats."""
+ERROR = "measured over forecast, less 1"
+"""Heading of a column of errors."""
 
 
 def collected(folder: Path) -> list[dict[str, Any]]:
@@ -84,8 +86,8 @@ def hindsight(folder: Path) -> list[dict[str, Any]]:
                 law = fitted(replace(study, settings=tuple(smaller)))
                 prediction = predict(law, largest.config)
             except NoLaw as error:
-                # Equal reasons share a line of the page, so the study's name and notes are cut.
-                reason = str(error).partition(": ")[2].partition(" (")[0]
+                # Equal reasons share a line of the page, so the study's name is cut.
+                reason = str(error).partition(": ")[2]
                 rows.append({**row, "none": reason})
                 continue
 
@@ -133,7 +135,8 @@ def document(content: dict[str, Any]) -> str:
     lines = [
         _totals(content["summary"]),
         "",
-        "Outcomes outside of their 90 % interval (all are in `docs/evidence/forecasts.json`):",
+        "Outcomes outside their 90 % interval (all outcomes are in "
+        "`docs/evidence/forecasts.json`):",
         "",
         _misses(content["forecasts"]),
         "",
@@ -143,7 +146,7 @@ def document(content: dict[str, Any]) -> str:
         "",
         _hindsight_table(content["hindsight"]),
         "",
-        "No law could be fitted in these studies:",
+        "No law could be fitted to the smaller settings of these studies:",
         "",
         *_studies_without_law(content["hindsight"]),
     ]
@@ -152,9 +155,8 @@ def document(content: dict[str, Any]) -> str:
 
 def _totals(summaries: dict[str, dict[str, Any]]) -> str:
     """Return the table with one line for each folder of forecasts."""
-    rows = [
-        ["forecasts of", "made", "trained", "inside 90 %", "inside 50 %", "median error", "largest"]
-    ]
+    head = ["forecasts of", "made", "trained", "inside 90 %", "inside 50 %"]
+    rows = [[*head, "median size of the error", "largest"]]
     for name, totals in summaries.items():
         cells = [name, str(totals["forecasts"]), str(totals["came"])]
         if totals["came"]:
@@ -168,7 +170,7 @@ def _totals(summaries: dict[str, dict[str, Any]]) -> str:
 
 def _misses(forecasts: Sequence[dict[str, Any]]) -> str:
     """Return the table of forecasts whose 90 % interval did not hold the outcome."""
-    rows = [["forecast of", "run", "loss", "90 %", "measured", "error"]]
+    rows = [["forecast of", "run", "loss", "90 %", "measured", ERROR]]
     for entry in forecasts:
         outcome = entry["outcome"]
         if not outcome or outcome["inside90"]:
@@ -197,14 +199,15 @@ def _hindsight_summary(forecasts: Sequence[dict[str, Any]]) -> str:
     rates = [row["log2_lr"] for row in forecasts if row.get("log2_lr")]
     inside = sum(rate["low90"] <= rate["came"] <= rate["high90"] for rate in rates)
     return (
-        "A law fitted to the smaller settings of each transfer study that supports one forecasts the largest. "
+        "In each transfer study that allows it, a law is fitted to all settings but the largest "
+        "and forecasts the largest. "
         f"{inside} of {len(rates)} best learning rates are inside their 90 % intervals."
     )
 
 
 def _hindsight_table(forecasts: Sequence[dict[str, Any]]) -> str:
     """Return the table of the losses of the studies' largest sizes."""
-    rows = [["study", "preset", "loss", "90 %", "error"]]
+    rows = [["study", "preset", "loss", "90 %", ERROR]]
     for row in forecasts:
         if "none" in row:
             continue

@@ -30,7 +30,8 @@ OPENING = """## Published runs
 Tables of runs get another law (`train/studies/tables/law.py`). mupax comes with this law fitted to
 1,073 published runs: dense decoders of 215 to 429 million parameters without embeddings, 4 to 100
 billion tokens, standard parameterization. `mupax plan --model NAME` uses it for dense decoders within
-three doublings of these sizes and tokens to which no tuned preset applies ([which settings](../start/which-settings.md)).
+three doublings of these sizes and tokens to which no tuned preset measured by mupax applies
+([which settings](../start/which-settings.md)).
 """
 
 
@@ -71,9 +72,9 @@ def _forecasts(forecast: list[dict[str, Any]]) -> str:
     points = len(forecast[0]["points"])
     return f"""### Settings that were not seen
 
-[published-dense.json](forecasts/published-dense.json) has forecasts for {len(forecast)} pairs of
-model size (up to 1.07 B) and tokens whose runs were not used: the lowest loss, the best
-learning rate and batch, and the loss at {points} pairs of rate and batch.
+[published-dense.json](forecasts/published-dense.json) has forecasts for {len(forecast)} unseen
+pairs of model size (up to 1.07 B) and tokens: the lowest loss, the best learning rate and batch,
+and the loss at {points} pairs of rate and batch.
 """
 
 
@@ -103,15 +104,15 @@ def _left_out(result: dict[str, Any]) -> str:
     return f"""### Each setting left out in turn
 
 A law fitted to all other pairs of model size and tokens forecasts the lowest loss of each pair.
-*Lost* is how far the run nearest to the recommended learning rate and batch ends above the best run.
+*Error* is the forecast over the measured loss, less 1. *Lost* is how far the run nearest to the
+recommended learning rate and batch ends above the best run.
 
 {table(rows)}
 
 {inside} of {len(settings)} outcomes are inside their interval. The one outside has 100 billion
 tokens, five times as many as the longest other run of its size.
 
-Two controls must forecast worse, and do: a law fitted to shuffled learning rates, and a law without
-tokens.
+Two controls forecast worse, as they must: laws fitted to shuffled learning rates or without tokens.
 
 {table(controls)}
 """
@@ -129,15 +130,13 @@ def _exponents(result: dict[str, Any]) -> str:
                 f"{row['law']:+.2f}",
             ]
         )
-    picture = (
-        "![Exponent of the best rate in tokens against the batch, and the best rates themselves]"
-        "(published-runs/exponents.png)"
-    )
+    picture = "![Exponents in tokens and best rates](published-runs/exponents.png)"
     return f"""### Does the best rate fall or rise with the length of training?
 
 It depends on the batch size. At small batches the best learning rate falls with the number of
-tokens T; at large batches it rises. This can explain why published rules disagree: Step Law, which
-grows the batch with T, has T^+0.31, and Bjorck et al. 2024, at a fixed batch, T^-0.32.
+tokens T; from batches of 1024 on it rises; at 256 and 512 the interval includes 0. This can explain
+why published rules disagree: Step Law, which grows the batch with T, has T^+0.31, and Bjorck et al.
+2024, at a fixed batch, T^-0.32.
 
 {picture}
 
@@ -170,8 +169,8 @@ def _rules(result: dict[str, Any]) -> str:
 **Grow the batch as the square root of the tokens and the rate as the square root of the batch**:
 `--joint sde` with a batch of B (T/T0)^1/2. B and T0 are batch and tokens of the shorter run.
 
-Each rule moves the best rate and batch of a shorter run to a longer run of the same model (1.8 to
-25 times the tokens). *Lost* compares with the best rate and batch of the longer run.
+Each rule but `this law` moves the best rate and batch of a shorter run to a longer run of the same
+model (1.8 to 25 times the tokens). *Lost* compares with the best rate and batch of the longer run.
 
 {table(joint)}
 
@@ -215,8 +214,8 @@ def _source(result: dict[str, Any]) -> str:
 
 The {rows:,} runs are rows of the public grid of Step Law (2503.04715). The file (sha256 `{digest}`)
 has no licence and is not part of mupax.
-`python -m scripts.studies.published_runs study TABLE.csv` computes the results, and
-`python -m scripts.studies.published_runs_page` writes this section.
+`python -m scripts.studies.published_runs study TABLE.csv` and then
+`python -m scripts.studies.published_runs_page` write this section.
 """
 
 

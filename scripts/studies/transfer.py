@@ -1,6 +1,6 @@
 """Transfer studies of docs/evidence/transfer.md: runs them, and writes their folder and the page.
 
-    python -m scripts.studies.transfer [NAME ...] [--minutes 20] [--render] [--list]
+    python -m scripts.studies.transfer [NAME ...] [--minutes N] [--render] [--list]
 
 Each study is a `mupax transfer` whose rows go to docs/evidence/transfer/NAME as they finish. An
 interrupted study resumes. `--render` judges the recorded rows again and draws the pictures.
@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tyro.conf import Positional
 
@@ -76,30 +76,49 @@ TUNED = (
 )
 """Constants tuned at width 64 in 100 steps, with the width exponents that docs/evidence/quality.md
 finds best."""
+
+
+class StudyCommand(NamedTuple):
+    """Command of a study."""
+
+    words: str
+    """Words of `mupax transfer`: run, presets and sizes."""
+    minutes: float = 20.0
+    """Longest training of each preset, in minutes."""
+
+
 STUDIES = {
-    "head_dim": f"{LM} --preset mup --compare mup-half --control sp --grow head_dim=16,32,64,128",
-    "heads": f"{LM} --preset mup --compare mup-half --control sp --grow heads=4,8,16,32",
-    "heads-tuned": f"{LM} {TUNED} --control none --grow heads=4,8,16,32",
-    "tied-start": (
+    "head_dim": StudyCommand(
+        f"{LM} --preset mup --compare mup-half --control sp --grow head_dim=16,32,64,128"
+    ),
+    "heads": StudyCommand(
+        f"{LM} --preset mup --compare mup-half --control sp --grow heads=4,8,16,32"
+    ),
+    "heads-tuned": StudyCommand(f"{LM} {TUNED} --control none --grow heads=4,8,16,32"),
+    "tied-start": StudyCommand(
         f"{LM} --preset mup --preset.constants key_start=query --compare mup mup-half "
         "--grow head_dim=16,32,64"
     ),
-    "ed-heads": f"{ED} --preset mup --control sp --grow heads=2,4,8",
-    "depth": f"{VIT} {DEPTH}",
-    "depth-adam": f"{LM} {DEPTH}",
-    "batch": (
+    "ed-heads": StudyCommand(f"{ED} --preset mup --control sp --grow heads=2,4,8", minutes=60.0),
+    "depth": StudyCommand(f"{VIT} {DEPTH}"),
+    "depth-adam": StudyCommand(f"{LM} {DEPTH}"),
+    "batch": StudyCommand(
         f"{SMALL} --steps 2400 --optimizer.warmup-steps 240 --grow batch=8,16,32,64 --joint sde "
-        "--control none --seeds 6"
+        "--control none --seeds 6",
+        minutes=45.0,
     ),
-    "tokens": (
+    "tokens": StudyCommand(
         f"{SMALL} --steps 600 --optimizer.warmup-steps 60 --grow tokens=38400,76800,153600,307200 "
-        "--joint complete-d --control none --seeds 6"
+        "--joint complete-d --control none --seeds 6",
+        minutes=45.0,
     ),
-    "moe-width": f"{MOE} --control sp --grow head_dim=16,32,64",
-    "moe-experts": f"{MOE} --grow experts=4,8,16",
-    "moe-experts-sgd": f"{MOE_ALONE} --control mup,experts=dense --grow experts=16,32,64",
+    "moe-width": StudyCommand(f"{MOE} --control sp --grow head_dim=16,32,64", minutes=240.0),
+    "moe-experts": StudyCommand(f"{MOE} --grow experts=4,8,16", minutes=240.0),
+    "moe-experts-sgd": StudyCommand(
+        f"{MOE_ALONE} --control mup,experts=dense --grow experts=16,32,64", minutes=12.0
+    ),
 }
-"""Name of a study to the words of its `mupax transfer`: run, presets and sizes."""
+"""Name of a study to its command."""
 ABOUT = {
     "head_dim": ("A decoder with four heads under Adam grows eightfold in head dimension."),
     "heads": (
@@ -166,22 +185,26 @@ The **drift** is the slope of the best rate, in octaves per doubling of the size
 | **drifts** | interval wholly above {TOLERANCE:.2f} or below -{TOLERANCE:.2f}: tune again as the size grows |
 | **undecided** | anything else |
 
-The **price** is what it costs not to retune: the largest size's loss at the smallest size's best rate, less that at its own
-best rate, in nats. **Loss** is the largest size's training loss at its own best rate. A control, such as `sp`, should drift.
+**Loss** is the largest size's training loss at its own best rate, in nats. The **price** of not
+retuning is its loss at the smallest size's best rate, less the **loss**. A control, such as `sp`,
+should drift.
 
 `python -m scripts.studies.transfer` runs the studies up to [moe-experts-sgd](#moe-experts-sgd), and continues if stopped.
 `--list` prints their commands. The losses are in `docs/evidence/transfer/*/points.jsonl.gz`.
 """
 
 
-def words(name: str, minutes: float) -> list[str]:
+def words(name: str, minutes: float | None = None) -> list[str]:
     """Return the words that follow `mupax transfer` in a study, with a path from the checkout.
 
     Args:
         name: key of `STUDIES`.
-        minutes: Longest training of each preset, in minutes.
+        minutes: Longest training of each preset, in minutes. Default: that of the study.
     """
-    return shlex.split(f"{STUDIES[name]} --minutes {minutes:g} --out docs/evidence/transfer/{name}")
+    study = STUDIES[name]
+    if minutes is None:
+        minutes = study.minutes
+    return shlex.split(f"{study.words} --minutes {minutes:g} --out docs/evidence/transfer/{name}")
 
 
 def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
@@ -193,7 +216,7 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [HEAD]
     for name, record in records.items():
         axis = record["studies"][0]["axis"]
-        picture = f"![Loss against learning rate as {axis} grows](transfer/{name}/{axis}.png)"
+        picture = f"![Loss against learning rate](transfer/{name}/{axis}.png)"
         lines += [f"## {name}", "", ABOUT[name], "", picture, ""]
         lines.append("| preset | verdict | price | drift | loss | seeds |")
         lines.append("|---|---|---|---|---|---|")
@@ -296,8 +319,8 @@ class Options:
 
     names: Positional[tuple[str, ...]] = ()
     """Studies to run; all by default."""
-    minutes: float = 20.0
-    """Longest training of each preset in a study, in minutes."""
+    minutes: float | None = None
+    """Longest training of each preset in a study, in minutes. Default: that of the study."""
     render: Switch = False
     """Train nothing: judge the recorded rows again, and write the page."""
     list: Switch = False

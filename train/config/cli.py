@@ -231,15 +231,15 @@ def refuse_session_flags(prog: str, command: Command, read: Sequence[str] = ()) 
         read: Fields of `command` that the command reads, such as `dry_run`.
 
     Raises:
-        UsageError: One of the flags is given and not in `read`.
+        UsageError: One of the flags is set and not in `read`.
     """
-    given = {
+    chosen = {
         "print_config": command.print_config,
         "dry_run": command.dry_run,
         "restart": command.restart > 0,
     }
-    for name, is_given in given.items():
-        if is_given and name not in read:
+    for name, is_chosen in chosen.items():
+        if is_chosen and name not in read:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"`{prog}` does not read {flag}; `mupax train` does")
 

@@ -279,7 +279,7 @@ def test_a_base_that_leaves_out_sizes_is_noted(capsys: Capture) -> None:
         "transfer lm-tiny --grow heads=2,4 --print-config",
         "check lm-tiny --restart 2",
         "compile lm-tiny --topology v5e:2x2 --dry-run",
-        "plan lm-tiny --dry-run",
+        "plan lm-tiny --print-config",
         "presets dynamics --model bordelon-vit --print-config",
     ],
 )

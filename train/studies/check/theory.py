@@ -272,6 +272,11 @@ class _Theory:
         if (step, kind) == (0, "gradient") and is_block_gain:
             below = max(below, self.gain_drop)
 
+        # An encoder's gradients all come back through values and keys of cross-attention, and
+        # through values, queries and keys of its own later blocks: the same sum as for that gain.
+        if (step, kind) == (0, "gradient") and "/encoder." in name:
+            below = max(below, self.gain_drop)
+
         if name.startswith("movement/block.expert_"):
             below += self.gate_drop
 

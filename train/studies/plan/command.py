@@ -220,7 +220,7 @@ def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str
 
     make = start if setting is None else with_setting
     parsed = cli.parse(recipe, make, words, command_line.flags(Plan))
-    cli.refuse_session_flags(PROG, parsed)
+    cli.refuse_session_flags(PROG, parsed, ("dry_run",))
     config = dataclasses.replace(parsed.config, workdir=None)
     if not args.tokens:
         return config
@@ -590,7 +590,7 @@ def _with_flags(config: Config, flags: Sequence[str]) -> Config:
     run_flags = words_of(command_of(config))[2:]
     recipe = cli.recipe(config.recipe)
     parsed = cli.parse(config.recipe, recipe, [*run_flags, *flags])
-    cli.refuse_session_flags(PROG, parsed)
+    cli.refuse_session_flags(PROG, parsed, ("dry_run",))
     return dataclasses.replace(parsed.config, workdir=None)
 
 

@@ -302,7 +302,6 @@ def _write_studies(
     """Draw the loss against the learning rate in sweep.png, and save the preset of `--save-tuned`.
 
     Args:
-        configs: Configs of all points.
         command: Command as it was typed, for the record.
     """
     from mupax.train.studies.transfer import figure, tuned

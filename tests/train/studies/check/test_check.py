@@ -466,7 +466,7 @@ class FewSeeds(check.Series):
     def __init__(self, first: float, then: float) -> None:
         self.first = first
         self.then = then
-        self.asked: list[int] = []
+        self.seed_counts: list[int] = []
 
     def measure(
         self,
@@ -476,14 +476,14 @@ class FewSeeds(check.Series):
         *,
         peak_lr: float | None = None,
     ) -> dict[str, np.ndarray]:
-        self.asked.append(seeds)
+        self.seed_counts.append(seeds)
         slope = self.first if seeds == 3 else self.then
         sizes = np.array([1.0, 2.0, 4.0])
         return {"x": np.repeat(sizes[:, None, None] ** slope, seeds, axis=1)}
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "asked", "passed"),
+    ("first", "then", "seed_counts", "passed"),
     [
         (0.1, 9.0, [3], True),
         (0.16, 0.1, [3, 12], True),
@@ -492,13 +492,13 @@ class FewSeeds(check.Series):
     ],
 )
 def test_a_narrow_failure_is_decided_by_more_seeds(
-    first: float, then: float, asked: list[int], passed: bool
+    first: float, then: float, seed_counts: list[int], passed: bool
 ) -> None:
     series = FewSeeds(first, then)
     expected = {("x", 0): Expected(0.0, 0.12, 0.12)}
     preset = presets.get("sp")
     findings = check.measure_and_judge(series, preset, {}, 3, [1, 2, 4], expected)
-    assert series.asked == asked
+    assert series.seed_counts == seed_counts
     assert check.passes(findings) == passed
 
 

@@ -490,9 +490,9 @@ def test_the_conclusion_has_the_whole_time() -> None:
 def test_without_a_study_the_table_says_which_values_were_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = plan(capsys, "lm-tiny", "--optimizer.peak-lr", "0.01")
-    assert "peak rate 0.01 = 2^-6.64 asked for" in asked
-    assert "2 per parameter recipe lm-tiny" in asked
+    output = plan(capsys, "lm-tiny", "--optimizer.peak-lr", "0.01")
+    assert "peak rate 0.01 = 2^-6.64 asked for" in output
+    assert "2 per parameter recipe lm-tiny" in output
     assert "peak rate 0.008 = 2^-6.97 the recipe" in plan(capsys, "lm-tiny")
 
 
