@@ -96,7 +96,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "## Every preset: theory and measurement",
         "",
         "A decoder of width 64 with 4 heads and 2 layers grows eightfold in one size, under Adam.",
-        "Middle cells have an exponent in theory | the measured one and its 95 % interval over four",
+        "Middle cells have an exponent in theory: the measured one and its 95 % interval over four",
         "seeds. The last column says `passes`, or the verdicts on exponents that fail and their",
         "number.",
         "",
@@ -153,7 +153,7 @@ def _cell(observable: dict[str, Any] | None) -> str:
     if observable is None:
         return ""
     slope = f"{observable['slope']:+.2f} [{observable['low']:+.2f}, {observable['high']:+.2f}]"
-    return f"{observable['predicted']:+.2f} \\| {slope}"
+    return f"{observable['predicted']:+.2f}: {slope}"
 
 
 def _verdict(row: dict[str, Any]) -> str:
