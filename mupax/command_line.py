@@ -428,6 +428,8 @@ def refuse(
 def flags(owner: Any) -> list[str]:
     """Return the names of every flag of a command, with their dashes.
 
+    Positional and suppressed fields are left out.
+
     Args:
         owner: Dataclass of the flags, or an instance of it. An instance is needed if fields are
             dataclasses themselves.
@@ -700,7 +702,8 @@ def words_of(prog: str, command: Any) -> list[str]:
 
     Args:
         prog: Words before the flags, such as `mupax import`.
-        command: Instance of a dataclass of flags. Flags at their defaults are left out.
+        command: Instance of a dataclass of flags. Flags at their defaults are left out. A field
+            that is a dataclass itself must be at its default.
     """
     hints = _type_hints(type(command))
     positional: list[str] = []

@@ -109,7 +109,8 @@ def with_defaults(config: T, effects: Collection[Effect]) -> T:
     Fields of sections are reset too.
 
     Args:
-        config: Instance of a dataclass. The fields with these effects must have defaults.
+        config: Instance of a dataclass. The fields with these effects must have plain defaults. A
+            field with a `default_factory` would get `dataclasses.MISSING` as its value.
         effects: Effects that the fields to reset declare (`Affects.effect`).
     """
     marks = declared(type(config))

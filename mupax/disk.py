@@ -233,8 +233,9 @@ def delete_tree(folder: Path) -> None:
 def at_hand(path: Path) -> Iterator[Path]:
     """Yield a local path for a library that reads only local files.
 
-    A file or folder in a bucket is copied to a temporary folder, which is deleted on exit. A path
-    on this machine is yielded unchanged.
+    A file or folder in a bucket is copied to a temporary folder, which is deleted on exit. If the
+    bucket does not have it, the yielded path does not exist. A path on this machine is yielded
+    unchanged.
     """
     if not is_remote(path):
         yield path
@@ -272,7 +273,8 @@ def links_outside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
 def copy(source: Path, target: Path) -> None:
     """Copy a file, or every file below a folder. Either path may be in a bucket.
 
-    Missing folders are made, and existing files are overwritten.
+    Missing folders are made, and existing files are overwritten. Empty folders are left out.
+    If there is no source, nothing is copied and no error is raised.
 
     Args:
         target: Path of the copy itself, and not a folder to copy into.

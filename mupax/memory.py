@@ -125,7 +125,8 @@ def explained(advice: str) -> Iterator[None]:
 def check_compiler() -> None:
     """Raise an error if `ulimit -v` leaves too little address space for JAX and its compiler.
 
-    Nothing is checked without such a limit, or if `MUPAX_MEMORY_CHECK` turns checks off.
+    Nothing is checked without such a limit, on systems without /proc, or if `MUPAX_MEMORY_CHECK`
+    turns checks off.
 
     Raises:
         MemoryLimitError: Less than 1.6 GiB of address space are left.

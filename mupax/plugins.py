@@ -62,7 +62,8 @@ def importable_name(module: str) -> str | None:
         module: `__name__` of the module. For `__main__`, the name of the script's file is returned.
 
     Returns:
-        The name, or `None` for a notebook or an interactive session.
+        The name, or `None` for a notebook, an interactive session, or a script whose file does
+        not end in .py.
     """
     if module != "__main__":
         return module
@@ -97,7 +98,8 @@ def import_plugin(name: str, folder: str | None = None) -> ModuleType:
             working folder.
 
     Raises:
-        PluginError: There is no such module, or its code failed.
+        PluginError: The name is no name of a module, there is no such module, or its code failed.
+        MupaxError: The module's code raised this error, which is raised unchanged.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         hint = f"; write --plugin {Path(name).stem} in its folder" if name.endswith(".py") else ""
@@ -154,7 +156,7 @@ def digest(module: ModuleType) -> str:
     """Return a digest of a module's source file, or of all Python files of a package.
 
     The digest is the first 16 hexadecimal digits of SHA-256 over file names and contents. Files
-    that cannot be read are left out.
+    that cannot be read are left out. All modules without a file have one digest, that of no data.
     """
     file = getattr(module, "__file__", None)
     content = hashlib.sha256()

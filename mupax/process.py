@@ -438,6 +438,9 @@ def _remove_temporary_folders() -> None:
 def leave(code: int, text: str = "") -> NoReturn:
     """End the process at once. This works in any thread, also if the main thread hangs.
 
+    Standard output is flushed, and the terminal's cursor shown, for at most half a second. Exit
+    handlers and `finally` blocks do not run.
+
     Args:
         text: Last line on standard error. It is dropped if it cannot be written in half a second.
     """

@@ -66,6 +66,8 @@ def function_of(entry: F | str) -> F:
 def module_of(entry: object) -> str:
     """Return the name of the module that defines an entry.
 
+    The result is "__main__" for an object that does not name its module.
+
     Args:
         entry: Function, class or text `MODULE:FUNCTION`.
     """

@@ -312,8 +312,9 @@ def exit_code(
 ) -> int:
     """Run a command line and return its exit code. Exceptions are printed as messages.
 
-    Ctrl-C (130) and a closed pipe (141) print nothing. Output is flushed, and if that fails, an
-    exit code of 0 becomes 1 or 141.
+    Ctrl-C (130) and a closed pipe (141) print nothing. `SystemExit` prints nothing either, and its
+    code is returned, or 1 if it holds a text. Output is flushed, and if that fails, an exit code of
+    0 becomes 1 or 141.
 
     Args:
         main: Function of the words of the command line.
@@ -434,7 +435,7 @@ def table(
     column.
 
     Args:
-        rows: Cells of each row. The first row is the head.
+        rows: Cells of each row. The first row is the head. All rows have the same length.
         left: Heads of the columns that align left. The others align right. By default all align
             left.
         keys: Number of leading columns that name a row and are repeated in every block.
@@ -485,7 +486,7 @@ def _start_of_next(block: Sequence[int], widths: Sequence[int]) -> int:
 
 
 def filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the rows without columns that are empty below their head.
+    """Return the rows without columns that are empty below their head; `[]` if all are empty.
 
     Args:
         rows: Cells of each row. The first row is the head.

@@ -145,7 +145,8 @@ def means_something(constant: str, specs: Iterable[ParamSpec]) -> bool:
     """Return whether a group's constant would change anything in a model.
 
     The result is false if the model lacks the group, or if the group has no value of its own in
-    that column. The value of the constant is not looked at.
+    that column. It is true for every constant of the group `all`. The value of the constant is
+    not looked at.
 
     Args:
         constant: Name of the constant, such as `rates.readout`.
@@ -161,6 +162,8 @@ def means_something(constant: str, specs: Iterable[ParamSpec]) -> bool:
 
 def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: str) -> None:
     """Raise an error for constants of parameter groups that change nothing in a model.
+
+    Constants of the group `all` are accepted unchecked.
 
     Args:
         constants: Factors by name, `COLUMN.GROUP`.

@@ -249,8 +249,8 @@ def path(
     is the base and the last is the run.
 
     Args:
-        batch: Examples per step at the base and in the run.
-        tokens: Training tokens at the base and in the run.
+        batch: Examples per step at the base and in the run, both above 0.
+        tokens: Training tokens at the base and in the run, both above 0.
         b1: Adam's beta1 at the base.
         b2: Adam's beta2 at the base.
         decay: "coupled" if a step subtracts lr * weight_decay * w, "independent" if it subtracts

@@ -281,6 +281,10 @@ class Preset:
             sizes: Size of every logical axis of the model.
             optimizer: Name in `Preset.optimizers`.
             decay: "coupled" or "independent", as in `scales`.
+
+        Raises:
+            PresetError: There is no rule for the optimizer, or a size that the rule needs is
+                missing.
         """
         family = self.family(optimizer)
         ratios = self.ratios(sizes)
@@ -436,7 +440,9 @@ class Preset:
     def cautions(self, sizes: Mapping[str, int], optimizer: str = "adam") -> list[str]:
         """Return what to know before trusting the table at these sizes, one sentence each.
 
-        Sentences are the source's `warnings` and growth for which the table was not derived.
+        Sentences are the source's `warnings` and growth for which the table was not derived. In the
+        absolute form, or if `sizes` lacks embed, mlp, heads or kv_heads, only the warnings and the
+        share of active experts are covered.
 
         Args:
             sizes: Size of every logical axis of the model.

@@ -224,7 +224,7 @@ class ManualFsdpLayout(Layout):
         Args:
             x: Summand of this device, of full size along the dimension.
             names: Mesh axes to sum over, the outermost first.
-            dimension: Index of the dimension that is split.
+            dimension: Index of the dimension that is split. The devices must divide its size.
         """
         # Every device receives all summands of its part. These are as many bytes as a ring sends.
         parts = jax.lax.all_to_all(

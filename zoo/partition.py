@@ -133,7 +133,8 @@ class Layout:
     def positions(self, length: int) -> jax.Array:
         """Return the position of every entry along the sequence, int32 [length].
 
-        Entries are in the order of positions, except in the zig-zag order of a ring.
+        Entries are in the order of positions, except in the zig-zag order of a ring. Twice the
+        number of devices that split the sequence must then divide `length`.
         """
         entries_T = jnp.arange(length)
         if not self.zigzag:

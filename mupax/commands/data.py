@@ -52,6 +52,9 @@ class Prepare:
 
         Return exit code 0, or 1 if TFDS could not prepare it. A data set without a step of
         preparation is only reported.
+
+        Raises:
+            UsageError: `data_dir` is set, and the name is text:PATH or records:PATH.
         """
         from mupax.train.config.data import source, source_key
         from mupax.train.data import cache
@@ -104,6 +107,9 @@ class Prepare:
 
 def _prepare_published(name: str, data_dir: str | None) -> int:
     """Download and write a data set of TFDS. Return exit code 0, or 1 after printing the error.
+
+    A lock lets one process at a time prepare the data set. What an interrupted preparation left
+    is deleted first.
 
     Args:
         data_dir: Folder of prepared data sets. `None` is the user's cache.

@@ -143,6 +143,9 @@ def _run(command: Command, prog: str, words: list[str], modules: Sequence[str]) 
 
     Args:
         modules: Names of the modules of `--plugin`.
+
+    Raises:
+        UsageError: The command needs modules of mupax that mupax-presets does not install.
     """
     try:
         if command.prepared == "nothing":

@@ -141,7 +141,7 @@ def cell(exponents: Mapping[str, float], tolerance: float = _TOLERANCE) -> Cell:
     desideratum holds, and no name is given.
 
     Args:
-        exponents: Exponents by name of a mapping or weight.
+        exponents: Exponents by name of a mapping or weight, at least one.
         tolerance: Largest size of an exponent that counts as 0. The default is for theory, whose
             exponent is then exactly 0. At any other tolerance the measured exponent is kept.
     """

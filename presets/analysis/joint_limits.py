@@ -77,7 +77,8 @@ def observables(rule: JointRule) -> dict[str, Power]:
 def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
     """Return exponent and word of every observable, by observable and by "batch" or "tokens".
 
-    The words are "stable", "explodes", "vanishes" and "frozen" (of distances that shrink).
+    The words are "stable", "explodes", "vanishes" and "frozen" (of distances that shrink). A drift
+    that grows with tokens is "stable", because it is intended.
     """
     table = {}
     for name, power in observables(rule).items():

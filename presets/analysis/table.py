@@ -36,6 +36,9 @@ def rows(
         decay: Kind of weight decay that the column `weight_decay` is for.
         absolute: Whether to return values, base value * factor. The default is factors, which are 1
             at the base.
+
+    Raises:
+        PresetError: The preset has no rule for the optimizer, or a size is missing.
     """
     evaluate = preset.scales if absolute else preset.factors
     table = []
@@ -105,6 +108,9 @@ def rule_rows(
     Args:
         specs: Declarations by parameter name. The last parameter of a group stands for the group.
         optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
+
+    Raises:
+        PresetError: The preset has no rule for the optimizer.
     """
     family = preset.family(optimizer)
     groups = {spec.group: (spec, preset.row(spec)) for spec in specs.values()}

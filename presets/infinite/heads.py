@@ -206,7 +206,8 @@ def train(
     The loss is the mean over examples of (f - target)^2 / 2. All weights but the read-in learn.
 
     Args:
-        kernel: Products <h, h'> of the stream before the block, [P, S, P, S].
+        kernel: Products <h, h'> of the stream before the block, [P, S, P, S]. As a matrix of P S
+            rows it must be positive semidefinite.
         targets: Targets [P].
         steps: Number of steps of gradient descent.
         heads: Number of sampled heads G. The sampling error goes as G^-1/2.

@@ -139,7 +139,8 @@ class Stack:
     def look(self, inputs: np.ndarray, targets: np.ndarray) -> Snapshot:
         """Return the loss, logits, features and attention of the networks on a batch.
 
-        No parameter is changed.
+        No parameter is changed. Parts of the lazy matrices that this batch is the first to need are
+        drawn and kept.
 
         Args:
             inputs: Patches [B, T, I].

@@ -29,7 +29,8 @@ def spectral(*, kv_norm: str = "operator") -> Preset:
     """Spectral condition: init and lr of each matrix from n_out/n_in; mup for square matrices.
 
     Args:
-        kv_norm: Norm of key and value, "operator" or "expected".
+        kv_norm: Norm of key and value, "operator" or "expected". Any other text counts as
+            "operator"; `mupax.presets.papers.make` refuses it.
     """
 
     def rule(spec: ParamSpec) -> Rule:

@@ -47,6 +47,9 @@ def u_mup(
         alpha_res: Size of the residual branches relative to the embedding, above 0.
         alpha_ratio: Size r of attention branches over that of MLP branches, above 0.
         embedding_exponent: Learning rates of embeddings go as D^embedding_exponent.
+
+    Raises:
+        PresetError: `alpha_res` or `alpha_ratio` is not above 0.
     """
     for label, value in (("alpha_res", alpha_res), ("alpha_ratio", alpha_ratio)):
         if not value > 0:

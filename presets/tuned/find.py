@@ -219,6 +219,7 @@ def save(tuned: Tuned, path: Path) -> None:
 
     Raises:
         PresetError: `load` would refuse the file.
+        DiskError: The file cannot be written.
     """
     fields = {"format": schema.FORMAT, **asdict(tuned)}
     # The schema describes what JSON gives back, which has no tuples.

@@ -217,7 +217,11 @@ def measured(table: Table) -> Measured:
 
 
 def save(table: Table, path: str | Path) -> None:
-    """Write the table as JSON, into a folder that exists. An existing file is replaced."""
+    """Write the table as JSON, into a folder that exists. An existing file is replaced.
+
+    Raises:
+        DiskError: The file cannot be written.
+    """
     contents = {"format": FORMAT, **dataclasses.asdict(table)}
     disk.write_whole(Path(path), json.dumps(contents, indent=1) + "\n")
 

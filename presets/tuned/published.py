@@ -114,7 +114,7 @@ def values(
 
     Args:
         tuned: Tuned preset, whose optimizer settings are used.
-        preset: Preset made from `tuned`.
+        preset: Preset made from `tuned`, which has one value for all layers.
     """
     optimizer = tuned.optimizer
     decay = optimizer.get("decay", "coupled")

@@ -79,8 +79,9 @@ def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
         overrides: Roles by pattern, from `--role`.
 
     Raises:
-        PresetError: The dumps have different parameters, a parameter's role is not known, a shape
-            does not fit the other shapes, or all learning rates of a dump are 0.
+        PresetError: The dumps have different parameters, a parameter's role is not known, a
+            pattern of `overrides` fits no parameter, a shape does not fit the other shapes, a
+            language model has no readout, or all learning rates of a dump are 0.
     """
     for dump in dumps:
         _check_learning_rates(dump)

@@ -330,6 +330,9 @@ class Verify:
         """Print the report, and return 1 if something is wrong, else 0.
 
         With `strict` a caution counts as wrong, too.
+
+        Raises:
+            PresetError: A file cannot be read, or the models cannot be compared with a preset.
         """
         dumps = self._dumps()
         optimizer = self._optimizer(dumps)

@@ -193,8 +193,8 @@ class Assets:
 def find(workdir: Path, step: int | None = None) -> Assets | None:
     """Return the assets that the manifest of a checkpoint lists. No asset is read.
 
-    If the manifest lists none, as in older versions, known files in WORKDIR/assets are returned
-    without digests. They are not verified later.
+    If the manifest lists none, as in older versions, or cannot be read, known files in
+    WORKDIR/assets are returned without digests. They are not verified later.
 
     Args:
         step: Step of the checkpoint; by default the newest one with a readable manifest.
@@ -234,7 +234,8 @@ def write(workdir: Path, files: Mapping[str, bytes], step: int = 0) -> Entries:
 
     Process 0 alone calls this. A resumed run keeps its files, and those that are missing or damaged
     are written again. Changed content goes into assets/from-step-N, because earlier checkpoints
-    need the earlier files.
+    need the earlier files. Assets that a run without checkpoints left there, and that are not in
+    `files`, are deleted.
 
     Args:
         files: Content by name. One of them is `assets.json`.

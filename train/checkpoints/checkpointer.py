@@ -146,6 +146,8 @@ class RankedFolder(CheckpointFolder):
 def write(checkpoint: Path, step: int, metrics: Metrics) -> None:
     """Write the metrics of an evaluation into evaluation.json of a checkpoint, atomically.
 
+    An existing file is replaced.
+
     Args:
         checkpoint: Folder of the checkpoint. Its name may still end in `.saving`.
         step: Optimizer steps done.
@@ -251,8 +253,9 @@ def named_step(path: Path) -> tuple[Path, Step | None]:
 def branch_off(checkpoints: CheckpointFolder, step: int, files: Sequence[Path]) -> str:
     """Move the checkpoints after `step` into a new workdir, WORKDIR/branches/NEWEST_STEP.
 
-    The new workdir gets copies of `files` and of the assets, and can be evaluated and continued
-    like any other. Process 0 alone calls this.
+    If branches/ already has that name, the new one ends in .1, .2 and so on. The new workdir gets
+    copies of `files` and of the assets, and can be evaluated and continued like any other. Process
+    0 alone calls this.
 
     Args:
         step: Step that the run goes back to.
@@ -419,8 +422,8 @@ class Checkpoints(RankedFolder):
     """Context manager that saves and restores the checkpoints of one run.
 
     All processes of the run call every method in the same order. The constructor deletes what
-    interrupted saves have left. Leaving the context waits for the save in progress, except after
-    KeyboardInterrupt or SystemExit.
+    interrupted saves have left, and quarantines folders without a manifest (`tidy`). Leaving the
+    context waits for the save in progress, except after KeyboardInterrupt or SystemExit.
 
     Args:
         processes: Processes of the run; by default this one alone.
@@ -603,7 +606,8 @@ class Checkpoints(RankedFolder):
     ) -> tuple[dict[str, Any] | None, str]:
         """Load the arrays of a checkpoint, and compare them with the digests of its manifest.
 
-        Arrays that differ are loaded a second time.
+        If any array differs in any process, all are loaded a second time. Every process must call
+        it.
 
         Returns:
             Arrays as `TrainState` takes them and "", or `None` and the problem, on every process.

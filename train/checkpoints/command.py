@@ -96,6 +96,9 @@ class Checkpoints:
 def main(argv: Sequence[str]) -> int:
     """Print the checkpoints of a run. Return 0 if all are good, 1 if one is damaged.
 
+    Quarantined checkpoints are listed and do not count. With `--json` the entries are also written
+    to a file.
+
     Raises:
         UsageError: The flags are wrong.
         WorkdirError: The folder holds no run.
@@ -294,8 +297,9 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
 def _add_reasons(rows: list[dict[str, Any]], record: Mapping[str, Any], metric: str) -> None:
     """Add to every entry which settings keep it, as `stays_as`, such as "newest, every 1000".
 
-    `None` means that the checkpoint is deleted at the next save. "unknown" means that it may be
-    one of the best by a metric that no imported module defines.
+    `None` means that the checkpoint is deleted at the next save, or that it is quarantined or being
+    saved. "unknown" means that it may be one of the best by a metric that no imported module
+    defines.
 
     Args:
         rows: Entries of `_checkpoints` with their `metrics`; changed in place. If a checkpoint has

@@ -295,7 +295,11 @@ class CheckpointFolder:
         """Commit a checkpoint whose arrays are written, and delete those that need not be kept.
 
         The manifest is written before the checkpoint gets its name, and older checkpoints are
-        deleted last, so that a kill at any time leaves a complete checkpoint.
+        deleted last, so that a kill at any time leaves a complete checkpoint. If a folder STEP is
+        there already, and folders can be renamed, it is quarantined.
+
+        Raises:
+            DiskError, OSError: The checkpoint cannot be committed.
         """
         layout.write(self.layout.written_at(manifest.step), manifest)
         # A folder of that name without a manifest, which somebody has copied here.
@@ -407,8 +411,9 @@ class CheckpointFolder:
     def newest(self) -> int | None:
         """Return the step of the newest checkpoint, or `None` if there is no good one.
 
-        If there is none, all quarantined checkpoints are verified again. Good ones are restored,
-        with a printed line: a disk that fails for a while makes good checkpoints look damaged.
+        Only if there is none, all quarantined checkpoints are verified again. Good ones are
+        restored, each at most once, with a printed line: a disk that fails for a while makes good
+        checkpoints look damaged.
         """
         if self.latest is not None:
             return self.latest
@@ -566,8 +571,8 @@ def verified(checkpoint: Path, run: str | None = None) -> Manifest:
         run: Name of the run that the checkpoint must be of; by default any.
 
     Raises:
-        DamagedError: A file is not as it was written. The text names the first files, and the
-            arrays that cannot be read from them.
+        DamagedError: The manifest or a file is not as it was written. The text names the first
+            files, and the arrays that cannot be read from them.
         ForeignError: The checkpoint is of another run, or of a newer version.
         DiskError: The disk cannot be read.
     """

@@ -119,7 +119,9 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Loade
         ema: Whether the moving average is meant; by default it is if the run keeps one.
 
     Raises:
-        WorkdirError: The folder holds no run, or the run has no such step or no average.
+        WorkdirError: The folder holds no run, the run has no such step or no average, or `path` and
+            `step` name different steps.
+        HalfMadeError: The command that makes the run has not finished it.
         ConfigError, JsonError: The record of the run is damaged.
     """
     workdir, named = named_step(path)

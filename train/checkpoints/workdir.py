@@ -465,6 +465,7 @@ def with_earlier_parts(
     part with the same record as the new one, apart from how it was started, is not listed.
 
     Args:
+        content: Record of the new part, with `config`. JSON must be able to hold it.
         previous: Content of config.json before the new part. Empty for a new run.
         step: Steps done when the new part begins.
     """

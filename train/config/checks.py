@@ -48,7 +48,7 @@ def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
 def check_local(name: str, path: str | None) -> None:
     """Raise ConfigError if a path is an address, such as gs://bucket/run.
 
-    pathlib would silently make a local folder of that name.
+    pathlib would silently make a local folder of that name. `None` passes.
 
     Args:
         name: Field, flag or variable for the message.
@@ -69,7 +69,7 @@ def check_place(name: str, path: str | None) -> None:
     """Raise ConfigError if a path is an address that `path_of` refuses.
 
     Such an address is not gs://, names no bucket or has a character of a pattern in it. Without the
-    package for gs:// every address is refused.
+    package for gs:// every address is refused. `None` and paths of this machine pass.
 
     Args:
         path: A path or an address, which may begin with `text:` or `images:`.

@@ -39,7 +39,10 @@ _SIZE_FLAGS = ("--data.name", "--model", "--resume")
 
 
 def section_of(flag: str) -> str:
-    """Return the section that lists a flag, such as `model` for `--model.compute.dtype`."""
+    """Return the section that lists a flag, such as `model` for `--model.compute.dtype`.
+
+    A flag without a dot is in the section `run`.
+    """
     owner, dot, _ = flag.removeprefix("--").partition(".")
     return owner if dot else RUN
 
@@ -324,7 +327,9 @@ def recipe(name: str) -> Callable[[], Config]:
 
     Raises:
         UsageError: No recipe has the name, or it is the folder of a run.
-        ConfigError: The file does not exist, or holds no config.
+        ConfigError: The file does not exist, or holds no named fields. The returned function raises
+            it, too, if the fields make no config.
+        PluginError: A plugin of a run's record may not be imported, or is gone.
     """
     if is_file(name):
         from mupax.train.config.recipes import files

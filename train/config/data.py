@@ -246,10 +246,11 @@ def fields_of_kinds() -> frozenset[str]:
 def image_sizes(config: DataConfig) -> ImageSizes | None:
     """Return the sizes that the data of a config ask of a model of images.
 
-    Returns `None` for data that are not there or do not say.
+    Returns `None` for data that are not there or do not say, and for damaged data of IDX files and
+    of TFDS.
 
     Raises:
-        DataError: The data are there but cannot be read.
+        DataError: A folder images:PATH is there, but has no images by class or cannot be read.
     """
     sizes = source(config.name).sizes
     if sizes is None or isinstance(sizes, ImageSizes):
@@ -349,7 +350,10 @@ class PixelsConfig:
         return dataclasses.replace(self, resize=round(_EDGE * size))
 
     def check(self, size: int, channels: int) -> None:
-        """Raise ConfigError if the settings do not fit a model.
+        """Raise ConfigError if the settings do not fit the images that a model reads.
+
+        `mean` and `std` need one number, or one per channel. A `resize` that is set must be from
+        `size` to 16,384 pixels.
 
         Args:
             size: Pixels on a side of the images that the model reads.
@@ -703,5 +707,8 @@ class DataConfig:
 
     @property
     def task(self) -> Task | None:
-        """Input of models for these data, tokens or images. `None` if only the data set knows."""
+        """Input of models for these data, tokens or images.
+
+        `None` for a TFDS data set whose features are not known before it is opened.
+        """
         return source(self.name).task

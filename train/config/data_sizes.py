@@ -78,7 +78,7 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
         in_file: Fields of the model that a config file sets, or `NAMED`. Empty for a recipe.
 
     Raises:
-        DataError: The data are there but cannot be read.
+        DataError: A folder images:PATH is there, but has no images by class or cannot be read.
     """
     flags = _flags(argv)
     if not isinstance(config.model, ImageModel):
@@ -185,7 +185,7 @@ def _with_sizes(
 def _square(
     model: ImageModel, sizes: ImageSizes, patch_is_free: bool, flags: _Flags
 ) -> dict[str, int]:
-    """Return `image_size` and `patch_size` for images of the side that `sizes` has.
+    """Return `image_size` and `patch_size` for images of the side that `sizes` has, not `None`.
 
     Images that are not scaled keep their side. Others are scaled to at most `_MAX_SIDE` pixels and
     to a multiple of the patch. A free patch size is changed if it does not divide the side of

@@ -43,7 +43,7 @@ def base_of(run: Run) -> dict[str, int]:
     The keys are "batch", in examples, and "tokens", those of all steps of the base's run.
 
     Raises:
-        ConfigError: The base does not name both.
+        ConfigError: The base does not name both, or one of them is 0.
     """
     _, sizes = base_parts(run.preset.base)
     base = select_keys(sizes, RUN_AXES)
@@ -87,7 +87,8 @@ def scaled(run: Run) -> OptimizerConfig:
     """Return the run's optimizer with its values scaled from the base.
 
     Raises:
-        ConfigError: The base names no batch or tokens, or a batch is above the noise scale.
+        ConfigError: The base names no batch or tokens. Or the batches of run and base differ, and
+            the larger one is above `preset.noise_scale`.
         PresetError: The rule says nothing about the optimizer, or a beta would leave (0, 1).
     """
     ratio = ratios(run)
@@ -136,6 +137,9 @@ def cautions(run: Run) -> list[str]:
 
     One of them asks for the noise scale if the batch differs from the base's and the scale is not
     known.
+
+    Raises:
+        ConfigError: The base does not name batch and tokens.
     """
     ratio = ratios(run)
     sentences = list(horizon.rule(run.preset.joint).cautions(ratio))
@@ -176,8 +180,9 @@ def with_durations(
         flags: Flags of the command line, with hyphens.
 
     Raises:
-        ConfigError: A value in both forms, a warm-up longer than the run, or a timescale that no
-            weight decay has.
+        ConfigError: A value in both forms, a text that is no number, a warm-up longer than the run,
+            a timescale that is not above 0, an optimizer without weight decay or with a learning
+            rate of 0, or a joint rule with a base that names no batch or tokens.
     """
     # Which of two flags wins would otherwise depend on this file and not on their order.
     for flag, value in zip(DURATIONS, (tokens, tau), strict=True):

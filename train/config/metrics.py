@@ -121,7 +121,7 @@ class Metric:
 
 
 def _loss(loss: float, bytes_per_target: float | None) -> float:
-    """Return the loss itself, which training sums together with its gradient."""
+    """Return the loss unchanged. `bytes_per_target` is not used."""
     del bytes_per_target
     return loss
 
@@ -257,15 +257,18 @@ def metric_values(
     *,
     training: bool = False,
 ) -> dict[str, float]:
-    """Return the value of every metric that applies, by name.
+    """Return the value of every metric that can be computed, by name.
+
+    A metric with `total` that is not in `means` is left out, and so is one whose `from_loss`
+    returns `None`.
 
     Args:
         loss: Mean over the targets, in nats.
         means: Mean over the targets of each metric that has `total`, by name.
         bytes_per_target: Mean bytes of text per target. `None` for images, and for targets that are
             not the text.
-        training: Leave out metrics that are not measured on training batches. By default all are
-            in.
+        training: True leaves out metrics with `from_loss` that are not `in_training`. By default
+            all are in.
     """
     result: dict[str, float] = {}
     for name, metric in METRICS.items():
@@ -296,7 +299,7 @@ def evaluation_row(scores: Mapping[str, float], data_set: str | None = None) -> 
     Metrics that only `mupax eval` shows are left out.
 
     Args:
-        scores: Values by name of the metric, such as `{"loss": 1.2}`.
+        scores: Values by name of a metric in `METRICS`, such as `{"loss": 1.2}`.
         data_set: Name of a further evaluation set. `None` for the run's own data.
     """
     row = {}

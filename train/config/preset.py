@@ -104,7 +104,8 @@ def preset_of(config: Parameterized) -> presets.Preset:
 
     Raises:
         PresetError: The preset does not exist, or a constant does not fit it or is out of range.
-        ConfigError: The base is neither sizes nor a model's name, or a model of another family.
+        ConfigError: The base is neither sizes nor a model's name, is a model of another family, or
+            is sizes that leave out the experts of the run's model.
     """
     return preset_for(config.preset, config.model)
 
@@ -132,7 +133,7 @@ def preset_of_step(config: Parameterized) -> PresetConfig:
     """Return a preset config with only the settings that a run's compiled step depends on.
 
     These are the blocks of Muon's matrices, their measured norms and, for tiles, the base. All else
-    has its default, because a step takes it as numbers.
+    has its default, because the compiled step gets it as input values.
 
     Raises:
         PresetError, ConfigError: The preset cannot be made (`preset_of`).
@@ -147,7 +148,13 @@ def preset_of_step(config: Parameterized) -> PresetConfig:
 
 
 def same_preset(first: Parameterized, second: Parameterized) -> bool:
-    """Return whether two runs have equal rules and one base, however their flags write them."""
+    """Return whether two runs have equal rules and one base, however their flags write them.
+
+    The batch and the tokens that a base names count, too.
+
+    Raises:
+        PresetError, ConfigError: A preset cannot be made (`preset_of`).
+    """
     if rules_of(first) != rules_of(second):
         return False
     if preset_of(first).base != preset_of(second).base:
@@ -203,6 +210,8 @@ def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
 def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | None:
     """Return the sizes that a preset is relative to, or `None` for the absolute form.
 
+    Batch and tokens of the base are left out.
+
     Raises:
         ConfigError: The base is of another family, or lacks the experts of the model.
     """
@@ -240,7 +249,8 @@ def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | No
 def unnamed_axes(run: Parameterized) -> list[str]:
     """Return the sizes of a run's model that its preset's base leaves out, as "heads 4".
 
-    The list is empty unless the base is written as sizes. No rule changes anything as these sizes
+    The list is empty unless the base is written as sizes. Sizes that follow a named one (`FOLLOWS`)
+    are not listed. No rule changes anything as these sizes
     grow (`Preset.base_size`). With `embed=64` alone, for example, attention's output has the base's
     learning rate at any number of heads.
     """

@@ -165,7 +165,8 @@ def record(config: Config) -> dict[str, dict[str, Any]]:
 def remember_run(run: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
     """Write into the user's folder that this account trained a run with these modules.
 
-    Later commands on this account may then import them. Modules without a file are left out.
+    Later commands on this account may then import them. Modules without a file are left out. If
+    none has a file, nothing is written.
 
     Args:
         run: Name of the run, which `restore` looks up.
@@ -369,11 +370,11 @@ def run_config(run_record: Mapping[str, Any]) -> Config:
     """Return the config of a run, after its extensions are imported.
 
     Args:
-        run_record: Content of the run's config.json, perhaps of a stranger.
+        run_record: Content of the run's config.json, with the key `config`, perhaps of a stranger.
 
     Raises:
         PluginError: A module that is needed may not be imported on this account (`restore`).
-        ConfigError: The record holds no config (`from_json`).
+        ConfigError: The fields under `config` make no config (`from_json`).
     """
     if "plugins" in run_record:
         restore(run_record)
@@ -603,7 +604,7 @@ def command_of(config: Config) -> str:
     """Return the command that trains a config, quoted for a shell.
 
     Fields on one start of a run, such as `workdir`, `resume` and `init_from`, are left out. Returns
-    "" if no recipe has the config's name, or a value has no flag.
+    "" if there are no such flags (`words`), for example if no recipe has the config's name.
     """
     flags = words(config)
     if flags is None:
@@ -631,7 +632,8 @@ def words(config: Config) -> list[str] | None:
     They include `--model NAME` for a model of the zoo and `--plugin` for extensions. Fields on one
     start of a run, such as `workdir`, `resume` and `init_from`, are left out.
 
-    Returns `None` if no recipe has the config's name, or a value has no flag.
+    Returns `None` if no recipe has the config's name, a value has no flag, or the model is of
+    another family than the recipe's and not in the zoo.
     """
     # The recipe may be of a plugin or notebook that this process does not have.
     if config.recipe not in RECIPES:

@@ -402,8 +402,9 @@ class Config:
     def _check_model_options(self) -> None:
         """Refuse options that do not fit the kind of model.
 
-        They are adapters without anything frozen, QK-clip where it cannot act, transforms for a
-        model of text, layer decay for two stacks, and soft labels with a loss in chunks.
+        They are adapters without anything frozen, QK-clip with `qk_norm` or with adapters on the
+        attention, transforms for a model of text, layer decay for an encoder-decoder, and soft
+        labels with another cross-entropy than auto or plain.
         """
         model = self.model
         transforms = self.data.transforms
@@ -508,7 +509,11 @@ class Config:
 
     @property
     def scaled_optimizer(self) -> OptimizerConfig:
-        """Optimizer that trains: `optimizer`, scaled by the preset's joint rule if it has one."""
+        """Optimizer that trains: `optimizer`, scaled by the preset's joint rule if it has one.
+
+        Raises:
+            ConfigError, PresetError: The joint rule cannot be applied (`joint.scaled`).
+        """
         if self.preset.joint == "none":
             return self.optimizer
         # Imported late, because most runs have no joint rule.

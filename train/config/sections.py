@@ -641,7 +641,7 @@ def staying(saved: Sequence[int], measured: Measured, parts: Sequence[RunPart]) 
     """Return the checkpoints that stay, each with its reasons. All others may be deleted.
 
     The policies of the last part decide over all checkpoints. A policy of an earlier part decides
-    only if it lasts, and only over the checkpoints that this part saved.
+    only if its `lasts` is true, and only over the checkpoints that this part saved.
 
     Args:
         saved: Steps of the checkpoints on disk, oldest first.
@@ -678,7 +678,11 @@ def _saving_part(step: int, parts: Sequence[RunPart]) -> int:
 
 
 def ranked(measured: Measured, metric: str) -> list[int]:
-    """Return the steps with a finite value of a metric, best first. Ties go to the earliest."""
+    """Return the steps with a finite value of a metric, best first. Ties go to the earliest.
+
+    Raises:
+        MetricError: This process has no such metric.
+    """
     costs = {}
     for step, metrics in measured.items():
         costs[step] = cost(metric, metrics.get(metric))

@@ -122,7 +122,7 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
         size: Size along the axis. A width must give a whole number of heads.
 
     Raises:
-        ConfigError: The model cannot have that size.
+        ConfigError: The model is no transformer, or cannot have that size.
     """
     model = transformer(model, f"growing {axis}")
     _refuse_missing(model, axis)
@@ -170,7 +170,7 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
 
 
 def _with_experts(model: TransformerConfig, axis: str, size: int) -> TransformerConfig:
-    """Return the model with `size` experts, or with experts of that hidden size.
+    """Return a model of experts with `size` of them, or with experts of that hidden size.
 
     Each token still goes to the same share of the experts.
 

@@ -103,7 +103,8 @@ def choose(facts: FolderFacts) -> FolderRecipe | None:
 def finetuning_transforms(facts: FolderFacts) -> TransformsConfig:
     """Return the transforms by which fine-tuning shows the images of a folder.
 
-    A small folder of small images gets a light jitter, any other folder random crops. A random crop
+    A small folder of small images gets a light jitter, and mirroring only if they have colours. Any
+    other folder gets random crops and mirroring, the defaults of `TransformsConfig`. A random crop
     may hold a twelfth of an image, and a twelfth of a drawing of 30 pixels says little.
     """
     if facts.images > MOST_IMAGES or facts.side > _SMALL_SIDE:
@@ -159,7 +160,8 @@ _SIZES = frozenset({"model.num-classes", "model.channels", "model.image-size", "
 def designs(flags: Collection[str]) -> str | None:
     """Return the alphabetically first flag by which a user designs the run, or `None` without one.
 
-    With such a flag no recipe is chosen.
+    They are those of `OWN_FLAGS`, `--preset.*`, and `--model.*` apart from `--model.compute.*` and
+    the sizes that images have. With such a flag no recipe is chosen.
 
     Args:
         flags: Flags of a command line as `--model.mlp-ratio`: with leading dashes, with hyphens in

@@ -61,14 +61,15 @@ def applied(
     """Apply the tuned preset that the words name to a recipe's config.
 
     Args:
-        config: Config of the recipe. Its preset and optimizer are replaced.
+        config: Config of the recipe. Its preset is replaced. So are the fields of its optimizer
+            that the tuned preset has; `decay_steps` becomes `None`, and the other fields stay.
         argv: Words of the command line. The last flag that names a preset counts.
         steps: Value of `--steps` among the words, for the length of the warm-up. `None` takes the
             recipe's.
 
     Returns:
         The config with the tuned values, the words with the plain name of the preset, and the
-        tuned preset. Without a tuned preset, config and words stay as they are.
+        tuned preset. Without a tuned preset: the config unchanged, a copy of the words, and `None`.
 
     Raises:
         PresetError: The tuned preset does not exist, or its file is damaged.

@@ -273,6 +273,9 @@ def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarr
 
     Args:
         declared: Declaration of the factor (`mupax.zoo.definition.Factor`).
+
+    Raises:
+        ValueError: The declared kind is not logits, skip, branch or readout.
     """
     sizes = definition.sizes
     shape = declared["shape"]

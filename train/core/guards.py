@@ -236,7 +236,8 @@ def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) 
     """Raise `PresetError` if learning rates are applied before a global norm is taken.
 
     The step of one parameter is measured while one other parameter at a time has the rest of a
-    gradient of fixed norm. The step must not depend on which other parameter it is.
+    gradient of fixed norm. The step must not depend on which other parameter it is. At least two
+    parameters are needed.
     """
     norms = {}
     for name, size in _rms_sizes(update(grads, params)).items():
@@ -306,7 +307,10 @@ def _check_eps(
 
 
 def _check_decay(update: Update, definition: Definition, preset: Preset, params: Arrays) -> None:
-    """Raise `PresetError` if gains or biases decay, or if lr*wd differs between parameters."""
+    """Raise `PresetError` if gains or biases decay, or if lr*wd differs between parameters.
+
+    Parameters that do not decay at all are not compared.
+    """
     # Without gradients an update is decay alone, and of ones it is the decay's factor.
     ones = jax.tree.map(np.ones_like, params)
     no_grads = jax.tree.map(np.zeros_like, params)

@@ -129,8 +129,8 @@ def way(shape: ReadoutShape, kind: Kind, exp_parts: int | None = None) -> LossIm
     """Return an implementation of this kind, with estimates of its memory and time.
 
     Args:
-        exp_parts: Number of parts of the vocabulary whose exponentials are kept. Default: as many
-            as fit into `shape.room`.
+        exp_parts: Number of parts of the vocabulary whose exponentials are kept, read for `vocab`
+            alone. Default: as many as fit into `shape.room`, or all if that is `None`.
     """
     if kind == "vocab":
         return _by_parts(shape, exp_parts)
@@ -238,7 +238,7 @@ def cross_entropy(
     Args:
         readout_inputs: Features [B, D] or [B, T, D] and readout matrix [D, V] of the model.
         targets: int32, one per feature vector.
-        weights: float32, 0 where a target does not count. No gradient flows through them.
+        weights: float32, 0 where a target does not count. Only `plain` passes a gradient to them.
         how: `plain` forms all logits. `chunked` never does, and forms those of a few tokens at a
             time. `vocab` forms those of a part of the vocabulary at a time
             (`mupax.train.core.cross_entropy.vocabulary`). `auto` is the first of `options`.

@@ -343,7 +343,8 @@ def apply_gradients(
         hyper: Hyperparameters of this step (`OptimizerHyperparams.at`).
         rounding_seed: uint32 [], if arrays are stored in bfloat16. All arithmetic is then in
             float32, and arrays that are stored in bfloat16 are rounded stochastically.
-        step: Number of optimizer steps done, int32 []. Only the rounding reads it.
+        step: Number of optimizer steps done, int32 []. Required with `rounding_seed`, and not read
+            without.
         param_scales: Factors on parameters after their update, by name, which broadcast against
             them. Parameters that it does not name keep their update. Default: none.
         layout: Placement of the parameters. Only Muon reads it.

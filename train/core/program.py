@@ -518,7 +518,8 @@ class Program:
     def abstract_train_batch(self) -> dict[str, Any]:
         """Return shapes and dtypes of the arrays of a global training batch, by name.
 
-        Only training batches have labels that are distributions over classes.
+        With `data.transforms.soft` they include `labels`, distributions over classes that only
+        training batches have.
         """
         model = self.config.model
         data = self.config.data

@@ -38,7 +38,7 @@ from mupax.zoo.layers.linear import readout_method
 def param_scales(
     attention_logits: Mapping[str, jax.Array], tau: jax.Array, definition: Definition
 ) -> dict[str, jax.Array]:
-    """Return the factors of the query and key parameters, by name, float32.
+    """Return the factors of the query and key matrices and of their biases, by name, float32.
 
     With S the largest logit of a head, queries and keys get sqrt(tau / max(S, tau)) each. If query
     heads share key heads, queries get tau / max(S, tau) and keys have no entry. A factor has the

@@ -105,7 +105,8 @@ def check_step(
     The update is not applied if loss or gradient norm is not finite, or if the loss is a spike and
     `limits.skip_spikes` is set. A finite loss is a spike if it exceeds the running mean by more
     than `limits.deviations` running standard deviations, and `SPIKE_WARM_UP` losses came before.
-    Mean and variance are plain ones at first, exponential ones later (West 1979).
+    Mean and variance are plain ones at first, exponential ones later (West 1979). A spike enters
+    them as if it were at that limit, and a loss that is not finite does not enter them.
 
     Args:
         loss: Mean over the batch's targets in nats, float32 [].
@@ -141,7 +142,10 @@ def check_step(
 def apply_if(
     keep: jax.Array, update: Callable[..., tuple], before: tuple, *, platform: str
 ) -> tuple:
-    """Return `update(*before)` if `keep`, else `before`. The bits do not depend on the platform.
+    """Return `update(*before)` if `keep`, else `before`.
+
+    On CPU the update runs only if `keep`. On other platforms it always runs, and its result is
+    selected or dropped.
 
     Args:
         keep: Verdict of `check_step`, bool [].
@@ -188,7 +192,8 @@ def culprit(
 ) -> str | None:
     """Return a description of the first parameter with a gradient that is not finite.
 
-    Return `None` if all gradients are finite.
+    The description has name, role, layer and the number of such parameters. Return `None` if all
+    gradients are finite.
 
     Args:
         squares: Result of the function `squares`.

@@ -226,7 +226,7 @@ def batch_sums(
 
     With a centred output, the logits of the reference parameters are subtracted first. For a model
     with experts the sums include routing statistics. Under manual FSDP they cover the examples of
-    this device only.
+    this device only. If the batch has `labels`, they replace the targets in the loss.
 
     Args:
         params: All parameters as stored, frozen ones too.
@@ -313,7 +313,8 @@ def gradients(
         params: All parameters as stored. Gradients are taken for those with a learning rate
             (`step_inputs.factors.lr`).
         step_inputs: Has the multipliers, the reference parameters and the z-loss weight.
-        accumulation_steps: Number of microbatches, which run one after another.
+        accumulation_steps: Number of microbatches, which run one after another. It divides the
+            batch size.
         measure_logits: `True` fills the sums' `attention_logits`.
     """
     manual_layout = _manual_layout(definition, layout)
@@ -515,8 +516,8 @@ def make_train_step(
 
     Args:
         tx: Optimizer (`optimizer.build`).
-        accumulation_steps: Number of microbatches per step. The loss is the mean over the targets
-            of all of them.
+        accumulation_steps: Number of microbatches per step. It divides the batch size. The loss is
+            the mean over the targets of all microbatches.
         measure_logits: Also measure attention_logit_max. It is always measured if
             `step_inputs.qk_clip` is given.
     """

@@ -306,6 +306,8 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
     The view uses no random numbers.
 
     Args:
+        pixels: Settings, of which `fit`, `resize` and `interpolation` are used. A `resize` must be
+            at least `size`, which `PixelsConfig.check` tests and this function does not.
         size: Pixels on a side of the result.
     """
     fit: Callable[[np.ndarray, int, PixelsConfig], np.ndarray]

@@ -48,7 +48,13 @@ class Show:
     """Measure what count models and copying reach on 512 examples."""
 
     def run(self) -> int:
-        """Print the lengths, the examples and, with --baselines, reference losses. Return 0."""
+        """Print the lengths, the examples and, with --baselines, reference losses. Return 0.
+
+        Raises:
+            ConfigError: --examples is less than 1.
+            DataError: The text is missing, is images or conversations, or --rate, --mean-span or
+                --inputs is out of range.
+        """
         from mupax.train.config.checks import at_least
         from mupax.train.config.data import DataConfig
         from mupax.train.data.text.denoising import denoising

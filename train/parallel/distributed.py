@@ -59,7 +59,7 @@ _WAITS = "mupax/waits"
 
 
 def listen(coordinator: str | None, tell: Callable[[str], object]) -> None:
-    """Install a handler that ends this process with a message and exit code 1 when it aborts.
+    """Install a handler that ends this process with a message and exit code 1 at SIGABRT.
 
     If this is process 0, or process 0 still answers, the handler tells the other processes first.
     Otherwise its message is that process 0 failed.
@@ -382,6 +382,7 @@ class Cluster(Processes):
     def _leave(self, reason: str, code: int = 1) -> None:
         """Print why the run ends, and end this process from the thread that watches.
 
+        At most ten lines of the reason are printed. Process 0 waits 3 seconds before it ends.
         The main thread may hang in a collective operation that never ends.
         """
         self._failing = True  # one reason is enough: the guard has nothing to add
@@ -393,7 +394,10 @@ class Cluster(Processes):
 
 
 def _may_follow_from_another(error: BaseException) -> bool:
-    """Return whether an error may only say that another process left a collective operation."""
+    """Return whether an error may only say that another process left a collective operation.
+
+    That is any error of Gloo, and any runtime error of JAX except a lack of memory.
+    """
     text = str(error)
     if "Gloo" in text:
         return True

@@ -342,11 +342,11 @@ def compiler_options(
 
     Args:
         platform: `jax.Device.platform` of the devices to compile for. An unknown one has no flags.
-        choice: "none" gives no flags, "scatter" also those in `SCATTER`.
+        choice: "none" gives no flags. "scatter" adds those in `SCATTER` on TPU.
         environment: Variables with XLA_FLAGS and LIBTPU_INIT_ARGS; by default of this process.
         kind: `device_kind` of the devices, for the flags of one generation.
-        vmem_kib: Own memory of a TPU core for one operation, in KiB. It replaces the value of a
-            flag, for each `choice`.
+        vmem_kib: Own memory of a TPU core for one operation, in KiB. On TPU it sets the flag
+            `VMEM`, for each `choice`. Other platforms ignore it.
     """
     user_flags = " ".join(environment.get(name, "") for name in VARIABLES)
     set_by_user = re.findall(r"--(\w+)", user_flags)

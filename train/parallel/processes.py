@@ -68,9 +68,10 @@ LEAD_S = 5.0
 
 
 class StopRequest:
-    """Context manager that listens for signals that stop the run.
+    """Context manager that listens for SIGINT, SIGTERM, SIGHUP and SIGUSR1, which stop the run.
 
-    Entered in another thread than the main thread, it receives no signals itself.
+    A signal that the process ignored before, as under `nohup`, stays ignored. Entered in another
+    thread than the main thread, it receives no signals itself.
     """
 
     def __init__(self) -> None:
@@ -410,7 +411,7 @@ class Processes:
         return [value]
 
     def barrier(self, name: str) -> None:
-        """Wait until every process has called this with the same name."""
+        """Wait until every process has called this with the same name, used once in a run."""
 
     @contextlib.contextmanager
     def leader_first(self, name: str) -> Iterator[None]:
@@ -432,12 +433,17 @@ class Processes:
     def post(self, key: str, value: str) -> None:
         """Store a value that all processes can read (`posts`). The first value under a key stays.
 
+        Nothing is stored if this process is alone, or if the store does not answer.
+
         Args:
             key: Folders and a name, joined by `/`, which `posts` of the folder returns.
         """
 
     def posts(self, folder: str) -> dict[str, str]:
-        """Return the values that processes have posted in a folder, by the rest of their keys."""
+        """Return the values that processes have posted in a folder, by the rest of their keys.
+
+        The result is empty if this process is alone.
+        """
         return {}
 
     def post_failure(self, reason: str) -> None:
@@ -474,7 +480,8 @@ def place(
 
     Args:
         config: Settings of the run. The environment stands in for those that are `None`.
-        tpu: Whether this is a host of Cloud TPUs, which knows its pod. By default JAX finds out.
+        tpu: Whether this is a host of Cloud TPUs, on which JAX finds all arguments by itself. By
+            default JAX finds this out, too.
 
     Raises:
         DistributedError: Only a part of coordinator, number of processes and number of this process
@@ -571,7 +578,8 @@ def _place_by_open_mpi(
 
     Args:
         count: Number of processes of the run, at least 2.
-        coordinator: Address that was given by hand. `None` takes the host of mpirun.
+        coordinator: Address that was given by hand. `None` makes one of the host of mpirun and a
+            port that follows from the job's id.
     """
     launcher = _OPEN_MPI_5.match(environ.get("PMIX_NAMESPACE", ""))
     if "OMPI_MCA_orte_hnp_uri" in environ or launcher is None:
@@ -600,6 +608,8 @@ def lasting() -> Iterator[None]:
 
 class _Lasting:
     """Text stream that drops what is written to it once its terminal or pipe is closed.
+
+    A character that the encoding of the stream lacks is written as a question mark.
 
     Args:
         log: Function called once with a message when the stream is closed. By default none.

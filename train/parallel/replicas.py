@@ -31,8 +31,8 @@ def checksums(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
     A checksum is a sum of the bit patterns of the device's part of the array, modulo 2^32.
 
     Args:
-        arrays: Arrays on one mesh. The list of each device has one checksum per array, in this
-            order.
+        arrays: At least one array, all with a `NamedSharding` on one mesh. The list of each device
+            has one checksum per array, in this order.
     """
     shardings = []
     for array in arrays:

@@ -58,8 +58,8 @@ def make_mesh(
 
     Raises:
         MeshError: The product of the sizes is not the number of devices, more than one size is -1,
-            a mesh without a sweep has a sweep axis, islands differ in their number of devices, or
-            the axes do not divide over the islands.
+            a size is 0 or below -1, a mesh without a sweep has a sweep axis, islands differ in
+            their number of devices, or the axes do not divide over the islands.
     """
     devices = jax.devices() if devices is None else devices
     sizes = _sizes(config, len(devices))
@@ -385,7 +385,10 @@ class MeshLayout(Layout):
         return " x ".join(factors)
 
     def _fitting(self, axis: str, size: int) -> str:
-        """Return a text that names mesh sizes which divide a logical axis of this size."""
+        """Return a text that names a mesh size which divides a logical axis of this size.
+
+        If several mesh axes split it, the text asks for sizes whose product divides it.
+        """
         first, *further = self.mesh_axes(axis)
         if further:
             return f"sizes of {' and '.join([first, *further])} whose product divides {size}"

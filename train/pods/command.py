@@ -295,7 +295,10 @@ def _temporary_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _loss(loss: dict[str, Any]) -> str:
-    """Return how the loss is computed, with the cost of each implementation that `auto` weighed."""
+    """Return a text on how the loss is computed, such as "vocab in 4 parts".
+
+    If `auto` weighed several implementations, the bytes by which each raises the peak are added.
+    """
     text = loss["kind"]
     if loss["parts"] > 1:
         text += f" in {loss['parts']} parts"

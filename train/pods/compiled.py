@@ -117,7 +117,9 @@ def problems(
 
 
 def padding(arguments: int, needed: int) -> list[str]:
-    """Return a line if a step's arguments take more memory than their contents.
+    """Return a list of one line if a step's arguments take more memory than their contents.
+
+    The list is empty if they take at most 5 % and `NUMBERS` bytes more.
 
     Args:
         arguments: Bytes of the compiled step's arguments on a device.
@@ -320,6 +322,7 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
     Args:
         folder: Folder into which the compiler dumped its files (`xla_dump_to`). The largest program
             is read.
+        module: Parsed program, whose metadata give the place of each temporary in trace and source.
 
     Returns:
         Bytes of temporaries, bytes of everything in main memory, and the temporaries at the peak,
@@ -461,7 +464,11 @@ def _origin(
 
 
 def _computation_of(instruction: hlo.Instruction, module: hlo.Module) -> str:
-    """Return the name of the computation that has an instruction."""
+    """Return the name of the computation that has an instruction.
+
+    Raises:
+        ValueError: No computation of the module has the instruction.
+    """
     for name, computation in module.computations.items():
         if computation.get(instruction.name) is instruction:
             return name

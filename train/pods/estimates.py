@@ -79,7 +79,7 @@ def operation_kib(config: Config, chip: Chip, environment: Mapping[str, str] = o
 def compile_seconds(program_bytes: int, kib: int) -> float:
     """Estimate the processor seconds that the TPU compiler takes for a step.
 
-    Between measured settings, the seconds are interpolated.
+    Between measured settings, the seconds are interpolated. Beyond them, the nearest counts.
 
     Args:
         program_bytes: Bytes of the traced program as StableHLO text.
@@ -288,7 +288,13 @@ def _kernel_product_flops(equation: Any) -> float:
 
 
 def _flops(equation: Any, visited: float) -> float:
-    """Return the FLOPs of the matrix products of one equation of a jaxpr."""
+    """Return the FLOPs of the matrix products of one equation of a jaxpr, with those inside it.
+
+    The arguments are those of `matmul_flops`.
+
+    Raises:
+        ValueError: A loop of unknown length has matrix products.
+    """
     name = equation.primitive.name
     params = equation.params
     if name == "dot_general":

@@ -258,6 +258,8 @@ def _hidden(module: Module, computation: Mapping[str, Instruction], start: Instr
 def _in_zeros(module: Module, computation: Mapping[str, Instruction], name: str) -> bool:
     """Return whether an array is one part that was written into an array of zeros.
 
+    An array that repeats any one number is taken for zeros.
+
     Args:
         computation: Instructions by name, of the computation that has the array.
         name: Name of the instruction whose result the array is.
@@ -523,7 +525,7 @@ class Module:
     sources: dict[str, str]
 
     def source(self, instruction: Instruction) -> str:
-        """Return the place in this project (file:line) that made the instruction, or ''."""
+        """Return the place in the source (file:line) that made the instruction, or ''."""
         return self.sources.get(_group(r"stack_frame_id=(\d+)", instruction.attributes), "")
 
     @cached_property
@@ -561,6 +563,9 @@ class Module:
 
     def trip_count(self, computation: str, loop: Instruction) -> int | None:
         """Return the number of runs of a loop's body, or `None` if the program does not say.
+
+        Without a count by the compiler, the loop must run while a counter is less than a constant.
+        The counter is taken to grow by 1.
 
         Args:
             computation: Name of the computation that has the loop and starts its counter.

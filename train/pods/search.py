@@ -211,6 +211,9 @@ def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidat
     Args:
         devices: Result of `topology.devices`.
         slices: Number of slices, joined by the slow network.
+
+    Raises:
+        ConfigError, PresetError, MeshError: `assemble` refuses the config.
     """
     program = assemble(config, devices)
     sizes = {axis: program.mesh.shape[axis] for axis in AXES}
@@ -223,8 +226,8 @@ def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidat
 def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:
     """Yield every split of the devices over data, fsdp, sequence and tensor.
 
-    The experts axis keeps its size. Slices are along data. The tensor axis is at most
-    `MOST_TENSOR`.
+    The experts axis keeps its size, which must divide the number of devices. Slices are along data,
+    whose size they divide. The tensor axis is at most `MOST_TENSOR`.
     """
     devices //= mesh.experts
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
@@ -306,6 +309,9 @@ def smallest_that_fits(config: Config, chip: Chip) -> tuple[str, Candidate] | No
     All parameters and optimizer state are split over all GPUs (fsdp). A run is expected to fit if
     the estimate of its memory is at most `ROOM` of what JAX leaves arrays. Parts of one host are
     tried first, then 2, 4, 8 and more complete hosts. Nothing is compiled.
+
+    Args:
+        chip: GPU. Chips of TPUs are not accepted.
 
     Returns:
         Topology such as h100:2x8 and the candidate, or `None` if `MOST_HOSTS` hosts are too few.
@@ -522,7 +528,7 @@ def record(
 
 
 def different(ranked: list[Candidate], limit: int) -> list[Candidate]:
-    """Return up to `limit` candidates of `ranked`, which has the best first.
+    """Return up to `limit` candidates of `ranked`, which has the best first and is not empty.
 
     They are the best, then for each setting the best that differs in it, then the next best.
 

@@ -131,7 +131,7 @@ def _not_a_topology(topology: str) -> str:
 
 
 def _check_hosts(topology: str, chip: Chip, dims: list[int]) -> None:
-    """Raise an error unless a topology of GPUs is N in one host, or HOSTS x N."""
+    """Raise `TopologyError` unless a topology of GPUs is N in one host, or HOSTS x N."""
     assert chip.gpu is not None
     most = chip.gpu.per_host
     if len(dims) > 2 or math.prod(dims) < 1 or dims[-1] > most:
@@ -206,7 +206,8 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
         slices: Number of TPU slices that the slow network joins, 1 by default.
 
     Raises:
-        TopologyError: `chip_of` or `ready` fails, or the compiler does not know the shape.
+        TopologyError: `chip_of` or `ready` fails, the compiler does not know the shape, or `slices`
+            is above 1 for GPUs.
     """
     chip = chip_of(topology)
     if chip.gpu is not None and slices > 1:
@@ -336,7 +337,7 @@ def islands(devices: Iterable[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def kernels_of(chip: Chip) -> Iterator[None]:
-    """Context manager in which JAX traces attention kernels for a GPU that is not here.
+    """Make JAX trace attention kernels for a GPU that is not here, while entered.
 
     JAX itself asks the GPU at hand which head dimensions its kernels have, and without one allows
     only those of the oldest. Inside, the answer is the chip's. Nothing changes for TPUs.
@@ -372,7 +373,7 @@ def kernels_of(chip: Chip) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that discards all output to the process's stderr, also of C++ libraries."""
+    """Discard all output to the process's stderr while entered, also of C++ libraries."""
     # The library writes to the file descriptor, so replacing `sys.stderr` hides nothing.
     sys.stderr.flush()
     saved = os.dup(2)

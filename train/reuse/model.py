@@ -88,7 +88,8 @@ class Model:
         """Return the text that `mupax generate` adds to a prompt, without the prompt.
 
         A decoder always adds `tokens` tokens, also beyond the end of a document. An encoder-decoder
-        returns its answer to a prompt with `<mask>` (or `<0>`, `<1>`) in it.
+        returns its answer to a prompt with `<mask>` (or `<0>`, `<1>`) in it. A run trained on span
+        corruption returns the complete prompt with its holes (`<0>`, `<1>`) filled in.
 
         Args:
             prompt: Text to continue; "" begins a document.
@@ -101,7 +102,8 @@ class Model:
 
         Raises:
             WeightsError: The model reads images.
-            DecodingError: A number is out of range, or the tokenizer is another model's.
+            DecodingError: A number is out of range, the tokenizer is another model's, the logits
+                are not finite, or the prompt is too long for an encoder-decoder.
             DataError: The tokenizer is missing.
         """
         from mupax.train.data.text.detokenizer import Detokenizer
@@ -237,7 +239,8 @@ def load(
         separator: Token that ends a document, for weights whose tokenizer has an unusual one.
 
     Raises:
-        MupaxError: No run or weights at the path, or no such step.
+        MupaxError: No run or weights at the path, no such step, a `step` or `ema` for weights, a
+            `tokenizer` or `separator` for a run, or a `revision` for a path of this machine.
     """
     from mupax.train.reuse.huggingface import hub
 

@@ -153,7 +153,8 @@ def times(weight: Any, scale: np.ndarray) -> np.ndarray:
 def logits_of(definition: Definition, factors: Factors) -> Any:
     """Return a preset's scale of the attention logits: a number, or a list if layers differ.
 
-    Without a logit scale among the factors it is N^-1/2, for the head dimension N.
+    It is the factor `block.attention.logit_scale`. Without this factor it is N^-1/2, for the head
+    dimension N.
 
     Args:
         factors: forward factors from `mupax.train.core.factors.resolve`.

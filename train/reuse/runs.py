@@ -79,6 +79,8 @@ def write(
 ) -> int:
     """Write a new run that continues from a state, completely or not at all. Return its step.
 
+    The lock file in a folder of this machine stays until the caller calls `making.finish`.
+
     Args:
         out: workdir of the run, missing, empty, or left by a command that was killed.
         command: words of the command line that makes the run.

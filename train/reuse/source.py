@@ -152,6 +152,7 @@ def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> Weigh
 
     Raises:
         WeightsError: tensors and model.json do not fit together.
+        TensorFileError: the file of tensors is missing or damaged.
         MemoryLimitError: the weights do not fit into memory as float32.
     """
     preset = record.get("preset")
@@ -178,6 +179,11 @@ def published(path: Path, fields: Mapping[str, Any]) -> WeightsSource:
     Args:
         path: the folder, or its file of tensors.
         fields: content of `config.json`.
+
+    Raises:
+        ConfigError: `config.json` describes a model that mupax does not have.
+        TensorFileError: a tensor is missing, unknown, of another shape or damaged.
+        MemoryLimitError: the weights do not fit into memory as float32.
     """
     described = huggingface.from_huggingface(fields)
     files = Tensors(path)
@@ -197,6 +203,9 @@ def trained(run: LoadedRun) -> WeightsSource:
     """Return the weights of a run's step on the host, with adapters merged into their matrices.
 
     `run.weights` says whether the parameters or their moving average are read.
+
+    Raises:
+        WorkdirError, ForeignError, DiskError, MemoryLimitError: see `LoadedRun.params`.
     """
     config = run.config
     preset = preset_for(config.preset, config.model)

@@ -234,7 +234,8 @@ class TrainedModel:
             abstract: abstract state of a program of `config`: shapes, dtypes and shardings.
 
         Raises:
-            WeightsError, TensorFileError: weights that do not fit, or a damaged file.
+            WeightsError, TensorFileError: weights that do not fit, are NaN or infinite, or a
+                damaged file. The values of a run are not checked.
             WorkdirError, ForeignError, DiskError, MemoryLimitError: see `LoadedRun.params`.
         """
         if self.run is not None:
@@ -343,7 +344,8 @@ class TrainedModel:
         """Return the path of the tokenizer.json that makes the model's tokens.
 
         A run keeps the file among its assets. For a run of an older version the cache is searched.
-        The result is `None` if the file is lost, or if tokens are bytes or the model reads images.
+        The result is `None` if the file is lost or holds another tokenizer than the run's, or if
+        tokens are bytes or the model reads images.
 
         Raises:
             AssetsError: the file among the assets is missing or damaged.
@@ -596,7 +598,8 @@ def _text_settings(
     """Return the tokenizer, separator or chat template of weights, as fields of `DataConfig`.
 
     The result is empty for a model of images. A model of bytes without a tokenizer.json has at
-    most the chat template of its folder.
+    most the chat template of its folder. Any other model of text gets the path of tokenizer.json,
+    even if there is no such file.
 
     Args:
         reads_bytes: whether the record beside the weights says that tokens are bytes.

@@ -304,7 +304,7 @@ def state(
     """Return the training state of the new run, made from the source's state.
 
     Parameters, moments and moving average are transferred, as float32 NumPy arrays. Step counts
-    are kept.
+    are kept. A source without a moving average gives a state without one.
 
     Args:
         moves: transfers by name of the new parameter.
@@ -327,7 +327,8 @@ def parameters(moves: Mapping[str, ParamTransfer], old: Mapping[str, Any], fresh
     Args:
         moves: transfers by name of the new parameter.
         old: parameters of the source, or their moving average, by the source's names.
-        fresh: initial values of new parameters and of parameters with new entries.
+        fresh: initial values of new parameters and of parameters with new entries. A parameter
+            that is missing here gets arbitrary values in its new entries, without an error.
     """
     params: Params = {}
     for name in {**moves, **fresh}:

@@ -43,8 +43,9 @@ _MAX_BYTES = 128 * 2**20
 def rows(workdir: str, state: Any) -> dict[str, str]:
     """Measure the time of a save, and return it as the row "a save" of the table of costs.
 
-    A small state is saved into the workdir and deleted again. The text has a caution if a save may
-    take too long after SIGTERM. If the measurement fails, the text says why.
+    A small state is saved into the workdir and deleted again. The text has a caution if a save
+    takes more than half of the seconds that `GRACES` lists from SIGTERM to the end of a process. If
+    the measurement fails, the text says why.
 
     Args:
         workdir: Workdir of the run. If it does not exist yet, its nearest parent is used.
@@ -188,7 +189,10 @@ def run(config: Config, published_use: str | None = None) -> int:
 
 
 def _parameters(program: Program) -> str:
-    """Return the table of parameters: shape, multiplier, initial std, and optimizer values."""
+    """Return the table of parameters: shape, multiplier, initial std, and optimizer values.
+
+    A frozen parameter has the word `frozen` in place of learning rate, eps and decay.
+    """
     # Short heads and no column for the sharding, so that most models' rows have 80 columns.
     title = "parameters"
     if program.mesh.size > 1:
@@ -228,7 +232,10 @@ def _shape(program: Program, leaf: Any) -> str:
 
 
 def _value(layers: np.ndarray) -> str:
-    """Return the value of all layers in three digits, or `FIRST..LAST` in two if they differ."""
+    """Return the first layer's value in three digits, or `FIRST..LAST` in two.
+
+    The second form is used if the values of the first and the last layer differ.
+    """
     first = float(layers.flat[0])
     last = float(layers.flat[-1])
     return f"{first:.3g}" if first == last else f"{first:.2g}..{last:.2g}"
@@ -237,7 +244,9 @@ def _value(layers: np.ndarray) -> str:
 def _print_beside_source(program: Program, published_use: str) -> None:
     """Print the values of every group, and in brackets those of a published source.
 
-    The source's model with the nearest width is shown. Print nothing if the name is a path.
+    The values of a group are those of the first layer of its last trained parameter. Groups without
+    a trained parameter are left out. The source's model with the nearest width is shown. Print
+    nothing if the name is a path.
     """
     from mupax.presets.tuned import find, published
 

@@ -111,7 +111,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write_json(args: Evaluate, numbers: dict[str, Any]) -> None:
-    """Write the numbers of an evaluation to the file of `--json`, if the flag is given."""
+    """Write the numbers of an evaluation to the file of `--json`, if the flag is given.
+
+    Missing folders are made, and an existing file is replaced.
+    """
     if args.json is None:
         return
     from mupax.train.run.report import metrics
@@ -175,13 +178,16 @@ def check_read(command: str, takes: str, run_flags: Sequence[str]) -> None:
 def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> TrainedModel:
     """Return the model to measure, with its config changed by the run's flags of a command line.
 
-    If `--data.tokenizer` names the recorded tokenizer of the run, the run's own file is used. If
-    `--data.name` names other data, `data.mix` and perhaps `data.field` are dropped
-    (`with_other_data`).
+    If `--data.tokenizer` names the recorded tokenizer of the run, the run's own file is used. For
+    weights without a run, `--data.tokenizer` also drops their `data.separator`. If `--data.name`
+    names other data, `data.mix` and perhaps `data.field` are dropped (`with_other_data`).
 
     Args:
         command: Name of the command, such as `eval`.
         run_flags: Flags of a run (`READ`), without the command's own flags.
+
+    Raises:
+        UsageError, ConfigError: A flag does not exist, or a value does not fit.
     """
     start = with_other_data(saved.config, run_flags)
     tokenizer = cli.value_of("--data.tokenizer", run_flags)
@@ -244,6 +250,9 @@ def with_other_data(config: Config, words: Sequence[str]) -> Config:
 
 def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, Any]:
     """Evaluate a checkpoint, and return its scores and the names of model and data.
+
+    For weights without a run, the tokens that their tokenizer puts before a text are inserted
+    before every evaluation document.
 
     Args:
         saved: `TrainedModel` whose config names the data.
@@ -370,6 +379,8 @@ def _load_sets(config: Config, data: Any, console: Any, skip: bool) -> dict[str,
 
 def _images(saved: Any, console: Any) -> Any:
     """Load the images of a folder, labelled with the classes of the checkpoint.
+
+    If the checkpoint records no class names, the folder's own classes are used.
 
     Args:
         saved: `TrainedModel` whose config names the folder.

@@ -51,8 +51,8 @@ class Run:
     def evaluation(self) -> dict[str, Any]:
         """Values of the last evaluation by name; empty if there was none.
 
-        The names are `step`, `eval_loss`, `eval_accuracy`, and `eval/NAME/loss` of further sets.
-        metrics.jsonl is read at each access.
+        The names are those of metrics.jsonl, such as `step`, `eval_loss`, `eval_accuracy`, and
+        `eval/NAME/loss` of further sets. metrics.jsonl is read at each access.
         """
         rows = [row for row in self.metrics if "eval_loss" in row]
         return rows[-1] if rows else {}
@@ -67,7 +67,10 @@ def fit(config: Config, hooks: Sequence[Hook] = ()) -> Run:
         hooks: Functions to call after steps, in order, such as `[train.every(100, function)]`.
 
     Raises:
-        MupaxError: The input is bad. Raised before the first step.
+        MupaxError: The input is bad, or needs more memory than there is. Raised before the first
+            step.
+        DataError, ReadError: Data cannot be read later on. With one process the state is saved.
+        OutOfMemory: Memory ran out during the run.
         HookError: A hook failed. The state is saved; the cause is the hook's exception.
         TrainingFailed: The run failed later. The reason is printed on standard error.
         KeyboardInterrupt: Ctrl-C came. The state is saved.

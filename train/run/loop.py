@@ -84,7 +84,8 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
         MupaxError: An extra is not installed. Raised before anything is prepared.
         MemoryLimitError: The run needs more memory than there is. Raised before the first step.
         OutOfMemory: Memory ran out all the same.
-        DataError, ReadError: Data cannot be read later on. The state is saved first.
+        DataError, ReadError: Data cannot be read later on. With one process the state is saved
+            first, with several it is not.
         HookError: A hook failed. The state is saved first.
         SystemExit: A signal came before there was anything to save.
     """
@@ -323,12 +324,14 @@ def save(session: CompiledRun, report: Report, state: TrainState, step: int, *, 
     """Write all rows of metrics to disk, and start saving a checkpoint of the state.
 
     With several processes, which all call this, first check that their copies of the state are
-    equal.
+    equal. Nothing is saved again if the newest save is of this step. A save that fails prints a
+    line and raises nothing.
 
     Args:
         step: Number of steps done.
         wait: Whether to wait for the previous save for as long as it takes. Otherwise this
-            checkpoint is left out if the previous save takes too long.
+            checkpoint is left out, with a printed line, if the previous save is not on disk after
+            30 seconds.
 
     Raises:
         DriftError: Processes hold different copies of the state. Nothing is saved.
@@ -507,7 +510,8 @@ def evaluation(session: CompiledRun, report: Report, state: TrainState, step: in
 
     Every process of the run calls this, and process 0 writes the row. Images and histograms are
     shown if the config asks for them. The metrics are also added to `session.evaluations`, which
-    may stop the run early, and to the checkpoint of the step.
+    may stop the run early. If the run keeps its best checkpoints (`keep_best`), they are written
+    into the checkpoint of the step, and checkpoints that are no longer kept are deleted.
 
     Args:
         session: Compiled run with its data and its further evaluation sets.

@@ -71,7 +71,7 @@ def noise_scale(products: np.ndarray, batch: int) -> Scale:
     """Estimate the noise scale and its 95 % interval from gradients of independent batches.
 
     Args:
-        products: Inner products of every two gradients, float64 [J, J].
+        products: Inner products of every two gradients, float64 [J, J], J >= 3.
         batch: Batch size in examples, by which the result is scaled.
     """
     from scipy.special import stdtrit
@@ -98,7 +98,10 @@ def noise_scale(products: np.ndarray, batch: int) -> Scale:
 
 
 def _signal_share(products: np.ndarray) -> float:
-    """Return |G|^2 / E|g|^2, both estimated without bias, from products [J, J]."""
+    """Return |G|^2 / E|g|^2, both estimated without bias, from products [J, J], J >= 2.
+
+    The estimate can be negative.
+    """
     count = len(products)
     squares = np.trace(products)
     # |G|^2 is the mean of J (J - 1) products off the diagonal, E|g|^2 that of J squares.
@@ -172,6 +175,7 @@ def measured(
     All gradients are taken at the parameters of the checkpoint and stay on the devices together.
 
     Args:
+        saved: Model of a run at a step. Weights without a run fail.
         batches: Number of training batches, from the step of the checkpoint on.
 
     Returns:

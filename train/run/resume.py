@@ -52,6 +52,8 @@ class CopyCheck:
     def check_start(self, state: TrainState, data: Data, step: int) -> None:
         """Refuse to train if processes start with different states or different first batches.
 
+        The first `_ROWS` rows of the batch are compared. Streamed text is not compared.
+
         Args:
             step: Number of steps done. With the skipped batches of rollbacks it gives the first
                 batch.
@@ -206,14 +208,17 @@ def _is_silent(affects: Affects | None) -> bool:
 def check(recorded_config: Mapping[str, Any], config: Config, step: int) -> None:
     """Refuse to resume if too many steps are done or the learning rate would jump.
 
+    The learning rate is not checked if exactly `config.steps` steps are done, or if `resume_change`
+    has `schedule`.
+
     Args:
         recorded_config: Config that the run has recorded, as JSON.
         config: Config of this part of the run.
         step: Number of steps done.
 
     Raises:
-        ResumeError: More steps are done than asked for, or the learning rate would change by more
-            than `JUMP` and `resume_change` has no `schedule`.
+        ResumeError: More steps are done than asked for, or the learning rate of the next step would
+            change by more than a factor of `JUMP`.
     """
     if config.steps < step:
         raise ResumeError(
@@ -309,7 +314,8 @@ def announce(
     """Print where a resumed run goes on and what has changed since it was recorded.
 
     Cautions name evaluation sets with other data, and checkpoints that new settings will delete.
-    If a step is done, first refuse a run that cannot go on.
+    If a step is done, first refuse a run that cannot go on. At step 0 nothing is refused, and
+    neither the step nor changes of the environment are printed.
 
     Args:
         config: Config of this part of the run.

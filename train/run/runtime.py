@@ -137,6 +137,8 @@ class Patience:
     def program(self, kind: str) -> Iterator[None]:
         """Context manager that counts the time inside as a wait.
 
+        At its end the time is recorded (`took`), unless an exception was raised inside.
+
         Args:
             kind: Kind of program. A wait is compared with the longest wait of its kind.
         """
@@ -241,11 +243,14 @@ def runtime(config: Config) -> Iterator[RunContext]:
     """Context manager that joins the processes, receives signals, and makes and locks the workdir.
 
     It yields the `RunContext`, whose config has the recorded `init` if the run is resumed. What is
-    left of a run that ended before its first step is deleted from the workdir.
+    left of a run that ended before its first step is deleted from the workdir. While entered, the
+    watchdog prints after a long silence, and all processes are ended if each of them waits for
+    another for too long (`faults.collective_seconds`).
 
     Raises:
         AgreementError, DistributedError: Processes differ, or cannot find one another.
         WorkdirError: The workdir cannot be used.
+        MupaxError: The source that a new run starts from (`init.init_from`) cannot be read.
         SystemExit: A signal came with nothing to save.
     """
     address = place(config.distributed)
@@ -596,6 +601,8 @@ class Report(contextlib.ExitStack):
 
     def flush(self) -> None:
         """Wait until all rows that were written are on disk. Do nothing on processes other than 0.
+
+        Then wait at most 10 seconds for TensorBoard and trackers.
 
         Raises:
             DiskError, RuntimeError: A row could not be written.

@@ -84,6 +84,8 @@ class CompiledRun:
 def memory_limit(program: Program, context: RunContext, moment: str) -> int | None:
     """Return the bytes that a device of this run has left, the least over all processes.
 
+    On CPU, processes of one host share its memory equally.
+
     Args:
         program: Program of the run. Its config can turn the check off.
         context: Context of the run, whose processes all call this.
@@ -184,7 +186,8 @@ def compiled(
     """Compile the training step and the evaluation step, and return the run with both.
 
     A run compiles nothing else later, except the programs for images and histograms. With several
-    processes, compare their states, inputs and first batches.
+    processes, compare their states, inputs and first batches. A resumed run gets its earlier
+    evaluations from metrics.jsonl.
 
     Args:
         sets: Further evaluation sets by name (`load_sets`).
@@ -250,8 +253,9 @@ def _earlier_evaluations(
 ) -> Evaluations:
     """Return the evaluations in metrics.jsonl up to the start step, empty for a new run.
 
-    Process 0 reads them for all processes, which all call this, and writes metrics that checkpoints
-    on disk lack.
+    Process 0 reads them for all processes, which all call this. If the run keeps its best
+    checkpoints (`keep_best`), process 0 also writes metrics that checkpoints on disk lack, and
+    deletes checkpoints that are no longer kept.
     """
 
     def earlier_rows() -> list[dict[str, Any]]:
@@ -294,6 +298,8 @@ def out_of_memory(program: Program) -> Iterator[None]:
 def load_data(program: Program, context: RunContext) -> Data:
     """Load the run's data. Process 0 prepares files that the others then read.
 
+    A resumed run is loaded with the tokenizer and the chat template that it keeps (`own_settings`).
+
     Args:
         program: Program of the run. Its config names the data, which must fit its model.
         context: Context of the run, whose processes all call this. Its console gets lines about
@@ -322,9 +328,10 @@ def load_data(program: Program, context: RunContext) -> Data:
 def own_settings(config: Config, context: RunContext) -> tuple[DataConfig, str]:
     """Return the data settings with the tokenizer and the chat template that the run keeps.
 
-    A resumed run keeps its own: `bpe:SIZE` would make another tokenizer if the text has grown. A
-    new run that starts from another run with the same `data.tokenizer` uses those of that run. All
-    other settings are unchanged.
+    A resumed run that has a checkpoint or saved files keeps its own: `bpe:SIZE` would make another
+    tokenizer if the text has grown. A new run on tokens that starts from another run with the same
+    `data.tokenizer` or `data.chat_template` uses the file of that run, unless the setting is the
+    path of a file here. All other settings are unchanged.
 
     Returns:
         Settings, and a problem with the files of the resumed run, or "". Files with a problem are
@@ -369,7 +376,8 @@ def check_tokenizer(data: Data, context: RunContext, problem: str) -> None:
     """Refuse to resume with another tokenizer than the one that made the run's tokens.
 
     Args:
-        context: Context of the resumed run. Without a checkpoint nothing is checked.
+        context: Context of the resumed run. Nothing is checked without a checkpoint, or if
+            config.json records no tokenizer.
         problem: Problem with the tokenizer that the run keeps, or "".
 
     Raises:
@@ -511,8 +519,8 @@ def _resumed_start(
 ) -> StartState:
     """Return the state of the checkpoint of `resume_step`, or of the newest undamaged one.
 
-    The newest is taken if `resume_step` is `None`. `evaluated` of the result is False if the
-    evaluation of that step is due and not yet written.
+    The newest is taken if `resume_step` is `None`, and damaged ones are quarantined. `evaluated` of
+    the result is False if the evaluation of that step is due and not yet written.
     """
     state = restore_latest(program, data, checkpoints, resume_step)
     step = int(state.step)  # an earlier one if the newest checkpoint is damaged
@@ -577,7 +585,9 @@ def restore_latest(
 ) -> TrainState:
     """Return the state of the newest undamaged checkpoint, or of step 0 if there is none yet.
 
-    If a run has several processes, all of them must call this together.
+    A damaged checkpoint is quarantined with a printed line, and the one before it is tried. With
+    `only_step` an error is raised instead. If a run has several processes, all of them must call
+    this together.
 
     Args:
         data: Data that the checkpoint must have been trained on, unless `resume_change` has `data`.
@@ -596,7 +606,13 @@ def restore_latest(
 
 
 def _read_source(program: Program, data: Data) -> Start | None:
-    """Return the parameters that `--init-from` names, checked; `None` without that flag."""
+    """Return the run's initial parameters from the model that `--init-from` names.
+
+    Return `None` without that flag.
+
+    Raises:
+        InitError: The model there does not fit the run.
+    """
     if program.config.init.init_from is None:
         return None
     from mupax.train.reuse.start import init_from

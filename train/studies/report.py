@@ -160,7 +160,11 @@ def html_table(rows: Iterable[Iterable[Any]]) -> str:
 def write_json(path: Path | str, content: Any) -> Path:
     """Write a value as an indented JSON file, make its folder if missing, and return the path.
 
-    An existing file is replaced.
+    An existing file is replaced. NaN and infinities are written as `NaN` and `Infinity`, which
+    strict JSON does not have; use `finite` to avoid them.
+
+    Raises:
+        TypeError: `content` has a value that JSON cannot hold.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,8 +47,9 @@ def buckets(
     Args:
         queries: Number of queries T. Their positions begin at `start`.
         keys: Number of keys S. Their positions begin at 0.
-        count: Number of buckets K of both directions together.
-        longest: Distance from which all pairs share the last bucket of their direction.
+        count: Number of buckets K of both directions together, a multiple of 4.
+        longest: Distance from which all pairs share the last bucket of their direction. It must be
+            above half of a direction's buckets.
         bidirectional: Give half of the buckets to keys after the query. Otherwise such keys are in
             the bucket of distance 0.
         start: Position of the first query, by default 0.
@@ -449,7 +450,8 @@ class StackInputOutput(nnx.Module):
         Args:
             table: Token embeddings [V, D].
             tokens_BT: Token ids, int32 [B, T].
-            start: Position of the first token, int32 []. The default is 0.
+            start: Position of the first token, int32 []. The default is 0. Learned positions must
+                have room for `start` + T, otherwise wrong ones are added without an error.
         """
         table_VD = table[...].astype(self.config.compute.dtype)
         h_BTD = self.layout.lookup(table_VD, tokens_BT, ("vocab", "embed"))

@@ -78,6 +78,9 @@ class Experts(nnx.Module):
     def __call__(self, x_BTD: jax.Array, *, dropless: bool = False) -> tuple[jax.Array, Routing]:
         """Return the output of the layer, [B, T, D], and the routing statistics.
 
+        A single expert without a capacity is applied without the router, unless the gate is a
+        sigmoid. The statistics are then those of `single_expert_routing`.
+
         Args:
             x_BTD: Residual stream after the block's norm, [B, T, D].
             dropless: Ignore the capacity of experts. Generation does, because it reads a text
@@ -257,7 +260,8 @@ def by_slots(
             experts. It returns gated outputs [N, E, C, D], summed over the devices that split the
             hidden layer.
         x_BTD: Tokens, [B, T, D].
-        choice: Experts of the tokens, their gates and their slots within the example.
+        choice: Experts of the tokens, their gates and their slots within the example. It must have
+            slots (`slots_BTA`), as `route` gives them with a capacity.
         capacity: Number of slots that an expert has for each example.
         weights: Weights of all experts, [E, ...] by name.
         layout: Layout whose devices split B examples (`_layout_for_batch`).
@@ -365,7 +369,8 @@ class Slots(NamedTuple):
         """Return the assignment that has every row in a given slot.
 
         Args:
-            slots_TA: Slot of every row, `num_slots` for a row without room.
+            slots_TA: Slot of every row, `num_slots` for a row without room. No two rows have the
+                same slot.
             num_slots: Number of slots S of all experts, with those for other devices.
         """
         num_rows = slots_TA.size
@@ -570,7 +575,7 @@ def in_groups(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, *, platform
         x_RI: Rows sorted by group, [R, I].
         w_EIO: Matrices of the groups, [E, I, O].
         sizes_E: Number of rows of every group, [E]. With [E + 1], the last entry counts rows of no
-            group, whose products may be any finite number.
+            group, whose products may be any finite number. The entries sum to R.
         platform: Platform that the product is compiled for: "cpu", "gpu" or "tpu".
     """
     sizes_E = sizes_E.astype(jnp.int32)

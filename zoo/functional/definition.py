@@ -64,7 +64,8 @@ class FunctionDefinition(Definition):
 
         Args:
             arrays: Arrays by name, in any shape with the same number of entries.
-            like: Tree whose structure to use. Default: that of the model.
+            like: Tree whose structure to use, with as many arrays in the same order. Default: that
+                of the model.
         """
         structure = self.structure
         if like is not None:
@@ -111,6 +112,9 @@ class FunctionDefinition(Definition):
             params: Arrays by name, already multiplied by their multipliers.
             factors: Forward multipliers by name, as in `forward`.
             layout: Not read. The compiler splits what a function computes.
+
+        Raises:
+            PresetError: If the preset scales the residual stream itself.
         """
         del layout
         scaled_tree = self.forward(params, factors)
@@ -141,6 +145,9 @@ class FunctionDefinition(Definition):
             multipliers: Multipliers by the same names, float32 [] or [layers].
             factors: Forward multipliers by name, as in `forward`.
             layout: Not read, as in `bind`.
+
+        Raises:
+            PresetError: If the preset scales the residual stream itself.
         """
         return self.bind(multiplied(params, multipliers), factors, layout=layout)
 

@@ -176,6 +176,9 @@ def files_of_index(index: Path) -> dict[str, list[str]]:
 def check_whole(folder: Path) -> None:
     """Raise an error if a folder of weights lacks a file, or if a file is cut off or damaged.
 
+    Files that can be missing are those that the index names. A folder without an index and without
+    .safetensors files is no error.
+
     Raises:
         TensorFileError: A file is missing or incomplete. The text names the file.
         JsonError: The index is no JSON.
@@ -202,6 +205,8 @@ def write_tensors(
 ) -> list[Path]:
     """Write tensors into `model.safetensors`, or into several files with an index.
 
+    After an error, hidden files `.part-N.safetensors` may remain in the folder.
+
     Args:
         folder: Folder that exists and holds no weights yet.
         arrays: Name and value of every tensor. The tensors of at most one file are held in memory.
@@ -214,6 +219,7 @@ def write_tensors(
 
     Raises:
         TensorFileError: The type cannot hold a value.
+        OSError: The disk cannot be written, because it is full for example.
     """
     # Files get their final names at the end, because these contain the number of files.
     names_by_part: list[list[str]] = []

@@ -116,7 +116,8 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
 
     Raises:
         TensorFileError: A tensor is missing or has another shape, or the file has a tensor that the
-            architecture does not have.
+            architecture does not have. Also if a bias that our model lacks is not zero, or a copy
+            of the token embedding differs from it.
     """
     model = published.model
     family = family_of(model)

@@ -32,8 +32,8 @@ class Cache(NamedTuple):
     def put(self, layer: jax.Array | int, k_BTKN: jax.Array, v_BTKN: jax.Array) -> Cache:
         """Return the cache with T more positions of one layer, written from `length` on.
 
-        The positions must fit into the cache. `length` does not change, so that all layers can be
-        written before it does.
+        The positions must fit into the cache, otherwise they overwrite earlier ones without an
+        error. `length` does not change, so that all layers can be written before it does.
 
         Args:
             layer: Index of the layer, from 0.

@@ -67,7 +67,8 @@ def cudnn_attention(
 ) -> jax.Array:
     """Return attention [B, T, H, N] by cuDNN's flash kernel.
 
-    Every device computes its own batch and heads.
+    Every device computes its own batch and heads. If devices split positions and `causal` is True,
+    their number must divide the number of heads on a device.
 
     Args:
         q_BTHN: Queries, bfloat16 or float16. N is a multiple of 8, at most 128 before Hopper and

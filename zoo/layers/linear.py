@@ -55,6 +55,9 @@ def project(
         out_dtype: Dtype of the result, by default that of x.
         kind: `product_dtype` of the model's compute config. The result then has the dtype of x.
         layout: Layout of x. Its platform and its split of positions select the implementation.
+
+    Raises:
+        ConfigError: `kind` is "float8", and a GPU of the layout has no units for it.
     """
     num_leading = x.ndim - inputs
     leading_shape = x.shape[:num_leading]

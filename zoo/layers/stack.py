@@ -126,6 +126,8 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Return the attention output [B, T, D] and the largest logit of each head, float32 [H].
 
+        The largest logit is the one before the soft cap.
+
         Args:
             x_BTD: Normed residual stream, [B, T, D].
             segments_BT: Document of each position, int32. Default: one document.
@@ -143,6 +145,8 @@ class Attention(nnx.Module):
         segments_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Return the largest logit of each head over all pairs that attention sees, float32 [H].
+
+        The soft cap is not applied.
 
         Args:
             q_BTHN: Queries without the logit scale, as `heads` returns them.
@@ -170,7 +174,8 @@ class Attention(nnx.Module):
 
         Args:
             x_BTD: Normed residual stream at the T new positions, [B, T, D].
-            cache: Cache of all layers, to which this layer writes at index `layer`.
+            cache: Cache of all layers, to which this layer writes at index `layer`. It must have
+                room for T more positions.
             layer: Index of this layer, from 0.
             fresh: `True` if the cache is empty. The new positions then see only one another.
         """
@@ -457,7 +462,8 @@ class Block(nnx.Module):
 
         Args:
             h_BTD: Residual stream at the T new positions, [B, T, D].
-            cache: Cache of all layers, to which this layer writes at index `layer`.
+            cache: Cache of all layers, to which this layer writes at index `layer`. It must have
+                room for T more positions.
             layer: Index of this layer, from 0.
             fresh: `True` if the cache is empty. The new positions then see only one another.
         """

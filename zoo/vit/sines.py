@@ -10,6 +10,8 @@ from mupax.zoo.vit.config import ViTConfig
 def sines(config: ViTConfig) -> np.ndarray:
     """Return fixed position embeddings, float32 [T, D], with zeros for the CLS token.
 
+    D, the width, must be a multiple of 4.
+
     A patch's features are sine and cosine of its column, then of its row, a quarter of the features
     each. The wavelength of feature i of a quarter is 2 pi 10000^(i / (D/4 - 1)), i from 0 (Chen et
     al. 2021, in the order of MoCo v3 and big_vision).

@@ -120,8 +120,8 @@ def parse_dump(contents: Any, source: str) -> Dump:
         source: Name of the file, as messages and `Dump.source` give it.
 
     Raises:
-        PresetError: A key is unknown, a shape is no list of counts, or a value is no number, is
-            negative or is infinite.
+        PresetError: There is no parameter, a key, the optimizer or the kind of decay is unknown, a
+            shape is no list of counts, or a value is no number, is negative or is infinite.
     """
     if not isinstance(contents, dict):
         raise PresetError(f'{source}: write an object, {{"name": {{"shape": [...], "std": ...}}}}')

@@ -95,6 +95,9 @@ class Config(ModelFile):
     Args:
         contents: Contents of the JSON file, for which `fits` is true.
         source: Name of the file, for messages and `Dump.source`.
+
+    Raises:
+        PresetError: A size is missing or is no whole number of at least 1.
     """
 
     def __init__(self, contents: Mapping[str, Any], source: str) -> None:

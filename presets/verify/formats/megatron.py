@@ -81,6 +81,10 @@ class CommandLine(ModelFile):
     Args:
         words: Words of the command line, as a shell splits them.
         source: Name of the file, for messages and `Dump.source`.
+
+    Raises:
+        PresetError: A size is missing or is no whole number of at least 1, or the scaling
+            recipe is neither "none" nor "mup".
     """
 
     def __init__(self, words: Sequence[str], source: str) -> None:

@@ -106,6 +106,10 @@ class Config(ModelFile):
     Args:
         arguments: Words of a command line, or the text of a Python config file.
         source: Name of the file, for messages and `Dump.source`.
+
+    Raises:
+        PresetError: The text is no Python, a size is no whole number of at least 1, or
+            `mup_width_multiplier` is no number above 0.
     """
 
     def __init__(self, arguments: str | Sequence[str], source: str) -> None:

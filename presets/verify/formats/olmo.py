@@ -77,6 +77,9 @@ class Config(ModelFile):
     Args:
         contents: Contents of the YAML file, for which `fits` is true.
         source: Name of the file, for messages and `Dump.source`.
+
+    Raises:
+        PresetError: A size is no whole number of at least 1, or `init_fn` cannot be read.
     """
 
     def __init__(self, contents: Any, source: str) -> None:

@@ -222,6 +222,9 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     Args:
         key: Field for the message, such as "data.mix".
         value: Value of the field in the file.
+
+    Raises:
+        ConfigError: The value, or an entry of the list, is of another form.
     """
     if isinstance(value, dict):
         yield from value.items()

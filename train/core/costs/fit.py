@@ -342,6 +342,8 @@ def check_evaluation(
 ) -> None:
     """Refuse an evaluation that does not fit, before its first batch.
 
+    Nothing is refused if the compiler reports no memory.
+
     Args:
         program: Program of the run or of the evaluation.
         evaluation: Compiled evaluation, from `Program.compile_eval`.
@@ -378,7 +380,9 @@ def check_evaluation(
 
 
 def advice(program: Program) -> str:
-    """Return a text for a run that ran out of memory: an estimate, and flags that take less.
+    """Return a text for a run that ran out of memory: its estimate, and flags that take less.
+
+    If no flags do by estimate, the text names larger meshes or smaller runs instead.
 
     Nothing is compiled.
     """
@@ -467,10 +471,11 @@ def _fitting(
 
 
 def _on_more_devices(program: Program, limit: int) -> str:
-    """Return the fewest devices that the run fits, with flags.
+    """Return a text with the fewest devices that the run fits, and the flags for them.
 
+    Steps of one and two examples are compiled for one device, and memory is estimated from these.
     The text ends with "by estimate" if there are such devices. Otherwise it says how near the run
-    comes to fitting.
+    comes to fitting, or that no larger mesh divides the sizes.
 
     Args:
         limit: Bytes that one device has for the step.
@@ -632,7 +637,7 @@ def _reduced(program: Program, usage: MemoryEstimate, config: Config) -> float:
 def _savings(program: Program, kinds: tuple[str, ...]) -> Iterator[tuple[Config, list[str]]]:
     """Yield runs on the same mesh with the same result and less memory, with their flags.
 
-    Runs that cost less time come first.
+    Runs that cost less time come first. The very first is the program's own run, without flags.
 
     Args:
         kinds: Remat policies to try besides the run's own, the fastest first.

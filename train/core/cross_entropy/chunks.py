@@ -35,7 +35,8 @@ def loss_on_device(
 
     Chunks of tokens run one after another. The gradients are those of features, weight, scale and
     bias, and `None` without `with_grads`. They are complete: already summed over the devices, for
-    this device's tokens and its part of the readout.
+    this device's tokens and its part of the readout. Call this inside `shard_map` if the plan names
+    mesh axes.
 
     Args:
         plan: `loss.LossPlan`, the distribution of the loss over devices.
@@ -117,8 +118,9 @@ def _chunk_loss(
 ) -> tuple[TokenStatistics, ReadoutInputs | None]:
     """Return statistics of a chunk's tokens, and gradients of the readout inputs.
 
-    The statistics are over the whole vocabulary. The gradients are not summed over devices: they
-    come from this device's part of the vocabulary only. They are `None` without `with_grads`.
+    The statistics are over the whole vocabulary, and without weights. The gradients are of the
+    weighted sum of the loss, z-loss included. They are not summed over devices: they come from this
+    device's part of the vocabulary only. They are `None` without `with_grads`.
     """
     targets_N = chunk.targets
     own_NV = readout_inputs.logits(plan.layout)

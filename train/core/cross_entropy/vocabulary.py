@@ -121,7 +121,8 @@ def loss_on_device(
 
     Parts of the vocabulary run one after another. The gradients are those of features, weight,
     scale and bias, and `None` without `with_grads`. They are complete: already summed over the
-    devices, for this device's tokens and its part of the readout.
+    devices, for this device's tokens and its part of the readout. Call this inside `shard_map` if
+    the plan names mesh axes.
 
     Args:
         plan: `loss.LossPlan`, the distribution of the loss over devices.
@@ -201,7 +202,7 @@ def _first_pass(loss: _DeviceLoss) -> tuple[_DeviceLoss, list[jax.Array], list[_
 
 
 def _count_ranks(loss: _DeviceLoss, label_N: jax.Array) -> jax.Array:
-    """Count the classes of this device that come before each target, int32 [N].
+    """Count this device's classes that rank before each target (`count_ranks`), int32 [N].
 
     The target's logit is known only after all parts, so all logits are computed again.
 

@@ -106,7 +106,7 @@ class Parameterization:
         """Return the config's optimizer, over trees like the model's.
 
         It applies the schedule, and the learning rate, decay and eps of every parameter. Its update
-        needs the parameters.
+        raises `ValueError` if it gets no parameters.
 
         Args:
             steps: Number of steps of the run. After them the schedule keeps its last value.
@@ -164,7 +164,8 @@ def parameterize(
 
     Raises:
         presets.PresetError: The preset has no rule for the optimizer, a rule needs a size that the
-            model does not have, or the model has grown in a way that no rule covers.
+            model does not have, the model has grown in a way that no rule covers, or the preset
+            scales the residual stream itself.
     """
     factors = resolve(preset, definition, config.name, config.decay)
     check_run(preset, definition, factors, config)

@@ -77,7 +77,7 @@ class ChatTokens:
         V is the vocabulary size of the tokenizer.
 
         Args:
-            texts: JSON of the messages of each conversation.
+            texts: JSON of the messages of each conversation, a result of `templates.checked`.
 
         Raises:
             DataError: The template refuses the messages, or does not tell which part is an answer.

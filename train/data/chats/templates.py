@@ -290,7 +290,8 @@ def checked(messages: Any) -> list[dict[str, Any]]:
     dropped, too. If one of them excludes the message from training, the copy has `weight` 0.
 
     Raises:
-        DataError: The value is not a list of messages. The error says which message is wrong.
+        DataError: The value is not a list of messages, or one has an unknown role, a content that
+            is no text or has NUL or U+FDD0 to U+FDD3, or a wrong field. The error says which one.
     """
     if not isinstance(messages, list) or not messages:
         raise DataError('messages are a list of at least one {"role": ..., "content": ...}')

@@ -134,7 +134,7 @@ class _Reader:
         return byte
 
     def _unsigned(self) -> int:
-        """Read an unsigned integer of 7 bits per byte (varint)."""
+        """Read an unsigned integer of 7 bits per byte. Raise `PageError` after 10 bytes."""
         number = 0
         # 64 bits need at most 10 bytes.
         for shift in range(0, 70, 7):
@@ -150,7 +150,11 @@ class _Reader:
         return (number >> 1) ^ -(number & 1)
 
     def _value(self, field_type: int) -> Any:
-        """Read a value and return it. Doubles, strings and lists are skipped and return `None`."""
+        """Read a value and return it. Doubles, strings and lists are skipped and return `None`.
+
+        Raises:
+            PageError: The protocol has no such type.
+        """
         match field_type:
             case 1 | 2:  # true and false
                 return field_type == 1

@@ -189,6 +189,8 @@ def embedded(
 ) -> Any:
     """Return the TFDS builder of an embedded data set, and prepare the data set if necessary.
 
+    If another process is preparing it, this process waits.
+
     Args:
         kind: Class of the TFDS builder, such as `Digits`.
         data_dir: Value of `data.data_dir`. None is the folder in the cache.

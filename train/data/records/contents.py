@@ -84,7 +84,10 @@ def digest(files: Sequence[Path], note: cache.Note) -> str:
 
 
 def stamp(path: Path) -> Stamp:
-    """Return the size, times and inode of a file. If they differ, the file may have changed."""
+    """Return the size, times and inode of a file. If they differ, the file may have changed.
+
+    The times of modification and change are in nanoseconds.
+    """
     stat = path.stat()
     return [
         stat.st_size,
@@ -101,7 +104,7 @@ def _remote_mark(path: Path) -> str:
 
 
 def _content_digest(name: str) -> str:
-    """Return the BLAKE2 digest of a file's content."""
+    """Return the BLAKE2 digest of a file's content. Raise `DataError` if it cannot be read."""
     total = hashlib.blake2b(digest_size=16)
     try:
         with open(name, "rb") as file:

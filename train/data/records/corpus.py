@@ -89,7 +89,10 @@ class Piece:
         return self.start > 0 or not self.ends
 
     def _problem(self, data: bytes) -> tuple[int, str] | None:
-        """Return the offset of the first byte that is no text and the problem, or `None`."""
+        """Return the offset of the first byte that is no text and the problem, or `None`.
+
+        The byte is a NUL byte or, if the piece `is_utf8`, a byte that is no UTF-8.
+        """
         zero = data.find(b"\0")
         if zero >= 0:
             advice = "Repair it, or take the file out of the folder"

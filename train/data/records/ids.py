@@ -103,8 +103,8 @@ def opened(path: Path, vocab_size: int) -> IdFile:
             16 bits, or 32 if the vocabulary needs them, unless the content shows wider ids.
 
     Raises:
-        DataError: The header is damaged, or the file has ids of another vocabulary or of ambiguous
-            width.
+        DataError: The header is damaged, the size of the file is no whole number of ids, or the
+            file has ids of another vocabulary or of ambiguous width.
     """
     with path.open("rb") as file:
         is_array = path.suffix.lower() == ".npy"

@@ -71,7 +71,7 @@ class Lines:
         raises nothing.
 
         Raises:
-            DataError: No line is a record.
+            DataError: No line is a record, or the file cannot be read or unpacked.
         """
         first_error = None
         limit = self._line_limit
@@ -251,7 +251,7 @@ class Lines:
             number: Number of the line, from 1, for the message.
 
         Raises:
-            DataError: The line is no JSON object, or has no text in the field.
+            DataError: The line is no JSON object, or has no valid text in the field (`content_of`).
         """
         where = self._place(number)
         try:

@@ -248,8 +248,8 @@ def copied_bytes(path: Path, field: str, group: int, limits: LimitsConfig) -> in
     """Return the decoded bytes of the first rows of a row group that contain all copied texts.
 
     A copy refers to a dictionary, or to the text before it, so it may be much longer than its bytes
-    on disk. The rows are decoded to measure them, and checked against the limits. Without copies
-    the result is 0.
+    on disk. The rows are decoded to measure them, and checked against the limits. Without copies,
+    and for a file in a bucket whose pages are not checked, the result is 0.
 
     Args:
         group: Number of the row group, from 0.
@@ -271,6 +271,8 @@ def copied_bytes(path: Path, field: str, group: int, limits: LimitsConfig) -> in
 
 def check_columns(path: Path, limits: LimitsConfig) -> None:
     """Raise an error for a Parquet file with a column that unpacks to too much.
+
+    Pages of a file in a bucket are not checked.
 
     Raises:
         DamagedError: The file cannot be read.

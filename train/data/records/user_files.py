@@ -111,8 +111,8 @@ def files(
         limits: Limits on records. Larger records are broken.
 
     Raises:
-        DataError: The path does not exist, or has more unreadable than readable content, or a file
-            is damaged and not left out.
+        DataError: The path does not exist, or has more unreadable than readable content, a file is
+            damaged and not left out, ids have an ambiguous width, or two names tell the same part.
     """
     left_out: dict[str, str] = {}
     if path.is_file():

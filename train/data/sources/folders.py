@@ -186,6 +186,9 @@ class Files:
         Args:
             i: Index of the image, from 0.
             side: Fewest pixels that both sides keep. None returns the full image.
+
+        Raises:
+            DataError: The image is damaged or too large.
         """
         _, path, label = self.files[i]
         pixels = decoded(path, self._channels, str(path), self._background, side, self._limits)
@@ -429,6 +432,7 @@ def opened(
     Raises:
         DataError: The model has other classes or channels, or images are broken and
             `config.on_broken` is stop.
+        ConfigError: `config.pixels` does not fit the size or the channels of the model's images.
     """
     classes = folder.classes
     vision = images.vision_model(config.name, model, classes)

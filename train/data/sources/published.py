@@ -181,6 +181,7 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
 
     Raises:
         DataError: The data set is damaged, has no such features, or does not fit the model.
+        ConfigError: `config.pixels` does not fit the size or the channels of the model's images.
     """
     import tensorflow_datasets as tfds
 
@@ -237,7 +238,8 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
 def sizes(config: DataConfig) -> ImageSizes | None:
     """Return the sizes of a model for a prepared TFDS data set of images.
 
-    The result is None for text, and if the data set is not prepared or in a bucket.
+    The result is None for text, if the data set is not prepared, is damaged or in a bucket, and
+    unless it has exactly one feature of images and one of labels.
 
     Args:
         config: Data settings. `config.name` is a name that `find` takes.

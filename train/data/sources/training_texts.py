@@ -70,7 +70,11 @@ def opened(config: DataConfig, model: ModelConfig, note: cache.Note) -> Training
 
 
 def _mixture(config: DataConfig, model: ModelConfig, note: cache.Note) -> TrainingTexts:
-    """Return the training texts of data.mix as one, each with its share of the bytes."""
+    """Return the training texts of data.mix as one, each with its share of the bytes.
+
+    Raises:
+        DataError: A source cannot be opened, or data.mix is wrong. The message has the text's name.
+    """
     parts = mix.parts(config.mix)
     texts = {}
     for name, part in parts.items():
@@ -84,8 +88,9 @@ def _mixture(config: DataConfig, model: ModelConfig, note: cache.Note) -> Traini
 def part_config(config: DataConfig, name: str) -> DataConfig:
     """Return the data settings of one part of a mixture.
 
-    In a mixture, `data.field` names the text of records. A chat in a mixture with other kinds
-    therefore has its messages in the field `messages`, and plain text has no field.
+    They have no `mix` and no `eval_examples`. In a mixture, `data.field` names the text of records.
+    A chat in a mixture with other kinds therefore has its messages in the field `messages`, and
+    plain text has no field.
 
     Args:
         name: Source of the part, as data.name takes it.

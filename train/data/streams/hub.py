@@ -311,6 +311,10 @@ class HubDocuments:
 
         Args:
             position: Position that came with a chunk. None is the beginning.
+
+        Raises:
+            DataError: A record has no text in the field, or the data set cannot be parsed.
+            ReadError: The network or the disk does not answer.
         """
         number, count = self._shard
         rows = self._data_set.splits[self._split].shard(count, number, contiguous=False)

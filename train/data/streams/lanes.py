@@ -158,7 +158,8 @@ class StreamShard:
         """Read what other processes have tokenized, or tokenize one more step if there is nothing.
 
         Returns:
-            False if another process is tokenizing a step.
+            False if another process is tokenizing a step. Otherwise True, also if the lane has
+            ended.
 
         Raises:
             DataError: A document cannot be read, or the cache cannot be written.

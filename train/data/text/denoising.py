@@ -72,8 +72,8 @@ def references(data: Data, vocab_size: int, special: Iterable[int]) -> list[Refe
 def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float]:
     """Return the mean loss of the trigram, 4-gram and copy models, in nats per target.
 
-    The models are counted on training batches of one epoch, and measured on evaluation batches.
-    Both are cut off after enough targets (`references`).
+    The models are counted on training batches of one epoch, so the data must be no stream, and
+    measured on evaluation batches. Both are cut off after enough targets (`references`).
     """
     assert data.train_size is not None
     num_train = -(-data.train_size // data.batch_size)
@@ -354,7 +354,7 @@ def load(
 
 
 def noise_of(config: DataConfig) -> Noise:
-    """Return the noise that a configuration names.
+    """Return the noise that a configuration names. Its `noise` must not be `None`.
 
     Raises:
         DataError: The noise cannot have this rate or mean span.

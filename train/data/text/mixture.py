@@ -25,7 +25,8 @@ class MixtureWeights:
     number of the example), so a run resumes at any step and with any number of processes.
 
     Args:
-        counts: Number of examples of each text in a block. The counts add up to `BLOCK`.
+        counts: Number of examples of each text in a block, each at least 1. The counts add up to
+            `BLOCK`.
     """
 
     def __init__(self, counts: Iterable[int], seed: int) -> None:

@@ -40,11 +40,13 @@ _ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
 def check_content(content: bytes, name: str) -> None:
     """Raise an error for a tokenizer.json that would fill the memory when the library opens it.
 
+    Only a file that may be a Unigram model is parsed. Any other file passes by its size alone.
+
     Args:
         name: Name of the file, for the message.
 
     Raises:
-        DataError: The file is larger than 256 MiB, is no JSON, or is a Unigram model whose pieces
+        DataError: The file is larger than 256 MiB, or is parsed and is no JSON or has pieces that
             are too long.
     """
     if len(content) > _LARGEST_FILE:

@@ -106,7 +106,8 @@ class Conversation:
 
         The message and its complete answer are kept for later calls, and `cut_by` is set. If the
         context is full, the oldest messages are left out for good. The system message stays. A
-        message that is refused is forgotten.
+        message that is refused is forgotten. If the model diverges, the message is kept without an
+        answer.
 
         Raises:
             DataError: The template refuses the message.

@@ -230,7 +230,7 @@ class Generator:
 
         Args:
             tokens_BT: Integers, at most S + 1 tokens per text.
-            top: K, number of likeliest tokens to return at each position.
+            top: K, number of likeliest tokens to return at each position, at most V.
 
         Raises:
             DecodingError: The texts are longer than S + 1 tokens.
@@ -251,7 +251,7 @@ class Generator:
     def padded(self, tokens_BT: np.ndarray) -> np.ndarray:
         """Pad tokens with zeros on the right to a power of two of positions, at most S.
 
-        Few shapes mean few compilations.
+        Few shapes mean few compilations. More than S tokens raise ValueError.
         """
         count = tokens_BT.shape[1]
         power_of_two = 1 << max(count - 1, 0).bit_length()

@@ -86,6 +86,7 @@ class Seq2SeqGenerator:
         length_penalty: Beams are compared by ln p / length^penalty. 1 is the mean over tokens.
 
     Raises:
+        ConfigError: The model is no transformer of the zoo.
         DecodingError: `beams` is less than 1, or several beams have a temperature.
     """
 

@@ -191,7 +191,10 @@ class Slots:
             text.slot = None
 
     def put_aside(self, text: Text) -> None:
-        """Empty the text's slot, and keep its cache in host memory so that it can join again."""
+        """Empty the text's slot, and keep its cache in host memory so that it can join again.
+
+        The text must be in a slot. The cache is kept in `text.saved`.
+        """
         assert text.slot is not None
         saved = self._call("extract", self._extract, self._caches, np.int32(text.slot))
         # On the host, because memory of the device is what is short.

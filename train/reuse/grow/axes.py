@@ -170,7 +170,7 @@ def axes(small: TransformerConfig, large: TransformerConfig) -> Axes:
 
 
 def _check(small: TransformerConfig, large: TransformerConfig) -> None:
-    """Refuse growth that changes other fields, shrinks a size, or cannot keep the function."""
+    """Raise `GrowError` if other fields change, a size shrinks, or the function cannot stay."""
     if small.family != large.family:
         raise GrowError(
             f"the checkpoint is a {small.family} and --to a {large.family}; "

@@ -132,7 +132,8 @@ def compared_examples(
 ) -> tuple[dict[str, np.ndarray], str]:
     """Return the inputs of up to `EXAMPLES` examples, and the kind of examples in words.
 
-    They are evaluation examples of the run's data, or random examples if the data is missing.
+    They are the first evaluation examples of the run's data, which is prepared if needed, or random
+    examples if the data is missing. Targets and weights are left out.
 
     Args:
         note: prints a line, about steps that take time or about missing data.
@@ -173,7 +174,8 @@ def larger(config: Config, args: Grow) -> Config:
     """Return the config of the run that continues with the larger model.
 
     It is the old run's with the model of `--to`, the fields of `--set`, and the new workdir and
-    steps. The compute settings of the model stay.
+    steps. The compute settings of the model stay. The `resume` fields and `init` are reset to their
+    defaults.
 
     Raises:
         ConfigError: unknown model or field, or sizes that do not fit.
@@ -216,6 +218,9 @@ def grown(program: Program, larger_program: Program, old: TrainState) -> tuple[T
 
     Args:
         old: state of the run of `program`, the smaller model, with arrays on one device.
+
+    Raises:
+        GrowError, TransplantError, ConfigError: the model cannot grow so (see `grow.plan`).
     """
     import jax
 

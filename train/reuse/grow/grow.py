@@ -115,6 +115,7 @@ def plan(source: ScaledModel, target: ScaledModel) -> Growth:
         GrowError: the target is no larger form of the source, or the function cannot be kept. The
             message says which field, and what to write.
         TransplantError: no parameter can absorb a scale of the preset.
+        ConfigError: one of the models is no transformer of the zoo.
     """
     small = transformer(source.model, "growth")
     large = transformer(target.model, "growth")

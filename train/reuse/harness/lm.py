@@ -43,12 +43,15 @@ class Harness(LM):
 
         Args:
             requests: requests of the harness, with arguments (context, continuation).
+
+        Raises:
+            TextError: a continuation has no token, or is longer than the model's context.
         """
         scores = self._texts.likelihoods([request.args for request in requests])
         return [(score.logprob, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return the log-probability of each complete text.
+        """Return the natural log-probability of each complete text at the start of a document.
 
         Args:
             requests: requests of the harness, with arguments (text,).
@@ -57,6 +60,9 @@ class Harness(LM):
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return the text generated after each context, by default the likeliest tokens.
+
+        The text ends before the first of the strings `until`, where a document ends, or at the
+        largest number of tokens.
 
         Args:
             requests: requests of the harness, with arguments (context, options). Options are

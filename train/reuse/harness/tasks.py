@@ -53,7 +53,7 @@ def measured(
 
     Raises:
         TaskError: a task does not exist, or the harness is not installed.
-        MupaxError: no model at the path.
+        MupaxError: no decoder at the path, or one without its tokenizer (see `Texts`).
     """
     check()
     from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]

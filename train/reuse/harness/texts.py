@@ -100,7 +100,7 @@ class Texts:
         """Return the log-probability of each text (natural logarithm) at the start of a document.
 
         Every token is predicted once. The first window of a text has only the tokens that begin a
-        document as context, the last one has as many as fit.
+        document as context, the last one has as many as fit. A text without tokens gets 0.
         """
         windows: list[Window] = []
         # Number of windows of each text.
@@ -125,7 +125,8 @@ class Texts:
     ) -> str:
         """Return the text that the model writes after a context.
 
-        The text ends before the first of the strings `until`, or where a document ends.
+        The text ends before the first of the strings `until`, where a document ends, or after
+        `max_tokens` tokens.
 
         Args:
             context: Prompt. If it is too long, its start is left out.

@@ -31,6 +31,9 @@ def evaluation(workdir: Path, step: int) -> dict[str, Any]:
 
     Args:
         step: number of optimizer steps done, as in the name of the checkpoint.
+
+    Raises:
+        DiskError: the checkpoint cannot be read.
     """
     try:
         lines = disk.read_bytes(workdir / _ROWS).split(b"\n")
@@ -85,7 +88,11 @@ def measured(row: Mapping[str, Any], averaged: bool, task: str) -> str:
 
 
 def study(config: Config) -> tuned.Tuned | None:
-    """Return the tuned preset whose base, constants and optimizer a run has, or `None`."""
+    """Return the tuned preset whose base, constants and optimizer a run has, or `None`.
+
+    Of the optimizer, only the fields that the study tuned are compared, without `warmup_fraction`.
+    `joint`, `noise_scale` and `zero_readout` of the preset are not compared.
+    """
     for use in tuned.files():
         if use.partition(":")[0] != config.preset.name:
             continue

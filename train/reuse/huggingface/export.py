@@ -104,6 +104,9 @@ def write_text_files(
         text: result of `text_of` for the model.
         out: folder to write into, which exists. A generation_config.json in it stays.
         ids: token ids by config.json's names, such as `eos_token_id`.
+
+    Raises:
+        DataError: a file beside the weights is a link out of their folder.
     """
     notes = []
     reads_text = model.model.task == "tokens"
@@ -282,7 +285,10 @@ def _opened(file: Path, separator: str | None) -> Tokenizer:
 
 
 def _token(file: Path, number: int) -> str | None:
-    """Return the token of an id in a tokenizer.json, or `None` if it has none."""
+    """Return the token of an id in a tokenizer.json.
+
+    Return `None` if the tokenizer has no such id, or if the file is damaged.
+    """
     from tokenizers import Tokenizer as Library
 
     try:

@@ -210,7 +210,7 @@ def write_imported(
     """Write weights in a preset's form: safetensors with mupax's names, and `model.json`.
 
     Args:
-        out: folder to write into, made if it is missing.
+        out: folder to write into, made if it is missing. It must hold no weights yet.
         origin: origin of the weights for the record.
         reads_bytes: whether the model's tokens are bytes, which need no tokenizer.json.
 
@@ -260,7 +260,7 @@ def write_huggingface(
     that was absorbed into each weight. Only an image model has a preprocessor_config.json.
 
     Args:
-        out: folder to write into, made if it is missing.
+        out: folder to write into, made if it is missing. It must hold no weights yet.
         tokens: token ids by config.json's names, such as eos_token_id.
         reads_bytes: whether the model's tokens are bytes, which need no tokenizer.json.
 

@@ -81,6 +81,8 @@ def local(path: Path, revision: str | None) -> Path:
 def _snapshot(name: str, revision: str | None) -> Path:
     """Download all files of a model that mupax reads. Return their folder in the cache.
 
+    The folder is also printed. Files that the cache has are not downloaded.
+
     Raises:
         HubError: the model has no config or safetensors, or mupax does not have it. The config is
             checked before weights are downloaded.

@@ -93,10 +93,12 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     """Yield a folder, and the names of its files to send.
 
     A folder of Hugging Face is not converted: its files with an ending in `SENT` are sent. Other
-    models are exported into a temporary folder, which is deleted at exit.
+    models are exported into a temporary folder, which is deleted at exit, and notes on the export
+    are printed.
 
     Raises:
         PushError: export flags for a folder of Hugging Face, or links out of that folder.
+        MupaxError: no model at the path, or one that cannot be exported.
     """
     from mupax.train.checkpoints.making import scratch
     from mupax.train.reuse import trained

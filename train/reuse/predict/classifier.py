@@ -57,8 +57,10 @@ class Classifier:
         self._logits = program.compile_logits()
 
     def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction]:
-        """Yield the prediction of each file, in order. A file that cannot be read has an error.
+        """Yield the prediction of each file, in order.
 
+        A file that cannot be read, or that gets NaN from the model, has an error and no
+        probabilities.
         Threads decode the next files while a batch is classified.
         """
         with ThreadPool(folders.decoding_threads()) as pool:
@@ -118,7 +120,10 @@ class Classifier:
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the probabilities of logits [b, classes], float64. NaN for rows with NaN or inf."""
+    """Return the probabilities of logits [b, classes], float64.
+
+    A row with NaN or +inf becomes NaN. A logit of -inf among finite ones has the probability 0.
+    """
     with np.errstate(invalid="ignore"):  # a row that is not finite becomes NaN
         exp = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
         return exp / exp.sum(axis=1, keepdims=True)
@@ -132,6 +137,7 @@ def classifier(trained: TrainedModel, batch_size: int) -> Classifier:
 
     Raises:
         WeightsError: The model is one of text.
+        DataError: The model reads neither 1 nor 3 channels.
         WorkdirError, TensorFileError: The weights are damaged.
     """
     trained.check_images("predict")

@@ -196,6 +196,9 @@ def _logprobs(reader: _Reader, is_chat: bool) -> int | None:
 
     In completions, the field logprobs is that number. In chats, logprobs is true or false and
     top_logprobs the number, 0 by default.
+
+    Raises:
+        ApiError: 400 for an unusable value, or for a top_logprobs above 0 without logprobs true.
     """
     if not is_chat:
         return reader.whole("logprobs", None, 0, MOST_LIKELY)
@@ -210,7 +213,11 @@ def _logprobs(reader: _Reader, is_chat: bool) -> int | None:
 def _max_tokens(reader: _Reader, is_chat: bool, echo: bool) -> int | None:
     """Return the largest number of tokens of a text, or `None` to fill the context.
 
-    Without the field, it is 16 for completions and `None` for chats. 0 is allowed only with echo.
+    In chats, the field max_completion_tokens replaces max_tokens. Without a field, the number is 16
+    for completions and `None` for chats. 0 is allowed only with echo.
+
+    Raises:
+        ApiError: 400 for an unusable value.
     """
     name = "max_tokens"
     if is_chat and reader.has("max_completion_tokens"):

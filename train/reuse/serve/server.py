@@ -361,7 +361,8 @@ class App:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one HTTP request. See the ASGI specification for the arguments.
 
-        An unexpected error is logged and answered 500, or 503 if memory ran out.
+        An unexpected error is logged. If no answer has begun, it is answered 500, or 503 if memory
+        ran out.
         """
         if scope["type"] != "http":
             return

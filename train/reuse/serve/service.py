@@ -201,6 +201,8 @@ class Prompt:
 class Answer:
     """Texts of one request while the worker writes them. Making an `Answer` queues its texts.
 
+    Make it inside the running event loop that reads the answer. Texts of no tokens are not queued.
+
     Args:
         client: Address of the client, by which the queue is fair.
         max_seconds: Time limit of the request, from now on.
@@ -252,7 +254,8 @@ class Answer:
         A text that ends is yielded at that moment, even with an empty piece.
 
         Raises:
-            ApiError: 500 or 503 if the worker failed.
+            ApiError: 500 or 503 if the worker failed, 500 if the model has diverged, 503 if no slot
+                came free in time.
         """
         while not all(writing.finish for writing in self.writings):
             event = await self._next_event()
@@ -407,8 +410,9 @@ class Service:
         Nothing is queued yet. Encoding a long prompt can take long.
 
         Raises:
-            ApiError: 400 if a prompt is too long or the model cannot do what is requested, 404 for
-                another model.
+            ApiError: 400 if a prompt is too long or cannot be encoded, `max_tokens` or a seed is
+                too large, log-probabilities are requested of too many tokens, or a chat has no
+                template that accepts its messages; 404 for another model.
         """
         if request.model is not None:
             self._check_name(request.model)
@@ -482,8 +486,11 @@ class Service:
     async def complete(self, answer: Answer) -> dict[str, Any]:
         """Wait until all texts are written. Return the answer of the request in OpenAI's form.
 
+        If the request has `logprobs`, also wait until the worker has scored all texts.
+
         Raises:
-            ApiError: 500 or 503 if the worker failed or the model has diverged.
+            ApiError: 500 if the worker failed or the model has diverged, 503 if the worker failed
+                or the time of the request is over before a slot is free or the scores are made.
         """
         async for _ in answer.pieces():
             pass
@@ -520,7 +527,8 @@ class Service:
         The last chunk has the token counts, unless `request.usage` is "never".
 
         Raises:
-            ApiError: 500 or 503 if the worker failed or the model has diverged.
+            ApiError: 500 or 503 if the worker failed, 500 if the model has diverged, 503 if no slot
+                came free in time.
         """
         request = answer.request
         head = self._head(request, ".chunk" if request.chat else "")

@@ -204,7 +204,8 @@ class Worker:
     def stop(self) -> None:
         """Let the thread end after its present call, and wait for it for at most `_STOP_S`.
 
-        A call that compiles can take longer. Then the process, when it exits, does not wait for it.
+        A call that compiles can take longer. If it still runs when the process exits, the process
+        ends at once with exit code 130.
         """
         with self._changed:
             self._stopped = True
@@ -393,7 +394,8 @@ class Worker:
         """Put aside a text of another job whose turn is over, to free its slot.
 
         The text joins the queue behind all others. Return False if there is no such text, or if
-        there is no memory for its cache.
+        there is no memory for its cache. In the second case, the number of texts put aside at a
+        time is limited to the present number from then on.
         """
         now = time.monotonic()
         candidates = []

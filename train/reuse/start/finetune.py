@@ -309,10 +309,12 @@ def _images(folder: Path, origin: TrainedModel, model: ImageModel) -> _Defaults:
     """Return the defaults of a run on a folder of images per class.
 
     It takes 10 epochs, but at least 100 and at most 2,000 steps. The readout is new unless the
-    classes are the source's in the same order.
+    classes are the source's in the same order. A small folder of small images gets a light jitter
+    in place of random crops.
 
     Raises:
         UsageError: the folder is a file, or has no folders in it.
+        DataError: the folder has no images by class.
     """
     from mupax.train.data.sources import folders
 
@@ -353,7 +355,9 @@ def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer:
     """Return the defaults of a run on text, records or conversations: 200 steps.
 
     Conversations are read by the source's chat template, other text by its tokenizer alone. A
-    source trained on span corruption reads conversations as other text.
+    source trained on span corruption reads conversations as other text. A source's run passes on
+    its separator, special tokens, text field and noise (`_TEXT_FIELDS`). Weights without a run pass
+    on their separator alone, and only if the command line names no tokenizer.
 
     Args:
         has_tokenizer: whether the command line names a tokenizer.

@@ -108,6 +108,9 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         folder: workdir of the run. It is read only if `held`.
         held: whether the folder holds a run to continue.
         processes: processes of the run. The first one looks the source up for all.
+
+    Raises:
+        MupaxError: a new run's source does not exist or cannot be read (see `trained.describe`).
     """
     start = config.init
     if held:
@@ -136,8 +139,9 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
 def _with_tokenizer(config: Config) -> Config:
     """Return a new run's config with the tokenizer beside the weights that it starts from.
 
-    This applies to a run that names no tokenizer and has the vocabulary of the weights. The default
-    tokenizer, bytes, would give other tokens than the weights were trained on.
+    This applies to a run that names no tokenizer and has the vocabulary of the weights. If it names
+    no separator, it gets that of the weights, too. The config of any other run, and of a run that
+    starts from another run, is returned unchanged.
     """
     if config.data.task != "tokens" or config.data.tokenizer != _UNNAMED:
         return config
@@ -154,7 +158,8 @@ def own_settings(config: Config) -> DataConfig:
     """Return a new run's data settings with the tokenizer and chat template files of its source.
 
     A file of the source is used if both runs name the same tokenizer or template. A path that
-    exists is left as it is: it may have held another file when the source was trained.
+    exists is left as it is: it may have held another file when the source was trained. The settings
+    are returned unchanged if the source is weights without a run.
 
     Args:
         config: config of the new run, with `init.init_from`.
@@ -364,6 +369,8 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
 
 def _check_models(source: ModelConfig, target: ModelConfig, allowed: Sequence[str]) -> None:
     """Raise `InitError` for models of different families or functions, and for centred models.
+
+    It is also raised for a name in `allowed` that is not in `UNSEEN`.
 
     Args:
         allowed: fields of `UNSEEN` that may differ (`--init-change`).

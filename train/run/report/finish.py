@@ -374,7 +374,10 @@ def _add_set(
 
 
 def _add_training_loss(table: Table, rows: Sequence[Mapping[str, Any]], scale: _LossScale) -> None:
-    """Add a row with the training loss averaged over the last steps: 5 % of them, at most 100."""
+    """Add a row with the training loss averaged over the last steps: 5 % of them, at most 100.
+
+    At least one step is averaged. No row is added if there are no training steps.
+    """
     steps, losses = _series(rows, "loss")
     if not len(steps):
         return

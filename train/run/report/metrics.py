@@ -170,7 +170,9 @@ class MetricWriters:
     def close(self) -> None:
         """Write what is queued, close all writers and end the thread.
 
-        This waits for `_CLOSE_S` seconds at most. Then a line says which writers do not answer.
+        This waits for `_CLOSE_S` seconds at most. If the writers have not finished by then, a line
+        names them, and the thread is left to itself. If they were reported as hanging before, this
+        does not wait.
         """
         self._calls.put(partial(self._call_all, "close"))
         if not (self._hangs or self._wait(_CLOSE_S)):
@@ -465,7 +467,7 @@ def _checked_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_evaluation(workdir: Path | str, step: int) -> bool:
-    """Return whether a run has written the evaluation of a step.
+    """Return whether a run has written the evaluation of a step. `False` without metrics.jsonl.
 
     Args:
         step: Number of steps done before the evaluation.

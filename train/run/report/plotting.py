@@ -197,7 +197,7 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     """Return centered means of values [N], NaN where a value is not finite.
 
     The window grows with the step up to a 25th of the run. So there is no lag, and a steep start
-    stays steep.
+    stays steep. The window is cut off at the last value.
     """
     index = np.arange(len(values))
     half_window = np.minimum(index // 10, len(values) // 50)
@@ -263,8 +263,9 @@ def limits(axes: Axes, values: np.ndarray, *, log: bool) -> None:
 def _log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers in [low, high] as the ticks of a log axis, five or more if possible.
 
-    The coarsest list that has five numbers inside is used, such as 1, 2, 5 per decade, or else the
-    finest. Numbers outside are left out, because matplotlib lays out labels out of sight, too.
+    `low` must be above 0. The coarsest list that has five numbers inside is used, such as 1, 2, 5
+    per decade, or else the finest. Numbers outside are left out, because matplotlib lays out labels
+    out of sight, too.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     lists_of_leads = (

@@ -67,7 +67,8 @@ class Total:
         """Add a step to the sums, after multiplying them by e^(-seconds/fading).
 
         Args:
-            waited: Seconds of the step in which the devices had nothing to do.
+            waited: Seconds of the step in which the devices had nothing to do. More than `seconds`
+                counts as `seconds`.
         """
         # With an infinite `fading` this is 1 and the sums are plain ones.
         keep = math.exp(-seconds / self.fading)
@@ -78,12 +79,12 @@ class Total:
 
     @property
     def rate(self) -> float:
-        """Units (tokens or images) per second."""
+        """Units (tokens or images) per second, after at least one step."""
         return self.units / self.seconds
 
     @property
     def data_wait(self) -> float:
-        """Share of the time in which the devices waited for data, in [0, 1]."""
+        """Share of the time in which the devices waited for data, in [0, 1], after a step."""
         return self.waited / self.seconds
 
 
@@ -555,7 +556,10 @@ def _round_steps(total_steps: int) -> int:
 
 
 def _per_byte(loss: float, loss_per_byte: float | None) -> str:
-    """Return the loss per byte as ` (0.6400/byte)`, or "" if it is unknown or equals the loss."""
+    """Return the loss per byte as ` (0.6400/byte)`.
+
+    Return "" if it is `None`, not finite or equal to the loss.
+    """
     if loss_per_byte is None or not math.isfinite(loss_per_byte) or loss_per_byte == loss:
         return ""
     return f" ({loss_per_byte:.4f}/byte)"

@@ -74,7 +74,8 @@ class Memory:
 def of_this_process(process: int, processes: int) -> Memory:
     """Open the memory that the supervisor of this process reads, and write both numbers to it.
 
-    Remove its environment variable `MUPAX_ATTEMPT`, so that child processes do not get it.
+    The environment variable `MUPAX_ATTEMPT`, which must be set, has its descriptor. Remove the
+    variable, so that child processes do not get it.
 
     Args:
         process: Number of this process of the run, from 0.

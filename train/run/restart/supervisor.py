@@ -266,6 +266,8 @@ class Listener:
 def attempt(number: int, command: Sequence[str], listener: Listener) -> RestartAttempt:
     """Run a command to its end in a child process, and return how it ended.
 
+    The child's standard error is passed on. On Linux the child gets SIGTERM if this process dies.
+
     Args:
         number: Number of the attempt, from 1.
         listener: Listener whose signals are passed on. The child is killed `_KILL_SECONDS` after a
@@ -396,7 +398,9 @@ def run(config: Config, words: Sequence[str], max_restarts: int) -> int:
     """Train in a child process, and start it again with `--resume` after a crash.
 
     The child is not started again if it is done, had bad input or got a signal, or if two attempts
-    in a row failed at the same step. Each attempt is recorded in `attempts.jsonl`. The pause before
+    in a row failed at the same step. `--resume` is added once an attempt has claimed the workdir,
+    and `--resume-from` is removed once one has begun to train. An attempt is recorded in
+    `attempts.jsonl` if it has claimed the workdir and its input was not bad. The pause before
     another attempt doubles from 1 second to 60 seconds.
 
     Args:

@@ -89,7 +89,8 @@ def balance(
     Args:
         definition: Definition of a ViT, an untied decoder or encoder-decoder, or of a model that
             `mupax.train.studies.check.feature_speed.of_model` can take apart.
-        batch: `inputs`, `targets` and `weights`. A larger batch has less noise in the gradient.
+        batch: `inputs`, `targets` and `weights`, and for an encoder-decoder `decoder_inputs` and
+            `input_mask`, too. A larger batch has less noise in the gradient.
         config: Optimizer settings. Learning rate, schedule, decay and clipping do not matter.
         reference: Preset with the initialization, multipliers, eps and decay (lr * wd per group);
             `sp` by default.
@@ -175,11 +176,15 @@ def desiderata(
 
     Args:
         definition: Definition as for `balance`. The same models are refused.
-        batch: `inputs`, `targets` and `weights`.
+        batch: Batch as for `balance`.
         config: Optimizer settings. Learning rate, schedule, decay and clipping do not matter.
         *presets: Presets with initialization, multipliers and rates. One compiled program serves
             them all.
         centered: Whether the output is f(w) - f(w0), where w0 are the initial parameters.
+
+    Raises:
+        PresetError: The model cannot be measured, a preset does not fit the model or the optimizer,
+            or a preset sets Muon's blocks or norms.
     """
 
     @jax.jit
@@ -217,7 +222,8 @@ def next_scale(tried: Sequence[tuple[float, float]]) -> float:
     the -1 swing from side to side, so the power is taken from the last two pairs.
 
     Args:
-        tried: (scale, speed of the last feature) of all passes so far, at least one.
+        tried: (scale, speed of the last feature) of all passes so far, at least one. All numbers
+            are above 0, and the last two scales differ.
     """
     scale, speed = tried[-1]
     power = -1.0
@@ -270,7 +276,7 @@ def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
     Each of L layers takes 1 / L off the loss, and each of its G groups 1 / (L G), so its rate is
     1 / (L G <∇, u>). A group in several layers, such as the gains of the embedding's norm and of
     the last norm, has one rate and at most its part in each layer. The other groups of a layer
-    share the rest.
+    share the rest. Every <∇, u> must be above 0, which is not checked here.
 
     Args:
         grads: Gradients of the loss by parameter name.

@@ -51,8 +51,13 @@ class Balance:
 def main(argv: Sequence[str]) -> int:
     """Run `mupax presets balance`: derive learning rates from one batch and write a preset.
 
-    The preset is written to `--out`. Then the reference and the new preset are measured, and tables
-    of both are printed. Return 0.
+    The preset is written to `--out`, where an existing file is replaced. Then the reference and the
+    new preset are measured, and tables of both are printed. Return 0.
+
+    Raises:
+        UsageError, ConfigError: As for `configured`.
+        PresetError: The model cannot be measured or no rates can be derived, as for
+            `balance.balance`. Nothing is written.
     """
     args, rest = command_line.parse_known(
         Balance, "mupax presets balance", cli.with_file_first(argv)
@@ -96,7 +101,8 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
 
     Raises:
         UsageError: A flag that the command does not read, or a folder that does not exist.
-        ConfigError: No recipe or model has the name, or values do not fit together.
+        ConfigError: No recipe or model has the name, values do not fit together, or
+            `data.document_mask` is on.
     """
     for word in rest:
         flag = word.partition("=")[0]

@@ -339,7 +339,8 @@ def _next_steps(args: Check, preset: Preset, findings: Sequence[Finding]) -> lis
 def _check_joint_rule(args: Check, config: Config) -> int:
     """Check a joint rule as batch or tokens grow, and report the findings. Return the exit code.
 
-    It is 0 if the check passes, otherwise 1. A dry run prints runs and theory and returns 0.
+    It is 0 if the check passes, otherwise 1. Cautions of the rule for the last run are printed too.
+    A dry run prints runs and theory and returns 0.
 
     Raises:
         ConfigError: `args.model` is no recipe, or as for `joint_run.runs`.
@@ -408,7 +409,7 @@ def _report(
 ) -> int:
     """Print the findings, and write JSON and pictures to the paths that the flags name.
 
-    Return 0 if the check passes, otherwise 1.
+    Existing files are replaced. Return 0 if the check passes, otherwise 1.
 
     Args:
         not_judged: Observables that theory says nothing about. They are printed and written, too.
@@ -451,6 +452,8 @@ def _report(
 
 def configured(args: Check, rest: Sequence[str]) -> Config:
     """Return the run whose model, preset and optimizer are checked.
+
+    `--peak-lr` is applied only if batch or tokens grow. Otherwise `_plan` reads it.
 
     Args:
         rest: Further words of the command line, the flags of a run.

@@ -174,7 +174,8 @@ def of_model(
         definition: Definition of a ViT, an untied decoder or encoder-decoder, or any model with
             `embed(inputs)`, `block` (a module whose parameters are stacked along "layers") and
             `read(h)`.
-        batch: `inputs`, `targets` and `weights` (see `mupax.train.core.step`).
+        batch: `inputs`, `targets` and `weights` (see `mupax.train.core.step`), and for an
+            encoder-decoder `decoder_inputs` and `input_mask`, too.
         flow: Function from gradients by name to velocities by name.
         centered: Whether the output is f(w) - f(w0). `params` must then be w0, the initial ones.
 

@@ -119,7 +119,7 @@ def observe(
     """Run a config's optimizer on synthetic gradients for all steps, and return the observables.
 
     The updates are summed and not applied: weights stay where they are. Names are those of
-    `joint_limits.OBSERVABLES`.
+    `joint_limits.OBSERVABLES`. "decay over the run" is NaN if no parameter decays.
 
     Args:
         batch_ratio: Batch of the run divided by that of the first run. The noise of the gradients

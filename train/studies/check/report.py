@@ -63,7 +63,7 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
     """Write a PNG with a row per observable: slope, interval and band of theory; failures on top.
 
     An observable that was read after several steps has the row of the first step that failed, or of
-    the last step.
+    the last step. An existing file is replaced.
 
     Args:
         axis: Grown size, such as "head_dim", for the label "exponent of AXIS".
@@ -318,7 +318,10 @@ def panels(
     The title of a panel has the slope of the first step that failed (otherwise of the last step),
     its interval, and the slopes that pass.
 
+    An existing file is replaced.
+
     Args:
+        findings: Findings after 0, 1, 3 or 10 steps. Other numbers of steps raise a KeyError.
         sizes: Grown size of every model, or its ratio to the smallest.
         axis: Words for `sizes`, such as "heads / smallest", below all panels.
         title: Title of the picture. The verdict is added.

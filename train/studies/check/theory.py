@@ -182,6 +182,7 @@ class _Theory:
         allowances: Name of an allowance to how far a slope may lie (below, above) its exponent.
         fastest_growth: Greatest exponent that counts as growth after initialization, otherwise 0.
         gain_drop: Slope by which the first gradient of attention's norm gain lies below theory.
+        concentration_drop: Slope by which the first gradient of a key's bias lies below theory.
         gate_drop: Octaves per doubling by which gates of experts fall.
         troubles: Words for what is wrong with a row of the table.
         numbers: Values that the table gives at the smallest size.
@@ -197,6 +198,7 @@ class _Theory:
     allowances: Mapping[str, tuple[float, float]]
     fastest_growth: float
     gain_drop: float
+    concentration_drop: float
     gate_drop: float
     troubles: Mapping[ObservableStep, str]
     numbers: Mapping[ObservableStep, float]
@@ -271,6 +273,9 @@ class _Theory:
         is_block_gain = "block.norm_gain" in name and not name.endswith("/mlp_norm")
         if (step, kind) == (0, "gradient") and is_block_gain:
             below = max(below, self.gain_drop)
+
+        if (step, kind) == (0, "gradient") and name.endswith("key.bias"):
+            below += self.concentration_drop
 
         # An encoder's gradients all come back through values and keys of cross-attention, and
         # through values, queries and keys of its own later blocks: the same sum as for that gain.
@@ -360,6 +365,7 @@ def _derive_theory(
             f"{family} {grown_size}", explodes=fastest_growth > 0, tied=is_tied
         )
 
+    numbers = groups.at_base(preset, first.specs, first.sizes, optimizer)
     gate_drop = 0.0
     if part and family == "sgd" and limit.random("router") < -_GROWS:
         # Scores that vanish leave gates of 1/2. The gate of a chosen expert starts above 1/2, and
@@ -377,9 +383,10 @@ def _derive_theory(
         allowances=allowances,
         fastest_growth=fastest_growth,
         gain_drop=_gain_drop(unaligned_limit, factor),
+        concentration_drop=_concentration_drop(numbers, limit.attention, factor),
         gate_drop=gate_drop,
         troubles=_troubles(preset, first, limit, optimizer),
-        numbers=groups.at_base(preset, first.specs, first.sizes, optimizer),
+        numbers=numbers,
         strict=strict,
         accept=accept,
     )
@@ -444,6 +451,32 @@ def _gain_drop(limit: Limit, factor: float) -> float:
     return math.log2(3 / (1 + 2 * factor ** (-2 * gap))) / 2 / math.log2(factor)
 
 
+def _concentration_drop(
+    numbers: Mapping[ObservableStep, float], exponent: float, factor: float
+) -> float:
+    """Return by how much the slope of a key bias's first gradient is below its exponent.
+
+    The drop is 0 unless attention logits fall.
+
+    The gradient is a sum over positions, each times its attention, of terms of either sign, since a
+    bias that is the same for all keys changes no attention but by their positions. So it goes as
+    the root of the sum of squared attentions. With many positions and normal logits of standard
+    deviation s this is e^(s^2 / 2) times that of even attention. Under `mup` s is 1 at the smallest
+    size and falls as N^-1/2. With 512 positions the slope was -0.89 up to head_dim 64 (theory
+    -1/2), and -0.65 with logits of a quarter of the size.
+
+    Args:
+        numbers: Values at the smallest size. That of attention logits is s.
+        exponent: Exponent of the attention logits.
+        factor: Growth of the fastest axis, such as 8.
+    """
+    if exponent >= -_GROWS:
+        return 0.0
+    deviation = numbers.get(("attention", 0), 1.0)
+    fall = deviation**2 * (1 - factor ** (2 * exponent))
+    return fall * math.log2(math.e) / 2 / math.log2(factor)
+
+
 def gates_fall(first: Mapping[str, int], last: Mapping[str, int]) -> float:
     """Return by how many octaves per doubling the mean sigmoid gate of active experts falls.
 
@@ -451,8 +484,11 @@ def gates_fall(first: Mapping[str, int], last: Mapping[str, int]) -> float:
     every gate is 1/2.
 
     Args:
-        first: Size of every logical axis of the smallest model.
+        first: Size of every logical axis of the smallest model, "experts" and "active" among them.
         last: Size of every logical axis of the largest model.
+
+    Raises:
+        PresetError: No axis grows.
     """
     active_share = first["active"] / first["experts"]
     normal = statistics.NormalDist()

@@ -196,7 +196,11 @@ def forward(
         memory_BSD: jax.Array | None = None,
         label: str = "",
     ) -> jax.Array:
-        """Apply all blocks of a stack to its embedding, record outputs, and return the stream."""
+        """Apply all blocks of a stack to its embedding and return the stream after them.
+
+        The stack's `zeros` are added to the outputs of its mappings. The sums are written into
+        `outputs`, with names that begin with `label`.
+        """
         graph, stacked = nnx.split(block)
         # These two are added outside of the scan, which only takes arrays with an axis of layers.
         ends = {f"{label}embedding", f"{label}stream"}
@@ -433,7 +437,8 @@ class Series:
     """Models of one structure at growing sizes, each compiled once for all presets.
 
     Args:
-        definitions: Models, each twice as large as the one before in the dimension that grows.
+        definitions: Models, each twice as large as the one before in the dimension that grows. At
+            least two, or no slope can be fitted.
         batches: Batch of each of the `definitions`, in their order.
         seeds: Number of initializations of each model, from seeds 0 to `seeds` - 1.
         masked: Whether positions of a causal model see no later positions.
@@ -567,7 +572,7 @@ def measured(
 
     Args:
         presets: Functions from the sizes of the base, by axis, to a preset.
-        count: Number of sizes of a dimension, each twice the one before.
+        count: Number of sizes of a dimension, each twice the one before. At least 2.
         seeds: Number of initializations of each model, from seeds 0 to `seeds` - 1.
         dimensions: Dimensions to grow; by default all that the model has. "positions" is skipped
             for a model of images.
@@ -630,7 +635,8 @@ def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: b
         config: Run with the model and the preset.
         count: Number of sizes of each dimension, each twice the one before.
         seeds: Number of initializations of each model, from seeds 0 to `seeds` - 1.
-        path: JSON file to write the exponents to. `None` writes none.
+        path: JSON file to write the exponents to, in an existing folder. An existing file is
+            replaced. `None` writes none.
         dry_run: Print what theory says, and measure nothing.
 
     Raises:

@@ -199,7 +199,13 @@ def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.n
 
 
 def best_rate(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return log2 of the best rate less `Rows.centre_log2_lr`, [R, n]. Arguments as `log_loss`."""
+    """Return log2 of the best rate less `Rows.centre_log2_lr`, [R, n].
+
+    Args:
+        names: Parameters of the law [P], which must include `x0`.
+        theta: Values of the parameters, [R, P].
+        scale: log2 of parameters, tokens and batch less the rows' mean, [n, 3].
+    """
     value = {}
     for name, column in zip(names, theta.T, strict=True):
         value[name] = column[:, None]
@@ -212,6 +218,8 @@ def best_rate(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.
 
 def predicted(rows: Rows, theta: np.ndarray) -> np.ndarray:
     """Return the natural log of the law's loss of every row divided by `Rows.centre_loss`, [R, M].
+
+    It is the loss at the row's learning rate, or at the best rate if the law has no rate term `c`.
 
     Args:
         rows: Rows to which the law is fitted.

@@ -322,7 +322,7 @@ def _sweep_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
     Rows without such a command are skipped.
 
     Raises:
-        PointsError: No row has a command.
+        PointsError: The folder has rows, but none has such a command.
     """
     from mupax.train.studies.transfer.planned import label_of
 

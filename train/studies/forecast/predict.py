@@ -88,7 +88,7 @@ def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Pred
     Args:
         law: Law of the study that the run extends.
         keep_rate: Predict the loss at the run's own peak rate. By default it is predicted at the
-            best rate.
+            best rate. It has no effect if the rate does not vary in the rows.
 
     Raises:
         NoLaw: The run differs from the rows in more than its scale, or in an axis that no row

@@ -218,7 +218,7 @@ def patches(images_BHWC: np.ndarray, size: int) -> np.ndarray:
 
     Args:
         images_BHWC: Square images, so that `H == W`.
-        size: Side of a patch, in pixels.
+        size: Side of a patch, in pixels. The side of the images must be a multiple of it.
     """
     batch, side, _, channels = images_BHWC.shape
     grid = side // size
@@ -339,6 +339,9 @@ def limit(
         responses: Whether products with a matrix and with its transpose are correlated. `False` is
             a control (`mupax.presets.infinite.dice.LazyGaussian`).
         dtype: Dtype of the networks, float32 by default.
+
+    Raises:
+        ConfigError: The model or the optimizer has no limit here (see `check`).
     """
     wide = with_heads(config, heads)
     model: Any = wide.model
@@ -486,7 +489,7 @@ class Dynamics:
 def main(argv: Sequence[str]) -> int:
     """Train the networks, print a table, and write JSON and a figure if asked. Return exit code 0.
 
-    A dry run only prints the sizes of the network and of its records.
+    A dry run only prints the sizes of the network and of its records. Existing files are replaced.
 
     Raises:
         UsageError, ConfigError, PresetError: The flags or the model do not fit.
@@ -568,7 +571,7 @@ def _with_model_flag(argv: Sequence[str]) -> list[str]:
 
 
 def mean(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean over networks, axis 0, and its standard error. Needs two networks."""
+    """Return the mean over networks, axis 0, and its standard error, NaN for a single network."""
     # ddof=1 needs two networks, which `Dynamics` demands.
     return values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
 

@@ -322,11 +322,16 @@ def _on_chips(config: Config, args: Plan, chips: str) -> tuple[Config, Cost]:
     """Return a run with a mesh and remat policy found by compiling for its chips, and its cost.
 
     Up to `--limit` combinations of mesh, remat and microbatches are compiled, and the fastest that
-    fits is used. With `--limit 0` the run is compiled unchanged. Without the compiler's packages
-    the run is unchanged, and the cost is that of `_by_formula`.
+    fits is used. If none fits, the run gets one that does not fit, and the cost's `fits` is False.
+    With `--limit 0` the run is compiled unchanged. Without the compiler's packages the run is
+    unchanged, and the cost is that of `_by_formula`.
 
     Args:
         chips: Value of `--chips`, such as `v5e:16x16`.
+
+    Raises:
+        MeshError: No mesh fits the model and the batch.
+        RefusedError: The compiler refuses every combination that is tried.
     """
     from mupax.train.pods import topology
 
@@ -420,7 +425,8 @@ def _state_bytes(config: Config) -> int:
 def _by_formula(config: Config, args: Plan, count: int, chip: Chip, reason: str) -> Cost:
     """Return the cost of a run without a compiler: the state's memory, and the time by a flag.
 
-    Without `--tokens-per-second` or `--mfu` there is no time, and a caution says so.
+    Without `--tokens-per-second` or `--mfu` there is no time, and a caution says so. The run counts
+    as fitting if state and gradients, split over all chips, do. Activations are not counted.
 
     Args:
         count: Number of chips, over which the state is split.
@@ -448,7 +454,8 @@ def _on_this_machine(config: Config, args: Plan, studies: Sequence[Points]) -> C
     """Return the cost of a run on the devices of this process, without compiling it.
 
     The memory comes from a formula. The time comes from `--tokens-per-second` or `--mfu`, otherwise
-    from the speed of the studies. If there is neither, a caution replaces the time.
+    from the speed of the studies. If there is neither, or `--mfu` is given and the peak of the
+    device is unknown, a caution replaces the time. It is not checked whether the run fits.
     """
     from mupax.train.core.program import assemble
     from mupax.train.parallel.sharding import described
@@ -505,7 +512,9 @@ class StepDuration(NamedTuple):
 
 
 def _flag_duration(config: Config, args: Plan, peak: float) -> StepDuration:
-    """Return the duration of a step by `--tokens-per-second` or `--mfu`.
+    """Return the duration of a step by `--tokens-per-second` or, without it, by `--mfu`.
+
+    One of the two flags must be given.
 
     Args:
         peak: Peak FLOP/s of all devices together. Only `--mfu` reads it.

@@ -227,7 +227,10 @@ def _published(model: ModelConfig) -> Evidence | None:
 
 
 def _distance(sizes: Mapping[str, int], model: Mapping[str, int]) -> float:
-    """Return the doublings between two models in width ("embed") or depth, whichever are more."""
+    """Return the doublings between two models in width ("embed") or depth, whichever are more.
+
+    An axis that one of them lacks is left out. At least one axis must be in both.
+    """
     doublings = []
     for axis in ("embed", "layers"):
         if axis in sizes and axis in model:

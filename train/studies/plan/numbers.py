@@ -107,7 +107,8 @@ def _other_run_caution(config: Config, setting: Setting) -> list[str]:
 def rate_differences(config: Config, setting: Config) -> list[tuple[str, Any, Any]]:
     """Return the fields that differ between two runs and make their learning rates not comparable.
 
-    Compared are the optimizer's name, schedule and clip norm, and the preset's name and base.
+    Compared are the optimizer's name, schedule and clip norm, the preset's name and, if the names
+    are equal, the preset's base.
 
     Returns:
         (name, value of `config`, value of `setting`) of each field.

@@ -185,7 +185,7 @@ def as_json(
 
 
 def _spec_as_json(spec: ParamSpec) -> dict[str, Any]:
-    """Return the fields of a declaration that tracing can find, as values for JSON."""
+    """Return the `group` of a declaration and all its fields but `start`, as values for JSON."""
     fields = dataclasses.asdict(spec)
     fields["role"] = spec.role.value
     fields["of"] = spec.of and spec.of.value

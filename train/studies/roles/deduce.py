@@ -142,10 +142,12 @@ def _role_names(roles: Iterable[Role]) -> str:
 
 
 def _added(matrices: Matrices, use: OperandUse) -> Constraint:
-    """Return the role of a parameter that is added: a bias, or a position embedding.
+    """Return the role of a parameter that is added: a bias, a position or a relative bias.
+
+    A relative bias is added to attention logits.
 
     Raises:
-        Refusal: It is neither, or is added to the product of a parameter that is refused.
+        Refusal: It is none of these, or is added to the product of a parameter that is refused.
     """
     flow = matrices.flow
     other = use.other
@@ -384,7 +386,7 @@ def _aligned_dims(use: OperandUse) -> list[tuple[ParamDim, Dim]]:
     """Return dimensions of a parameter with the dimensions of activations that they lie along.
 
     A product contracts the two with each other, a sum adds along them. A use without another
-    operand has none.
+    operand has none, nor has a sum whose operands differ in their number of dimensions.
     """
     view = use.view
     node = use.node

@@ -463,7 +463,10 @@ class Flow:
         return any(end is not node and self.precedes(end, node) for end in self.branches)
 
     def _branch(self, node: Node) -> Branch | None:
-        """Return the branch that a value ends, if it is the sum of a stream and a branch."""
+        """Return the branch that a value ends, or `None` if it is no sum of a stream and a branch.
+
+        A branch has at least one product with parameters.
+        """
         if node.op not in BRANCHES or len(node.inputs) != 2:
             return None
         # A bias or a position is added, too, and is no branch.
@@ -482,7 +485,7 @@ class Flow:
         return None
 
     def _has_matrix_between(self, first: Node, last: Node) -> bool:
-        """Return whether a product with parameters lies between two values."""
+        """Return whether a product with parameters comes after `first`, up to and with `last`."""
         for product in self.matrices:
             is_after_first = product is not first and self.precedes(first, product)
             if is_after_first and self.precedes(product, last):

@@ -48,7 +48,10 @@ class Atom:
     broadcast: bool = False
 
     def copy(self) -> Atom:
-        """Return a new atom of the same size and parameters, for the result of a product."""
+        """Return a new atom of the same size, parameters and segments, for a product's result.
+
+        It is not linked to the atom that this one was cut out of, nor to its parts.
+        """
         # Without `broadcast`, because the product may differ along the axis.
         return Atom(self.size, self.param_dims, segments=self.segments)
 

@@ -580,7 +580,8 @@ def complete_dims(
         dims: Dimensions of the view, such as those that a product sums over.
 
     Raises:
-        Refusal: The view has only a part of such a dimension, or mixes dimensions.
+        Refusal: The view has only a part of such a dimension, or mixes dimensions. A view of
+            several parameters, such as fused projections, is not tested for this.
     """
     indices = use.dims_of_param(dims)
     for index in indices:

@@ -472,7 +472,8 @@ def differences(
     """Return the differences between declarations and traced roles, in words by parameter.
 
     Parameters that agree and parameters that tracing refused have no entry. The initial value of a
-    gain is not compared, because no loss shows it. A tied readout has the entry "tied readout".
+    gain is not compared, because no loss shows it. There is an entry "tied readout" if that of the
+    config differs from the traced one, or if its embedding table was refused.
 
     Args:
         declared: Declarations to compare. By default those of the config.
@@ -511,7 +512,7 @@ def refuse_wrong_declarations(config: ModelConfig) -> None:
 
 
 def _different_fields(declared: ParamSpec, traced: ParamSpec) -> str:
-    """Return the different fields of two declarations, in words. Empty if there are none."""
+    """Return the different fields of two declarations but `start`, in words, or "" without any."""
     words = []
     for field in dataclasses.fields(declared):
         declared_value = getattr(declared, field.name)

@@ -60,7 +60,8 @@ def kind_of(op: str, inputs: Sequence[Node]) -> Kind:
     """Return the kind of a primitive's result, from the kinds of its operands.
 
     A parameter with an activation or the batch gives an activation. A parameter alone stays a view
-    under layout operations and constant factors, and is derived under all others.
+    under layout operations and constant factors, and is derived under all others. Without
+    parameters the kind is "data" if the batch is among the operands, and otherwise "constant".
     """
     kinds = {node.kind for node in inputs}
     if not kinds & {"view", "derived", "activation"}:

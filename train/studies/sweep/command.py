@@ -123,7 +123,9 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
         rest: Further words of the command line, flags of the recipe for every point.
 
     Raises:
-        ConfigError, PresetError: A value does not fit, or there are more than `MOST_POINTS` points.
+        ConfigError, PresetError: A value does not fit, there are more than `MOST_POINTS` points, or
+            `rest` has `--workdir` or `--resume`.
+        UsageError: A flag is unknown, or one that says what to do with a single run.
     """
     recipe = cli.recipe_of_points(args.recipe)
     if "--workdir" in rest or "--resume" in rest:
@@ -175,7 +177,7 @@ def _flag_values(text: str) -> list[tuple[str, str]]:
     The flag has no leading dashes. Values with a colon are a grid (`grids.parse`).
 
     Raises:
-        ConfigError: `text` is not FLAG=VALUES.
+        ConfigError: `text` is not FLAG=VALUES, or values with a colon are not a valid grid.
     """
     flag, equals, values = (part.strip() for part in text.lstrip("-").partition("="))
     if not (flag and equals and values):
@@ -214,12 +216,16 @@ def _dry_run(grid: Sequence[Planned]) -> None:
 
 
 def _run(args: Sweep, grid: Sequence[Planned], command: str) -> None:
-    """Train the points, print the answer and the table, and write sweep.json.
+    """Train the points, print the next command and the table of losses, and write sweep.json.
 
-    If the learning rate varies, sweep.png is drawn too. `--save-tuned` writes a tuned preset.
+    If the learning rate varies, the best one is printed first and sweep.png is drawn.
+    `--save-tuned` draws sweep.png and writes a tuned preset.
 
     Args:
         command: Command as it was typed, for the record.
+
+    Raises:
+        NoMinimum: `--save-tuned` has no best rate to save. All other files are written.
     """
     from mupax.train.studies import report
     from mupax.train.studies.sweep import sweep
@@ -257,7 +263,7 @@ def _rows_by_loss(rows: Sequence[Row], judge: str) -> list[Row]:
 
     Args:
         judge: "training" to return the rows unchanged, or "evaluation" to replace `loss` by the
-            evaluation loss.
+            evaluation loss. A row without an evaluation loss keeps its training loss.
     """
     if judge == "training":
         return list(rows)
@@ -303,6 +309,9 @@ def _write_studies(
 
     Args:
         command: Command as it was typed, for the record.
+
+    Raises:
+        NoMinimum: `--save-tuned` has no best rate to save. The picture is written.
     """
     from mupax.train.studies.transfer import figure, tuned
 

@@ -28,7 +28,8 @@ def parse(text: str) -> tuple[float, ...]:
             numbers separated by commas. A number may be a power, as in `2^-7.5`.
 
     Raises:
-        ConfigError: `text` has neither form, or START or STOP is not above 0.
+        ConfigError: `text` has neither form, COUNT is not from 2 to 9999, or START or STOP is not
+            above 0.
     """
     parts = text.split(":")
     if len(parts) == 1:
@@ -65,8 +66,10 @@ def parse(text: str) -> tuple[float, ...]:
 def span(text: str) -> tuple[float, float]:
     """Return the ends of a range that is written as `LOW:HIGH`.
 
+    The ends may be powers, as in `2^-3:2^3`. LOW is not checked to be below HIGH.
+
     Raises:
-        ConfigError: `text` does not have this form.
+        ConfigError: `text` does not have this form, or an end is no finite number.
     """
     low, colon, high = text.partition(":")
     if not colon or ":" in high:

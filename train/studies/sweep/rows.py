@@ -86,7 +86,10 @@ class Row:
         return self.loss if self.eval_loss is None else self.eval_loss
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as plain values. Infinite losses become `None`."""
+        """Return the fields of the row as plain values.
+
+        Infinite or NaN values of `loss` and `curve` become `None`. `eval_loss` stays unchanged.
+        """
         fields = dataclasses.asdict(self)
         fields["loss"] = _finite_or_none(self.loss)
         fields["curve"] = [_finite_or_none(loss) for loss in self.curve]

@@ -195,7 +195,9 @@ class ExecutionTrial:
     ) -> Trainer | None:
         """Return a compiled trainer of as many points at once as fit into memory.
 
-        Return `None` if only one fits, or if there is only one point.
+        A larger trainer of the program that is compiled already, of at most twice as many points,
+        is returned instead. Return `None` if the number is 1: only one point fits, or there is only
+        one point, and the mesh axis `sweep` is not split.
         """
         count = len(points)
         batch_size = trainers.points_per_batch(points[0], count)
@@ -575,7 +577,16 @@ class Sweep:
         self._trial = ExecutionTrial(how, self._batches, evaluated)
 
     def has_rows(self, configs: Sequence[Config]) -> bool:
-        """Return True if the folder has a row of every point, so that `run` would train nothing."""
+        """Return True if the folder has a row of every point, so that `run` would train nothing.
+
+        A row without an evaluation loss does not count if the sweep evaluates, unless its point
+        diverged. The data of all points are loaded for their names, but nothing is compiled.
+
+        Raises:
+            ConfigError, PresetError, MeshError, DataError: A config or its data do not fit.
+            MemoryLimitError: The state of a point does not fit into a device's memory.
+            RowsError: The folder's rows are not as they were written.
+        """
         groups = grouped(configs, self._programs, self._devices)
         rows = Rows(self._folder, lambda line: None)
         keys = self._keys(groups)

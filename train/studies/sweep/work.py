@@ -274,7 +274,10 @@ class Work:
         )
 
     def _restored(self, progress: _Progress) -> _Restored | None:
-        """Restore points from their checkpoint, or return `None` if their losses are lost."""
+        """Restore points from their checkpoint, or return `None` if their losses are lost.
+
+        Either is noted to the watcher. The points must have a checkpoint.
+        """
         trainer = self.trainer
         checkpoints = progress.checkpoints
         state = checkpoints.restore(trainer.abstract, progress.data.facts)

@@ -105,7 +105,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _request(options: TablePlan) -> dict[str, float]:
-    """Return the parameters and tokens, or the FLOPs, of the options as numbers by name.
+    """Return those of parameters, tokens and FLOPs that the options have, as numbers by name.
+
+    One of parameters and tokens alone passes here.
 
     Raises:
         UsageError: The options name no run or two runs, or a rate or batch is not above 0.

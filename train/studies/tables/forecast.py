@@ -114,7 +114,8 @@ class Forecaster:
             form: Terms of the law, by default those of `form_of`.
 
         Raises:
-            TableError: All runs have one size and length, or fewer than 3 did not diverge.
+            TableError: All runs have one size and length, or fewer than 3 neither diverged nor
+                nearly did (see `fitted`).
         """
         return cls(fitted(table, form or form_of(table)))
 
@@ -219,7 +220,9 @@ class Forecaster:
         return Interval.from_draws(np.exp(losses.min(axis=0)))
 
     def best(self, values: Mapping[str, float]) -> Recommendation:
-        """Return the best rate and batch of a size and length within the table's, and their loss.
+        """Return the best rate and batch for a size and length, and the loss of a run with them.
+
+        They are searched between the smallest and the largest rate and batch of the table.
 
         The intervals of rate and batch hold nine in ten of the best runs of a search with two rates
         and two batches per octave. They count the noise of the runs of that search.
@@ -310,7 +313,8 @@ class Forecaster:
 
         Candidates are the sizes and lengths of the table, and doublings of the largest of them up
         to `values`, each with its best rate and batch. The narrowing follows from the Gaussian
-        around the fit alone. A law that is not of both size and length gets no runs.
+        around the fit alone. The result is empty for a law that is not of both size and length, and
+        if every candidate has more FLOPs than `share` allows.
 
         Args:
             values: Numbers of the size and length of the forecast.
@@ -435,7 +439,8 @@ def _deviation_per_octave(fit: Fit, axis: str) -> tuple[float, int]:
     """Return the deviation of the log loss per octave beyond the runs, and its degrees of freedom.
 
     A law is fitted without the largest value of the axis, and another without the smallest. The
-    errors of their predictions for the runs left out are averaged with the prior `BEYOND`.
+    errors of their predictions for the runs left out are averaged with the prior `BEYOND`. The
+    prior alone is returned for fewer than 3 distinct values, or if neither law can be fitted.
     """
     logs = np.log2(fit.table.values[axis])
     distinct = np.unique(np.round(logs, 3))

@@ -360,7 +360,7 @@ def fitted(table: RunTable, form: Form | None = None) -> Fit:
         form: Terms of the law, by default those of `form_of`.
 
     Raises:
-        TableError: All runs have one size and length, or fewer than 3 have a finite loss.
+        TableError: All runs have one size and length, or fewer than 3 runs are left.
     """
     table = table.subset(np.isfinite(table.log_loss))
     if len(table.log_loss):

@@ -26,8 +26,9 @@ DENSE = FOLDER / "published-dense.json"
 def to_json(forecaster: Forecaster) -> dict[str, Any]:
     """Return a law as plain values for JSON, from which `load` makes a forecaster again.
 
-    The content has the terms, the fitted numbers with their covariance, the noise, and the smallest
-    and largest value of every axis.
+    The content has the terms, the fitted numbers with their covariance, the noise, the smallest and
+    largest value of every axis, the deviation per octave beyond them (`Forecaster.beyond`), and the
+    name and sha256 of the table. The runs and their effects are left out.
     """
     fit = forecaster.fit
     form = fit.form
@@ -78,6 +79,7 @@ def load(path: Path = DENSE) -> Forecaster:
 
     Raises:
         DiskError, JsonError: The file does not exist, or is no JSON.
+        KeyError: An entry of a law is missing. The value of "format" is not checked.
     """
     content = disk.read_json(path)
     terms = tuple(_term(fields) for fields in content["terms"])

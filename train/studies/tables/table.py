@@ -236,7 +236,13 @@ def _is_jsonl(path: Path) -> bool:
 
 
 def _parse_jsonl(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the names of all fields in the order of their first row, and the rows."""
+    """Return the names of all fields in the order of their first row, and the rows.
+
+    Blank lines are skipped.
+
+    Raises:
+        JsonError: A line is no JSON object.
+    """
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
@@ -391,7 +397,8 @@ def _is_valid(name: str, number: float | None) -> bool:
 def _line(path: Path, index: int) -> int:
     """Return the line number, from 1, of the row `index` in its file, for messages.
 
-    CSV and TSV files have a line of names before the rows, and JSONL files have none.
+    CSV and TSV files have a line of names before the rows, and JSONL files have none. The number is
+    too small behind blank lines and behind cells with line breaks, which are not counted.
     """
     return index + 1 if _is_jsonl(path) else index + 2
 
@@ -469,6 +476,9 @@ def _merged(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
     Args:
         digest: sha256 of the file.
         values: Numbers of all rows by name [rows].
+
+    Raises:
+        TableError: Two rows of one run have different losses (`_rows_of_seeds`).
     """
     values = dict(values)
     loss = values.pop("loss")

@@ -42,6 +42,8 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
 
     Raises:
         MupaxError: Flags or values do not fit together.
+        NoMinimum: Everything is written, but `--save-tuned` has no best rate to save.
+        SystemExit: A signal stopped the training. The code is 128 plus its number.
     """
     # Imported here, because these modules import SciPy, and `--help` should not wait for it.
     from mupax.train.studies.transfer import frugal, study, tuned
@@ -140,6 +142,9 @@ def _report(
     Returns:
         0, or 1 if no study could be judged, a frugal size has no best rate, or there is no
         forecast.
+
+    Raises:
+        NoMinimum: The report is written, but `--save-tuned` has no best rate to save.
     """
     from mupax.train.studies.transfer import report, tuned
 

@@ -279,7 +279,7 @@ def _slope_terms(
 ) -> tuple[float, np.ndarray]:
     """Return the slope of the best rates per doubling of the size, and the terms of its error.
 
-    Sizes without an optimum are left out.
+    Sizes without an optimum are left out. At least two sizes must have one.
 
     Returns:
         Least-squares slope in octaves per doubling, and for each size with an optimum its weight in
@@ -317,7 +317,7 @@ def _price(
 
     It is read from the size's parabola within the rates of its fit, otherwise between measured
     rates. The value is in nats and its interval is cut at zero. The value is NaN if either size has
-    no optimum or the rate lies outside the size's grid, and 0 for the smallest size.
+    no optimum or the rate lies outside the size's grid. Otherwise it is 0 for the smallest size.
 
     Args:
         index: Index among all sizes of the size of `curve`; 0 is the smallest.

@@ -67,7 +67,8 @@ def report(
 ) -> int:
     """Print the best rates of all sizes, write frugal.json, and save a tuned preset if asked.
 
-    Return 1 if a size has no best rate, otherwise 0.
+    Return 1 if a size was searched without finding a best rate, otherwise 0. Sizes that the search
+    did not reach are left out and do not count.
 
     Args:
         measured: Finished studies. Those that are not `Frugal` are left out of the record.
@@ -75,6 +76,9 @@ def report(
         save: Name of a tuned preset for the smallest size's rate; `None` saves none.
         label: Label of the preset whose rate is saved.
         command: Command line that the tuned preset's file records.
+
+    Raises:
+        NoMinimum: `save` is given, but the smallest size has no best rate. frugal.json is written.
     """
     records = []
     for study in measured:
@@ -102,7 +106,7 @@ def report(
 
 
 def _record(measured: Frugal) -> dict[str, Any]:
-    """Return a study as plain values for frugal.json.
+    """Return a study as plain values for frugal.json, without sizes that were not reached.
 
     `cost` is the training of the study in FLOPs, as a share of five rates with all first seeds at
     every size.
@@ -196,7 +200,8 @@ class Frugal(Measured):
     def state(self) -> tuple[list[Point], list[Optimum]]:
         """Return the missing points of the first size without a best rate, and the best rates.
 
-        The best rates are those of the sizes before it, the smallest first.
+        The best rates are those of the sizes before it, the smallest first. If the search is over,
+        no point is missing and every size has an entry, whose value is NaN if no rate was found.
         """
         optima: list[Optimum] = []
         for index in range(len(self.study.sizes)):
@@ -290,7 +295,8 @@ class Frugal(Measured):
     def _vertex(self, index: int, base: Optimum, expected: float) -> Optimum:
         """Return a size's best rate by a weighted least-squares parabola with normal priors.
 
-        All finite losses of the size are used, with a level for each seed.
+        All finite losses of the size are used, with a level for each seed. Without any, the rate
+        is `expected` and its deviation infinite.
 
         Args:
             base: Best rate of a smaller size, whose curvature and noise are priors.

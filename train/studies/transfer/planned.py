@@ -121,6 +121,10 @@ def parsed(args: Transfer, rest: Sequence[str]) -> tuple[cli.Command, bool]:
 
     Args:
         rest: Further words of the command line, the flags of the recipe.
+
+    Raises:
+        UsageError: A flag is unknown, or is `--print-config` or `--restart`.
+        ConfigError: Values do not fit together.
     """
     start = cli.recipe_of_points(args.recipe)
     recipe = cli.parse(args.recipe, start, rest, command_line.flags(Transfer))
@@ -252,11 +256,12 @@ def planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Stud
 
 
 def _preset_of_flag(text: str, main: PresetConfig) -> PresetConfig:
-    """Return the preset of `--compare` or `--control`.
+    """Return the preset of `--compare` or `--control`. Whether it exists is not checked.
 
     Args:
         text: Preset with constants after commas, or a joint rule.
-        main: Preset of the recipe. It gives the base, and all else of a joint rule.
+        main: Preset of the recipe. It gives the base and the joint rule of a named preset, and
+            everything but the joint rule if `text` is a joint rule.
     """
     if text in horizon.RULES:
         return dataclasses.replace(main, joint=horizon.rule(text).name)

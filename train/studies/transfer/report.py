@@ -264,7 +264,10 @@ def report_of(
 
 
 def _compared(studies: Studies, control: str | None) -> list[str]:
-    """Return a sentence on the drift and price of each study against its control's."""
+    """Return a sentence on the drift and price of each study against its control's.
+
+    The control itself, and studies without a control of their axis, have no sentence.
+    """
     lines = []
     for entry in _comparison(studies, control):
         apart = "apart from" if entry["apart"] else "not apart from"
@@ -278,6 +281,8 @@ def _compared(studies: Studies, control: str | None) -> list[str]:
 
 def write(folder: Path, studies: Studies, control: str | None, about: dict[str, Any]) -> Path:
     """Write transfer.json, a PNG per axis, and transfer.html, a self-contained page.
+
+    Existing files are replaced.
 
     transfer.json has each point's loss, the fits, drift, prices and verdict of each study, the
     comparison with the control, and `about`. null stands for a number that is not finite: the loss

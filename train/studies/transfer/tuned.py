@@ -114,6 +114,7 @@ def save(
 
     Raises:
         NoMinimum: The smallest size has no fitted best rate.
+        PresetError, ConfigError: The name is refused by `check_name`.
     """
     studies = []
     for measured, analysis in judged:
@@ -179,6 +180,9 @@ def write(
     Returns:
         Path of the file, and the argument of `--preset` that uses it: PRESET:NAME if its folder is
         searched, otherwise PRESET:PATH.
+
+    Raises:
+        PresetError, ConfigError: The name is refused by `check_name`.
     """
     preset = preset_of(config)
     # `choices` also holds what the preset fixes. Only arguments of the preset are constants.
@@ -239,7 +243,7 @@ def write(
 def saved_message(path: Path, word: str) -> str:
     """Return a message with the path of a tuned preset and the flag that uses it.
 
-    A caution is added if its warm-up is longer than `LONGEST_WARMUP`.
+    The file is read. A caution is added if its warm-up is longer than `LONGEST_WARMUP`.
 
     Args:
         path: File that `save` or `write` wrote.

@@ -121,7 +121,8 @@ class Constant:
     def octaves(self, value: float) -> float:
         """Return the octaves from step 0 of the grid to a value, negative below it.
 
-        Near 1 they are octaves of the distance from 1, so a larger value has fewer.
+        Near 1 they are octaves of the distance from 1, so a larger value has fewer. The value must
+        be above 0, and below 1 if octaves are counted from 1.
         """
         if self.near_one:
             return math.log2((1 - value) / (1 - self.start))

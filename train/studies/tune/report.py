@@ -297,7 +297,7 @@ def _fresh_seeds_to_decide(value: float, half_width: float, seeds: int) -> int:
 def draw(path: Path, search: Search, shares: list[float]) -> None:
     """Write a PNG with a panel of mean loss against value for every constant.
 
-    Diverged points and the worst tenth are drawn at the upper edge.
+    Diverged points and the worst tenth are drawn at the upper edge. An existing file is replaced.
 
     Args:
         shares: Importance of every constant, from 0 to 1, in the order of `search.constants`.
@@ -385,6 +385,9 @@ def save(name: str, search: Search, content: dict[str, Any], command: str) -> tu
         name: Name of the preset, or the path of a file PRESET.NAME.json.
         content: Record of the search, from `summary`.
         command: Command line of the search, which the file records.
+
+    Raises:
+        PresetError, ConfigError: The name is refused by `tuned.check_name`.
     """
     standing = search.race()
     config = search.config_of((search.winner, 0))

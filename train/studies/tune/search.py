@@ -179,9 +179,9 @@ class Search:
     def next_runs(self) -> list[Run]:
         """Return the runs to train next, and add their new points to `points`.
 
-        If the minutes do not hold another round, `stopped` is set. The last runs are those of
-        winner and start on fresh seeds, unless the start is the winner. After them the list is
-        empty.
+        If the minutes do not hold another round, `stopped` is set, and points without a row of
+        seed 0 are removed from `points`. The last runs are those of winner and start on fresh
+        seeds, unless the start is the winner. After them the list is empty.
         """
         if not self.stopped:
             runs = self._next_search_runs()

@@ -522,6 +522,20 @@ def test_attention_logits_may_change_as_terms_that_are_not_aligned() -> None:
         assert expected.high == 0
 
 
+def test_a_key_bias_may_fall_as_attention_gets_even() -> None:
+    # Where head_dim grows, logits fall from 1 to 1/2; where heads grow they stay.
+    model = dataclasses.replace(configs.get("lm-proxy"), bias=True)
+    drops = {}
+    for grow in ("head_dim", "heads"):
+        grown = check.grow(model, grow, 3)
+        first, *_, last = [definition(size) for size in grown]
+        preset = presets.get("mup", base=grown[0].base_sizes())
+        expected = theory.of(preset, first, last, "adam", strict=True)
+        drops[grow] = expected["gradient/block.key.bias", 0].below
+    assert drops["head_dim"] == pytest.approx(np.log2(np.e) / 2 * (1 - 1 / 4) / 2)
+    assert drops["heads"] == 0
+
+
 def test_what_never_moves_is_frozen_unless_a_zero_readout_holds_it_back():
     # A slope of zeros is no slope. Left out, a layer that is never trained would pass.
     findings = check.judge(

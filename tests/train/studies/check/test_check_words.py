@@ -117,7 +117,7 @@ def test_the_committed_table_has_every_preset_and_nothing_against_theory():
     shown = 0
     for o in observables:
         interval = f"[{o['low']:+.2f}, {o['high']:+.2f}]"
-        shown += f"| {o['predicted']:+.2f} \\| {o['slope']:+.2f} {interval} |" in page
+        shown += f"| {o['predicted']:+.2f}: {o['slope']:+.2f} {interval} |" in page
     assert shown > 100, "cells of the page's tables"
     assert theory_and_measurement.markdown(rows) in page, "write the section again"
 

@@ -207,7 +207,7 @@ class Tracker(Writer):
     Args:
         project: Project of the tracker that the run belongs to.
         workdir: Workdir of the run on this machine. Its file `id_file` holds the tracker's id.
-        new: Whether to begin a new run in the tracker.
+        new: Whether to begin a new run in the tracker. Without `id_file`, one is begun anyway.
 
     Raises:
         MupaxError: The tracker does not start.
