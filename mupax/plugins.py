@@ -197,7 +197,7 @@ def remember(run: str, modules: Mapping[str, str]) -> None:
         modules: Name of each module to the folder that it is imported from.
     """
     # If the home folder cannot be written, the user has to write `--plugin` again later.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, disk.DiskError):
         path = _record_of(run)
         path.parent.mkdir(parents=True, exist_ok=True)
         recorded = _read(path)

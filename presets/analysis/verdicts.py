@@ -255,7 +255,7 @@ def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
     `DESCRIPTIVE` are left out.
 
     Args:
-        presets: Presets to compare, at least one.
+        presets: Presets to compare, at least one, such as `[get("mup"), get("sp")]`.
         optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
     """
     tables = [verdicts(preset, optimizer) for preset in presets]

@@ -139,8 +139,6 @@ def _run_tasks(args: Evaluate, run_flags: Sequence[str]) -> int:
         flag = word.partition("=")[0]
         if word.startswith("--") and flag != "--data.tokenizer":
             raise command_line.UsageError(f"eval --tasks does not read {flag}; leave it out")
-    # `--data.tokenizer FILE` and `--data.tokenizer=FILE` both leave FILE as the second word.
-    words = " ".join(run_flags).replace("=", " ").split()
     numbers = tasks.measured(
         hub.local(args.workdir, args.revision),
         args.tasks,
@@ -149,7 +147,7 @@ def _run_tasks(args: Evaluate, run_flags: Sequence[str]) -> int:
         shots=args.shots,
         step=args.step,
         average=args.average,
-        tokenizer=words[1] if words else None,
+        tokenizer=cli.value_of("--data.tokenizer", run_flags),
     )
     _write_json(args, numbers)
     print(terminal.table(tasks.rows(numbers), left=("task", "metric")))

@@ -179,7 +179,8 @@ def read_json(path: Path) -> Any:
         content = json.loads(path.read_text())
     except OSError as error:
         raise PresetError(f"{path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:
+        # Wrong bytes, wrong JSON, or an integer of more than 4,300 digits.
         raise PresetError(f"{path} is no JSON: {error}") from None
     except RecursionError:
         raise PresetError(f"{path} is no JSON of parameters: nested too deep") from None

@@ -252,6 +252,7 @@ def test_base_shapes_are_the_base_of_a_dump(tmp_path: Path):
         ("a.yaml", "a: [", "is no YAML"),
         ("a.yaml", f"a: {DEEP}", "is no YAML"),
         ("a.json", f'{{"a": {DEEP}}}', "is no JSON"),
+        ("a.json", f'{{"a": {"9" * 5000}}}', "is no JSON"),
         ("a.py", f"n_embd = {DEEP}", "is no Python"),
         ("a.py", "n_embd = " + "-" * 3000 + "1", "is no Python"),
         ("a.json", "{", "is no JSON"),

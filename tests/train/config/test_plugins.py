@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mupax import disk
 from mupax import plugins as modules
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS
@@ -320,6 +321,18 @@ def test_a_record_cannot_choose_what_is_imported(fresh: None):
     with pytest.raises(ConfigError, match="--plugin trap"):
         model_from_json({"family": "trap:Model"})
     assert "trap" not in sys.modules
+
+
+@pytest.mark.parametrize("error", [PermissionError("read-only"), disk.DiskError("disk full")])
+def test_a_folder_that_cannot_be_written_ends_no_run(
+    fresh: None, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(disk, "write_whole", refuse)
+    modules.remember("def456", {"own_sign": "somewhere"})
+    assert modules.trusted("def456") == {}
 
 
 def test_an_entry_point_is_imported(fresh: None, monkeypatch: pytest.MonkeyPatch):

@@ -467,7 +467,7 @@ def _concentration_drop(
 
     Args:
         numbers: Values at the smallest size. That of attention logits is s.
-        exponent: Exponent of the attention logits.
+        exponent: Exponent of the attention logits at initialization, -1/2 for head_dim under `mup`.
         factor: Growth of the fastest axis, such as 8.
     """
     if exponent >= -_GROWS:

@@ -10,8 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from mupax.__main__ import main
 from mupax.train.reuse import runs, trained
 from mupax.train.reuse.generate.sampling import Sampling
+from mupax.train.reuse.harness import tasks
 from mupax.train.reuse.harness.texts import TextError, Texts
 from tests.train.reuse.commands import refuse
 from tests.train.reuse.random_weights import LLAMA, published
@@ -138,3 +140,20 @@ def test_what_cannot_be_scored_is_refused(texts: Texts) -> None:
 )
 def test_limits_of_tasks_are_checked(weights: Path, words: str, message: str) -> None:
     assert message in refuse("eval", weights, words)
+
+
+@pytest.mark.parametrize("words", ["--data.tokenizer", "--data.tokenizer="])
+def test_a_tokenizers_path_may_have_spaces(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "my files/a=b/tokenizer.json"
+    read: list[str | None] = []
+
+    def measured(*_: object, tokenizer: str | None, **__: object) -> dict[str, object]:
+        read.append(tokenizer)
+        return {"tasks": {}}
+
+    monkeypatch.setattr(tasks, "check", lambda: None)
+    monkeypatch.setattr(tasks, "measured", measured)
+    monkeypatch.setattr(tasks, "rows", lambda _: [["task", "metric"]])
+    flag = [words + path] if words.endswith("=") else [words, path]
+    assert main(["eval", "folder", "--tasks", "some", *flag]) == 0
+    assert read == [path]
