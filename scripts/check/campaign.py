@@ -284,22 +284,22 @@ def lines() -> list[str]:
         "",
         f"`{COMMAND}` repeats the checks of right presets over ten steps, those of",
         "language models at other vocabularies and contexts. It adds other models and wrong rules.",
-        f"Wrong rules that pass with {SEEDS} seeds are tried with {MORE_SEEDS}; the right rule, a",
-        "control in each series of wrong rules, with both.",
-        f"In a series one model grows. Measured so far: {len(record)} of {len(listed)} series.",
+        f"Wrong rules that pass with {SEEDS} seeds are tried with {MORE_SEEDS}, as are the right",
+        f"rules beside them. A series is one model that grows. Measured: {len(record)} of",
+        f"{len(listed)} series.",
         "",
         "| kind | vocabulary, context | series | checks | correct |",
         "|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for task in record.values():
-        inputs = "the model's own"
+        inputs = "its own"
         if task["inputs"]:
             inputs = f"{task['inputs'][0]:,}, {task['inputs'][1]}"
         groups.setdefault((task["kind"], inputs), []).append(task)
     names = {
         "structures": "right presets",
-        "own": "right presets, a user's models",
+        "own": "a user's models",
         "mutants": "wrong rules",
     }
     wrong: list[str] = []

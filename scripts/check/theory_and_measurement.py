@@ -102,7 +102,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "",
         "The check allows for how far small models deviate from theory under right rules",
         "(`allowances.json`). `python -m scripts.check.theory_and_measurement` writes",
-        "this section and `theory-and-measurement.json`, which has all observables.",
+        "this section and `theory-and-measurement.json`.",
         "",
         _agreement(rows),
     ]

@@ -32,10 +32,9 @@ SHOWN = ("docs/", "presets/", "zoo/", "train/", "README.md")
 """Beginnings of the paths that the page lists. Scripts and tests repeat their citations."""
 HEAD = """# Papers
 
-Papers that the documents and the code of presets, zoo and train cite, with the files that cite
-them. For constants on which sources disagree, `mupax presets constants mup` says whether a value
-was read in the source's text or code (verified), in an account of it (reported), or worked out here
-(derived).
+Papers that documents and code cite, with the files. Where sources disagree on a constant,
+`mupax presets constants mup` says whether a value was read in the source (verified), in an account
+of it (reported) or worked out here (derived).
 
 """
 
