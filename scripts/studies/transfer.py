@@ -198,7 +198,6 @@ def words(name: str, minutes: float | None = None) -> list[str]:
     """Return the words that follow `mupax transfer` in a study, with a path from the checkout.
 
     Args:
-        name: key of `STUDIES`.
         minutes: Longest training of each preset, in minutes. Default: that of the study.
     """
     study = STUDIES[name]

@@ -108,7 +108,6 @@ def peak_lr(optimizer_name: str, expected: Mapping[theory.ObservableStep, Expect
     as the model grows.
 
     Args:
-        optimizer_name: Key of `OPTIMIZERS`.
         expected: Theory of the table, from `theory.of`.
     """
     rate = OPTIMIZERS[optimizer_name].check_lr
