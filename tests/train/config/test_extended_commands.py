@@ -95,7 +95,7 @@ REFUSES: dict[str, tuple[str, str]] = {
         "the zoo's transformers only",
     ),
     "compile": (
-        "compile own-everything --topology v5e:2x2 --dry-run",
+        "compile own-everything --topology v5e:2x2",
         "the TPU compiler is not installed",
     ),
     "plan score": ("plan score plan.json run", "a plan without a forecast"),

@@ -62,12 +62,16 @@ def test_the_recipes_batch_and_tokens_are_the_base(capsys: Capture):
     assert printed(capsys, "lm-tiny", *flags) == config
 
 
+SIZES = "embed=64,heads=2,kv_heads=2,head_dim=32,mlp=160,layers=2"
+"""Sizes of `lm-proxy`, as a base is written."""
+
+
 @pytest.mark.parametrize(
     ("base", "expected"),
     [
         ("lm-proxy,batch=8,tokens=819200", "lm-proxy,batch=8,tokens=819200"),
         ("lm-proxy,batch=8", "lm-proxy,batch=8,tokens=1638400"),
-        ("embed=64,batch=8,tokens=819200", "embed=64,batch=8,tokens=819200"),
+        (f"{SIZES},batch=8,tokens=819200", f"{SIZES},batch=8,tokens=819200"),
         ("None", "None,batch=16,tokens=1638400"),
         # Recipes bring their own: gpt2-c4 has 1024 positions, which are eight examples here.
         (
