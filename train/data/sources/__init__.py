@@ -1,4 +1,1 @@
-"""Loaders of the kinds of data that a config can name.
-
-Every loader raises as `mupax.train.data.load` does.
-"""
+"""Loaders of data by kind. They raise as `mupax.train.data.load` does."""
