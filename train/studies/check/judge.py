@@ -48,6 +48,7 @@ class Finding:
         values: Geometric mean over seeds, one value per size.
         expected: Theory of this observable at this step.
         drops_smallest: True if the slope and its interval are those without the smallest size.
+        seeds: Number of initializations of every size, 0 if not recorded.
         layer: Layer that deviates from theory, such as "layer 7". `None` if no layer does.
         base: Measured value divided by the expected one, at the smallest size. Movements are also
             divided by their median ratio. 1 if theory has no number or a value is zero.
@@ -63,6 +64,7 @@ class Finding:
     layer: str | None = None
     base: float = 1.0
     drops_smallest: bool = False
+    seeds: int = 0
 
     @property
     def agrees(self) -> bool:
@@ -182,6 +184,7 @@ def judge(
                 high=float(fit.mean + fit.half_width),
                 values=tuple(map(float, fit.typical)),
                 expected=theory,
+                seeds=values.shape[1],
             )
             if step == 0 and not finding.is_in_band:
                 finding = _without_smallest(finding, x, values[:, :, step])

@@ -278,7 +278,7 @@ class _Theory:
             below += self.concentration_drop
 
         # An encoder's gradients all come back through values and keys of cross-attention, and
-        # through values, queries and keys of its own later blocks: the same sum as for that gain.
+        # through values, queries and keys of its own later blocks, a sum as in `_gain_drop`.
         if (step, kind) == (0, "gradient") and "/encoder." in name:
             below = max(below, self.gain_drop)
 

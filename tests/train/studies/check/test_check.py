@@ -500,6 +500,7 @@ def test_a_narrow_failure_is_decided_by_more_seeds(
     findings = check.measure_and_judge(series, preset, {}, 3, [1, 2, 4], expected)
     assert series.seed_counts == seed_counts
     assert check.passes(findings) == passed
+    assert [finding.seeds for finding in findings] == seed_counts[-1:]
 
 
 @pytest.mark.parametrize(("name", "rate"), [("ntk", 2.5e-4), ("hybrid", 2.5e-4), ("mup", 2e-3)])
