@@ -78,7 +78,7 @@ def _as_os_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError):
-        # A mistake in a call, and no failure of the bucket that a retry could mend.
+        # A mistake in the call, not a failure of the bucket: a retry would not help.
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.strerror:

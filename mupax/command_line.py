@@ -201,8 +201,8 @@ def parse_known(
         ):
             result, unread = _parse_with_tyro(command, prog, list(argv), default)
             if unread and _has_positional(command):
-                # In a line with an unknown word, tyro 1.0 sets an absent positional to "[]".
-                # Parsed again without them. The caller still refuses the unread words.
+                # Parse again without the unread words. In a line with an unknown word, tyro 1.0
+                # sets an absent positional to "[]". The caller still refuses the words.
                 result, _ = _parse_with_tyro(command, prog, _without(argv, unread), default)
             return result, unread
     except SystemExit as stop:
@@ -239,7 +239,8 @@ def _parse_with_tyro(
         # Help comes from docstrings alone. Reading comments takes a fifth of the time.
         config=(conf.HelptextFromCommentsOff,),
         prog=prog,
-        # tyro would break the description inside words. `_help_text` puts it in.
+        # tyro would break the description inside words. `_help_text` puts it in place of this
+        # marker.
         description=_DESCRIPTION,
         args=words,
         return_unknown_args=True,
@@ -290,7 +291,8 @@ def _joined_docstrings() -> Iterator[None]:
 
     Empty lines and items of a list ("- " or "* ") still begin a new line (`_joined_lines`).
     """
-    # tyro starts a paragraph at a line that is indented or begins with no letter. It has no option.
+    # tyro starts a paragraph at a line that is indented or begins with no letter, and has no option
+    # against this.
     join_lines = tyro._strings.remove_single_line_breaks
     tyro._strings.remove_single_line_breaks = _joined_lines
     try:
@@ -409,14 +411,14 @@ def refuse(
         )
 
     flag = unknown_flags[0].partition("=")[0].replace("_", "-")
-    # Sections such as --optimizer and --data are often written for their name.
+    # Users often write a section in place of its name, such as --optimizer for --optimizer.name.
     if f"{flag}.name" in flags:
         raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{help_line}")
 
     # --help is tyro's own flag, and no field of the command.
     likeness = {name: _likeness(flag, name) for name in (*flags, "--help")}
     best = sorted(likeness, key=lambda name: likeness[name], reverse=True)
-    # A second flag is named only if it is nearly as like as the first.
+    # A second flag is named only if it is nearly as similar as the first.
     threshold = max(0.6, likeness[best[0]] - 0.1)
     near = [name for name in best[:2] if likeness[name] > threshold]
     hint = "none is like it"
@@ -638,7 +640,7 @@ def _plain_value(hint: Any, texts: Sequence[str]) -> Any:
         if length != [...]:  # a tuple of fixed length
             raise ValueError(hint)
         return tuple(_plain_word(element, text) for text in texts)
-    # More than one word for a plain type is a ValueError, and tyro's to refuse.
+    # For several words the unpacking raises ValueError. tyro then reads the line and refuses it.
     (text,) = texts
     return _plain_word(bare, text)
 
@@ -654,7 +656,8 @@ def _plain_word(hint: Any, text: str) -> Any:
     """
     is_union = get_origin(hint) in (Union, UnionType)
     options = get_args(hint) if is_union else (hint,)
-    # A union of several types is a ValueError: tyro decides which of them reads the word.
+    # For a union of several types the unpacking raises ValueError. tyro then decides which type
+    # reads the word.
     (word_type,) = (option for option in options if option is not type(None))
     if text == "None" and (word_type is str or len(options) > 1):
         if word_type is str:
@@ -747,7 +750,7 @@ def with_dashed_values(argv: Sequence[str], owner: Any) -> list[str]:
             text_flags.update(field.names)
 
     words: list[str] = []
-    needs_value = False  # the word before is a text flag
+    needs_value = False  # True if the word before is a text flag
     for word in argv:
         flag = word.partition("=")[0].replace("_", "-")
         if needs_value and word.startswith("-") and word != "-" and flag not in all_flags:

@@ -165,7 +165,7 @@ def _stand_in(folder: Path) -> Iterator[Path]:
         # Orbax compares the paths of a run's processes. The number therefore follows from the
         # folder's path: the first free one from `start` on.
         start = _FIRST_NUMBER + zlib.crc32(os.fsencode(folder)) % _NUMBERS
-        with contextlib.suppress(OSError):  # the process may be limited to fewer numbers
+        with contextlib.suppress(OSError):  # the process may be limited to lower file numbers
             opened = number
             number = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, start)
             os.close(opened)
@@ -491,7 +491,7 @@ def hidden_beside(path: Path, ending: str) -> Path:
     Args:
         ending: Suffix of the hidden name, such as `.partial`.
     """
-    # If the name is too long for a disk, a digest replaces the file's own name.
+    # Most file systems limit a name to 255 bytes.
     name = f".{path.name}{ending}"
     if len(os.fsencode(name)) > _LONGEST_NAME:
         name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:32]}{ending}"

@@ -8,7 +8,7 @@ import sys
 from mupax.errors import MupaxError
 
 MODULES = {
-    "cuda": ("jax_plugins",),  # of any accelerator, ROCm's too
+    "cuda": ("jax_plugins",),  # has the plugins of all accelerators, also of ROCm
     "eval": ("lm_eval",),
     "gcs": ("gcsfs",),
     "hf": ("datasets",),

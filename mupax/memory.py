@@ -230,7 +230,8 @@ def _nested(root: Path, path: str, read: Callable[[Path], Room | None]) -> Itera
         path: Path of the cgroup below the root.
         read: Function that reads one cgroup's folder. It returns `None` without a limit.
     """
-    # Inside a container, the container's own cgroup may be shown as the root.
+    # In a container, the root may already be the cgroup of the container. The path then begins with
+    # `..`, or does not exist below the root.
     parts = [part for part in Path(path).parts if part not in ("/", "..")]
     for depth in range(len(parts), -1, -1):
         with contextlib.suppress(OSError, ValueError, KeyError):

@@ -316,7 +316,8 @@ class Interrupts:
         signal.set_wakeup_fd(self._pipe_writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
         for number in _SIGNALS:
-            # `nohup` ignores SIGHUP, and a shell ignores SIGINT in a script's background jobs.
+            # Signals that are ignored stay ignored. `nohup` ignores SIGHUP, and a shell ignores
+            # SIGINT in the background jobs of a script.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
         # Errors in callbacks and other threads that follow from the signal are not printed.
@@ -394,7 +395,8 @@ class Interrupts:
             self._leave()
         elif not self._is_nudged and signal.getsignal(self.received) == self._handle:
             self._is_nudged = True
-            # The handler looks again where the main thread is. The signal also ends a system call.
+            # The handler looks again where the main thread is. The signal also interrupts a system
+            # call.
             signal.pthread_kill(self._main_thread, self.received)
 
     def _leave(self) -> None:
@@ -445,7 +447,7 @@ def leave(code: int, text: str = "") -> NoReturn:
         text: Last line on standard error. It is dropped if it cannot be written in half a second.
     """
     output = threading.Thread(target=_write_last_output, args=(text,), daemon=True)
-    # An interpreter that is ending starts no thread and raises RuntimeError.
+    # start() may raise RuntimeError while the interpreter ends.
     with contextlib.suppress(RuntimeError):
         output.start()
         output.join(_WORDS_S)

@@ -69,10 +69,11 @@ def row(rule: Callable[[ParamSpec], Rule], spec: ParamSpec) -> Rule:
 
     # A reads what W reads, so it starts from W's row.
     a_rule = _on_adam(matrix_rule)
-    # A preset with one learning rate for everything does not look at gradients.
+    # A preset with one learning rate for everything ignores the size of gradients, so A needs no
+    # correction.
     if matrix_rule.sgd == matrix_rule.adam == matrix_rule.eps == ONE:
         return a_rule
-    # Once B has moved, the gradient of A comes through fan_out of its entries.
+    # Once B has moved, each gradient of A is a sum over the fan_out entries that B writes.
     louder = product(matrix.fan_out) * _without_depth(b_rule.multiplier * b_rule.adam)
     init_std = ONE / (louder * matrix_rule.multiplier)
     a_rule = dataclasses.replace(a_rule, init_std=init_std)

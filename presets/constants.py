@@ -71,7 +71,7 @@ def read(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]
     """
     flat: dict[str, Any] = {}
     for name, value in constants.items():
-        # An empty mapping stays, and is refused by the preset as an unknown constant of its own.
+        # An empty mapping is kept. The preset then refuses the name as an unknown constant.
         if name in COLUMNS and isinstance(value, Mapping) and value:
             for group, number in value.items():
                 flat[f"{name}.{group}"] = number
@@ -105,7 +105,7 @@ def _number(name: str, value: Any) -> float:
             # "readout.rates" is most likely meant as "rates.readout".
             candidates = [f"{last}.{owner}"]
         else:
-            # A wrong word is corrected for the same group.
+            # The column is unknown. Suggest a column of the same group.
             candidates = [f"{word}.{group}" for word in COLUMNS]
         raise PresetError(f"no constant is named {name!r}; {_nearest(name, candidates)}")
     if group not in GROUPS:
@@ -121,7 +121,7 @@ def _number(name: str, value: Any) -> float:
             raise PresetError(f"{name}={value}: write an exponent, such as {name}=-0.5")
         return number
 
-    # float32 holds all numbers of this range.
+    # Numbers of this range neither overflow nor underflow in float32.
     if 1e-30 <= number <= 1e30:
         return number
     if number == 0 and column in _MAY_BE_ZERO:

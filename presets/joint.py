@@ -47,7 +47,8 @@ def of(name: str, optimizer: str) -> JointRule:
         PresetError: No applicable rule has the name, or the rule is not for the optimizer.
     """
     joint = rule(name)
-    # Nothing changes, so nothing depends on the optimizer. Presets refuse one without a rule.
+    # The rule "none" changes nothing, so it fits every optimizer. A preset refuses an optimizer
+    # that it has no rule for.
     if name == "none":
         return joint
     if optimizer not in OPTIMIZERS:
@@ -97,17 +98,19 @@ def scaled(
     """
     joint = of(name, optimizer)
     result = dict(numbers)
-    # At the base settings stay as they are, and so does an `adam_lr` of `None`.
+    # At the base all settings stay as they are, including an `adam_lr` of `None`.
     if joint.adam_lr is not None and set(ratios.values()) != {1.0}:
         adam_peak = numbers.get("adam_lr")
         if adam_peak is None:
-            # The Adam part has the matrices' peak, which scales by another column.
+            # By default the Adam part has the peak of the matrices, but it scales by another
+            # column.
             adam_peak = numbers["peak_lr"]
         result["adam_lr"] = adam_peak * joint.factor("adam_lr", ratios)
     for setting, column in NUMBERS.items():
         factor = joint.factor(column, ratios)
         if setting == "weight_decay" and decay == "independent":
-            # lr * wd scales as under coupled decay, and lr is not part of an independent decay.
+            # An independent decay is not multiplied by lr. With the factor of lr it scales as lr *
+            # wd does under coupled decay.
             factor *= joint.factor("lr", ratios)
 
         value = numbers.get(setting)
@@ -163,8 +166,8 @@ def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: floa
         return []
     cautions = joint.cautions(ratios)
     try:
-        # A beta that would leave (0, 1) is a doubt here and an error in a run. Families are named
-        # for one of their optimizers.
+        # A beta that would leave (0, 1) is only a doubt here, while it is an error in a run. The
+        # name of a family is also the name of one of its optimizers.
         scaled(joint.name, ratios, joint.families[0], {"peak_lr": 1.0, "b1": b1, "b2": b2})
     except PresetError as error:
         return [*cautions, str(error)]
@@ -184,7 +187,7 @@ def ends(option: str, text: str) -> tuple[float, float]:
     try:
         start, stop = map(float, text.split(":"))
     except ValueError:
-        # Refused below, with the message of numbers that are not above 0.
+        # 0 is refused below, with the same message as other numbers that are not above 0.
         start = stop = 0.0
     if not (0 < start < math.inf and 0 < stop < math.inf):
         raise PresetError(f"{option} is {text}; write FROM:TO with two numbers above 0, as 8:64")
@@ -264,7 +267,7 @@ def path(
         the rule does not hold.
     """
     points = [(examples, tokens[0]) for examples in _doublings(*batch)]
-    # The first of these is the last row above.
+    # The first of these points is the last one above, so it is left out.
     points += [(batch[1], horizon) for horizon in _doublings(*tokens)[1:]]
 
     table: list[dict[str, Any]] = []
@@ -283,7 +286,8 @@ def path(
             distance = factors[column] * (1 - start)
             if distance >= 1:
                 reasons.append(f"1-{beta} = {distance:.3g}")
-        # The rule connects the base's batch and this batch, so the larger of them counts.
+        # The rule relates the batch of the base to this batch, so the larger of the two must be
+        # below the noise scale.
         largest_batch = max(examples, batch[0])
         if noise_scale is not None and largest_batch > noise_scale and examples != batch[0]:
             reasons.append("above the noise scale")

@@ -83,8 +83,6 @@ class Preset:
     uneven: bool = False
     by_gradients: bool = True
 
-    # The table: one row per parameter.
-
     def row(self, spec: ParamSpec) -> Rule:
         """Return the parameter's rule in this preset's form, with the constants of its group.
 
@@ -124,7 +122,7 @@ class Preset:
         constant rule without decay, because expert loads update it.
         """
         if spec.moved_by_loads:
-            # A router's bias moves by the loads of experts, which have the order of no size.
+            # A router's bias moves by the loads of experts, which do not scale with any size.
             return Rule(decays=False)
 
         rule = self._table(spec)
@@ -170,8 +168,6 @@ class Preset:
         moved = rule.moved(theta(self.rule(embedding), embedding, self.form))
         return dataclasses.replace(moved, multiplier=rule.multiplier)
 
-    # Sizes relative to the base.
-
     def base_size(self, name: str, sizes: Mapping[str, int]) -> int:
         """Return the base size of an axis.
 
@@ -185,7 +181,7 @@ class Preset:
         Raises:
             PresetError: Neither the base nor `sizes` has the axis.
         """
-        # Before the base: the rank is finite, even where the base names it.
+        # Checked first: the rank of an adapter does not grow, even if the base names it.
         if name == RANK and name in sizes:
             return sizes[name]
         if self.base is None:
@@ -226,8 +222,6 @@ class Preset:
         larger_heads = heads == {1} and head_dim == width
         return more_heads or larger_heads
 
-    # Values of one parameter.
-
     def scales(
         self,
         spec: ParamSpec,
@@ -260,7 +254,7 @@ class Preset:
         # Embeddings, vectors and the readout stay on Adam, whose steps have no such size.
         if on_muon and self._table(spec).muon is not None:
             lr = self.muon.base_lr(spec, lambda axis: self.base_size(axis, sizes))
-            # Weight decay subtracts the same share of w as without this factor.
+            # Coupled decay subtracts lr * wd of w. The division by lr keeps this share of w.
             weight_decay = 1.0 if decay == "independent" else 1 / lr
             base_values = dataclasses.replace(base_values, lr=lr, weight_decay=weight_decay)
         return base_values.times(factors)
@@ -354,8 +348,6 @@ class Preset:
             return MatrixSteps(measured=True, blocks=blocks, sizes=dict(sizes))
         return MatrixSteps(blocks=blocks)
 
-    # The forward pass.
-
     def logit_scale(self, sizes: Mapping[str, int]) -> float:
         """Return the factor on attention logits k.q.
 
@@ -383,8 +375,6 @@ class Preset:
         # The law is written in the decoder's depth, and an encoder's depth is another axis.
         law = self.branch.renamed(OWN.axis, stack.axis)
         return 1.0, law(self.ratios(sizes), self.base)
-
-    # Optimizers.
 
     @property
     def optimizers(self) -> tuple[str, ...]:
@@ -415,13 +405,11 @@ class Preset:
             f"it has one for {', '.join(self.optimizers)}"
         )
 
-    # Variants.
-
     def with_logits(self, logits: Power) -> Preset:
         """Return a copy of the preset with another scale of attention logits (`logit_scale`)."""
-        # `replace` starts with an empty `_rows`, which is no field.
+        # `_rows` is no field of the dataclass, so `replace` starts with an empty one.
         preset = dataclasses.replace(self, logits=logits)
-        # No row depends on this scale, so the computed rows stay valid.
+        # No row depends on the scale of the logits, so the computed rows stay valid.
         preset._rows.update(self._rows)
         return preset
 
@@ -434,8 +422,6 @@ class Preset:
         if form not in FORMS:
             raise PresetError(f"no form is named {form!r}; write {', '.join(map(repr, FORMS))}")
         return dataclasses.replace(self, form=form)
-
-    # Text.
 
     def cautions(self, sizes: Mapping[str, int], optimizer: str = "adam") -> list[str]:
         """Return what to know before trusting the table at these sizes, one sentence each.

@@ -128,7 +128,7 @@ class Power:
         """
         clipped: float = 0
         for inner, power in self.clips:
-            # A clip whose argument grows ends at 1.
+            # A clip min(1, x) ends at 1 if x grows, so only a shrinking x counts.
             clipped += power * min(0.0, _slope(inner, axes))
         return _slope(self.exponents, axes) + clipped
 
@@ -153,7 +153,7 @@ class Power:
             # Without a base the law is absolute, where every base size is 1.
             at_base = math.prod(base.get(name, 1) ** exponent for name, exponent in inner)
             growth = math.prod(_ratio(name, ratios) ** exponent for name, exponent in inner)
-            # Divided by the clip at base size, where the value must be the coefficient.
+            # Divide by the clip at base size, so that the value there is the coefficient.
             value *= (min(1.0, at_base * growth) / min(1.0, at_base)) ** power
         return value
 
@@ -434,7 +434,7 @@ class Rule:
             multiplier=self.multiplier * multipliers,
             init_std=self.init_std * stds,
             decays=self.decays and decays.coefficient > 0,
-            # A share of w: constants of learning rates do not change it.
+            # The decay is a share of w, so constants of learning rates do not change it.
             decay=self.decay * decays,
         )
 
@@ -511,7 +511,8 @@ def constant(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> fl
         column: Key of `mupax.presets.constants.COLUMNS`.
         constants: Factors by name, "COLUMN.GROUP". Exponents ("COLUMN.GROUP^AXIS") are not read.
     """
-    # In one order: that of a set differs between processes, and with it the product's last bit.
+    # Sorted, because the order of a set differs between processes, and with it the last bit of the
+    # product.
     ordered = sorted(names(spec))
     return math.prod(constants.get(f"{column}.{name}", 1.0) for name in ordered)
 

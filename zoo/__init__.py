@@ -39,7 +39,7 @@ __all__ = [
     "ViTConfig",
     "get",
 ]
-# These import JAX.
+# Defined in modules that import JAX, unlike the names above.
 __all__ += ["Definition", "FunctionDefinition", "define", "define_function"]
 
 _MODULES = {

@@ -22,8 +22,9 @@ def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Arra
         names: Mesh axes that split the dimension, the outermost first. The result is x without any.
         dimension: Index of the dimension that these mesh axes split.
     """
-    # For several axes at once, the TPU compiler sums arrays of full size instead. That sends twice
-    # the bytes, and does not overlap with other work.
+    # One collective per mesh axis. The TPU compiler turns an all-gather over several axes into an
+    # all-reduce of full-size arrays. That sends twice the bytes, and does not overlap with other
+    # work.
     for name in reversed(names):
         x = jax.lax.all_gather(x, name, axis=dimension, tiled=True)
     return x
@@ -46,10 +47,11 @@ def reduce_scatter(
     if names and layout.gradient_dtype:
         return layout.exchange(x, names, dimension)
 
-    # Each step is a sum over mesh axes, within groups of their indices if there are any.
+    # A step is (mesh axes to sum over, groups). The groups, or None, are `axis_index_groups` of
+    # `psum_scatter`: they restrict the sum to one ring of the torus.
     if layout.per_axis_reduce_scatter:
-        # One dimension of the torus at a time. Over several at once, the TPU compiler sends the sum
-        # of full size everywhere, twice the bytes, and then takes a part.
+        # Sum over one dimension of the torus at a time. Over several at once, the TPU compiler does
+        # an all-reduce, which sends twice the bytes, and then takes a slice.
         steps = _rings(layout.mesh, names)
     elif layout.platform == "tpu":
         # The TPU compiler does not overlap a sum over several mesh axes with other work.
@@ -99,13 +101,14 @@ def torus(devices: np.ndarray) -> tuple[int, ...]:
     coordinates = np.array(
         [getattr(device, "coords", (index,)) for index, device in enumerate(devices)]
     )
-    # Index of every device along each dimension in which the devices differ.
+    # Rank of every device along each torus dimension in which the devices differ.
     ranks = []
     for coordinate in coordinates.T:
         if np.ptp(coordinate):
             _, rank = np.unique(coordinate, return_inverse=True)
             ranks.append(rank)
-    # The later a rank changes for the first time, the slower its dimension.
+    # Sort the dimensions from the slowest to the fastest. The slower a dimension, the later its
+    # rank changes for the first time.
     ranks.sort(key=lambda rank: -int(np.argmax(rank != rank[0])))
 
     sizes = tuple(int(rank.max()) + 1 for rank in ranks)

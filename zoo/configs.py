@@ -92,7 +92,7 @@ _FOLDER = ViTConfig(
 _BARE = {"norm_gain": False, "bias": False, "mlp_ratio": 1.0, "centered": True}
 
 CONFIGS: dict[str, ModelConfig] = {
-    # The default runs, and the small models their presets are relative to.
+    # Models of the default runs, and the small base models (proxy) of their presets.
     "lm-proxy": dataclasses.replace(_BYTE_LM, width=64, depth=2, num_heads=2),
     "lm-tiny": _BYTE_LM,
     "vit-proxy": dataclasses.replace(_DIGITS, width=32, depth=2, num_heads=2),
@@ -126,8 +126,8 @@ CONFIGS: dict[str, ModelConfig] = {
         tied=True,
     ),
     "lm-8b": _LLAMA,
-    # With experts: the shape of Qwen3-30B-A3B (Yang et al. 2025), which has no capacity. A token
-    # goes through 3.3 B of its parameters.
+    # Mixture of experts in the shape of Qwen3-30B-A3B (Yang et al. 2025). Unlike Qwen3, this config
+    # limits the tokens per expert (capacity_factor). A token uses 3.3 B parameters.
     "lm-30b-a3b": dataclasses.replace(
         _LLAMA,
         width=2048,
@@ -147,8 +147,9 @@ CONFIGS: dict[str, ModelConfig] = {
         routing=RoutingConfig(gate="softmax", capacity_factor=1.25),
     ),
     **NAMED,
-    # The smallest models of Bordelon et al. 2024, as in its code: figures 6 and 8-10 (CIFAR-5M)
-    # with (N, H, L) = (16, 16, 4), figures 7 and 12 (C4) with (8, 8, 4).
+    # The smallest models of Bordelon et al. 2024, as in the paper's code: figures 6 and 8-10
+    # (CIFAR-5M) with (N, H, L) = (16, 16, 4), figures 7 and 12 (C4) with (8, 8, 4). N is the head
+    # size, H the number of heads and L the depth.
     "bordelon-vit": ViTConfig(
         width=256,
         depth=4,
@@ -205,7 +206,8 @@ def family_class(name: str) -> type[ModelConfig]:
     module_name, _, attribute = name.partition(":")
     is_place = all(part.isidentifier() for part in [*module_name.split("."), attribute])
     if is_place:
-        # The name may come from a stranger's file, so no module is imported because of it.
+        # The name may come from an untrusted file. Importing a module runs its code, so only a
+        # module that is already imported is used.
         module = loaded_module(module_name)
         config = getattr(module, attribute, None)
         if isinstance(config, type) and issubclass(config, ModelConfig):

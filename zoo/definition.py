@@ -58,9 +58,9 @@ def initial_value(
         dtype: Storage type. Draws are float32.
         normal: Standard normal draws of this shape, if `normals` has made them already.
     """
-    # On CPU with jax 0.12, layers drawn apart agree with stacked ones to the last bit only if the
-    # array is drawn whole: splitting a row changes which of its numbers are left over by the vector
-    # instructions.
+    # Draw each array whole. The vector instructions of a CPU leave over some entries of a row,
+    # which jax 0.12 rounds differently. Splitting a row changes which entries these are, and layers
+    # drawn one by one would then differ from stacked layers in the last bit.
     if spec.stacked:
         std_L = jnp.broadcast_to(jnp.asarray(std, jnp.float32), shape[:1])
         std = std_L.reshape(-1, *[1] * (len(shape) - 1))
@@ -90,7 +90,7 @@ def _with_distribution(normal: jax.Array, distribution: Distribution) -> jax.Arr
     """
     if distribution == "normal":
         return normal
-    # The normal distribution function, scaled from (0, 1) to (-1, 1), makes uniform draws.
+    # erf(x / 2^1/2) is 2 cdf(x) - 1, which is uniform in (-1, 1) for normal x.
     uniform = jax.lax.erf(normal / math.sqrt(2))
     if distribution == "uniform":
         return math.sqrt(3) * uniform
@@ -129,7 +129,7 @@ def normals(
         specs: Declarations by parameter name. Only `keys` and `shapes` of these names are read.
         shapes: Shapes by parameter name, with one size for every axis of the spec.
     """
-    # A CPU's compiler takes 0.4 s for every draw, so one loop makes the random bits of all of them.
+    # Compiling one draw takes 0.4 s on CPU, so one loop makes the random bits of all parameters.
     # Bits are integers, the same however they are computed. They become normal numbers parameter by
     # parameter, by the operations of `jax.random.normal`.
     names = [name for name, spec in specs.items() if spec.role not in VECTORS]
@@ -150,7 +150,8 @@ def normals(
         for name, keys_L in zip(stacked, layer_keys, strict=True):
             row_keys[name] = keys_L[: shapes[name][0]]
 
-    # A row is drawn in blocks, and a block from the row's key and the block's index in the row.
+    # Rows are drawn in blocks. The bits of a block depend only on the key of its row and on the
+    # index of the block in the row.
     rows: dict[str, _Rows] = {}
     blocks_per_row = []
     block_indices = []
@@ -165,7 +166,7 @@ def normals(
     block_keys = key_data[np.repeat(np.arange(len(key_data)), blocks_per_row)]
     bits = jax.lax.map(_block_bits, (block_keys, np.concatenate(block_indices)))
 
-    # Cut the blocks into parameters again.
+    # The last block of a row may have excess bits, which the slice drops.
     drawn = {}
     start = 0
     for name, (count, size, blocks) in rows.items():
@@ -183,7 +184,7 @@ def _block_bits(key_and_index: tuple[jax.Array, jax.Array]) -> jax.Array:
         key_and_index: Data of the row's key, uint32 [2], and index of the block in its row, [].
     """
     key, index = key_and_index
-    # Threefry encrypts a number's position in its row, as two words of 32 bits.
+    # Threefry encrypts the position of an entry in its row, as two words of 32 bits.
     high = jnp.full(_BLOCK, index >> (32 - _BLOCK_BITS))
     low = (index << _BLOCK_BITS) | jnp.arange(_BLOCK, dtype=jnp.uint32)
     key_words = (key[0], key[1])
@@ -197,10 +198,10 @@ def _normal_from_bits(bits: jax.Array) -> jax.Array:
 
     23 bits make a uniform number in (-1, 1), and sqrt(2) times its inverse erf is normal.
     """
-    # At -1 itself the inverse erf is infinite.
+    # erf_inv(-1) is -inf, so the lowest value is the next one above -1.
     low = np.nextafter(np.float32(-1), np.float32(0))
     one = np.float32(1)
-    # The bits are the mantissa of a float32 in [1, 2).
+    # The bits become the mantissa of a float32 in [1, 2).
     uniform = jax.lax.bitcast_convert_type((bits >> 9) | one.view(np.uint32), jnp.float32) - one
     return np.float32(np.sqrt(2)) * jax.lax.erf_inv(jnp.maximum(low, uniform * (one - low) + low))
 
@@ -231,7 +232,7 @@ class Init:
 
     def scope(self, name: str) -> Init:
         """Return the `Init` for the submodule kept in the attribute `name`."""
-        # Scopes share one source of random keys, so every parameter has its own.
+        # Scopes share one source of random keys, so no two parameters draw with the same key.
         return Init(self._config, self._rngs, f"{self._prefix}{name}.")
 
     def param(self, name: str) -> nnx.Param:
@@ -335,9 +336,9 @@ class Definition:
             layout: Placement of arrays on devices. Modules with a field `layout` get it. A module
                 without the field computes as on one device.
         """
-        # A missing skip factor is a constant, which the compiler removes. As data it would cost a
-        # twentieth of the step's memory traffic: the product that ends a branch would no longer
-        # write its sum with the scaled stream.
+        # A missing skip factor is the constant 1, which the compiler removes. As an argument of the
+        # step it would add 5 % of memory traffic, because the compiler would no longer add the
+        # residual stream inside the matrix product that ends a branch.
         variables: dict[str, nnx.Variable] = {}
         for name, metadata in self.factors.items():
             if metadata["kind"] == "skip":
@@ -373,8 +374,9 @@ class Definition:
         by_layer = {name: w for name, w in params.items() if layout.by_layer(self.specs[name])}
         rest = {name: w for name, w in params.items() if name not in by_layer}
 
-        # A layout that reads a matrix by layer multiplies it there. Multiplied before the loop, the
-        # matrices of all layers would stay in memory in the products' type for the whole step.
+        # Under manual FSDP a stacked matrix is multiplied inside the loop over layers. Multiplied
+        # before the loop, the matrices of all layers would stay in memory in the dtype of the
+        # products for the whole step.
         scaled = {}
         for name, w in by_layer.items():
             scaled[name] = ScaledParam(w, jnp.broadcast_to(multipliers[name], w.shape[:1]))
@@ -420,7 +422,8 @@ class Definition:
         name_hashes = []
         for name in self.specs:
             own_hash = np.uint32(zlib.crc32(name.encode()))
-            # Not the index: another parameter in the model must not change this one's draws.
+            # A hash of the name, not the parameter's index: adding a parameter to the model must
+            # not change the draws of the others.
             name_hashes.append(stds.get(SHARED_INIT + name, own_hash))
         hashes = jnp.array(name_hashes, jnp.uint32)
         param_keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), hashes)

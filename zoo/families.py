@@ -151,14 +151,16 @@ class ModelConfig(abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "family" not in cls.__dict__:
-            # A class of a script is found again by the script's name, not by `__main__`.
+            # For a class in a script, use the module name of the script. `__main__` would be
+            # another module in the next process.
             module = importable_name(cls.__module__) or cls.__module__
             cls.family = f"{module}:{cls.__qualname__}"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # bool is a subclass of int, so isinstance would not do.
+            # bool is a subclass of int. With isinstance, a flag that is False would be refused as
+            # 0.
             if type(value) is int and value < 1:
                 raise ConfigError(
                     f"model.{field.name} is {value}; write a whole number of at least 1"
@@ -391,7 +393,7 @@ def stacks(model: ModelConfig) -> tuple[Blocks, ...]:
     A model without factors has one stack, of attention and MLP.
     """
     sizes = model.sizes()
-    # Every stack has its own factors on residual branches.
+    # Every residual stack declares branch factors of its own, so these name the stacks.
     branch_stacks = [factor.stack for factor in model.factors().values() if factor.kind == "branch"]
     blocks = []
     # dict.fromkeys removes duplicates and keeps the order.

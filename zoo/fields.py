@@ -24,13 +24,14 @@ _DESCRIPTIONS: dict[type, str] = {
 
 def _is_valid(value: Any, kind: type) -> bool:
     """Return True if a JSON value is allowed in a field of type `kind` (`_DESCRIPTIONS`)."""
-    # bool is a subclass of int, so the type is compared exactly.
+    # isinstance(True, int) is True, so the type is compared exactly.
     if kind is bool:
         return type(value) is bool
     if kind is int:
         return type(value) is int and 1 <= value <= _LARGEST
     if kind is float:
-        # JSON writes whole floats without a point. An int above 1e30 may have no float.
+        # JSON may write a whole float without a point. Comparing an int with 1e30 never overflows,
+        # but float() of an int above 1.8e308 raises OverflowError.
         return type(value) in (int, float) and 0 < value < math.inf and value <= 1e30
     return isinstance(value, str)
 

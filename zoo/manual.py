@@ -50,8 +50,8 @@ def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
 
     # The first node of a graph is the model itself. Its class is read without making a module.
     module: Any = getattr(definition.graph.nodes[0], "type", None)
-    # The zoo's modules read their parameters through `layout`, and the loss gathers the weight in
-    # `readout_inputs`.
+    # Manual FSDP needs modules that read their parameters through `layout`, and a `readout_inputs`
+    # method, so that the loss can gather the readout matrix.
     if has_layout(module) and readout_method(module) is not None:
         return manual
     if getattr(module, "gathers", False):
@@ -86,7 +86,8 @@ class ManualFsdpLayout(Layout):
         """Mesh axes that split examples."""
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
-        # Only the layer of experts sends tokens between devices by itself.
+        # Only the layer of experts exchanges tokens between devices. Other modules compute on local
+        # arrays, as on one device.
         if axis != "experts":
             return ()
         return self.outer.mesh_axes(axis)
@@ -208,7 +209,8 @@ class ManualFsdpLayout(Layout):
         rows, columns = self.partition(axes)
         if rows or not columns:
             return self.gather(table, axes)[index]
-        # Nothing is gathered. The gradient is summed over the axes that do not split columns.
+        # This `_gather` returns the table unchanged. Its purpose is the gradient, which is summed
+        # over the mesh axes that do not split columns.
         summed = tuple(name for name in self.batch if name not in columns)
         table = _gather(self, ((), ()), summed, table)
         entries = table[jax.lax.all_gather(index, columns, tiled=True)]
@@ -226,7 +228,8 @@ class ManualFsdpLayout(Layout):
             names: Mesh axes to sum over, the outermost first.
             dimension: Index of the dimension that is split. The devices must divide its size.
         """
-        # Every device receives all summands of its part. These are as many bytes as a ring sends.
+        # Every device receives all summands of its part, which is as many bytes as a ring sends.
+        # The float32 sum is then local.
         parts = jax.lax.all_to_all(
             x.astype(self.gradient_dtype), names, dimension, dimension, tiled=True
         )
@@ -291,7 +294,8 @@ def _gather_backward(
 ) -> tuple[jax.Array]:
     for dimension, names in enumerate(splits):
         g = reduce_scatter(g, names, dimension, layout=layout)
-    # The other mesh axes of the batch have copies of the parameter.
+    # The parameter is replicated over the other mesh axes of the batch, so the gradient is summed
+    # there.
     scattered = set().union(*splits)
     rest = tuple(name for name in batch if name not in scattered)
     if rest:

@@ -299,7 +299,7 @@ def place(module: nnx.Module, layout: Layout) -> None:
     """
     for _, submodule in nnx.iter_modules(module):
         if has_layout(submodule):
-            # setattr, because not every module declares the field.
+            # setattr, because the type `nnx.Module` declares no `layout`.
             setattr(submodule, "layout", layout)  # noqa: B010
 
 

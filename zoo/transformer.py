@@ -201,7 +201,7 @@ class LoraConfig:
         """
         if self.rank is None:
             return {}
-        # Only models with adapters pay for this import.
+        # Imported here, so that models without adapters do not load the module.
         from mupax.presets.adapters import pair
 
         prefixes = tuple(f"block.{branch}." for branch in self.on)
@@ -222,7 +222,7 @@ class LoraConfig:
         """
         if self.rank is None:
             return (None,) * len(names)
-        # Imports JAX, which configs do without.
+        # Imported here, because this module imports JAX and configs must load without it.
         from mupax.zoo.lora.layer import Lora
 
         scopes = [init.scope(f"{name}_lora") for name in names]
@@ -521,7 +521,7 @@ class TransformerConfig(ModelConfig):
         if self.value_dim:
             matrices = with_value_dim(matrices)
         if self.experts:
-            # Before the gates below, because experts have a gate, too.
+            # Added before the gates below, because experts have a gate, too.
             matrices |= EXPERT_MATRICES
         if not self.dense_dim:
             matrices = {

@@ -86,7 +86,8 @@ def script(shell: str) -> str:
     # Branches of bash's `case`: the number of the word to complete, then the words before it.
     second = []
     third = []
-    # The template has the commands, which stand under the empty key, on a line of its own.
+    # The commands, which have the empty key, are no branch: the template has a place of their own
+    # for them.
     for typed, names in following.items():
         words = " ".join(names)
         if len(typed) == 1:

@@ -129,7 +129,7 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
 
     from mupax.train.data.records import builders
 
-    # TFDS reads the features of an earlier preparation.
+    # TFDS would import any module that features.json of an earlier preparation names.
     for file in sorted((base / dataset).rglob("features.json")):
         builders.check_features(file)
 

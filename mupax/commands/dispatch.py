@@ -129,7 +129,7 @@ def _refuse_misspelt(prog: str, words: list[str], names: list[str]) -> None:
     if not words or words[0].startswith("-") or Path(words[0]).exists():
         return
     word = words[0]
-    # Strict, because the word may be a recipe or a folder that the command itself takes.
+    # A high cutoff, because the word may be a recipe or a folder that the command itself takes.
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
     if near:
         raise command_line.UsageError(f"{prog} has no {word!r}; did you mean `{prog} {near[0]}`?")
@@ -196,7 +196,7 @@ def _prepare(command: Command, words: list[str]) -> None:
     # Without enough address space, JAX's compiler ends the process and no message says why.
     memory.check_compiler()
     if command.prepared != "weights":
-        # The C library has to be told before JAX is imported.
+        # The options of the C library must be set before JAX is imported.
         hardware.keep_freed_memory()
     check_words(words, is_local=command.is_local)
     # A run checks JAX's settings itself, because its --print-config does not need JAX.

@@ -114,7 +114,7 @@ def _tree(model: ModelConfig) -> list[dict[str, Any]]:
     sizes = model.sizes()
     leaves: list[dict[str, Any]] = []
     for path, spec in sorted(model.parameters().items()):
-        # A gain or bias is named after the matrix that it belongs to, too.
+        # The role of a gain or bias also names the matrix that the parameter belongs to.
         role = f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value
         shape = [sizes[axis] for axis in spec.axes]
         leaves.append(

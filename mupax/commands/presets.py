@@ -58,7 +58,7 @@ class Constants:
 
     def run(self) -> int:
         name = presets.get(self.preset).name
-        # A preset of a file, `measured:PATH`, is in no table.
+        # `measured:PATH` reads a preset from a file, and such a preset is not in PRESETS.
         if name not in presets.PRESETS:
             raise presets.PresetError(
                 f"{self.preset} takes no constants; all its numbers are in its file"
@@ -309,7 +309,7 @@ class Tuned:
             _print_tuned("published, and not measured here", published)
         else:
             terminal.say("no preset is tuned yet; `mupax transfer ... --save-tuned NAME` makes one")
-        # The list is complete but for bad files, and a script learns of these by the code.
+        # A bad file is only left out of the list, so a script needs the exit code to see that.
         return 2 if unread else 0
 
 

@@ -54,7 +54,7 @@ class Command:
     less_memory: str = _MACHINE
 
 
-# Train
+# Functions that import the code of one command each. Group TRAIN.
 
 
 def _train():
@@ -68,7 +68,8 @@ def _finetune():
     from mupax.train.run import command
 
     def main(words: list[str]) -> int:
-        # A run gets the words of --plugin for a child process of --restart. They are no flags.
+        # `words` may hold --plugin MODULE, which a child process of --restart needs. The flags of
+        # the command do not include it.
         _, own_words = plugins.split(words)
         return command.start(finetune.command(own_words), ["finetune", *words])
 
@@ -102,11 +103,11 @@ def _checkpoints_list():
 def _checkpoints_verify():
     from mupax.train.checkpoints import command
 
-    # One command does both, so that `mupax checkpoints RUN --verify` means the same.
+    # `mupax checkpoints RUN --verify` means the same, so one command does both.
     return lambda words: command.main([*words, "--verify"])
 
 
-# Tune
+# Functions that import the code of one command each. Group TUNE.
 
 
 def _sweep():
@@ -139,7 +140,7 @@ def _plan_score():
     return score.main
 
 
-# Inspect
+# Functions that import the code of one command each. Group INSPECT.
 
 
 def _check():
@@ -166,7 +167,7 @@ def _compile():
     return command.main
 
 
-# Use
+# Functions that import the code of one command each. Group USE.
 
 
 def _predict():
@@ -217,7 +218,7 @@ def _convert():
     return forms.main
 
 
-# Theory
+# Functions that import the code of one command each. Group THEORY.
 
 
 def _presets_list():
@@ -489,7 +490,7 @@ USE = (
         summary="read weights of Hugging Face into a preset's form",
         example="import openai-community/gpt2 --out runs/gpt2",
         run=_import,
-        # No training step could use freed memory again, so it goes back to the system.
+        # No training step could use freed memory again, so the process gives it back to the system.
         prepared="weights",
     ),
     Command(
@@ -599,7 +600,7 @@ MODELS = (
         summary="print every parameter of a model: path, role, shape and axes",
         example="models describe lm-tiny",
         run=_models_describe,
-        # Set for a model's name, too, so that --config FILE may stand in its place.
+        # The word is the name of a model, but --config FILE may stand in its place.
         takes_recipe=True,
     ),
     Command(

@@ -192,7 +192,8 @@ def desiderata(preset: Preset, dimension: str, *, encoder: bool = False) -> dict
     leading = {}
     for name, part in powers.parts.items():
         relative[name] = part - largest
-        # Parts of a smaller power vanish as the dimension grows, so the decay is not theirs.
+        # Parts of a smaller power vanish as the dimension grows, so they do not determine the loss
+        # decay.
         if part > largest - _TOLERANCE:
             leading[name] = part
     return {

@@ -190,14 +190,15 @@ class Health:
             return 0.0
         exponent = self._rate(spec, limit)
         if self.limit.family == "muon" and self.preset.row(spec).muon is not None:
-            # The step is orthogonal, of spectral norm 1, or its blocks are.
+            # The step, or each of its blocks, is orthogonal and has spectral norm 1.
             fan_in = _product(spec.fan_in, limit)
             fan_out = _product(spec.fan_out, limit)
             return exponent + limit.coherence(spec) + (fan_in - fan_out) / 2
         if self.limit.family == "sgd":
             gradient = self.gradient(spec, limit)
             if gradient is None or {"embed", "kv_heads"} & limit.growth.keys():
-                # SGD's steps grow in right tables as D^1/2 and G^1/2 along these two axes only.
+                # In correct tables SGD's steps grow as D^1/2 and G^1/2 along these two axes, and
+                # along no other.
                 return 0.0
             exponent += gradient
         return exponent + _product(spec.fan_in, limit)
@@ -213,7 +214,8 @@ class Health:
         if exponent is None:
             return None
         conceded = self._conceded("eps", spec)
-        # A table may use a part of what its source concedes: all values up to it are right.
+        # The source allows gradient over eps to change by the exponent `conceded`. A table may use
+        # only a part of that, so every exponent from 0 to `conceded` is right.
         least = min(conceded, 0.0) - _TOLERANCE
         most = max(conceded, 0.0) + _TOLERANCE
         if exponent < least or exponent > most:

@@ -101,7 +101,7 @@ def _entry(name: str, growing: str, exponent: float) -> Entry:
     """
     # Sums of exponents are not exact, and adding 0.0 turns -0.0 into 0.0.
     rounded = round(exponent, 10) + 0.0
-    # A larger drift is what more tokens are for.
+    # More tokens are meant to move the weights farther, so this growth is no fault.
     is_intended = rounded > 0 and name == "drift" and growing == "tokens"
     if rounded == 0 or is_intended:
         return Entry(rounded, "stable")
@@ -120,7 +120,8 @@ def troubles(rule: JointRule, grows: str) -> dict[str, str]:
         grows: Size that grows, a key of `SYMBOLS`.
     """
     table = verdicts(rule)
-    # lr * wd has the rate in it: the decay's own fault is what the rate does not explain.
+    # The observable of weight decay is lr * wd. A wrong learning rate is reported by itself, so its
+    # exponent is subtracted.
     lr_exponent = table["displacement by noise"][grows].exponent
     wrong = {}
     for name, by_size in table.items():

@@ -160,7 +160,8 @@ class Limit:
         """
         fan_in = self.fan_in[name]
         fan_out = self.fan_out[name]
-        # The norm of a random matrix is std * max(in, out)^1/2. (in/out)^1/2 makes it one of means.
+        # The spectral norm of a random matrix is of order std * max(in, out)^1/2. The factor
+        # (in/out)^1/2 converts it from norms of vectors to root mean squares.
         return self.weight(name) + max(fan_in, fan_out) / 2 + (fan_in - fan_out) / 2 + change
 
     @functools.cached_property
@@ -194,12 +195,14 @@ class Limit:
         self.spread = self.logits + self.q + self.k + self.n / 2
         self.attention = self.spread
         if preset.key_as_query:
-            # A key that starts as its query: |q|^2 is a sum of N squares, alike in all heads.
+            # If keys start equal to queries, a logit is |q|^2, a sum of N squares that is alike in
+            # all heads.
             self.attention = self.spread + self.n / 2
         self.hidden = self.random("MLP in")
         self.written = self.random("MLP out", self.hidden)
 
-        # Active experts are independent at first, so their mean is a^-1/2 of one.
+        # Active experts are independent at first, so the mean over a of them is a^-1/2 times one of
+        # them.
         self.block = max(self.random("attention out", self.v), self.written - self.active / 2)
         if self.shared:
             self.block = max(self.block, self.random("shared out", self.random("shared in")))
@@ -242,8 +245,8 @@ class Limit:
         }
 
         # The gradient of an attention weight is v . (backward signal), a sum of N terms. They are
-        # independent at first, and aligned as far as v has moved.
-        # Values that move faster than they are large cannot align by more than all of it.
+        # independent at first, and aligned as far as v has moved. Alignment is never more than
+        # complete, even if v moves by more than its own size.
         moved = min(0.0, self.acts("value") - self.v)
         self.aligned = max(self.n / 2, self.n + moved)
         at_logits = at_heads + self.v + self.aligned
@@ -334,7 +337,8 @@ class Limit:
         self.dq = self.acts("query")
         self.dk = self.acts("key")
         attention = {
-            # A step is aligned with what it meets, so N products add up as N and not as N^1/2.
+            # The change of q is aligned with k, and that of k with q. The N products therefore add
+            # up as N and not as N^1/2.
             "query": self.logits + self.n + (self.dq + self.k),
             "key": self.logits + self.n + (self.q + self.dk),
         }
@@ -348,15 +352,15 @@ class Limit:
             "MLP out": self.acts("MLP out", self.hidden),
         }
         for name, change in attention.items():
-            # Attention weights lie between 0 and 1, so they change by order one at most.
-            # The values that a changed attention weighs are those at initialization.
+            # Attention weights lie between 0 and 1, so they change by order one at most. The
+            # changed weights are applied to the values at initialization.
             block[name] = min(0.0, change) + self.random("attention out", self.v)
         if self.shared:
             block["shared in"] = self.carried("shared out", self.acts("shared in"))
             block["shared out"] = self.acts("shared out", self.random("shared in"))
         if self.routed:
-            # Gates change by order one at most, too. What experts learn to write is aligned, so
-            # their mean is as large as one of them.
+            # Gates change by order one at most, too. What experts learn to write is aligned, so the
+            # mean over experts is as large as one of them.
             learned = min(0.0, max(block["MLP in"], block["MLP out"]))
             written = max(self.written - self.active / 2, learned)
             block["router"] = min(0.0, self.acts("router")) + written
@@ -366,7 +370,7 @@ class Limit:
         stream = {}
         for name, change in block.items():
             stream[name] = self.branch + change + self.layers
-        # A table is looked up: its step enters the stream as it is, without a fan-in or depth.
+        # An embedding is looked up: its step enters the stream as it is, without a fan-in or depth.
         stream["embedding"] = self.step("embedding")
         self.features = max(stream.values()) - self.stream
         output = {name: self.first_order(name) for name in self.specs}
@@ -410,7 +414,8 @@ class Limit:
             # grow. Measured: the output's change goes as G^0.02.
             blocks -= max(0.0, self.growth.get("kv_heads", 0.0) - self.growth.get("heads", 0.0)) / 2
         if self.orthogonal(name):
-            # Rate times the nuclear norm of a gradient of low rank, summed over blocks.
+            # The learning rate times the nuclear norm of a gradient of low rank, summed over
+            # blocks.
             nuclear_norm = self.gradient[name] + entries / 2 + self.coherence(spec)
             return rate + nuclear_norm + blocks
         return rate + self.direction(name) + self.gradient[name] + entries + blocks
@@ -422,7 +427,8 @@ class Limit:
         if self.orthogonal(name):
             norm = self.rate(name) + self.coherence(self.specs[name])
         else:
-            # The step of one example is a rank-one matrix, whose norm is that of all its entries.
+            # The step of one example is a rank-one matrix, whose spectral norm is its Frobenius
+            # norm.
             norm = self.step(name) + (fan_in + fan_out) / 2
         return norm - (self.weight(name) + max(fan_in, fan_out) / 2)
 

@@ -193,13 +193,14 @@ class Stack:
         v = self._random(f"{cross}value", memory)
         overlap = self.n / 2
         if self.preset.key_as_query:
-            # A key that starts as its query: in self-attention |q|^2 of a token and itself, in
-            # cross-attention the overlap of two independent streams.
+            # If keys start equal to queries, the logit of a token with itself in self-attention is
+            # |q|^2. In cross-attention a logit is the overlap of two independent streams.
             overlap = self.n
             if is_cross:
                 overlap = self.n - self.width / 2
         logits = self.scale + q + k + max(overlap, self.n / 2)
-        # Attention is uniform at initialization: the mean of S independent values is S^-1/2 of one.
+        # Attention is uniform at initialization: the mean of S independent values is S^-1/2 times
+        # one of them.
         o = v - read / 2
         out = self._random(f"{cross}attention out", self.heads + self.values) + o
         return Attention(q=q, k=k, logits=logits, v=v, o=o, out=out, asking=self.tokens, read=read)
@@ -226,9 +227,9 @@ class Stack:
         powers.signal[f"{label}stream"] = self.stream
         powers.signal[f"{label}branches"] = self.share - self.stream
 
-        # The part of activations that all tokens share is the mean of the activations. Signals at
-        # it add up as noise does. Cross-attention writes nearly the same for all of a decoder's
-        # tokens, and the MLP reads this.
+        # All tokens share a part of their activations, the mean. Backward signals at this part add
+        # up as noise does, as T^1/2. Cross-attention writes nearly the same vector for all tokens
+        # of a decoder, and the MLP reads this vector.
         shared = 0.0
         if "cross " in self.attentions:
             shared = self.tokens / 2
@@ -238,7 +239,7 @@ class Stack:
         self._add_part(powers, f"{label}MLP in", grad_up, 0.0, self.tokens)
         self._add_part(powers, f"{label}MLP out", grad_branch, self.up, self.tokens)
         self._add_part(powers, f"{label}token", grad_stream, 0.0, self.tokens)
-        # A smaller difference is rounding.
+        # A difference of at most 0.01 is a rounding error.
         if self.stream > self.token + 0.01 and self.layers:
             powers.grows.append(f"{label}stream")
         return grad_memory
@@ -259,7 +260,7 @@ class Stack:
         t = attention.asking
         s = attention.read
         grad_o = grad_out + self._weight(f"{cross}attention out") + self.width / 2
-        # One value is read by T tokens with weights 1/S each, whose signals are independent.
+        # T tokens read each value with weights 1/S. Their backward signals are independent.
         grad_v = grad_o + t / 2 - s
         # Every attention weight is 1/S, and so is the slope of softmax.
         grad_logits = grad_o + attention.v + self.values / 2 - s
@@ -272,8 +273,8 @@ class Stack:
         powers.signal[f"{label}o"] = attention.o
         powers.signal[f"{label}attention out"] = attention.out
 
-        # Uniform attention gives all tokens one output, and keys of few dimensions overlap. Their
-        # signals add up as noise does.
+        # Under uniform attention all tokens get the same output, and keys of few dimensions
+        # overlap. The backward signals of such tokens add up as noise does.
         signal_sums = {
             "q": grad_q + self.heads + self.n + t,
             "k": grad_k + self.heads + self.n + s,
@@ -313,7 +314,7 @@ class Stack:
         if spec.stacked:
             blocks = self.layers
         count = sum(self.x(axis) for axis in (*spec.fan_in, *spec.fan_out))
-        # The gradient of a stored weight has the multiplier, and so has the forward pass.
+        # The multiplier acts twice: on the gradient of the stored weight, and in the forward pass.
         rate = _growth(row.multiplier**2 * row.sgd, self.growth)
         powers.parts[name] = rate + 2 * (grad_output + inputs + blocks / 2) + count + tokens
 

@@ -170,6 +170,6 @@ def cell(value: Any) -> str:
     if isinstance(value, list):
         return "x".join(map(str, value)) or "scalar"
     if isinstance(value, tuple):
-        # One value per layer.
+        # A tuple has one value per layer.
         return f"{value[0]:.4g}..{value[-1]:.4g}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

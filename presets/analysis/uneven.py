@@ -42,7 +42,7 @@ def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "ad
     ratios = preset.ratios(sizes)
     widths = {axis: ratios[axis] for axis in _WIDTHS if axis in ratios}
     if "experts" in ratios and "embed" in widths:
-        # The hidden size of experts may grow at any speed.
+        # The hidden size of experts may grow at any speed, so it counts as growing with the width.
         widths.setdefault("mlp", widths["embed"])
     largest = max(widths.values(), default=1.0)
     if preset.base is None or largest <= 1.0 or min(widths.values()) < 1.0:
@@ -51,8 +51,9 @@ def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "ad
     other_widths = drop_keys(widths, ("kv_heads",))
     only_keys_grow = all(ratio == 1.0 for ratio in other_widths.values())
     if only_keys_grow and family != "sgd":
-        # Key heads can only grow up to the number of heads. The change that moves most was measured
-        # flat over 8 times as many (K^0.01) under Adam. Under SGD it was not.
+        # The number of key heads K is at most the number of heads. Under Adam, the fastest change
+        # was measured to go as K^0.01 up to 8 times as many key heads, which is flat. Under SGD it
+        # was not flat.
         return
 
     growth = {}
@@ -62,7 +63,8 @@ def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "ad
     by_head_dim = Limit(preset, family, LIMITS["head_dim"]).observables()
     by_heads = Limit(preset, family, LIMITS["heads"]).observables()
     for change in _CHANGES:
-        # Both limits are allowed growth, so the rule itself may change by the larger of the two.
+        # Growing head_dim or heads alone is allowed. A change that grows no faster than in these
+        # limits is therefore no fault.
         together = max(by_head_dim[change], by_heads[change])
         excess = apart[change] - max(together, 0.0)
         if largest**excess > UNEVEN:

@@ -136,7 +136,8 @@ def _encoder_signal(limit: Limit) -> dict[str, float]:
     """
     cross = limit.of("cross")
     block = limit.branch - limit.stream
-    # Blocks are independent at first, L^1/2 of them, and later in concert, L, as far as they moved.
+    # Blocks are independent at first and add up as L^1/2. As far as they have moved they are
+    # aligned, and add up as L.
     first = block + limit.layers / 2
     moved = max(cross.movement("value"), cross.movement("attention out"))
     aligned = max(first, block + limit.layers + min(moved, 0.0))
@@ -177,7 +178,8 @@ def _verdict(
     if observable == "squared error of the kernel":
         return "converges" if exponent < 0 else "stable"
     if observable.startswith("gradient over eps"):
-        # A gradient that grows over eps ends at Adam without eps, which has a limit, too.
+        # If the gradient grows relative to eps, Adam ends at Adam without eps, which has a stable
+        # limit, too.
         return "vanishes" if exponent < 0 else "stable"
     if observable.startswith(("q, k backward signal", "signal into an encoder")):
         # Adam divides by the signal. SGD's learning rate fits either the signal at first or the
@@ -201,7 +203,8 @@ def _word_for_decrease(observable: str, limit: str, exponents: Mapping[str, floa
         # The logits are a sum over many entries and move all the same.
         return "vanishes"
     if observable == "what an expert writes, at first":
-        # This is a mean-field start: steps of experts write as much at every size.
+        # In a mean-field start the initial output of an expert vanishes. What its steps write is of
+        # the same order at every size.
         return "vanishes"
     if observable.startswith(_FROZEN):
         return "frozen"

@@ -86,7 +86,8 @@ class Block:
         self.layer = layer
         width = config.width
 
-        # Directions of what each matrix reads. Queries, keys and values share their inputs.
+        # Directions of the vectors that each matrix reads. Queries, keys and values read the same
+        # ones.
         self._attention_inputs = basis(width)
         self._attended = basis(width)
         self._mlp_inputs = basis(width)

@@ -112,7 +112,8 @@ class LazyGaussian:
             coordinates: Result of `inputs.coordinates` for x, [D..., R, r].
         """
         self._images = self._revealed(self.inputs, self._images, self.outputs, self._preimages)
-        # Vectors have no part along directions that were added after their coordinates.
+        # The coordinates may have been computed before the last directions were added. Along these
+        # they are 0.
         return coordinates @ self._images[..., : coordinates.shape[-1], :]
 
     def backward(self, coordinates: np.ndarray) -> np.ndarray:

@@ -255,7 +255,7 @@ def train(
         values, logits, vjp = attend(by_example(q), by_example(k), by_example(v), n**-block.alpha_a)
         y = values.transpose(0, 2, 1, 3).reshape(tokens, heads * n)
         branch = output.forward(y)
-        # The branch has brought new coordinates.
+        # The branch may have added coordinates of the stream. In these, older vectors are 0.
         missing = output.initial.coordinates - len(w)
         w = _widened(w[None], missing)[0]
         stream = _widened(stream, output.initial.coordinates - stream.shape[-1])

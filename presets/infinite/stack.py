@@ -124,7 +124,8 @@ class Stack:
         def basis(size: int) -> Basis:
             return Basis(size, (draws,), dtype)
 
-        # The order of these three is the order of random numbers.
+        # These three draw random numbers in this order: reordering the lines changes the initial
+        # values.
         self.patch = dense("patch", patch, config.width)
         self.position = dense("position", positions, config.width)
         self.readout = dense("readout", config.width, classes)
@@ -132,7 +133,7 @@ class Stack:
         for layer in range(config.depth):
             block = Block(config, layer, basis, rng, responses=responses)
             self.blocks.append(block)
-        # Logits at the start for the inputs of the last batch.
+        # Inputs of the last batch, and their logits at the start.
         self._inputs = np.zeros(0)
         self._reference = np.zeros(0)
 

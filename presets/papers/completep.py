@@ -36,7 +36,7 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import EMBEDDINGS, ROUTED, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import ONE, Power, Rule, changed, product
 
-# A frozenset has no order of its own.
+# Sorted, because the order of a frozenset may differ between processes.
 _TABLES = (*(role.value for role in sorted(EMBEDDINGS, key=str)), "readout")
 _OUTSIDE = ("patch_embedding.bias", "norm_gain", "norm_gain.bias")
 _QK_GAINS = ("block.query.norm_gain", "block.key.norm_gain")
@@ -77,7 +77,7 @@ def completep(
         row = family.rule(spec)
         row = dataclasses.replace(row, eps=_eps(spec, row.eps, alpha_l, eps_scope))
         if decay != "rate" and row.muon is not None:
-            # A coupled wd of fan_in subtracts lr * fan_in of w at every step.
+            # Coupled weight decay that grows as fan_in subtracts lr * fan_in * w at every step.
             row = dataclasses.replace(row, decay=row.adam * product(spec.fan_in))
         return row
 

@@ -188,13 +188,14 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
     """
     match spec.role:
         case Role.TOKEN_EMBEDDING | Role.POSITION:
-            # Gradients go as 1/D through the readout. SGD has to make up for that, and eps follows.
+            # The readout scales gradients by 1/D. SGD's learning rate makes up for that, and eps
+            # follows the gradients.
             return Rule(sgd=D, eps=D**-1)
         case Role.PATCH_EMBEDDING:
             root = product(spec.fan_in) ** -0.5
             return Rule(multiplier=root, sgd=D, eps=root * D**-1)
         case Role.READOUT:
-            # The width, in every model whose readout reads the residual stream.
+            # m_in is the width in every model whose readout reads the residual stream.
             m_in = product(spec.fan_in)
             return Rule(multiplier=m_in**-1, sgd=m_in, eps=m_in**-1)
         # Its gradient does not pass through the readout's multiplier, so no size enters.
@@ -209,8 +210,9 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
     adam = ONE
     eps = ONE
     if spec.in_block and alpha_l is not None:
-        # Blocks move in concert, as L. SGD has the factor of the branch twice, by the gradient and
-        # by the forward pass, and Adam has it once.
+        # The changes of the L blocks are aligned, so they add up as L. Steps of SGD contain the
+        # factor of the branch twice, from the gradient and from the forward pass, and steps of Adam
+        # once.
         sgd = L ** (2 * alpha_l - 1)
         adam = L ** (alpha_l - 1)
         eps = L**-alpha_l
@@ -223,7 +225,7 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
             init_std=m_in**-0.5,
             sgd=D / m_in * sgd,
             adam=m_in**-1 * adam,
-            # A step of spectral norm 1 takes root mean squares times (m_in / m_out)^1/2.
+            # A step of spectral norm 1 multiplies root mean squares by up to (m_in / m_out)^1/2.
             muon=(m_out / m_in) ** 0.5 * adam,
             eps=D**-1 * eps,
         )
@@ -260,12 +262,13 @@ def _placed(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
     role = spec.of or spec.role
     is_cross_norm = spec.part == "cross" and role is Role.NORM_GAIN
     if role in (Role.QUERY, Role.KEY) or is_cross_norm:
-        # Aligned logits N^-alpha_a q.k sum over N entries: they move by order one at this rate.
+        # After alignment, the logits N^-alpha_a q.k are sums of N terms of one sign. At this rate
+        # they move by order one.
         slowed = N ** (alpha_a - 1)
         row = row.times(sgd=slowed**2, adam=slowed, eps=slowed**-1)
         if spec.value_dim:
-            # The gradient sums over values. N stands for their number if they have no size of
-            # their own.
+            # The gradient sums over the entries of a value. N stands for their number if values
+            # have no size of their own.
             row = row.times(sgd=VALUES**-1, eps=VALUES)
         row = dataclasses.replace(row, mean_field=slowed)
         if spec.role is Role.NORM_GAIN:
@@ -307,8 +310,8 @@ def of_experts(spec: ParamSpec, row: Rule, choice: str) -> Rule:
         if choice == "dense":
             return row
         row = dataclasses.replace(row, init_std=row.init_std * D**-0.5)
-        # The gradient of a score is the expert's output along the backward signal: D terms of
-        # 1/D each, not one.
+        # The gradient of a score is the inner product of the expert's output and the backward
+        # signal: a sum of D terms of order 1/D.
         return row.times(sgd=E / D, eps=D / E)
     if role is Role.EXPERT_IN:
         if choice == "dense":
@@ -426,7 +429,8 @@ def _row(name: str, constants: Constants, spec: ParamSpec) -> Rule:
         row = _with_larger_readout(spec, row, D ** (constants.readout_width + 1))
     if constants.embedding_width and spec.role is Role.TOKEN_EMBEDDING:
         row = row.times(adam=D**constants.embedding_width)
-    # Derived, after the experts of 2601.20205: every hidden entry moves as F/D grows.
+    # Derived from the rule for experts of 2601.20205, in which every hidden entry moves as F/D
+    # grows.
     if constants.mlp_out == "mean-field":
         if spec.role is Role.MLP_OUT:
             row = dataclasses.replace(row, init_std=row.init_std * (F / D) ** -0.5)
@@ -445,7 +449,8 @@ def _with_larger_readout(spec: ParamSpec, row: Rule, factor: Power) -> Rule:
     eps multiplied.
     """
     if spec.role is Role.READOUT:
-        # Moved into the multiplier, because this family's native form starts the readout at std 1.
+        # Moved into the multiplier, because the native form of this family starts the readout at
+        # std 1.
         return dataclasses.replace(row, init_std=row.init_std * factor).moved(factor)
     if spec.of is Role.READOUT:
         return row
@@ -487,7 +492,7 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
 
     by_table = constants.experts_eps == "table"
     vanishing = {}
-    # q.k of independent vectors is N^1/2. A key that equals its query makes it N.
+    # q.k is of order N^1/2 for independent vectors, and of order N if the key equals the query.
     if constants.key_start != "query":
         vanishing["attention"] = N ** (0.5 - alpha_a)
     vanishing["movement/token_embedding"] = D**constants.embedding_width

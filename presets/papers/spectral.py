@@ -38,12 +38,13 @@ def spectral(*, kv_norm: str = "operator") -> Preset:
         if spec.role is Role.READOUT:
             return row if spec.tied else row.moved(theta(row, spec, "plain"))
         if row.muon is None:
-            # Not a block matrix.
+            # Only block matrices have a Muon rate. All other parameters keep their row.
             return row
         n_in = product(spec.fan_in)
         n_out = product(spec.fan_out)
-        # A random matrix has the norm std (n_in^1/2 + n_out^1/2), hence the minimum. GQA-muP takes
-        # the norm of a random input's image, which repeating a key does not change.
+        # A random matrix has the norm std (n_in^1/2 + n_out^1/2). For the norm (n_out/n_in)^1/2,
+        # std is n_in^-1/2 min(1, (n_out/n_in)^1/2) up to a constant. GQA-muP takes the expected
+        # norm of the output for a random input, which repeating a key does not change.
         init_std = n_in**-0.5
         is_key_or_value = spec.role in (Role.KEY, Role.VALUE)
         if kv_norm != "expected" or not is_key_or_value:

@@ -106,7 +106,7 @@ def u_mup(
         rule=rule,
         native_form="mean-field",
         logits=N**-1,
-        # The analyses read this law of the size. The forward pass has `residual`.
+        # Only the analyses read this law. The forward pass uses `residual`.
         branch=L**-0.5,
         residual=residual,
         no_rule=dict.fromkeys(("sgd", "muon", "lion"), "the paper has Adam only"),

@@ -131,13 +131,13 @@ def files() -> dict[str, Path]:
     directory, then the one in the user's folder.
     """
     paths: dict[str, Path] = {}
-    # In rising order of precedence.
+    # Folders in rising order of precedence: a later one replaces the files of an earlier one.
     for folder in (user_folder(), OWN_FOLDER, PUBLISHED, FOLDER):
         for path in folder.glob("*.json"):
             is_hidden = path.name.startswith(".")
             # A file of another kind may lie there, and editors leave hidden copies.
             if "." in path.stem and not is_hidden:
-                # A file name cannot have a colon on every system.
+                # Some systems allow no colon in the name of a file, so a dot stands for it.
                 name = path.stem.replace(".", ":", 1)
                 paths[name] = path
     return dict(sorted(paths.items()))
@@ -324,7 +324,7 @@ def _verdict(grown: Mapping[str, Any]) -> Verdict:
     """
     drift = grown["drift"]
     verdict = judge(drift["value"], drift["low"], drift["high"])
-    # A file that says anything else may be of a study without an optimum at one end.
+    # Another verdict in the file may be that of a study without an optimum at one end.
     if verdict == "transfers" and grown["verdict"] != "transfers":
         return "undecided"
     return verdict

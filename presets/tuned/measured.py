@@ -98,7 +98,8 @@ class Table:
                 branches = f"{', '.join(stack.branches[:-1])} and mlp"
                 _refuse(f"{name} {layer} must be {count} pairs, (skip, branch) of {branches}")
             for skip, branch in pairs:
-                # A branch of 0 is a block that is switched off, and a skip of 0 a plain network.
+                # A branch of 0 switches a block off, and a skip of 0 makes a network without
+                # residual connections. Both are allowed.
                 _check_number(f"{name} {layer}", skip, may_be_zero=True)
                 _check_number(f"{name} {layer}", branch, may_be_zero=True)
 
@@ -255,7 +256,8 @@ def _table(contents: Any) -> Table:
 
     columns = sorted(field.name for field in dataclasses.fields(Scales))
     for group, row in entries["scales"].items():
-        # Anything else has no keys, and is refused for those that it lacks.
+        # A row that is no object counts as one without keys, and is refused for the keys that it
+        # lacks.
         keys = row if isinstance(row, dict) else ()
         schema.same_keys(f"a table of measured scales: {group}", keys, columns)
     scales = {}

@@ -69,7 +69,7 @@ def _is_grown_sizes(value: Any) -> bool:
 
 
 def _is_curve(value: Any) -> bool:
-    # An optimum needs a point on either side.
+    # An optimum needs a point on each side.
     return isinstance(value, list) and len(value) >= 3 and all(map(is_number, value))
 
 
@@ -256,7 +256,7 @@ def checked(contents: Any) -> dict[str, Any]:
     else:
         _check("", contents, _SCHEMA, _OPTIONAL)
 
-    # Refuses constants that the preset does not have.
+    # Called for its errors: it refuses constants that the preset does not have.
     make(contents["preset"], contents["constants"])
     study = contents["provenance"]
     if not study["sizes"]:

@@ -173,8 +173,8 @@ def check_widths(
             tables.append(name)
 
     for index in range(1, len(sources)):
-        # Sizes in pairs: 64 and then 256 is the width in both files, but 256 and then 256 may be
-        # a vocabulary.
+        # Compare pairs of sizes (first file, this file). A dimension of 64 and then 256 is the
+        # width in both files, but 256 and then 256 may be a vocabulary.
         pairs: set[tuple[int, int]] = set()
         for file_shapes in block_shapes:
             pairs.update(zip(file_shapes[0], file_shapes[index], strict=True))
@@ -208,7 +208,8 @@ def check_growth(base: Model, model: Model) -> None:
         base_shape = base.parameters[name].entry.shape
         growth = math.prod(shape) / math.prod(base_shape)
         expected = model.entries_per_layer(name) / base.entries_per_layer(name)
-        # Sizes are whole numbers, so a parameter cannot grow by exactly the ratio of its axes.
+        # Sizes are rounded to whole numbers, so a parameter need not grow by exactly the ratio of
+        # its axes.
         if abs(growth / expected - 1) >= ROUNDING:
             axes = " x ".join(axis for axis in spec.axes if axis not in LAYER_AXES)
             raise PresetError(
@@ -330,7 +331,7 @@ def _with_role(label: Label, text: str, name: str, source: str) -> Label:
     if text.endswith(".bias"):
         leaf = "bias"
     elif leaf == "bias":
-        # The user or the file knows better than the name.
+        # The user or the file calls it a matrix, which counts more than the name.
         leaf = "matrix"
     in_block = label.in_block or text.startswith("block.")
     return label._replace(role=role, in_block=in_block, leaf=leaf)
@@ -353,7 +354,7 @@ def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape
     if rank == 0:
         return ""
     if rank == 1:
-        # A norm whose module has no name, such as one of PyTorch's Sequential.
+        # This may be a norm whose module has no name, such as one in PyTorch's Sequential.
         is_gain = label.layout or label.leaf == "gain"
         if not is_gain:
             return ""
@@ -367,7 +368,7 @@ def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape
     else:
         input_grows = grows[-2]
         output_grows = grows[-1]
-    # Nothing grows with width, so the matrix may be anything.
+    # No dimension grows with the width, so the matrix may be anything.
     if not any(grows):
         return ""
     if input_grows and output_grows:
@@ -432,7 +433,7 @@ def _model(
 def _count_layers(layer_entries: Mapping[str, Sequence[Entry]]) -> int | None:
     counts = []
     for name, entries in layer_entries.items():
-        # A star stands for the number of a layer, so each entry is a layer.
+        # A star stands for the number of a layer, so such a name has one entry per layer.
         if "*" in name:
             counts.append(len(entries))
     return max(counts, default=None)
@@ -554,7 +555,8 @@ def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:
         PresetError: The role is that of a matrix, and the shape is not.
     """
     role_name, _, gain = label.role.partition(".")
-    # A fused array is declared as its values, whose heads and sizes it has.
+    # A fused array of queries, keys and values is declared as its values. `entries_per_layer`
+    # counts the rest.
     if role_name == FUSED:
         role = Role.VALUE
     else:

@@ -268,7 +268,7 @@ def recognized(
         standard: Whether the dumps are standard parameterization. If so, the only mistake is
             `STANDARD`, with `None` for the finding.
     """
-    # Each value of standard parameterization looks like some other mistake, too.
+    # Each value of standard parameterization also looks like some other mistake.
     if standard:
         return [(None, STANDARD)]
 
@@ -410,7 +410,7 @@ class Verify:
         return optimizer
 
     def _decay(self, dumps: Sequence[Dump]) -> Decay:
-        # The files' own setting is that of the first file that has one.
+        # Without a flag, the first file that has a setting decides.
         decays: list[Decay] = [dump.decay for dump in dumps if dump.decay is not None]
         default = decays[0] if decays else "coupled"
         return self.decay or default
@@ -554,11 +554,10 @@ def _exponents(difference: differences.Difference | None) -> str:
 
 def _hanging(head: str, text: str) -> str:
     """Return the text as a paragraph with a head in the first 8 columns of its first line."""
-    # Without a terminal `columns` returns a number that is too large for `textwrap`.
-    width = min(terminal.columns(), 1_000_000)
+    # In a pipe `columns` returns 1,000,000, so that the paragraph stays on one line.
     return textwrap.fill(
         text,
-        width,
+        terminal.columns(),
         initial_indent=f"{head:8}",
         subsequent_indent=" " * 8,
         break_long_words=False,
@@ -673,7 +672,7 @@ def _report(
     family = closest.preset.family(optimizer)
     reported = findings(closest, line, family)
 
-    # The observables of `limits` are those of a model with blocks.
+    # The observables of `limits` need residual blocks.
     limits: Observables = []
     if any(parameter.spec.in_block for parameter in line.models[0].parameters.values()):
         limits = consequences_of_all(closest, line, family)

@@ -209,10 +209,10 @@ def _has_rule(spec: ParamSpec, quantity: Quantity, optimizer: str) -> bool:
     """
     is_vector = spec.role in VECTORS
     # Vectors do not decay. "adam" adds weight decay to the gradient, which the update normalizes,
-    # so that lr * wd is no pull.
+    # so that lr * wd is not the share of w that a step subtracts.
     if quantity == "pull" and (is_vector or optimizer == "adam"):
         return False
-    # A gain starts at 1 and a bias at 0.
+    # A gain starts at 1 and a bias at 0 at every size.
     if quantity == "start" and is_vector:
         return False
     # The bias of keys shifts all logits of a query alike, and softmax removes that.
@@ -238,7 +238,7 @@ def _tied_readout_differences(
     for quantity in ("start", "rate"):
         values = []
         for model, table in zip(line.models, tables, strict=True):
-            # The embedding's own multiplier is not on the way to the logits.
+            # The embedding's own multiplier does not act on the logits.
             entry = dataclasses.replace(table.entry, multiplier=1.0)
             observation = observed(entry, family, decay, model.dump.readout or 1.0)
             values.append(observation[quantity])
@@ -280,8 +280,8 @@ def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Diffe
             target=target,
         )
 
-    # The fit is of the ratio to the preset's law: where sizes are rounded, the law is no exact
-    # power of t, and the dumps are right all the same.
+    # Fit the ratio of the value to the law of the preset. If sizes are rounded, the law itself is
+    # no exact power of t, and dumps that follow it are right.
     log_ratios = []
     for number, log_law in zip(values, log_laws, strict=True):
         log_ratios.append(math.log(number / values[0]) - log_law)
@@ -302,7 +302,7 @@ def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Diffe
         spec=measured.spec,
         slope=target + excess,
         target=target,
-        # The less a size grows, the more one error of the logarithm changes the exponent.
+        # The less a size grows, the more the same error of the logarithm changes the exponent.
         tolerance=TOLERANCE + noise / math.log(line.t[-1]),
         outlier=outlier,
         outlier_factor=outlier_factor,

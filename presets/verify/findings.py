@@ -171,7 +171,8 @@ def _group_key(named: _NamedDifference) -> tuple:
         kind = "matrices"
     else:
         kind = d.role
-    # Rounded, because sizes are: parameters with one mistake have nearly the same exponents.
+    # Sizes are rounded to whole numbers, so parameters with the same mistake have nearly the same
+    # exponents.
     slope = d.slope
     if slope is not None:
         slope = round(slope, 1)
@@ -206,7 +207,7 @@ def _finding(
     severity, why = _severity(first)
     worst = _worst_consequence(members, value_name, reference, line, family)
     explodes = worst is not None and worst[1].verdict == "explodes"
-    # A source that recommends a value which explodes here means another optimizer or another
+    # A source may recommend a value that explodes here. It then means another optimizer or another
     # growth.
     if value_name == "multiplier" or explodes:
         severity = "fault"
@@ -473,7 +474,7 @@ def _worst_consequence(
         members: Differences of one group. Each is put into the preset alone.
     """
     worst = None
-    # Below every size of an exponent, so that an exponent of 0 counts, too.
+    # Lower than the absolute value of any exponent, so that an exponent of 0 counts, too.
     worst_exponent = -1.0
     quantity = members[0].quantity
     if members[0].name == TIED and value_name == "multiplier":

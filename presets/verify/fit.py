@@ -101,7 +101,7 @@ def lines(models: Sequence[Model]) -> list[GrowthSeries]:
             "give a second file, at another width or depth"
         )
 
-    # Files may come in any order.
+    # Files may come in any order, so the smallest model is the base.
     base, *larger = sorted(models, key=_total_size)
     directions: dict[tuple[float, ...], list[Model]] = {}
     for model in larger:
@@ -135,7 +135,7 @@ def _direction(base: Model, model: Model) -> tuple[float, ...]:
             f"{model.dump.source} and {base.dump.source} have the same sizes; "
             "dump the model at another width or depth"
         )
-    # Rounded, because sizes are: models along one line have nearly the same exponents.
+    # Sizes are rounded to whole numbers, so models along one line have nearly the same exponents.
     exponents = []
     for ratio in ratios.values():
         exponents.append(round(math.log(ratio) / math.log(fastest), 1))

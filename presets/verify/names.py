@@ -186,7 +186,7 @@ def label(name: str, dual: bool = False) -> Label:
     in_block = "*" in name or starts_like_block or "relative" in dotted
 
     kind = _LEAF_KINDS.get(leaf, "matrix" if leaf else "")
-    # Patterns that hold for a module at the top only begin with "root.".
+    # Patterns for modules at the top level begin with "root.".
     role = _role(words if "." in words else f"root.{words}", in_block)
     if not role and kind == "gain":
         role = "norm_gain"

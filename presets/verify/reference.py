@@ -128,12 +128,13 @@ def closest(
         )
 
     best = min(references, key=lambda reference: reference.distance)
-    # The distance counts eps and weight decay with weight 0, so only these differ.
+    # The distance counts eps and weight decay with weight 0, so at distance 0 only these two may
+    # differ.
     if best.distance == 0:
         return best
     family = [reference for reference in references if reference.preset.name in _FAMILY]
     candidates = family or references
-    # The distances of standard parameterization say nothing of what is meant.
+    # The distances of standard parameterization do not show which preset was meant.
     if is_standard(line, optimizer, decay):
         return candidates[0]
     return min(candidates, key=lambda reference: reference.distance)

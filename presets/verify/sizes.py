@@ -100,7 +100,8 @@ def _width(shapes: Shapes, labels: Mapping[str, Label]) -> int:
                 return shape[-1]
     for name, shape in shapes.get(Role.READOUT, ()):
         return shape[1] if labels[name].layout == "out, in" else shape[0]
-    # An MLP without a table or a readout: its hidden layers are its largest.
+    # An MLP without an embedding or a readout: the largest dimension of any matrix is taken as the
+    # width.
     largest: list[int] = []
     for matrices in shapes.values():
         for _, shape in matrices:

@@ -157,7 +157,8 @@ class Assets:
         """
         data = recorded if current is None else current
         changed: dict[str, str] = {}
-        # The name may stand for other content today, and the file of the run is what it read.
+        # The name in the config may lead to another file by now. The copy in the workdir is the
+        # tokenizer that the run was trained with.
         if data.tokenizer == recorded.tokenizer and self.tokenizer is not None:
             changed["tokenizer"] = str(self.tokenizer)
         if data.chat_template == recorded.chat_template:
@@ -206,7 +207,7 @@ def find(workdir: Path, step: int | None = None) -> Assets | None:
         DiskError: The disk cannot be read.
     """
     entries = _named(workdir, step)
-    # Somebody may have put files into the folder of a run whose manifests list none.
+    # If the manifests list no assets, a user may still have copied files into the folder.
     if not entries:
         names = disk.names(workdir / FOLDER)
         for name in (TOKENIZER, CHAT_TEMPLATE, RECORD):
@@ -247,7 +248,7 @@ def write(workdir: Path, files: Mapping[str, bytes], step: int = 0) -> Entries:
     entries = _named(workdir, None)
     if not entries or not _agrees(workdir, entries, files):
         folder = f"{FOLDER}/from-step-{step}" if entries else FOLDER
-        # assets.json comes last: it says that all others are there.
+        # assets.json is written last: once it exists, all other files exist, too.
         names = sorted(files, key=lambda name: name == RECORD)
         entries = {f"{folder}/{name}": _entry(files[name]) for name in names}
         # A run that never saved a checkpoint may have left files that this run does not have.
@@ -255,7 +256,7 @@ def write(workdir: Path, files: Mapping[str, bytes], step: int = 0) -> Entries:
             (workdir / folder / name).unlink(missing_ok=True)
     for path, entry in entries.items():
         content = files[_name(path)]
-        # The first is so for an assets.json of another version, which stays as it was written.
+        # An assets.json that another version wrote differs from `content`, and is kept.
         if entry != _entry(content) or _problem(workdir / path, entry) is None:
             continue
         (workdir / path).parent.mkdir(parents=True, exist_ok=True)
@@ -350,7 +351,7 @@ def _problem(path: Path, entry: list[Any]) -> str | None:
         entry: Size and digest. If empty, the file only has to be there.
     """
     problem = None
-    for _ in range(2):  # damage is what two reads agree on
+    for _ in range(2):  # a single bad read may be a passing failure of the disk
         try:
             content = disk.read_bytes(path)
         except disk.ABSENT:

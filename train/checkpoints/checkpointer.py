@@ -118,7 +118,8 @@ class RankedFolder(CheckpointFolder):
         `CheckpointFolder.publish` commits it, and deletes the checkpoints that need not be kept.
         """
         with self._lock:
-            # Before `super().publish`, which may delete a checkpoint that was the best so far.
+            # Before `super().publish`, which ranks the checkpoints by their evaluation files, and
+            # then deletes the ones that are no longer among the best.
             self._write_metrics(self.layout.written_at(manifest.step), manifest.step)
             super().publish(manifest)
 
@@ -446,12 +447,13 @@ class Checkpoints(RankedFolder):
     ) -> None:
         folder.quiet()
         self._processes = processes or Processes()
-        # Number of the next exchange between processes: a name of an exchange is used only once.
+        # Number of exchanges between processes so far. It makes the name of each one unique.
         self._exchanges = 0
         self._consecutive_failures = 0
         renames = self._broadcast(lambda: renames_folders(workdir))
         super().__init__(workdir, config, log, renames)
-        # Step of the save that is on disk or in progress; `None` after a failure.
+        # Step of the newest save, on disk or in progress. Process 0 alone decides by its value
+        # whether to save a step, and sets it to `None` when a save fails.
         self._saved = self.latest
         self._before_publish = before_publish
         self._thread: threading.Thread | None = None
@@ -524,7 +526,8 @@ class Checkpoints(RankedFolder):
             facts=facts,
             key=f"saved/{self._exchanges}",
         )
-        # A daemon, so that a process that is stopped at once does not wait for a slow disk.
+        # A daemon thread, because the interpreter does not wait for it when the process exits. A
+        # slow disk would delay the exit after Ctrl-C.
         self._thread = threading.Thread(
             target=self._finish, args=(started,), name="checkpoint", daemon=True
         )
@@ -577,7 +580,7 @@ class Checkpoints(RankedFolder):
             DiskError: The disk cannot be read.
         """
         self.wait()
-        # With several processes a load is one operation of all: none may repeat it alone.
+        # With several processes a load is a collective operation. No process may repeat it alone.
         seconds = None if self._processes.count == 1 else 0.0
         patience = disk.Patience(self._log, seconds)
         while True:
@@ -613,7 +616,7 @@ class Checkpoints(RankedFolder):
             Arrays as `TrainState` takes them and "", or `None` and the problem, on every process.
         """
         problem = ""
-        for _ in range(2):  # damage is what two reads agree on
+        for _ in range(2):  # a single bad read may be a passing failure of the disk
             with _ORBAX:
                 arrays = patience(lambda: folder.loaded(checkpoint, abstract.arrays()), checkpoint)
             wrong = layout.check_loaded(layout.by_name(arrays), manifest.arrays)
@@ -721,7 +724,7 @@ class Checkpoints(RankedFolder):
             if parts is None:  # not process 0
                 self._failure = part.get("error")
                 return
-            # From here on process 0 acts alone. The others have ended with their part.
+            # From here on only process 0 runs. The others have returned above.
             merged = merge_parts(parts)
             manifest = Manifest(
                 step=started.step,
@@ -749,13 +752,14 @@ class Checkpoints(RankedFolder):
         if isinstance(started.response, Exception):
             raise started.response
         arrays = layout.describe_arrays(started.arrays, started.shards)
-        # The shards are a copy of this process' state, whose memory the host may need.
+        # Frees a host copy of this process' part of the state. Only the digests are still needed.
         started.shards.clear()
         wait(started.response, self._processes, started.key)
         files = folder.file_digests(
             started.checkpoint, self._processes.index, self._processes.count
         )
-        # After the digests: `file_digests` drops the files from memory, so this reads the disk.
+        # Only after `file_digests`, which drops the written pages from the page cache. The arrays
+        # are then compared with what the disk gives back, not with what was written into memory.
         wrong = folder.damaged_arrays(started.checkpoint, arrays)
         if wrong:
             raise OSError(
@@ -796,6 +800,6 @@ class Checkpoints(RankedFolder):
         return self
 
     def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
-        # After KeyboardInterrupt or SystemExit nobody waits for the disk.
+        # After KeyboardInterrupt or SystemExit the process must exit without waiting for the disk.
         if error is None or isinstance(error, Exception):
             self.wait()

@@ -109,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.config import record as config_record
 
     record = workdir.read_record(args.workdir)
-    # Plugins are needed only to mark the best checkpoint by a metric of theirs.
+    # A plugin that cannot be imported is no error. Plugins are needed here only if one of them
+    # defines the metric that ranks the checkpoints.
     with contextlib.suppress(PluginError):
         config_record.restore(record)
     rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
@@ -155,7 +156,8 @@ def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[s
     numbered.sort(key=lambda path: int(path.name))
     rejects = quarantined(folder)
     paths = [path for path in numbered if path not in rejects] + rejects
-    # All are read before the first is looked for again.
+    # Read all checkpoints before `path.exists()` is called for any of them. A deletion that spoiled
+    # one of these reads has then probably ended.
     entries = [_entry(path, verify, workdir, run) for path in paths]
     listed: list[dict[str, Any]] = []
     for path, entry in zip(paths, entries, strict=True):
@@ -289,7 +291,7 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         if math.isfinite(value) and _counts(row):
             costs.append((value, row["step"], index))
     if costs:
-        # Of equal values the earliest step.
+        # The tuples compare by step if their values are equal, so the earliest step is the best.
         _, _, index = min(costs)
         rows[index]["best"] = True
 
@@ -314,7 +316,7 @@ def _add_reasons(rows: list[dict[str, Any]], record: Mapping[str, Any], metric: 
     is_known = metric_name(metric) in METRICS
     ranks = any(policy.ranks for policy in parts[-1].policies)
     if not is_known:
-        # The best cannot be told, so only the other policies are asked.
+        # The checkpoints cannot be ranked by an unknown metric, so policies that rank are left out.
         for index, part in enumerate(parts):
             unranked = tuple(policy for policy in part.policies if not policy.ranks)
             parts[index] = part._replace(policies=unranked)
@@ -349,7 +351,7 @@ def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # the empty one at the end, or half of one after a kill
+            continue  # the empty line at the end of the file, or a line that a kill cut off
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             continue
         values: dict[str, Any] = {}

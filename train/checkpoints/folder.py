@@ -49,7 +49,8 @@ CHECKPOINTS = "checkpoints"
 """Folder of a workdir that holds the checkpoints."""
 _AGAIN_S = 0.2
 """Seconds until a file that looks damaged is read again."""
-# Stays in a core's cache: reading and hashing 16 MiB at a time takes five times as long.
+# Bytes that are read and hashed at a time. One MiB stays in a core's cache; with 16 MiB at a time
+# reading and hashing take five times as long.
 _BLOCK = 2**20
 
 
@@ -62,7 +63,7 @@ def quiet() -> None:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
-    # Once per process, because every run in it calls this.
+    # Install the hook once per process. Every run in the process calls `quiet`.
     if getattr(sys.unraisablehook, "func", None) is not _unraisable:
         sys.unraisablehook = partial(_unraisable, sys.unraisablehook)
 
@@ -96,7 +97,7 @@ def end_threads() -> None:
         future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
     deadline = time.monotonic() + _ENDING_S
     for thread in threads:
-        # Its own `join` would raise the error of the thread.
+        # Not `thread.join`: orbax' class overrides it to raise the error of the thread.
         threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
 
@@ -118,7 +119,8 @@ def loaded(checkpoint: Path, abstract: Any) -> Any:
         with plainly_named(checkpoint) as name:
             return ocp.load(name, abstract)
     except Exception as error:
-        # Orbax raises these three, the last without a subclass, where it cannot read a file.
+        # If orbax cannot read a file, it raises a ValueError, an OSError or a plain `Exception`. An
+        # error of any other class has another cause.
         is_from_orbax = isinstance(error, ValueError | OSError) or type(error) is Exception
         if not is_from_orbax:
             raise
@@ -237,7 +239,7 @@ def check_storage(folder: Path, name: str) -> None:
             content = np.arange(8, dtype=np.uint8)
             array = ts.open(new, create=True).result()
             array.write(content).result()
-            # Another context has another cache.
+            # A new context has its own cache, so that tensorstore has to read the files again.
             reopened = ts.open(spec, open=True, context=ts.Context()).result()
             stored = reopened.read().result()
         if not np.array_equal(stored, content) or "manifest.ocdbt" not in disk.names(probe):
@@ -302,7 +304,8 @@ class CheckpointFolder:
             DiskError, OSError: The checkpoint cannot be committed.
         """
         layout.write(self.layout.written_at(manifest.step), manifest)
-        # A folder of that name without a manifest, which somebody has copied here.
+        # The folder may exist, for example because somebody copied it here. A rename cannot replace
+        # a folder that is not empty.
         if self.layout.renames and (self.folder / str(manifest.step)).exists():
             self.quarantine(manifest.step, "another was saved")
         self.layout.publish(manifest.step)
@@ -432,7 +435,8 @@ class CheckpointFolder:
             if is_good:
                 shown = path.relative_to(self.folder)
                 self.layout.restore_quarantined(path, step)
-                # Only once: a checkpoint that is verified and cannot be loaded comes here again.
+                # Restore each checkpoint once. One that passes `verified` but cannot be loaded is
+                # quarantined again, and would otherwise be restored and tried without end.
                 self._restored.add(path)
                 self._log(f"checkpoint {step}, set aside as {shown}, is whole: taken back")
         return self.latest
@@ -454,7 +458,7 @@ def steps(folder: Path) -> list[int]:
     """
     candidates = []
     for name in disk.names(folder):
-        # Not 007 or other names that `str` of the step would not give back.
+        # Leave out a name such as 007: `str` of its step, 7, names another folder.
         if name.isascii() and name.isdigit() and str(int(name)) == name:
             candidates.append(int(name))
     return sorted(step for step in candidates if counts(folder / str(step)))
@@ -507,8 +511,8 @@ def _file_digest(path: Path) -> list[Any]:
     hasher = xxhash.xxh3_128()
     size = 0
     with path.open("rb") as file:
-        # Drop the file from memory, so that the disk is read and not what was written to it.
-        # Missing on macOS, and refused for a file of a bucket.
+        # Drop the file from the page cache, so that the disk is read and not the written pages.
+        # `posix_fadvise` is missing on macOS, and fails for a file in a bucket.
         with contextlib.suppress(AttributeError, OSError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while block := file.read(_BLOCK):

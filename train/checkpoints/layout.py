@@ -137,7 +137,7 @@ def read(folder: Path, run: str | None = None) -> Manifest:
     """
     try:
         manifest = _read(folder)
-    except DamagedError:  # damage is what two reads agree on
+    except DamagedError:  # a single bad read may be a passing failure of the disk
         manifest = _read(folder)
     if None not in (run, manifest.run) and manifest.run != run:
         raise ForeignError(
@@ -230,9 +230,6 @@ def _check_form(manifest: Manifest) -> None:
                     raise ValueError(f"the array {name[:60]!a}")
 
 
-# Arrays
-
-
 class Shard(NamedTuple):
     """One shard of an array, in host memory."""
 
@@ -298,7 +295,7 @@ def describe_arrays(
 
 def array_digest(data: np.ndarray) -> str:
     """Return xxh3_128 of an array's bytes in C order, in hexadecimal."""
-    # As bytes, because Python's buffers know no bfloat16.
+    # Viewed as uint8, because Python's buffer protocol cannot describe bfloat16.
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
 
@@ -381,8 +378,9 @@ class RenameCommit:
         """Return the orbax context in which arrays are saved: uncompressed, and atomically."""
         from orbax.checkpoint import v1 as ocp
 
-        # Uncompressed: weights hardly shrink, and packing would take the cores from training.
-        # Each shard is written by its first holder, whose copy is the one that is digested.
+        # Uncompressed: weights hardly shrink, and compression would take CPU time from training.
+        # Without replica-parallel saving, orbax writes replica 0 of each shard. That is the replica
+        # of which `host_shards` takes the digest.
         saving = ocp.options.ArrayOptions.Saving(use_compression=False, use_replica_parallel=False)
         modes = ocp.options.AtomicityMode
         mode = modes.ATOMIC_RENAME if self.renames else modes.COMMIT_FILE
@@ -417,7 +415,7 @@ class RenameCommit:
         Raises:
             OSError: The checkpoint, or a part of it, cannot be deleted.
         """
-        # Renamed first: half of a checkpoint under its own name would look damaged.
+        # Renamed first: a half-deleted checkpoint under its own name would look damaged.
         doomed = self.folder / f"{step}{DELETING}"
         (self.folder / str(step)).replace(doomed)
         delete_tree(doomed)
@@ -501,7 +499,7 @@ class MarkerCommit(RenameCommit):
         return self.folder / str(step)
 
     def begin(self, step: int) -> None:
-        remove_tree(self.written_at(step))  # a damaged one of the same step
+        remove_tree(self.written_at(step))  # such as a damaged checkpoint of the same step
         self.folder.mkdir(parents=True, exist_ok=True)
         self._marker(step).write_text("")
 
@@ -611,7 +609,7 @@ def renames_folders(path: Path) -> bool:
         path.mkdir(parents=True, exist_ok=True)
         _remove_probes(path)
         (path / _OLD).mkdir()
-        # With a file in it, which must have moved, too.
+        # A checkpoint holds files, so the test is whether a file in the folder moves with it.
         (path / _OLD / DAMAGED).touch()
         (path / _OLD).replace(path / _NEW)
         return (path / _NEW / DAMAGED).is_file()

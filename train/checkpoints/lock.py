@@ -72,11 +72,11 @@ class Owned:
         self._token = secrets.token_hex(8)
 
         entry = self._free()
-        # Only if the object is still as it was read. A bucket checks that; a file system without
-        # locks may let two processes write at once.
+        # Write only if the object is unchanged since it was read. A bucket guarantees that. On a
+        # file system without locks, two processes may both succeed.
         self._generation = self._write(entry.stamp.generation)
         if not is_remote(folder):
-            time.sleep(_SETTLED_S)  # the last one that wrote has it
+            time.sleep(_SETTLED_S)  # if two processes have written, the later one gets the lock
         content = self._store.read(name).result().value
         if not self._generation or _owner(content)["token"] != self._token:
             raise self._in_use(content)
@@ -148,7 +148,7 @@ class Owned:
         network are ignored.
         """
         while not self._released.wait(BEAT_S):
-            with contextlib.suppress(Exception):  # of the network; another beat follows
+            with contextlib.suppress(Exception):  # after a network error the next beat tries again
                 entry = self._store.read(self._name).result(timeout=BEAT_S)
                 if entry.state == "value" and _owner(entry.value)["token"] != self._token:
                     owner = _owner(entry.value)["who"]
@@ -157,7 +157,8 @@ class Owned:
                         "of this run; it ends here"
                     )
                     return
-                # Empty if another process wrote at the same time. The next beat sees who it was.
+                # `_write` returns b"" if another process wrote at the same time. The next beat
+                # reads the object, and so finds out whether it has a new owner.
                 self._generation = self._write(entry.stamp.generation) or self._generation
 
     def __enter__(self) -> Owned:
@@ -206,7 +207,7 @@ def workdir_lock(
         owned = Owned(folder, name, on_lost)
     except MupaxError:
         raise
-    except Exception as error:  # tensorstore raises many types for what the network does
+    except Exception as error:  # tensorstore raises many types of errors if the network fails
         reason = str(error).splitlines()[0][:200]
         raise WorkdirError(
             f"cannot lock the workdir {folder}: {reason}; give --workdir another folder"
@@ -226,7 +227,7 @@ def _store(folder: str, remote: bool) -> Any:
 
     if remote:
         return ts.KvStore.open(storage_url(folder)).result()
-    # Its own locks are off: this lock is for file systems that have none.
+    # Without tensorstore's own file locks: `Owned` is for file systems that cannot lock files.
     spec = {"driver": "file", "path": folder, "file_io_locking": {"mode": "none"}}
     return ts.KvStore.open(spec).result()
 
@@ -242,7 +243,8 @@ def _owner(content: bytes) -> dict[str, Any]:
         fields = json.loads(content)
         owner: dict[str, Any] = {}
         for name, default in unknown.items():
-            # Converted, because anyone may have written the object, and a beat must not fail by it.
+            # Convert each value to the type of its default: anyone may have written the object, and
+            # callers calculate with `at` and `pid`.
             owner[name] = type(default)(fields.get(name, default))
         return owner
     except (ValueError, TypeError, AttributeError, OverflowError):
@@ -254,7 +256,7 @@ def _has_ended(owner: dict[str, Any]) -> bool:
 
     False for a process of another machine or container, about which nothing is known.
     """
-    # A process id of another machine or container says nothing here.
+    # Another machine or container may use the same process id for another process.
     if not _machine() or owner["machine"] != _machine() or owner["pid"] < 1:
         return False
     try:

@@ -94,7 +94,7 @@ def is_made(target: Path, command: Sequence[str]) -> bool:
     _check_not_running(target)
     if is_remote(target):
         return False
-    # The nearest folder that exists: the others are made.
+    # Find the nearest parent folder that exists. The folders below it will be made.
     parent = target.absolute()
     while not parent.exists():
         parent = parent.parent
@@ -148,7 +148,7 @@ def making(target: Path, command: Sequence[str], in_bucket: Sequence[str] = ()) 
                 with _made_in_place(target, command, disk.names(folder)):
                     _copy_entries(folder, target)
     except OSError as error:
-        # Other errors of the system are not about room, and their own text says more.
+        # The advice below fits a full disk. The text of any other error says more.
         if error.errno not in disk.NO_ROOM:
             raise
         raise disk.DiskError(
@@ -195,12 +195,13 @@ def _made_here(target: Path, command: Sequence[str]) -> Iterator[Path]:
             workdir.write_mark(locked, command, complete=False)
             staging.mkdir(exist_ok=True)
             yield staging
-            # On the disk before the mark says so.
+            # The content must be on the disk before the mark says that the folder is complete.
             _sync(staging)
             if inside:
                 _move_up(staging, target, command)
             else:
-                # Complete before the rename, which is the last step: the name makes it count.
+                # Mark the folder as complete before the rename. From the rename on, other commands
+                # see the folder, and would refuse it if the mark said that it is incomplete.
                 workdir.write_mark(staging, command, complete=True)
                 _rename(staging, target, command)
         except BaseException:
@@ -374,7 +375,7 @@ def _move_up(staging: Path, target: Path, command: Sequence[str]) -> None:
         except OSError as error:
             if error.errno in disk.NO_ROOM:
                 raise
-            # A mounted bucket does not rename folders.
+            # For example, some mounted buckets cannot rename folders.
             copy(staging / name, target / name)
     # The entries are on the disk before the mark says that they are complete.
     disk.sync_folder(target)
@@ -393,7 +394,7 @@ def _rename(staging: Path, target: Path, command: Sequence[str]) -> None:
         staging.replace(target)
         disk.sync_folder(target.absolute().parent)
     except OSError as error:
-        # Without the staging folder, the rename was done and the disk failed to note it.
+        # If the staging folder is gone, the rename succeeded and only `sync_folder` failed.
         if error.errno in disk.NO_ROOM or not staging.exists():
             raise
         target.mkdir()
@@ -433,7 +434,8 @@ def scratch() -> Iterator[Path]:
     folder = holder / "files"
     try:
         with (holder / LOCK).open("a") as file:
-            # Without locks nobody deletes the folder while this process runs, nor after a kill.
+            # If files cannot be locked here, `_delete_abandoned` fails at its lock, too. It then
+            # never deletes the folder, not even after a kill.
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             folder.mkdir()
@@ -450,7 +452,7 @@ def _delete_abandoned(holder: Path) -> None:
     """
     with contextlib.suppress(OSError):
         status = holder.stat()
-        # Users share the folder of temporary files, and only its owner may delete a part of it.
+        # All users share the folder of temporary files. Each may delete only what they own.
         if status.st_uid != os.getuid() or time.time() - status.st_mtime < _RUNNING_S:
             return
         with (holder / LOCK).open("r+") as file:

@@ -125,7 +125,7 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Loade
         ConfigError, JsonError: The record of the run is damaged.
     """
     workdir, named = named_step(path)
-    if named is None:  # the step alone, typed inside of the folder of checkpoints
+    if named is None:  # such as the path 500, given inside of the folder of checkpoints
         workdir, named = named_step(path.absolute())
     if named is not None and step not in (None, named):
         raise WorkdirError(f"{path} is step {named}, and --step says {step}; leave one of them out")

@@ -168,7 +168,7 @@ def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
             "processes save their part of a checkpoint; give --workdir a bucket (gs://...) or a "
             "folder that all hosts share"
         )
-    # Only when all have seen the file it is deleted.
+    # The file must stay until all processes have seen it.
     processes.barrier("workdir")
     if processes.leader:
         (path / _SHARED).unlink()
@@ -210,7 +210,7 @@ def _claim(config: Config) -> tuple[str, bool]:
                 "another folder"
             )
 
-    # Up to here nothing was written: a folder that is refused stays as it is.
+    # Nothing is written above this line, so a folder that was refused there is unchanged.
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / _PROBE).touch()
@@ -246,7 +246,7 @@ def _check_storage(path: Path) -> None:
     """
     try:
         folder.check_storage(path, _STORAGE)
-    except Exception as error:  # tensorstore raises many types for what disk and network do
+    except Exception as error:  # tensorstore raises many types if the disk or network fails
         raise WorkdirError(
             f"checkpoints cannot be saved in the workdir {_shown(path)}: "
             f"{folder.reason(error, path)}; give --workdir another folder"
@@ -277,7 +277,7 @@ def start_anew(path: Path) -> None:
     """
     if not any(name in _BEFORE_STEPS for name in disk.names(path)):
         return
-    # Again, because the folder was not locked when `claim` looked at it.
+    # Check again: the folder was not locked when `claim` checked it.
     if not _unstarted(path):
         raise WorkdirError(
             f"another run has begun in the workdir {_shown(path)} meanwhile; add --resume to go on "
@@ -471,7 +471,7 @@ def with_earlier_parts(
     """
     part = {name: value for name, value in previous.items() if name not in ("run", "segments")}
     segments = list(previous.get("segments", ()))
-    # By way of JSON, which makes lists of tuples, as in `previous`.
+    # Convert through JSON, which turns tuples into lists. `previous` was read from JSON.
     as_json = json.loads(json.dumps(content))
     if part and _lasting(part) != _lasting(as_json):
         segments.append({"until_step": step, **part})

@@ -40,7 +40,8 @@ def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
     """
     for name in names:
         value = getattr(config, name)
-        # Written so that NaN fails, too.
+        # Comparing NaN by order gives False, so this form refuses NaN. `value < smallest` would
+        # accept it.
         if value is not None and not smallest <= value < math.inf:
             raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
 
@@ -86,7 +87,7 @@ def check_place(name: str, path: str | None) -> None:
             "mount-s3) or copy the files here, and write the path of that folder"
         )
     try:
-        # Without a prefix such as `text:`, which is no part of the address.
+        # The slice drops a prefix such as `text:`, which is not part of the address.
         path_of(path[address.start(1) :])
     except PathError as error:
         raise ConfigError(f"{name}: {error}") from error
@@ -108,7 +109,7 @@ def check_words(argv: Sequence[str], *, is_local: bool = False) -> None:
     previous = ""
     for word in argv:
         if previous in _TEXT_FLAGS:
-            # The text itself, which may begin with dashes.
+            # The word is the value of a text flag. It is free text, and dashes in it begin no flag.
             previous = ""
             continue
 
@@ -125,7 +126,7 @@ def check_words(argv: Sequence[str], *, is_local: bool = False) -> None:
                 check_place(name, value)
             else:
                 check_local(name, value)
-        # The value of --flag=value is in the word itself.
+        # After --flag=value the next word is not the flag's value.
         takes_next = word.startswith("--") and "=" not in word
         previous = word if takes_next else ""
 

@@ -78,7 +78,7 @@ def flag_help(argv: Sequence[str], fields: Sequence[FlagField], prog: str) -> Fl
     section_of_field = {field.names[0]: section_of(field.names[0]) for field in fields}
     # Not a set, whose order would change from process to process.
     sections = list(dict.fromkeys([RUN, *section_of_field.values()]))
-    # Another flag after `--help` is no section.
+    # The word after `--help` may be another flag, which names no section.
     if not section or section.startswith("-"):
         shown = []
         for field in fields:
@@ -171,11 +171,12 @@ def parse(
         default = _with_sizes_of_data(default, name, argv)
 
     tuned_preset = None
-    if any(":" in word for word in argv):  # perhaps --preset PRESET:NAME
+    if any(":" in word for word in argv):  # a colon may be that of --preset PRESET:NAME
         from mupax.train.config import tuned
 
         default, argv, tuned_preset = tuned.applied(default, argv, value_of("--steps", argv))
-    # tyro knows no flag for a group, because which groups there are depends on the model.
+    # tyro has no flags for the constants of a parameter group, because the groups depend on the
+    # model.
     argv = with_group_constants(argv, default.preset.constants)
     start = Command(config=default)
     argv = command_line.with_dashed_values(argv, start)
@@ -200,7 +201,7 @@ def parse(
 
         config = tuned.with_run_base(config, recipe(), tuned_preset)
     _check_read(config, argv)
-    # After all flags, because durations follow from batch, steps and the rate.
+    # After all flags, because durations depend on the batch size, the steps and the learning rate.
     config = _with_durations(config, command, argv)
     preset_of(config)  # refuses a wrong preset before anything runs
     if value_of("--preset.base", argv) is not None and (unnamed := unnamed_axes(config)):
@@ -392,7 +393,7 @@ def name_of(word: str) -> str:
     if not is_file(word):
         return word
     path = PurePath(word)
-    # Every run's record has this name, so its stem would tell none from another.
+    # The record of every run is named config.json, so its stem would be the same for all runs.
     if path.name == "config.json" and path.parent.name:
         return path.parent.name
     return path.stem
@@ -401,7 +402,7 @@ def name_of(word: str) -> str:
 def value_of(flag: str, argv: Sequence[str]) -> str | None:
     """Return the value of the last `flag` among the words, or `None` without it or its value."""
     value = None
-    # A flag as the last word has no value.
+    # The last word has no word after it, so `None` follows.
     followers = [*argv, None][1:]
     for word, follower in zip(argv, followers, strict=True):
         if word == flag:
@@ -421,7 +422,7 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
     # tyro refuses the missing name with a message of its own.
     if name is None or name.startswith("-"):
         return config
-    # Dtype and kernels are the recipe's: they say how to compute, and not what.
+    # Keep the recipe's dtype and kernels: they set how a model is computed, not which model it is.
     model = dataclasses.replace(configs.get(name), compute=config.model.compute)
     # Set together, because a config refuses a model that cannot read its data.
     data = dataclasses.replace(config.data, name=value_of("--data.name", argv) or config.data.name)
@@ -451,7 +452,7 @@ def _with_sizes_of_data(config: Config, name: str, argv: Sequence[str]) -> Confi
     """
     from_file = is_file(name)
     may_differ = from_file or any(word.partition("=")[0] in _SIZE_FLAGS for word in argv)
-    # A recipe fits its own data.
+    # The model of a recipe already has the sizes of the recipe's own data.
     if config.model.task != "images" or not may_differ:
         return config
     from mupax.train.config import data_sizes
@@ -489,7 +490,8 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
         )
 
     data = config.data
-    # A flag counts as read if any of the sources reads it.
+    # Training data and evaluation sets share these fields. It is enough if one of them reads a
+    # field.
     places = [data.name, *data.evaluation_sets.values()]
     unread = fields_of_kinds().difference(*(source(place).reads for place in places))
     for flag in sorted(flags):

@@ -142,7 +142,7 @@ def _import_builders():
     return builders
 
 
-# Fields of `DataConfig` that several kinds of data read.
+# Names of `DataConfig` fields that several entries of `SOURCES` share.
 _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", "reset_positions"})
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
@@ -227,7 +227,7 @@ def source(name: str) -> DataKind:
     data_set = name.partition(":")[0]
     task = _PUBLISHED.get(data_set.partition("/")[0])
     images = _IMAGES | {"pixels", "limits"}
-    # A data set that is not in `_PUBLISHED` may be either, so flags for both are accepted.
+    # A data set that is not in `_PUBLISHED` may be text or images, so flags of both are accepted.
     reads_by_task = {"tokens": _TEXT, "images": images, None: _TEXT | images}
     return DataKind(
         Lazy(lambda: _import_published().tfds_data),
@@ -239,7 +239,7 @@ def source(name: str) -> DataKind:
 
 def fields_of_kinds() -> frozenset[str]:
     """Return the fields of `DataConfig` that some kinds of data read and others do not."""
-    # The empty name stands for a data set of TFDS, which is in no table.
+    # The empty name is in no table, so `source` takes it for a TFDS data set of text or images.
     return source("").reads.union(*(kind.reads for kind in SOURCES.values()))
 
 
@@ -274,14 +274,14 @@ _EDGE = 8 / 7
 
 
 def _is_colour(name: str) -> bool:
-    # Imported late: PIL is not needed for the backgrounds that most runs have.
+    # Imported late, because most runs have one of `_BACKGROUNDS`, which needs no PIL.
     from PIL import ImageColor
 
     try:
         colour = ImageColor.getrgb(name)
     except ValueError:
         return False
-    # A fourth number would be the transparency of the background itself.
+    # A fourth number would be an alpha value, and a background must be opaque.
     return len(colour) == 3
 
 
@@ -366,7 +366,8 @@ class PixelsConfig:
                     f"data.pixels.{name} has {count} numbers, and the model reads {channels} "
                     "channels; write one, or one per channel"
                 )
-        # The centre that is cut out must lie within the scaled image.
+        # The model's square is cut out of the scaled image, so it must not be larger than that
+        # image.
         if self.resize is not None and self.resize < size:
             raise ConfigError(
                 f"data.pixels.resize {self.resize} is less than the {size} pixels that the model "
@@ -631,7 +632,8 @@ class DataConfig:
 
     def _check_images(self) -> None:
         """Refuse jitter, and mirroring turned off, for data that do not read `data.pixels`."""
-        # Data that read `pixels` scale and crop images. Others have only `augment`.
+        # Only data that read `pixels` use `transforms.jitter` and `transforms.mirror`. Other image
+        # data have an augmentation of their own.
         scales_images = "pixels" in source(self.name).reads
         if self.transforms.jitter is not None and not scales_images:
             raise ConfigError(
@@ -654,7 +656,8 @@ class DataConfig:
                 f"data.batch_size {batch_size} is not divisible by data.transforms.repeats "
                 f"{repeats}; write repeats {near}"
             )
-        # Images of one group alone are mixed, so a smaller last group would be mixed otherwise.
+        # Images are mixed within a group, the first with the last. In an incomplete last group the
+        # first image would have no partner.
         group = self.transforms.mix_group or batch_size
         if batch_size % group:
             near = nearest_divisor(batch_size, group)

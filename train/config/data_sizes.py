@@ -59,7 +59,7 @@ def _flags(argv: Sequence[str]) -> _Flags:
         if equals:
             values[name] = value
         elif index + 1 < len(argv):
-            # The word may be the next flag, which as a size or path is refused later.
+            # The value may be missing, and the word the next flag. Such a value is refused later.
             values[name] = argv[index + 1]
     return _Flags(frozenset(names), values)
 
@@ -93,15 +93,15 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
 
     is_named = flags.has("model") or in_file == NAMED
     if not in_file and not is_named and not flags.has("data.name"):
-        return config  # a recipe fits its own data
+        return config  # a recipe's model already has the sizes of its data
     free_fields = _free_fields(flags, in_file)
-    # The patch size follows from the image size, so alone it is no reason to read the data.
+    # The patch size follows from the image size. If it alone is free, the data need not be read.
     if not {"num_classes", "channels", "image_size"} & {*free_fields}:
         return config
 
     data_dir = flags.value("data.data-dir") or config.data.data_dir
     data = dataclasses.replace(config.data, name=data_name, data_dir=data_dir)
-    # The run itself refuses data of text, with a message that names models.
+    # The run itself refuses data of text, with a message that lists the models that can read them.
     if data.task not in (None, "images"):
         return config
     sizes = image_sizes(data)
@@ -149,7 +149,8 @@ def _free_fields(flags: _Flags, in_file: frozenset[str]) -> list[str]:
         if not flags.has(f"model.{field}") and field not in in_file:
             fields.append(field)
     if flags.has("init-from"):
-        # The weights of the other run say how images are read.
+        # The other run's weights fix the channels and the sizes of image and patch. Only the
+        # readout may change.
         fields = [field for field in fields if field == "num_classes"]
     return fields
 
@@ -175,9 +176,9 @@ def _with_sizes(
         fields["num_classes"] = sizes.num_classes
     if "channels" in free_fields and sizes.channels is not None:
         fields["channels"] = sizes.channels
+    # A model's name stands for its image size, and images that are scaled can be brought to it.
     keeps_size = is_named and sizes.scaled
     if "image_size" in free_fields and sizes.side is not None and not keeps_size:
-        # A named model says how large its images are, and scaled images can follow.
         fields |= _square(model, sizes, "patch_size" in free_fields, flags)
     return dataclasses.replace(model, **fields)
 
@@ -196,9 +197,10 @@ def _square(
     if not sizes.scaled:
         if patch_is_free and (sizes.side % patch or sizes.side > _MAX_PATCHES * patch):
             divisors = [size for size in range(1, sizes.side + 1) if sizes.side % size == 0]
-            # The side itself is a divisor, so there always is one.
+            # `next` always finds a divisor, because the side itself is one.
             patch = next(size for size in divisors if sizes.side <= _MAX_PATCHES * size)
-        # A patch that does not divide the side is refused as if both had been typed.
+        # A patch size from a flag may not divide the side. The model's config then refuses the two
+        # sizes.
         return {"image_size": sizes.side, "patch_size": patch}
 
     # At least one patch, for images that are smaller than a patch of the model.
@@ -208,7 +210,7 @@ def _square(
         # A patch that is a little larger may divide the side, so that no pixels are lost.
         candidates = range(smallest, smallest + smallest // 2 + 1)
         patch = next((size for size in candidates if side % size == 0), smallest)
-    # Scaled images lose nothing by a side that is a little smaller.
+    # Images are scaled to this side in any case, so a rounded side cuts no pixels off.
     return {"image_size": side - side % patch, "patch_size": patch}
 
 
@@ -251,10 +253,10 @@ def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) ->
     else:
         image_size = side
         if not flags.has("model.patch-size") and image_size % patch_size:
-            # 1 divides every size.
+            # The last candidate, 1, divides every size, so `next` always finds one.
             patch_size = next(size for size in (4, 2, 1) if image_size % size == 0)
     if image_size % patch_size:
-        return None  # both were typed, and are refused as such
+        return None  # both sizes are flags, and the model's config refuses them
     recipe = recipe._replace(image_size=image_size, patch_size=patch_size)
     terminal.note(small_folders.line(facts, recipe))
     return small_folders.recipe_config(recipe, facts, config.recipe, data_name)
@@ -279,7 +281,7 @@ def _recorded(config: Config, flags: _Flags) -> dict[str, Any]:
 
     The result is {} if there is no record or it cannot be read.
     """
-    # As `Config.resolved` has it, which needs the sizes that are found here.
+    # The same default as in `Config.resolved`, which runs only after the sizes are known.
     workdir = flags.value("workdir") or config.workdir or f"runs/{config.recipe}"
     try:
         recorded = disk.read_json(path_of(workdir) / _RECORD).get("config")
@@ -307,19 +309,20 @@ def _as_recorded(
     from mupax.train.config.record import from_json, pixels_from_json
 
     model = recorded.get("model")
-    # Only the recipe for small folders gives these models a stem of convolutions.
+    # These models have no convolutional stem of their own. The recipe for small folders gives one.
     if was_chosen and isinstance(model, Mapping) and model.get("stem") is not None:
         fields = drop_keys(recorded, _OF_ONE_START)
         return from_json(fields)
     if isinstance(model, Mapping):
         sizes = {}
         for field in SIZES_OF_IMAGES:
-            # The record may be a stranger's, and a bool is an int for `isinstance`.
+            # The record may come from an untrusted source. `isinstance` would accept True as an
+            # int.
             if type(model.get(field)) is int:
                 sizes[field] = model[field]
         try:
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
-        except ConfigError:  # another model, which the run itself refuses
+        except ConfigError:  # the record is of another model, which the resume refuses
             return config
 
     data = recorded.get("data")

@@ -47,7 +47,7 @@ def base_of(run: Run) -> dict[str, int]:
     """
     _, sizes = base_parts(run.preset.base)
     base = select_keys(sizes, RUN_AXES)
-    # A base of 0 would divide by zero.
+    # `ratios` divides by both sizes, so neither may be 0.
     if len(base) < len(RUN_AXES) or not all(base.values()):
         name = "MODEL"
         if run.preset.base and "batch" not in run.preset.base:
@@ -68,7 +68,7 @@ def base_beside(base: str | None, run: Run) -> str:
         run: Run that has the batch, in examples, and the tokens of all its steps.
     """
     name, sizes = base_parts(base)
-    # `sizes` last, because what the base says of its run counts.
+    # `sizes` comes last, so that a batch or tokens in the base replace those of the run.
     sizes = {"batch": run.data.batch_size, "tokens": _tokens(run), **sizes}
     return ",".join(filter(None, [name, base_text(sizes)]))
 
@@ -184,7 +184,8 @@ def with_durations(
             a timescale that is not above 0, an optimizer without weight decay or with a learning
             rate of 0, or a joint rule with a base that names no batch or tokens.
     """
-    # Which of two flags wins would otherwise depend on this file and not on their order.
+    # If both forms were accepted, `tokens` and `tau` would always win, whatever the order of the
+    # flags.
     for flag, value in zip(DURATIONS, (tokens, tau), strict=True):
         field_flag = f"--optimizer.{DURATIONS[flag]}"
         if value is not None and field_flag in flags:
@@ -200,7 +201,8 @@ def with_durations(
     if is_joint:
         base = base_of(run)
         tokens_per_step = base["batch"] * run.model.units
-        # The rule scales both durations to the run afterwards.
+        # Count in steps of the base's run: the joint rule later scales warm-up and decay to this
+        # run.
         steps = base["tokens"] / tokens_per_step
 
     if tokens is not None:
@@ -242,10 +244,10 @@ def _decay_of_timescale(opt: OptimizerConfig, tau: float, steps: float) -> float
             "--optimizer.decay-timescale is of a run that moves, and optimizer.peak_lr is 0; "
             "write a rate above 0"
         )
-    # Share of the weights that decay subtracts at each step, at the peak learning rate.
+    # Share of a weight that decay subtracts at each step, at the peak learning rate.
     decay_per_step = 1 / (tau * steps)
     if opt.decay == "coupled":
-        # AdamW subtracts lr * wd * w, so wd is that share over the learning rate.
+        # AdamW subtracts lr * wd * w, so wd is that share divided by the learning rate.
         return decay_per_step / opt.peak_lr
     return decay_per_step
 
@@ -259,7 +261,8 @@ def amount(flag: str, text: str) -> float:
     Raises:
         ConfigError: The text is no number above 0.
     """
-    # No minus sign anywhere, neither for the number nor for its power.
+    # The pattern has no minus sign, so it refuses a negative number and a negative power such as
+    # 2e-9.
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmbt]?)", text.strip().lower())
     if match is None or not float(match[1]):
         raise ConfigError(f"{flag} is {text}; write a number such as 10b, 300m or 2e9")

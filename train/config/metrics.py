@@ -128,7 +128,7 @@ def _loss(loss: float, bytes_per_target: float | None) -> float:
 
 def _perplexity(loss: float, bytes_per_target: float | None) -> float:
     del bytes_per_target
-    # exp(710) is beyond the largest float64.
+    # `math.exp` raises OverflowError if the result exceeds the largest float64, about exp(709.8).
     return math.exp(loss) if loss < 700 else math.inf
 
 
@@ -158,7 +158,8 @@ METRICS: dict[str, Metric] = {
         label="perplexity",
         unit="",
         better="lower",
-        # From the mean loss: the mean of exp(loss) over batches would be another number.
+        # Perplexity is exp(mean loss). The mean of exp(loss) over batches is larger if losses
+        # differ.
         from_loss=_perplexity,
         shown="eval",
         pictures=(),
@@ -228,7 +229,8 @@ def check_table() -> None:
                 f"METRICS[{name!r}] is no Metric; write mupax.train.config.metrics.Metric(...)"
             )
         is_valid = re.fullmatch("[a-z][a-z0-9_]*", name) is not None
-        # Rows have names with these prefixes, which a metric of such a name could be taken for.
+        # Rows of metrics.jsonl name evaluation and speed values with these prefixes. A metric must
+        # not be mistaken for one.
         has_prefix = name.startswith(("eval_", "perf_"))
         if not is_valid or name in _RESERVED or has_prefix:
             raise MetricError(
@@ -275,7 +277,8 @@ def metric_values(
         value = means.get(name)
         if metric.from_loss is not None and (metric.in_training or not training):
             value = metric.from_loss(loss, bytes_per_target)
-        # Bits per byte mean nothing for images: a metric may leave itself out.
+        # A metric without a meaning for these data, such as bits per byte for images, has the value
+        # None.
         if value is not None:
             result[name] = value
     return result

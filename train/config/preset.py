@@ -91,7 +91,7 @@ class PresetConfig:
         # Records, messages and comparisons have one name for a preset, whichever alias was written.
         # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
-        # Written so that NaN fails, too.
+        # Comparing NaN by order gives False, so this form refuses NaN. `<= 0` would accept it.
         if self.noise_scale is not None and not self.noise_scale > 0:
             raise ConfigError(
                 f"preset.noise_scale is {self.noise_scale}; "
@@ -142,7 +142,7 @@ def preset_of_step(config: Parameterized) -> PresetConfig:
     if not muon.changes_steps:
         return PresetConfig()
     constants = (f"muon_scale={muon.scale}", f"muon_blocks={muon.blocks}")
-    # The size of tiles is the base's.
+    # Tiles have the size of the base's matrices. The other blocks do not depend on the base.
     base = config.preset.base if muon.blocks == "tiles" else None
     return PresetConfig(constants=constants, base=base)
 
@@ -190,17 +190,18 @@ def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
         zero_readout=config.zero_readout,
         **read_constants(config.constants, flags),
     )
-    # Most runs have none, and need no declarations of the model.
+    # Most runs have no constants to check, and then need no declarations of the model's parameters.
     if not preset.constants:
         return preset
 
     from mupax.presets.constants import check
 
     specs = list(model.parameters().values())
-    # Not among the parameters, because it has no array, and yet it has a multiplier.
+    # A tied readout has no array of its own, so it is not in `parameters`. It still has a
+    # multiplier.
     if model.tied_readout:
         specs.append(model.tied_readout)
-    # A tuned preset, PRESET:NAME. `measured:PATH` is not in the table of presets.
+    # PRESET:NAME is a tuned preset. `measured:PATH` has a colon, too, but is not in `PRESETS`.
     if ":" in config.name and config.name.partition(":")[0] in presets.PRESETS:
         preset = _without_idle_constants(preset, config, specs)
     check(preset.constants, specs, preset.name)
@@ -218,7 +219,7 @@ def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | No
     name, sizes = base_parts(config.base)
     # Batch and tokens are read by joint rules alone.
     base = {axis: size for axis, size in sizes.items() if axis not in RUN_AXES}
-    # None with a batch and tokens is the absolute form with a joint rule.
+    # `None,batch=N,tokens=N` is the absolute form too: its sizes are only for a joint rule.
     if name == "None" and not base:
         return None
     if name and name != "None":
@@ -233,7 +234,7 @@ def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | No
                 f"preset.base {name} is a {base_model.family} and the model a {model.family}; "
                 f"write one of {choices}, or None for the absolute form"
             )
-        # Sizes that are written after the name replace the model's.
+        # Sizes that are written after the name replace those of the named model.
         base = {**_with_experts_of(model, base_model).base_sizes(), **base}
 
     missing = sorted(_EXPERTS & model.sizes().keys() - base.keys())
@@ -279,7 +280,8 @@ def _without_idle_constants(
 
     if not find.find(config.name).is_published:
         return preset
-    # What the user typed must not be dropped silently, and is checked afterwards.
+    # A constant from a flag must not be dropped silently. The caller refuses it if it does not
+    # apply.
     flag_names = {text.partition("=")[0] for text in config.constants}
     constants = {}
     for name, value in preset.constants.items():
@@ -297,7 +299,7 @@ def _with_experts_of(model: ModelConfig, base: ModelConfig) -> ModelConfig:
         return base
     if model.experts is None or base.experts is not None:
         return base
-    # Experts of the base are as large against its width as those of the model.
+    # Keep the model's ratio of the experts' hidden size to the width.
     expert_dim = max(1, round(model.expert_size * base.width / model.width))
     return dataclasses.replace(
         base,

@@ -103,8 +103,8 @@ def extensions(config: Config) -> list[Extension]:
     result: list[Extension] = []
     for (table, name), module_name in modules.items():
         module = importable_name(module_name)
-        # A plugin may register functions of other packages, whose own module would not register
-        # them.
+        # A plugin may register a function of another package. Importing that package alone would
+        # not register it, so the plugin's own name is recorded.
         plugin = _registered_by.get((table, name))
         if plugin is not None:
             result.append(Extension(table, name, plugin))
@@ -203,7 +203,7 @@ def restore(run_record: Mapping[str, Any]) -> None:
             continue
         provides = [str(item) for item in entry.get("provides", [])]
         missing = [item for item in provides if not _is_known(item)]
-        # Nothing is imported if this process has all of it already.
+        # A module is not imported if this process already has every line that it provides.
         if missing:
             missing_text = ", ".join(missing)
             folders = trusted(run_record.get("run"))
@@ -264,7 +264,8 @@ def _import(name: str, folder: str | None = None) -> bool:
     Args:
         folder: Folder that has the module. `None` searches `sys.path` and then the working folder.
     """
-    # A module does not say what it registers: the difference of the tables does.
+    # A module does not list the lines that it registers, so the tables before and after are
+    # compared.
     earlier_lines = _lines()
     import_plugin(name, folder)
     added = _lines() - earlier_lines
@@ -311,7 +312,7 @@ def _lines() -> set[tuple[str, str]]:
 def _is_known(item: str) -> bool:
     """Return whether this process already has an extension, written as `TABLE NAME`."""
     table, _, name = item.rpartition(" ")
-    # MODULE:CLASS has no line in a table, so the module alone is looked for.
+    # MODULE:CLASS has no line in a table, so only its module is checked.
     if table == "model" and ":" in name:
         return loaded_module(name.partition(":")[0]) is not None
     return (table, name) in _lines()
@@ -321,7 +322,8 @@ def _sources(config: Config) -> list[str]:
     """Return every source that a config reads data from, as data.name would have it."""
     places = [config.data.name, *config.data.evaluation_sets.values()]
     for word in config.data.mix:
-        # SOURCE:WEIGHT. Without any colon `rpartition` returns the text as its last part.
+        # The text is SOURCE:WEIGHT. Without a colon `rpartition` returns all of it as the last
+        # part.
         place, _, last_part = word.partition("=")[2].rpartition(":")
         places.append(place or last_part)
     return places
@@ -333,7 +335,7 @@ def to_json(config: Config) -> dict[str, Any]:
     The model also has its `family`.
     """
     fields = {**dataclasses.asdict(config), "model": model_to_json(config.model)}
-    # Through a text, so that tuples are lists as in a file.
+    # The way through JSON text turns tuples into lists, as they are read from a file.
     return json.loads(json.dumps(fields))
 
 
@@ -547,14 +549,14 @@ def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
     hints = _type_hints(owner)
     for name, value in values.items():
         if name not in names:
-            # A cutoff of 0 always gives a name.
+            # With a cutoff of 0 even the worst match counts, so the list is not empty.
             near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
             raise ConfigError(f"no config has a field {prefix}{name}; did you mean {prefix}{near}?")
         if dataclasses.is_dataclass(hints[name]) and not isinstance(value, hints[name]):
             values[name] = _make(hints[name], f"{prefix}{name}.", value)
         elif not _fits(value, hints[name]):
             type_name = _type_name(hints[name])
-            # Cut off, because a record of a stranger may hold a text of any length.
+            # Cut to 60 characters, because an untrusted record may hold a text of any length.
             raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {type_name}")
         elif isinstance(value, list):
             # JSON has no tuples, and a frozen config must be hashable.
@@ -587,9 +589,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, list | tuple) and all(
             _fits(item, get_args(hint)[0]) for item in value
         )
-    # `type`, not `isinstance`: a bool is an int for Python and is no number of a config.
+    # `type`, not `isinstance`, which would accept True as an int.
     if hint is float:
-        # Other writers of JSON shorten a float such as 1.0 to 1.
+        # Some writers of JSON, such as JavaScript's, write the float 1.0 as 1.
         return type(value) in (int, float) and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
     if hint is int:
         return type(value) is int and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
@@ -639,18 +641,19 @@ def words(config: Config) -> list[str] | None:
     if config.recipe not in RECIPES:
         return None
     recipe = RECIPES[config.recipe]()
-    # One name in place of a dozen flags, for a model that the zoo has.
+    # For a model of the zoo, `--model NAME` replaces a dozen flags.
     flags, base = _model_flags(config, recipe)
     # Flags change fields of a model, and cannot make another family of it.
     if base.model.family != config.model.family:
         return None
 
     changed: dict[str, Any] = {}
-    # Both resolved: a default that is written out is no difference.
+    # `resolved` writes defaults out in both configs, so they do not count as differences.
     for name, _, value in differences(to_json(base.resolved()), to_json(config.resolved())):
         changed[name] = value
     if config.model.task == "images" and config.data.name != recipe.data.name:
-        # Written even if they are the recipe's: a command without them takes them from the data.
+        # Write these sizes even if they equal the recipe's. Without the flags, the command would
+        # take the sizes from the data.
         changed |= {f"model.{name}": getattr(config.model, name) for name in SIZES_OF_IMAGES}
 
     not_of_the_run = _fields_of_one_start(config)
@@ -658,11 +661,11 @@ def words(config: Config) -> list[str] | None:
         if name in not_of_the_run:
             continue
         if value == []:
-            return None  # no flag empties a list
+            return None  # an emptied list is not written as a flag
+        # Flags have hyphens where fields have underscores.
         owner, dot, field = name.replace("_", "-").rpartition(".")
         # tyro turns a Boolean off by --section.no-field.
         negation = "no-" if value is False else ""
-        # A word of a flag has hyphens where the field has underscores.
         flags.append(f"--{owner}{dot}{negation}{field}")
         if isinstance(value, list):
             flags += [shlex.quote(str(item)) for item in value]

@@ -67,7 +67,8 @@ MAY_STAY_WHOLE = frozenset({"vocab", "classes", "kv_heads"})
 """Logical axes that are replicated if the mesh axis does not divide them. Their sizes are rarely
 round, and a run should not be refused for it."""
 
-# Points of a sweep train side by side, and no array of one point is split over this axis.
+# The axis `sweep` separates the points of a sweep, which train in parallel. No array of one point
+# is split over it, so no rule may name it.
 _TARGETS = tuple(axis for axis in MESH_AXES if axis != "sweep")
 _LOGICAL = (
     "batch",
@@ -317,7 +318,7 @@ class Config:
             )
         if self.resume_exact and not self.resume:
             raise ConfigError("--resume-exact is for a run that goes on; add --resume")
-        # `at_least` compares numbers.
+        # `at_least` compares numbers, and "best" is a text.
         if self.resume_from != "best":
             at_least("", self, 1, "resume_from")
 
@@ -329,7 +330,7 @@ class Config:
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
         at_least("", self, 1024, "vmem_kib")
-        # Written so that NaN fails, too.
+        # Comparing NaN by order gives False, so this form refuses NaN. `< 0` would accept it.
         if not 0 <= self.z_loss < math.inf:
             raise ConfigError(f"z_loss is {self.z_loss}; write a number of 0 or more, such as 1e-4")
         check_place("workdir", self.workdir)
@@ -352,7 +353,7 @@ class Config:
             )
 
         opt = self.optimizer
-        # A joint rule scales warm-up and decay, so their sum is not known here.
+        # A joint rule scales warm-up and decay later, so their sum is not known here.
         is_wsd = opt.schedule == "wsd" and self.preset.joint == "none"
         if is_wsd and opt.decay_steps and opt.warmup_steps + opt.decay_steps > self.steps:
             longest = max(1, self.steps - opt.warmup_steps)
@@ -366,7 +367,7 @@ class Config:
         """Refuse data, and further evaluation sets, that the model cannot read."""
         task = self.data.task
         model_task = self.model.task
-        # `None` is a data set of TFDS, which is judged when it is opened.
+        # `None` is a TFDS data set of unknown task, which is checked when it is opened.
         if task not in (None, model_task):
             names = [name for name, model in CONFIGS.items() if model.task == task]
             raise ConfigError(
@@ -500,7 +501,7 @@ class Config:
                     "add --log.eval-every-steps N"
                 )
             if metric not in metrics:
-                # A cutoff of 0 always gives a name.
+                # With a cutoff of 0 even the worst match counts, so the list is not empty.
                 near = difflib.get_close_matches(metric, metrics, n=1, cutoff=0)[0]
                 raise ConfigError(
                     f"no evaluation of this run measures {metric}, which {flag} would go by; "
@@ -579,7 +580,7 @@ def check_extras(config: Config, *, reads_data: bool = True) -> None:
     Raises:
         MupaxError: An extra is missing. The text names it.
     """
-    # Extra to the setting that needs it.
+    # The keys are extras. The values are the settings that need them, for the message.
     users = {name: f"--log.{name}" for name in config.log.trackers}
     texts = []
     # Sources of mixtures and evaluation sets need the same packages as data.name.

@@ -108,7 +108,8 @@ class OptimizerConfig:
                 f"optimizer.moment_dtype is {self.moment_dtype}, and {self.name} keeps all of its "
                 "moments in float32; leave it out"
             )
-        # The rate of the Adam part becomes a factor on peak_lr, and no factor on 0 gives it.
+        # The learning rate of the Adam part is applied as the factor adam_lr / peak_lr, so peak_lr
+        # must not be 0.
         if self.adam_peak is not None and self.peak_lr == 0:
             raise ConfigError(
                 f"optimizer.adam_lr is {self.adam_lr} and optimizer.peak_lr is 0; "
@@ -135,7 +136,7 @@ class OptimizerConfig:
                 f"optimizer.layer_decay is {self.layer_decay}; "
                 "write a number in (0, 1], such as 0.75"
             )
-        # Written so that NaN fails, too.
+        # Comparing NaN by order gives False, so this form refuses NaN. `<= 0` would accept it.
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(
                 f"optimizer.clip_norm is {self.clip_norm}; "
@@ -432,7 +433,8 @@ class LogConfig:
         first, _, last = self.profile.partition(":")
         start = _whole_number(first)
         stop = _whole_number(last)
-        # Steps count from 1, so a START of 0 is no step either.
+        # Steps count from 1. `start` is 0 if the text says 0 or is no number, and neither is a
+        # step.
         return range(start, stop) if start else range(0)
 
 
@@ -568,7 +570,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         at_least("checkpoint.", self, 1, "every_steps", "keep", "keep_best", "keep_every")
-        # Otherwise the flag would be ignored without a word.
+        # Without `keep_best`, no checkpoint is ranked and `best_metric` would be ignored silently.
         if self.best_metric != METRIC and self.keep_best is None:
             raise ConfigError(
                 "checkpoint.best_metric says which checkpoints are the best; "
@@ -628,7 +630,7 @@ def run_parts(record: Mapping[str, Any], current: CheckpointConfig | None = None
     parts: list[RunPart] = []
     start = 0
     for segment in record.get("segments", ()):
-        # A record is read even if its segments are damaged: the wrong ones are left out.
+        # A record is read even if some of its segments are damaged. Those are skipped.
         end = segment.get("until_step") if isinstance(segment, Mapping) else None
         if type(end) is int:
             parts.append(RunPart(start, _recorded_config(segment).policies))
@@ -686,7 +688,7 @@ def ranked(measured: Measured, metric: str) -> list[int]:
     costs = {}
     for step, metrics in measured.items():
         costs[step] = cost(metric, metrics.get(metric))
-    # A loss of NaN compares with nothing, and would leave the order to chance.
+    # NaN is neither below nor above any number, so it would make the sorted order arbitrary.
     finite = [step for step, value in costs.items() if math.isfinite(value)]
     return sorted(finite, key=lambda step: (costs[step], step))
 

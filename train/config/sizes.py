@@ -136,7 +136,8 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
     if axis == "kv_heads":
         return dataclasses.replace(model, num_kv_heads=size)
 
-    # A width need not be heads times head_dim. It has a fixed share for each head all the same.
+    # The number of heads keeps its ratio to the width, even if the width is not heads x head_dim.
+    # It must be whole.
     if axis == "width" and size * model.num_heads % model.width:
         step = model.width // math.gcd(model.width, model.num_heads)
         raise ConfigError(
@@ -158,7 +159,7 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
         )
     width = round(model.width * (heads * head_dim) / (model.num_heads * model.heads_dim))
 
-    # A field that is None follows the others by itself.
+    # A field that is None has a default that follows from the other fields.
     derived: dict[str, int] = {}
     if model.expert_dim is not None:
         derived["expert_dim"] = round(model.expert_dim * width / model.width)
@@ -183,7 +184,7 @@ def _with_experts(model: TransformerConfig, axis: str, size: int) -> Transformer
     assert model.experts is not None
     if axis == "expert_dim":
         return dataclasses.replace(model, expert_dim=size)
-    # The share of experts that a token goes to stays, so its cost grows with their number.
+    # A token goes to the same share of the experts, so its cost grows with the number of experts.
     active, remainder = divmod(size * model.active, model.experts)
     if remainder or not active:
         raise ConfigError(
@@ -191,7 +192,7 @@ def _with_experts(model: TransformerConfig, axis: str, size: int) -> Transformer
             f"and no whole number of {size} is that share; "
             f"write a multiple of {model.experts // math.gcd(model.active, model.experts)}"
         )
-    # Written out, because the default hidden size is the MLP's over the active experts.
+    # Write `expert_dim` out: its default is mlp_dim / active experts, which would change.
     return dataclasses.replace(
         model, experts=size, active_experts=active, expert_dim=model.expert_size
     )
@@ -209,7 +210,7 @@ def _refuse_missing(model: ModelConfig, axis: str) -> None:
         raise ConfigError(
             f"the model has no experts, so no {axis}; write model.experts too, or another size"
         )
-    # Shared experts are a dense MLP in `sizes`, but their hidden size is that of every expert.
+    # `sizes` has `mlp` if there are shared experts, but it follows from `expert_dim`.
     if axis == "mlp" and "experts" in sizes:
         raise ConfigError(
             "the model has experts in place of an MLP, so no mlp; write expert_dim, the hidden "

@@ -90,7 +90,8 @@ def choose(facts: FolderFacts) -> FolderRecipe | None:
         side = _LARGE_SIDE
     steps = _EPOCHS * facts.images // _BATCH
     return FolderRecipe(
-        # Patches must divide the side, and images are scaled to it anyway.
+        # The patch size must divide the side. Images are scaled to the side, so rounding cuts
+        # nothing off.
         image_size=side - side % patch_size,
         patch_size=patch_size,
         stem=stem,
@@ -135,7 +136,7 @@ def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name
     transforms = dataclasses.replace(
         data.transforms, jitter=recipe.jitter, mirror=recipe.mirror, label_smoothing=0.1
     )
-    # All of the image: at 32 pixels, what lies at the border of a picture counts.
+    # `squash` keeps the border of an image, which `edge` and `centre` may cut off.
     pixels = dataclasses.replace(data.pixels, fit="squash")
     return Config(
         recipe=name,

@@ -89,7 +89,8 @@ def applied(
         study = None
         if ":" in value and value.partition(":")[0] in PRESETS:
             study = tuned.find(value)
-            # The plain preset, so that the record of the run names no tuned file.
+            # Replace the tuned name by the plain preset, so that the run's record names no tuned
+            # file.
             words[value_index] = study.preset
             if equals:
                 words[value_index] = f"{flag}={study.preset}"
@@ -100,11 +101,12 @@ def applied(
     # Other values are refused when tyro reads the flags.
     if steps and steps.isascii() and steps.isdigit():
         total_steps = int(steps)
-    # Those of the study replace those of the recipe, also where a file leaves out a default.
+    # The study's values replace the recipe's. A tuned file leaves out these two fields if they have
+    # their default, so the defaults are set first.
     values = {"adam_lr": None, "orthogonalizer": "newton_schulz", **study.optimizer}
     if "warmup_fraction" in values:  # a published source may leave the warm-up open
         values["warmup_steps"] = round(values.pop("warmup_fraction") * total_steps)
-    # The recipe's decay is for its own schedule, which the tuned values replace.
+    # The recipe's decay_steps belong to its own schedule, which the tuned values replace.
     optimizer = dataclasses.replace(config.optimizer, **values, decay_steps=None)
     config = dataclasses.replace(config, preset=_preset_config(study), optimizer=optimizer)
     return config, words, study
@@ -113,7 +115,7 @@ def applied(
 def _preset_config(study: Tuned) -> PresetConfig:
     """Return the section `preset` of a config that has the constants of a tuned preset."""
     run_constants, group_constants = read(study.constants)
-    # Constants that have a field of their own are written there.
+    # Constants with a field of their own, such as alpha_a, are set in that field.
     flags: dict[str, Any] = {}
     for name, value in run_constants.items():
         if name in CONSTANT_FLAGS:
@@ -286,7 +288,7 @@ def with_run_base(config: Config, start: Config, study: Tuned | None) -> Config:
         start = RECIPES[name]()
         study = None
         if start.model.family != config.model.family:
-            return config  # `preset_of` refuses it
+            return config  # `preset_of` refuses a base of another family
         if name not in CONFIGS:
             name = ""
             sizes = {**start.model.base_sizes(), **sizes}
@@ -306,7 +308,7 @@ def with_run_base(config: Config, start: Config, study: Tuned | None) -> Config:
         steps = start.steps
         tokens = start.steps * start.data.batch_size * start.model.units
 
-    # As many examples of this model's length as have the tokens of the base's batch.
+    # The base's batch in examples of this model's length, with as many tokens.
     examples, remainder = divmod(tokens // steps, config.model.units)
     if remainder and "batch" not in sizes:
         raise ConfigError(

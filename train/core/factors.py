@@ -94,7 +94,7 @@ def resolve(
         specs = list(definition.specs.values())
         for declared in definition.factors.values():
             if declared["kind"] == "readout":
-                specs.append(declared["spec"])  # a readout through the embedding
+                specs.append(declared["spec"])  # readout that is tied to the embedding
         check(preset.constants, specs, preset.name)
 
     scales = {}
@@ -163,7 +163,8 @@ def init_stds(preset: Preset, definition: Definition) -> ParamValues:
         PresetError: The preset has no rule for a parameter, or keys start as queries and differ
             from them in shape.
     """
-    # A measured table knows only its own optimizer, so the optimizer is the preset's first.
+    # The result does not depend on the optimizer. A measured table knows one optimizer only, so the
+    # first one of the preset is used.
     optimizer = preset.optimizers[0]
     stds = {}
     for name, spec in definition.specs.items():
@@ -235,12 +236,14 @@ def check_run(
     if not decays or chosen or preset.name == "measured":
         return
     for name, decay in factors.weight_decay.items():
-        # lr*wd of this model over that of the base, less what the preset's constants ask for.
+        # `pull` is lr*wd of this model over lr*wd of the base model, divided by the factor that the
+        # preset's constants ask for.
         pull = decay
         if config.decay == "coupled":
             pull = decay * factors.lr[name]
         constant = constant_power("decays", definition.specs[name], preset.constants)
-        # A factor of 0 turns decay off, which `decay.any()` sees below.
+        # A constant of 0 turns decay off. `or 1.0` avoids a division by zero, and `decay.any()`
+        # below is then False.
         pull = pull / (constant(preset.ratios(definition.sizes)) or 1.0)
         worst = float(pull.flat[np.argmax(np.abs(pull - 1))])
         if decay.any() and abs(worst - 1) > TOLERANCE:

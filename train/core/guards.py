@@ -86,7 +86,8 @@ def check_chain(
         eps = drop_keys(factors.eps, matrices)
         _check_eps(update, grads, params, eps)
 
-    # The loop's own chain on the same gradients, so that betas and momentum cancel in the ratios.
+    # The training loop's own chain on the same gradients, so that betas and momentum cancel in the
+    # ratios.
     preset_update = reference(definition, preset, optimizer)
     sizes = _rms_sizes(update(grads, params))
     preset_sizes = _rms_sizes(preset_update(grads, params))
@@ -127,7 +128,7 @@ def _rms_sizes(updates: Arrays) -> dict[str, float]:
     """Return the root mean square of every array, by name."""
     sizes = {}
     for name, array in updates.items():
-        # Squares of small float32 updates would underflow.
+        # In float32 the squares of small updates would underflow.
         mean_square = np.mean(np.square(np.asarray(array, np.float64)))
         sizes[name] = float(np.sqrt(mean_square))
     return sizes
@@ -159,7 +160,8 @@ def _check_rates(ratios: dict[str, float], lr: dict[str, float], preset: Preset)
     if abs(worst / typical - 1) <= TOLERANCE:
         return
 
-    # Ratios that become equal when the learning rates are divided out, or multiplied in.
+    # If the ratios become equal when divided by lr, the chain applies lr twice. If they become
+    # equal when multiplied by lr, it does not apply lr at all.
     without_lr = {name: ratio * lr[name] ** -1 for name, ratio in ratios.items()}
     with_lr = {name: ratio * lr[name] for name, ratio in ratios.items()}
     if _equal(without_lr):
@@ -251,7 +253,7 @@ def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) 
         for other_name, other_grad in grads.items():
             probe[other_name] = np.zeros_like(other_grad)
         probe[least] = grads[least]
-        # Large against the gradient of `least`, so that the global norm is that of this one alone.
+        # So large that this gradient alone makes up almost all of the global norm.
         scale = 100 * _norm(grads[least]) / _norm(grad)
         probe[name] = grad * np.asarray(scale, grad.dtype)
         moved[name] = _rms_sizes(update(probe, params))[least]
@@ -311,11 +313,12 @@ def _check_decay(update: Update, definition: Definition, preset: Preset, params:
 
     Parameters that do not decay at all are not compared.
     """
-    # Without gradients an update is decay alone, and of ones it is the decay's factor.
+    # With zero gradients an update is weight decay alone. On parameters of 1 it is the factor of
+    # the decay.
     ones = jax.tree.map(np.ones_like, params)
     no_grads = jax.tree.map(np.zeros_like, params)
-    # Coupled decay moves by lr * wd, and independent decay by wd. Either way the number is the same
-    # for all parameters that decay.
+    # Coupled decay moves by lr * wd, and independent decay by wd. In both cases a correct chain
+    # gives the same number for all parameters that decay.
     sizes = _rms_sizes(update(no_grads, ones))
     decayed = {}
     for name, size in sizes.items():

@@ -48,7 +48,8 @@ def _with_margin(coefficients: Coefficients, margin: float) -> Coefficients:
     return tuple(scaled)
 
 
-# The last triple of the paper's code has no margin, but it is the eighth.
+# The paper's code has eight triples, of which only the last has no margin. These are the first
+# five, so all have it.
 POLAR_EXPRESS = _with_margin(
     (
         (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -134,7 +135,7 @@ def muon(
         mu = optax.tree.zeros_like(params)
         if not steps.measured:
             return ScaleByMuonState(count, mu, nu)
-        # Made from sizes and not from `params`: no vector is split as its parameter is.
+        # Made from sizes, not from `params`, so that no vector is sharded like its parameter.
         vectors = {}
         for name, spec in matrix_specs.items():
             axes = [spec.axes[i] for i in _vector_dims(spec)]
@@ -152,7 +153,8 @@ def muon(
         grads = matrices_of(updates)
         matrix_mu = optax.tree.update_moment(grads, matrices_of(state.mu), beta, 1)
         count = optax.safe_increment(state.count)
-        # The next step's momentum, if it had this step's gradient again, as `optax.contrib` has it.
+        # Nesterov momentum as in `optax.contrib`: the momentum that the next step would have if it
+        # had the gradient of this step again.
         mu_hat = optax.tree.bias_correction(matrix_mu, beta, optax.safe_increment(count))
         grad_hat = optax.tree.bias_correction(grads, beta, count)
         nesterov = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, mu_hat, grad_hat)
@@ -181,7 +183,6 @@ def muon(
         directions = {**matrix_updates, **other_updates}
         mu = {**matrix_mu, **adam_state.mu}
         nu = {**state.nu, **adam_state.nu}
-        # Results have the order of the names in `updates`.
         directions = {name: directions[name] for name in updates}
         mu = {name: mu[name] for name in updates}
         if vectors is None:
@@ -239,7 +240,8 @@ def with_adam_lr(lr: Mapping[str, Any], specs: Specs, adam_lr: Any, peak_lr: Any
         specs: Specs that tell which parameters are hidden matrices.
         peak_lr: Number above 0. Like `adam_lr`, it may be traced.
     """
-    # `scale_by_schedule` multiplies every update by the matrices' peak, which this takes out again.
+    # `scale_by_schedule` multiplies every update by the matrices' peak. For other parameters the
+    # ratio replaces this peak by `adam_lr`.
     ratio = adam_lr / peak_lr
     matrix_specs = hidden_matrices(specs)
     result = {}
@@ -458,8 +460,8 @@ def _parameter(
     # A PartitionSpec may end before the last dimensions of its array.
     names += [()] * (len(shape) - len(names))
 
-    # The exchange puts parts of a side's outermost dimension together. A mesh axis that splits an
-    # inner dimension (only by a rule of the user's own) is gathered before and split after.
+    # The exchange joins parts along the outermost dimension of a side. A mesh axis that splits an
+    # inner dimension (only by a rule of the user) is gathered before and split after.
     for inner in (*dimensions.s[1:], *dimensions.t[1:]):
         names[inner] = ()
 
@@ -500,7 +502,7 @@ def _crosses_islands(mesh: jax.sharding.Mesh, axis: str) -> bool:
     dimension = mesh.axis_names.index(axis)
     first = mesh.devices.take(0, dimension).flat[0]
     last = mesh.devices.take(-1, dimension).flat[0]
-    # Devices of a CPU have no slice.
+    # CPU devices have no `slice_index`.
     return getattr(first, "slice_index", None) != getattr(last, "slice_index", None)
 
 

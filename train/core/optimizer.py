@@ -77,8 +77,8 @@ def adam(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         specs: Not read, because every parameter is treated alike.
     """
 
-    # The same direction could come from `optax.scale_by_adam`, on gradients divided by factors.eps
-    # or with one transformation per parameter, but it would round in another order.
+    # `optax.scale_by_adam` could give the same direction, on gradients divided by factors.eps or
+    # with one transformation per parameter, but its results would round differently.
     def update(updates, state, params=None, *, factors, hyper, **_):
         del params
         mu = optax.tree.update_moment(updates, state.mu, config.b1, 1)
@@ -131,7 +131,8 @@ def stored(
         return rounded(direction.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        # An update smaller than the stored dtype's precision would be lost if it were added there.
+        # Add in the dtype of the updates: in the stored dtype, a small update would be rounded
+        # away.
         wide = jax.tree.map(lambda m, g: m.astype(g.dtype), moment_of(state), updates)
         directions, new_state = extended.update(updates, with_moment(state, wide), params, **extra)
         return directions, rounded(new_state)
@@ -185,7 +186,8 @@ def narrowed(tree: Any, like: Any, rounding: Rounding) -> Any:
     rounded = []
     for index, (leaf, like_leaf) in enumerate(zip(leaves, like_leaves, strict=True)):
         if _is_narrow(like_leaf) and leaf.dtype == jnp.float32:
-            # By position in the tree, so that moments and weights of one shape round independently.
+            # The key depends on the position in the tree, so that moments and weights of one shape
+            # round independently.
             leaf_key = _mixed(key + _uint(index) * _uint(_GOLDEN))
             rounded.append(stochastically_rounded(leaf, leaf_key))
         else:
@@ -202,8 +204,8 @@ def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
         x: float32, of any shape.
         key: uint32 [].
     """
-    # The random bits are a hash of each number's position. With `jax.random`, a CPU's compiler
-    # takes 0.4 s for every array that Threefry draws.
+    # The random bits are a hash of each number's position. With `jax.random`, compiling takes 0.4 s
+    # on CPU for every array that Threefry draws.
     position = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         position = position * _uint(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)

@@ -131,7 +131,7 @@ class Store:
             content = path.read_bytes()
         except OSError:
             return None
-        # The time of a file is that of its last use, by which files are deleted.
+        # The modification time stands for the last use. Files used longest ago are deleted first.
         with contextlib.suppress(OSError):
             os.utime(path)
         digest = content[:_DIGEST_BYTES]
@@ -208,12 +208,13 @@ def use(
             program is kept from then on.
     """
     if devices is not None and devices[0] not in jax.devices():
-        # Programs for devices that are not here cannot be read back.
+        # Programs for devices that this machine does not have cannot be loaded from the cache.
         _options.update("jax_enable_compilation_cache", False)
     folder = _folder(root)
     if processes is not None and processes.count > 1 and not _shared(folder, processes):
-        # Only process 0 writes. If one process found a program and another compiled it, compilers
-        # that share their work (GPU) would wait for each other.
+        # Only process 0 writes the cache. Without a shared folder it would find programs that the
+        # other processes still have to compile. On GPU the processes share the work of compiling,
+        # so the others would wait for process 0.
         folder = None
         if not _options.jax_compilation_cache_dir:
             _options.update("jax_enable_compilation_cache", False)
@@ -223,7 +224,7 @@ def use(
     limit = _options.jax_compilation_cache_max_size
     if limit < 0:
         limit = LIMIT
-    # JAX opens its store once, so one that is open already would stay.
+    # JAX opens its store once. Without this call, a store that is open already would stay in use.
     _jax_cache.reset_cache()
     _jax_cache.get_file_cache = lambda path: (Store(Path(path), limit), path)
     _options.update("jax_compilation_cache_dir", str(folder))
@@ -250,7 +251,8 @@ def _folder(root: Callable[[], Path]) -> Path | None:
     try:
         parent = Path(choice).expanduser().absolute() if choice else root()
         folder = parent / f"programs-{key()}"
-        # Whoever can write here runs code in later processes: closed to other users.
+        # Whoever can write to this folder can run code in later processes, so it is closed to other
+        # users.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
@@ -483,15 +485,15 @@ class Program:
         `True` on TPU, unless an axis of an array is split into parts that are no multiple of
         `LANES`.
         """
-        # On TPU the layers take queries, keys and values with their heads innermost. In the
-        # declared layout, each step copied them and their moments to that layout and back: a tenth
-        # of a small step's memory traffic.
+        # On TPU the layers take the query, key and value matrices with their heads innermost. In
+        # the declared layout, each step copied the matrices and their moments to that layout and
+        # back: a tenth of the memory traffic of a small step.
         if self.mesh.devices.flat[0].platform != "tpu":
             return False
 
-        # A split dimension of less than a vector is padded if it is innermost. For the rows of an
-        # embedding the compiler took 65.7 MB where f32[128256,16] is 8.2. A step of lm-8b on 256
-        # chips is as fast (2.302e9 cycles) in JAX's layouts, which are the smallest.
+        # If a shard of less than `LANES` entries becomes the innermost dimension, it is padded to a
+        # full vector: f32[128256,16], an embedding of 8.2 MB, took 65.7 MB. The layouts of JAX take
+        # the least memory, and a step of lm-8b on 256 chips is as fast in them (2.302e9 cycles).
         for leaf in jax.tree.leaves(self.abstract):
             shard_shape = leaf.sharding.shard_shape(leaf.shape)
             for shard_size, size in zip(shard_shape, leaf.shape, strict=True):
@@ -563,7 +565,6 @@ def assemble(
     use(cache.root, devices=devices)
     preset = preset_of(config)
 
-    # Mesh and layout.
     rings = config.xla_flags == "scatter"
     mesh = make_mesh(config.mesh, devices, swept=swept, rings=rings)
     gradient_dtype = config.mesh.gradient_dtype
@@ -585,7 +586,6 @@ def assemble(
     layout.check_experts(config.model)
     layout.matrix_dtype = jnp.dtype(config.model.compute.dtype)
 
-    # Model and optimizer.
     model = definition(config.model)
     if layout.platform == "tpu":
         # Only on TPU is the loss chosen by the step's peak memory.
@@ -600,7 +600,6 @@ def assemble(
     tx = optimizer.build(scaled, trained, matrix_steps)
     inputs = _inputs(config, preset, model, trained)
 
-    # State.
     has_average = config.ema.decay is not None
     abstract = abstract_state(model, tx, layout, averaged=has_average, trained=trained)
     return Program(
@@ -655,7 +654,8 @@ def _inputs(
     """
     scaled = config.scaled_optimizer
     factors = resolve(preset, model, scaled.name, scaled.decay).moving(trained)
-    # `None` leaves a part of the step out of the program, where a 0 would be computed with.
+    # `None` leaves a part of the step out of the compiled program. A 0 would be an input like any
+    # other, and the part would be computed.
     ema_decay = None
     if config.ema.decay is not None:
         ema_decay = np.float32(config.ema.decay)
@@ -678,8 +678,8 @@ def _inputs(
         rounding_seed=rounding_seed,
         qk_clip=qk_clip,
     )
-    # The check knows nothing of layer decay and of a second peak, which deviate from the preset on
-    # purpose.
+    # Check before layer decay and the second peak (`adam_peak`) are applied, because both deviate
+    # from the preset on purpose.
     check_run(preset, model, inputs.factors, scaled)
     if scaled.adam_peak is not None:
         # Imported only here, because other optimizers run without it.

@@ -51,7 +51,7 @@ def param_scales(
     shares_keys = definition.sizes["kv_heads"] != definition.sizes["heads"]
     scales = {}
     for attention, largest_LH in attention_logits.items():
-        # Not min(1, tau / S): that is negative if the largest logit is below 0.
+        # Not min(1, tau / S): that is negative if the largest logit S is below 0.
         gamma_LH = tau / jnp.maximum(largest_LH, tau)
         for name in _names(definition.specs, Role.QUERY, attention):
             # Several heads read a shared key, so only the queries are scaled, by the whole factor.

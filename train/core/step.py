@@ -79,7 +79,7 @@ def trace_train_step(
         state_formats = shardings_of(abstract)
         state_shapes = abstract
 
-    # Factors are arguments and no constants of the program, so every preset shares one executable.
+    # Factors are arguments of the program, not constants, so every preset shares one executable.
     input_shardings = _shardings_of_inputs(step_inputs, abstract, layout)
     jitted = jax.jit(
         make_train_step(definition, tx, accumulation_steps, layout, measure_logits=measure_logits),
@@ -289,7 +289,8 @@ def batch_sums(
         return sums
 
     # Under manual FSDP, routing statistics are means over this device's tokens, while `sums.weight`
-    # counts its targets. Devices have equally many tokens but not targets: weigh by the mean.
+    # counts its targets. Devices have equally many tokens, but not equally many targets, so all use
+    # the mean weight.
     mean_weight = layout.mean(sums.weight)
     return sums._replace(routing=routing.weighed(mean_weight))
 
@@ -481,7 +482,7 @@ def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     Args:
         shape: Shape and dtype of a result of one microbatch.
     """
-    # Sums of many microbatches are float32: bfloat16 would lose the small ones.
+    # Sums of many microbatches are float32: in bfloat16 a large sum would absorb small gradients.
     dtype = jnp.float32 if shape.dtype == jnp.bfloat16 else shape.dtype
     return jnp.zeros(shape.shape, dtype)
 

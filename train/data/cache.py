@@ -119,7 +119,7 @@ def whole(folder: Path, name: str) -> Iterator[None]:
     except MupaxError:
         raise
     except Exception as error:
-        # A disk that fails is no damage of the files.
+        # An error of the disk does not show that the files are damaged.
         if isinstance(error, OSError) and not isinstance(error, disk.ABSENT):
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
@@ -253,7 +253,7 @@ def digest(*parts: str | bytes) -> str:
     """
     total = hashlib.sha256()
     for part in parts:
-        # Names of files may have bytes that are no UTF-8.
+        # Names of files may have bytes that are not UTF-8.
         data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
         # The lengths keep parts such as ab, c and a, bc apart.
         total.update(len(data).to_bytes(8, "little"))

@@ -76,7 +76,8 @@ class RandomCrop:
         height = max(1, min(H, round(math.sqrt(area / ratio))))
         width = max(1, min(W, round(math.sqrt(area * ratio))))
 
-        # + 1, so that the last place can be drawn, other than in TensorFlow.
+        # + 1, so that a crop may also lie at the lower or right edge. TensorFlow never draws this
+        # last place.
         top = int(u * (H - height + 1))
         left = int(v * (W - width + 1))
         box = (left, top, left + width, top + height)
@@ -115,8 +116,8 @@ class Jitter:
         x_BHWC = np.stack(images)
         side = x_BHWC.shape[1]
         down, right, _, turn, log_scale = (2 * uniforms.T - 1) * self._strength
-        # A view has five numbers. The stretch uses digits of the angle's number that the angle does
-        # not show.
+        # A view has five random numbers, all in use. The stretch takes the low bits of the angle's
+        # number, which move the angle by less than 2^-20 of its range.
         stretch = (2 * np.modf(uniforms[:, 3] * 2**20)[0] - 1) * self._strength
         flip = np.where((uniforms[:, 2] < 0.5) & self._mirror, -1.0, 1.0)
         angle = _MAX_ANGLE * turn
@@ -157,7 +158,7 @@ def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.n
     x_BHW = np.clip(x_BHW, 0, last)
     top = np.minimum(y_BHW.astype(np.int32), max(0, last - 1))
     left = np.minimum(x_BHW.astype(np.int32), max(0, last - 1))
-    # Differs from top + 1 only in an image of one pixel.
+    # `bottom` differs from top + 1 only in an image of one pixel.
     bottom = np.minimum(top + 1, last)
     right = np.minimum(left + 1, last)
     down = (y_BHW - top)[..., None].astype(np.float32)
@@ -263,7 +264,7 @@ def _inception_size(H: int, W: int, a: float, r: float) -> tuple[int, int]:
     lowest = min(round(math.sqrt(least / ratio)), highest)
 
     height = lowest + int(a * (highest - lowest + 1))
-    # The rounded width may leave the range of areas.
+    # With the rounded width the area may leave its range. Then the height changes by 1.
     height += height * round(height * ratio) < least
     height -= height * round(height * ratio) > most
     width = round(height * ratio)
@@ -343,7 +344,8 @@ def _scaled(image: np.ndarray, size: int, pixels: PixelsConfig) -> np.ndarray:
     height = pixels.resize or size
     width = height
     if pixels.fit == "edge":
-        # Rounded down, as torchvision and transformers do. big_vision rounds to the nearest.
+        # torchvision and transformers round down. big_vision, which resizes by `area`, rounds to
+        # nearest.
         whole_number = round if pixels.interpolation == "area" else int
         if H <= W:
             width = whole_number(width * W / H)
@@ -353,7 +355,8 @@ def _scaled(image: np.ndarray, size: int, pixels: PixelsConfig) -> np.ndarray:
     top = (height - size) // 2
     left = (width - size) // 2
     if max(height, width) > _LONGEST * size:
-        # If a line of a million pixels were scaled first, the result would fill the memory.
+        # An image of 1 x 1,000,000 pixels would fill the memory if it were scaled before it is
+        # cropped.
         box = (
             left * W / width,
             top * H / height,

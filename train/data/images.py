@@ -59,8 +59,8 @@ NUMBERS = 5
 """Number of uniform random numbers that a view takes per image."""
 _MAX_ROTATION = math.radians(6)
 _MAX_LOG_SCALE = 0.06
-_MAX_SHIFT = 0.05  # of the image's size
-_PAD = 0.125  # of the image's size
+_MAX_SHIFT = 0.05  # share of the image's size
+_PAD = 0.125  # share of the image's size
 
 
 def randaugmented(
@@ -74,7 +74,7 @@ def randaugmented(
         magnitude: Strength of the operations, from 0 to 10.
         white: Value of white. The default is 255.
     """
-    # The operations are defined on bytes, as in PIL.
+    # The operations are defined on 8-bit levels, as in PIL.
     levels = np.clip(np.rint(images * (255 / white)), 0, 255).astype(np.uint8)
     operations = list(OPERATIONS.values())
     for image, layers in zip(levels, uniforms, strict=True):
@@ -136,7 +136,7 @@ def _signed(size: float, u: list[float]) -> float:
 def _autocontrast(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
     low = np.min(image, axis=(0, 1)).astype(float)
     high = np.max(image, axis=(0, 1)).astype(float)
-    # A channel with one value stays as it is.
+    # In a channel with a single value the scale is 1, so the channel stays as it is.
     scale = 255 / np.where(high > low, high - low, 255)
     stretched = np.clip(image * scale - np.where(high > low, low, 0) * scale, 0, 255)
     return stretched.astype(np.uint8)
@@ -152,7 +152,7 @@ def _equalized(channel: np.ndarray) -> np.ndarray:
     The channel is returned unchanged if fewer than 255 pixels are below its largest level.
     """
     counts = np.bincount(channel.ravel(), minlength=256)
-    # As in PIL, the largest level does not count.
+    # As in PIL, pixels of the largest level do not count.
     step = (channel.size - counts[channel.max()]) // 255
     if step == 0:
         return channel
@@ -165,7 +165,7 @@ def _rotate(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
     angle = _signed(_ROTATION * strength, u)
     cos = math.cos(angle)
     sin = math.sin(angle)
-    # The centre (x, y) stays where it is.
+    # The constant terms keep the centre (x, y) in place.
     x = (image.shape[1] - 1) / 2
     y = (image.shape[0] - 1) / 2
     return moved(image, (cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y))
@@ -197,7 +197,7 @@ def _color(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
 def _sharpness(image: np.ndarray, strength: float, u: list[float]) -> np.ndarray:
     x = image.astype(np.float32)
     H, W, _ = image.shape
-    # PIL's SMOOTH kernel: ones about a 5, over their sum of 13.
+    # PIL's SMOOTH kernel: 5 in the centre and eight 1s around it, divided by their sum of 13.
     window = sum(x[i : H - 2 + i, j : W - 2 + j] for i in range(3) for j in range(3))
     smooth = x.copy()  # The kernel does not fit along the edge, which stays as it is.
     smooth[1:-1, 1:-1] = np.floor((window + 4 * x[1:-1, 1:-1]) / 13)
@@ -296,7 +296,7 @@ def drawn(transforms: TransformsConfig, rng: np.random.Generator, height: int, w
         share = rng.beta(transforms.mixup, transforms.mixup) if transforms.mixup else 1.0
         return Mix(float(max(share, 1 - share)))
 
-    # A box of area 1 - l has sides of sqrt(1 - l).
+    # A box with the share 1 - lambda of the area has sqrt(1 - lambda) of each side.
     side = np.sqrt(1 - rng.beta(transforms.cutmix, transforms.cutmix))
     y = rng.integers(height)
     x = rng.integers(width)
@@ -308,7 +308,7 @@ def drawn(transforms: TransformsConfig, rng: np.random.Generator, height: int, w
     bottom = min(height, y + half_height)
     right = min(width, x + half_width)
     area = (bottom - top) * (right - left)
-    # The share is of the box that was cut at the edge, as in the paper's code.
+    # The share is computed after the box is cut at the image's edge, as in the paper's code.
     return Mix(1 - area / (height * width), (slice(top, bottom), slice(left, right)))
 
 
@@ -402,7 +402,7 @@ class LabelledData(Data):
 
         if transforms.randaug_layers is not None:
             shape = (self.batch_size, transforms.randaug_layers, RANDAUG_NUMBERS)
-            # Drawn for the global batch, so that a row's numbers do not depend on the processes.
+            # Drawn for the global batch: a row's numbers must not depend on how many processes run.
             uniforms = interface.rng(self.seed, interface.RANDAUG, k).random(shape)[rows]
             raw = randaugmented(raw, uniforms, transforms.randaug_magnitude, self.white)
         return normalized(raw, self.pixels, self.white), targets
@@ -420,7 +420,7 @@ def normalized(raw: np.ndarray, pixels: PixelsConfig, white: float = 255.0) -> n
     """
     mean = np.array(pixels.mean)
     std = np.array(pixels.std)
-    # In float64 first, so that only the final factor is rounded.
+    # Compute in float64, so that each factor is rounded to float32 only once.
     scale = (1 / (white * std)).astype(np.float32)
     return raw * scale - (mean / std).astype(np.float32)
 
@@ -517,7 +517,7 @@ class ImageData(LabelledData):
         self, k: int, rows: np.ndarray, examples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         _, positions = self._shuffle(examples)
-        # Drawn for the global batch, so that a row's numbers do not depend on the processes.
+        # Drawn for the global batch: a row's numbers must not depend on how many processes run.
         rng = interface.rng(self.seed, interface.AUGMENTATION, k)
         uniforms = rng.random((self.batch_size, NUMBERS))
         return self._batch(self.train, positions, self._train_view, uniforms[rows])
@@ -527,7 +527,7 @@ class ImageData(LabelledData):
         exists = indices < self.eval_size
         # A row past the end shows the first image again, with weight 0.
         positions = self.eval_positions(np.where(exists, indices, 0))
-        # The view of evaluation draws nothing, and reads these only by its interface.
+        # The evaluation view uses no random numbers. Zeros fill the argument that every view has.
         uniforms = np.zeros((len(positions), NUMBERS))
         raw, targets = self._batch(self.eval, positions, self._eval_view, uniforms)
         inputs = normalized(raw, self.pixels, self.white)
@@ -648,7 +648,7 @@ def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
     B, H, W, _ = images.shape
     # A border of zeros, so that points outside blend into black without a test.
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    # Just below the last pixel, so that the pixel after it exists.
+    # The upper bound is just below the last index, so that index top + 1 exists.
     y = np.clip(y + 1, 0, H + 1 - 1e-6)
     x = np.clip(x + 1, 0, W + 1 - 1e-6)
     top = np.floor(y).astype(int)
@@ -727,7 +727,7 @@ def fit_logistic(
     features = _with_ones(x)
     targets = np.eye(int(y.max()) + 1, dtype=features.dtype)[y]
     penalty = np.full((features.shape[1], 1), 1 / inverse_penalty, features.dtype)
-    # The biases are not penalized.
+    # The last row has the biases, which are not penalized.
     penalty[-1] = 0
 
     def loss_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:

@@ -201,7 +201,7 @@ class Data(abc.ABC):
         return self.bytes_per_token if self.kind == "tokens" else None
 
     def __post_init__(self) -> None:
-        # The order of the keys is the order in which they are recorded.
+        # The run's record keeps the order of these keys, so `name` comes first.
         facts = {"name": self.config.name, **self.facts}
         if self.class_names is not None:
             facts["class_names"] = list(self.class_names)
@@ -352,7 +352,7 @@ class Prefetch(Generic[S, T]):
         self._stop.set()
         deadline = time.monotonic() + _PATIENCE_S
         while self._thread.is_alive() and time.monotonic() < deadline:
-            # The thread may wait for a free place in the queue.
+            # The thread may be waiting for a free place in the queue, so this makes one.
             with contextlib.suppress(queue.Empty):
                 self._queue.get_nowait()
             self._thread.join(0.01)

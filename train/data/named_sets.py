@@ -66,10 +66,10 @@ def _set_config(source: str, run_data: DataConfig, data: Data) -> DataConfig:
         )
     default_field = type(run_data).field
     if source.startswith("text:") and not run_data.name.startswith(("text:", "mix")):
-        # Plain text has no field.
+        # `text:` may have no records, and then a field other than the default is refused.
         set_config = dataclasses.replace(set_config, field=default_field)
     if source.startswith("chat:") and not run_data.name.startswith("chat:"):
-        # The run's field has the texts of records, where conversations have no messages.
+        # The run's `field` names a text. Conversations are in another field, by default `messages`.
         set_config = dataclasses.replace(set_config, field=default_field)
     return set_config
 

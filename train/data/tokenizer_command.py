@@ -68,7 +68,7 @@ class TrainTokenizer:
         texts = self._texts()
 
         documents = texts.read()
-        # Trained on nothing, the library would return a tokenizer of bytes without an error.
+        # Without any text, the library would silently return a tokenizer of single bytes.
         first = next(documents, None)
         if first is None:
             raise DataError(f"{' '.join(self.sources)} has no text to train on; give more of it")
@@ -163,7 +163,7 @@ class TrainTokenizer:
             parts = mix.parts(words, "the source")
             weights = {name: part.count for name, part in parts.items()}
         else:
-            # Each source once, in their order.
+            # A source that is named twice counts once.
             parts = {source: mix.Part(source, 1) for source in dict.fromkeys(words)}
             words = [f"{i}={source}:1" for i, source in enumerate(parts)]
         kinds = {part.source.partition(":")[0] for part in parts.values()}

@@ -75,10 +75,10 @@ def facts(config: Config) -> dict[str, Any]:
     devices: dict[str, Any] = {"kind": local[0].device_kind, "number": len(local)}
     variables = environment.variables()
     if local[0].platform == "cpu" and "--xla_cpu_max_isa" not in variables["XLA_FLAGS"]:
-        # XLA compiles for the processor at hand, and other vector instructions round differently.
+        # XLA compiles for the CPU at hand. CPUs with other vector instructions round differently.
         devices["instructions"] = environment.processor()["instructions"]
-    # A process that was started again has --resume and no --resume-from; process 0 alone asks for
-    # them.
+    # These may differ between processes. A process that was started again has --resume and no
+    # --resume-from. Process 0 alone decides from what the run resumes.
     own_flags = {"distributed": None, "resume": None, "resume_from": None}
     return {
         "config": {**to_json(config), **own_flags},
@@ -150,7 +150,7 @@ def _other_version(diff: _Difference) -> str:
 
 
 def _other_code(diff: _Difference) -> str:
-    # The value is the digest of a file, or nothing if the process does not have the file.
+    # A value is the digest of a file. It is empty if the process does not have the file.
     if diff.value and diff.leader_value:
         file = f"another {diff.path} than"
     elif diff.value:

@@ -76,13 +76,14 @@ def listen(coordinator: str | None, tell: Callable[[str], object]) -> None:
                 f"error: process 0 ({coordinator}) failed: killed or cut off, it does not answer "
                 "any more",
             )
-        # In another thread: this one may be of the client itself, which waits for it.
+        # Tell the others from another thread, because this one may be a thread of the client, for
+        # which the client would wait.
         reason = "aborted by a library; its own screen has more"
         telling = threading.Thread(target=tell, args=(reason,), daemon=True)
         telling.start()
         telling.join(_ANSWER_S)
         if coordinator is None:
-            # Until the others have read it: the store ends with process 0.
+            # Wait until the others have read the reason: the store ends with process 0.
             time.sleep(_ANSWER_S)
         leave(
             1,
@@ -90,7 +91,8 @@ def listen(coordinator: str | None, tell: Callable[[str], object]) -> None:
             "command with --resume goes on from the newest checkpoint",
         )
 
-    # By the C library: Python's own handlers only note a signal, and the abort goes on after them.
+    # Installed by the C library. Python's own handlers only note the signal and run later, but an
+    # abort ends the process as soon as the handler in C returns.
     library = ctypes.CDLL(None)
     library.signal.argtypes = [ctypes.c_int, _HANDLER]
     library.signal.restype = ctypes.c_void_p
@@ -121,7 +123,7 @@ def without_trace() -> Iterator[None]:
 def _answers(address: str) -> bool:
     """Return whether an address HOST:PORT accepts four connections, a quarter of a second apart."""
     host, _, port = address.rpartition(":")
-    # Four, because a process that dies closes one connection after another.
+    # Four times, because the port of a process that is just ending may still accept a connection.
     for _ in range(4):
         time.sleep(_ANSWER_S / 8)
         try:
@@ -224,7 +226,7 @@ class Cluster(Processes):
             self._client.wait_at_barrier(f"mupax/{name}", _FOREVER_MS)
 
     def post(self, key: str, value: str) -> None:
-        # The key has a value already, which stays, or there is no store any more.
+        # set raises if the key already has a value, which stays, or if the store is gone.
         with contextlib.suppress(Exception):
             self._client.key_value_set(key, value)
 
@@ -262,14 +264,14 @@ class Cluster(Processes):
             time.sleep(self._silence + 3 * _POLL_S)
         self._failing = True
         code = 2 if isinstance(error, MupaxError) else 1
-        # Before JAX's own exit handler, which would wait for the others, until it gives up with a
-        # stack trace.
+        # Registered last, so it runs before JAX's own exit handler. That one would wait for the
+        # others until it gives up with a stack trace.
         atexit.register(leave, code)
         self._post_failure(
             self.index, socket.gethostname(), f"{type(error).__name__}: {error}", code
         )
         if self.leader:
-            # Until the others have read it: the store ends with process 0.
+            # Wait until the others have read the reason: the store ends with process 0.
             time.sleep(3 * _POLL_S)
 
     def _post_failure(self, index: int | None, host: str, reason: str, code: int = 1) -> None:
@@ -292,7 +294,8 @@ class Cluster(Processes):
         while not self._done.wait(_POLL_S):
             beat += 1
             try:
-                # With the host, because a process that is gone can no longer tell it.
+                # The host name is stored with the beat, because a process that is gone can no
+                # longer tell it.
                 text = f"{beat} {socket.gethostname()}"
                 self._client.key_value_set(f"{_ALIVE}/{self.index}", text, True)
                 self._tell_wait()
@@ -385,10 +388,10 @@ class Cluster(Processes):
         At most ten lines of the reason are printed. Process 0 waits 3 seconds before it ends.
         The main thread may hang in a collective operation that never ends.
         """
-        self._failing = True  # one reason is enough: the guard has nothing to add
+        self._failing = True  # one reason is enough, so the guard adds no other
         terminal.note("\n".join(f"error: {reason}".splitlines()[:10]))
         if self.leader:
-            # Until the others have read it: the store ends with process 0.
+            # Wait until the others have read the reason: the store ends with process 0.
             time.sleep(3 * _POLL_S)
         leave(code)
 
@@ -419,15 +422,15 @@ def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Clust
     Raises:
         MupaxFailure: The connection to another process broke.
     """
-    # The service would take SIGTERM away from `StopRequest`, which agrees on a step by itself and
-    # hears SIGINT, too.
+    # JAX's preemption service would take SIGTERM away from `StopRequest`, which agrees on a step by
+    # itself and hears SIGINT, too.
     jax.config.update("jax_enable_preemption_service", False)
     late = threading.Timer(config.timeout_seconds, _too_late, (address, config.timeout_seconds))
     late.daemon = True
     late.start()
     try:
-        # JAX ends a process without a readable message, so its limits are longer than those of
-        # `_too_late` and `Cluster`.
+        # At its time limits JAX ends a process without a readable message. `_too_late` and
+        # `Cluster` have shorter limits, so they act first.
         with without_trace():
             jax.distributed.initialize(
                 **address,
@@ -438,8 +441,8 @@ def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Clust
         late.cancel()
     state = _distributed.global_state
     coordinator = state.coordinator_address if state.process_id else None
-    # First of all, because the client may abort at any time. Until the cluster is made there is
-    # nobody to tell.
+    # Install the handler first, because the client may abort at any time. Until the cluster exists,
+    # the list is empty and no process is told.
     clusters: list[Cluster] = []
 
     def tell_others(reason: str) -> None:
@@ -481,4 +484,4 @@ def _too_late(address: dict[str, Any], seconds: int) -> None:
         "them at about the same time, check that every one reaches that host and port, or give "
         "--distributed.timeout-seconds more"
     )
-    leave(1)  # the main thread waits inside the library, which listens to nothing
+    leave(1)  # the main thread is blocked in JAX and handles no signal

@@ -72,8 +72,8 @@ _NUMERIC_VARIABLES = (
 )
 """Environment variables that libraries below JAX read, and that change numbers."""
 
-# Folders of dumps and caches, logging, time limits, and the number of devices, which is compared
-# itself.
+# Flags of dumps, caches, logging and time limits change no bits. The number of devices is compared
+# by itself.
 _HARMLESS_FLAG = re.compile(
     r"--(xla_dump_|xla_gpu_dump|xla_hlo_profile|xla_detailed_logging"
     r"|xla_force_host_platform_device_count"
@@ -126,7 +126,7 @@ def _flags(text: str) -> str:
     file with flags. It is returned unchanged if there is no such file.
     """
     if text and not text.lstrip().startswith("-"):
-        # XLA takes a text that is no flag for the name of a file with flags.
+        # XLA takes a text that does not begin with a dash for the name of a file with flags.
         try:
             text = Path(text).read_text()
         except OSError:
@@ -146,13 +146,13 @@ def processor(file: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """
     try:
         lines = file.read_text().partition("\n\n")[0].splitlines()
-    except OSError:  # macOS, whose machines have one instruction set
+    except OSError:  # macOS has no such file
         return {"model": platform.processor(), "instructions": []}
     fields: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition(":")
         fields[name.strip()] = value.strip()
-    # x86 has the first field, Arm the second.
+    # The field is "flags" on x86 and "Features" on Arm.
     features = fields.get("flags", fields.get("Features", "")).split()
     return {
         "model": fields.get("model name", platform.processor()),
@@ -253,7 +253,8 @@ def changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[Cha
         new = new_facts.get(name, _MISSING)
         if old == new:
             continue
-        # Another JAX has other options. Its version is a line of its own.
+        # Another version of JAX adds and removes options. The change of version is reported by
+        # itself.
         if is_other_jax and name.startswith("jax_") and _MISSING in (old, new):
             continue
         old_text, new_text = _shown(old, new)

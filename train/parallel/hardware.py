@@ -227,7 +227,8 @@ _APART = Flag(
     "by the compiler's own names and what it makes of them (libtpu 0.0.42)",
 )
 
-# Of all-gathers, reduce-scatters and all-reduces. Unknown versions of jaxlib have none.
+# Flags that pipeline all-gathers, reduce-scatters and all-reduces. Their names depend on the
+# version of jaxlib, so an unknown version gets none.
 _PIPELINES: tuple[Flag, ...] = ()
 if _pipelining is not None:
     _name, _value = _pipelining
@@ -235,7 +236,7 @@ if _pipelining is not None:
         Flag(_name.format(collective), _value, _PIPELINED, _MAXTEXT_GPU)
         for collective in ("all_gather", "reduce_scatter", "all_reduce")
     )
-# No other compiler than that of jaxlib 0.10 was tried.
+# The flag was tried with the compiler of jaxlib 0.10 only.
 _SUMS_APART = (_APART,) if _JAXLIB == "0.10" else ()
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
@@ -355,7 +356,7 @@ def compiler_options(
         flags = (*FLAGS.get(platform, ()), *FLAGS.get(kind, ()))
     if platform == "tpu" and choice == "scatter":
         flags += SCATTER
-    # A later flag of the same name replaces the value of an earlier one.
+    # Flags of a device kind come after those of its platform, so they override them.
     values = {flag.name: flag.value for flag in flags}
     if platform == "tpu" and vmem_kib is not None:
         values[VMEM] = vmem_kib

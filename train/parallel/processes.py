@@ -82,7 +82,7 @@ class StopRequest:
         """Whether there is something to save, so that a first signal is only noted."""
         self._is_running = False
         """Whether a program is claimed and not dispatched yet."""
-        # A notebook outlives Ctrl-C, as it does without mupax.
+        # `sys.ps1` exists in interactive sessions, which Ctrl-C must not end.
         self._interactive = hasattr(sys, "ps1")
         self._num_done = 0
         """Number of dispatched programs."""
@@ -95,7 +95,8 @@ class StopRequest:
         self._changed = threading.Condition()
         self._handlers_before: dict[signal.Signals, Any] = {}
         self._wakeup_before = -1
-        # Python's handlers write the number of a signal into the second, `_listen` reads the first.
+        # Python writes the number of every signal into the second socket (`signal.set_wakeup_fd`),
+        # and `_listen` reads it from the first.
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
         self._ended = threading.Event()
         # A daemon, so that a process whose main thread fails does not wait for a signal.
@@ -197,7 +198,8 @@ class StopRequest:
             self._wakeup_before = signal.set_wakeup_fd(
                 self._wakeup_writer.fileno(), warn_on_full_buffer=False
             )
-            # `nohup` ignores SIGHUP, and a shell ignores SIGINT in the background jobs of a script.
+            # Signals that are ignored stay ignored. `nohup` ignores SIGHUP, and a shell ignores
+            # SIGINT in the background jobs of a script.
             heard = []
             for number in _SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
@@ -212,14 +214,14 @@ class StopRequest:
             for number, handler in self._handlers_before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._wakeup_before)
-        # A number that is no signal, so that `_listen` sees the end.
+        # 0 is no signal. It wakes `_listen`, which then sees that the context has ended.
         self._wakeup_writer.send(b"\0")
-        # `_listen` reads the sockets that are closed next.
+        # `_listen` reads a socket that is closed next, so its thread must have ended.
         self._thread.join()
         self._wakeup_reader.close()
         self._wakeup_writer.close()
 
-    # In the main thread, as soon as it is back in Python
+    # Runs in the main thread, as soon as that executes Python code again.
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Store the signal in `received`, unless an earlier one is there, as Python's handler.
@@ -230,10 +232,10 @@ class StopRequest:
         is_first = not self.received
         if number == signal.SIGINT and self._interactive and not (is_first and self._saves):
             raise KeyboardInterrupt
-        # The thread may have noted it before.
+        # The listening thread may have stored a signal before this handler runs.
         self.received = self.received or signal.Signals(number)
 
-    # In the thread that listens
+    # Runs in the thread that listens for signals.
 
     def _listen(self) -> None:
         """Read the numbers of signals from the socket, and handle each, until the context ends."""
@@ -256,12 +258,12 @@ class StopRequest:
         if number in _INSISTING:
             if heard_time - self._first_insisting > _ONE_S:
                 self._leave_at_once(number)
-            # The first one's time, so that signals that follow closely never add up to a second
+            # The time of the first signal stays. Signals within `_ONE_S` of it count as the same
             # one.
             self._first_insisting = min(self._first_insisting, heard_time)
         if not self._saves:
             text = f"stopped by {number.name} with nothing to save: checkpoints are as they were"
-            if self._processes.closed:  # alone, or not joined yet, or not any more
+            if self._processes.closed:  # alone, not joined yet, or closed already
                 leave(self.exit_code, text)
             terminal.note(text)
             # The thread of `_talk` leaves with all processes, unless the network holds it up.
@@ -278,19 +280,19 @@ class StopRequest:
             tell.start()
             tell.join(_TOGETHER_S)
             if self._processes.leader:
-                # Until the others have read it: the store ends with process 0.
+                # Wait until the others have read the reason: the store ends with process 0.
                 time.sleep(_TOGETHER_S)
         leave(
             self.exit_code,
             f"{text}: what was being saved is lost, earlier checkpoints are as they were",
         )
 
-    # In the thread that talks to the other processes
+    # Runs in the thread that talks to the other processes.
 
     def _talk(self) -> None:
         """Look for stops of other processes until the context or the run ends."""
         while not (self._ended.wait(_POLL_S) or self._processes.closed):
-            # Errors are of the network; `Processes` ends the run if the coordinator is lost.
+            # Any error is one of the network. `Processes` ends the run if the coordinator is lost.
             with contextlib.suppress(Exception):
                 self._confer()
 
@@ -340,7 +342,8 @@ class StopRequest:
         processes = self._processes
         deadline = time.monotonic() + _TOGETHER_S
         processes.post(f"{_STOP}/left/{processes.index}", "")
-        # Process 0 keeps the store in which the others read that they leave.
+        # The store ends with process 0, and the others read in it that they may leave. So process 0
+        # leaves last, or after `_TOGETHER_S`.
         while processes.leader and time.monotonic() < deadline:
             left = [key for key in processes.posts(_STOP) if key.startswith("left/")]
             if len(left) == processes.count:
@@ -583,7 +586,7 @@ def _place_by_open_mpi(
     """
     launcher = _OPEN_MPI_5.match(environ.get("PMIX_NAMESPACE", ""))
     if "OMPI_MCA_orte_hnp_uri" in environ or launcher is None:
-        return {}  # Open MPI 4, which JAX knows
+        return {}  # JAX detects Open MPI 4 by itself
     # As JAX does for Open MPI 4: the coordinator is on the host where mpirun was called.
     port = _FIRST_PORT + int(launcher[2]) % (2**16 - _FIRST_PORT)
     return {

@@ -74,7 +74,7 @@ def _sum(array: jax.Array) -> jax.Array:
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     size = array.dtype.itemsize
-    # Eight bytes become two patterns of four along a new axis.
+    # An entry of eight bytes becomes two patterns of four bytes along a new axis.
     pattern = {1: jnp.uint8, 2: jnp.uint16}.get(size, jnp.uint32)
     bits = jax.lax.bitcast_convert_type(array, pattern).astype(jnp.uint32)
     place = jnp.zeros(bits.shape, jnp.uint32)
@@ -97,7 +97,7 @@ def difference(arrays: Mapping[str, jax.Array], parts: Sequence[Mapping[str, Any
     for part in parts:
         sums.update(part["sums"])
     for number, (name, array) in enumerate(arrays.items()):
-        # First device that holds each part of the array.
+        # Every device with a copy of a part is compared with the first device that holds the part.
         first_holders: dict[Any, Any] = {}
         for device, index in array.sharding.devices_indices_map(array.shape).items():
             bounds = zip(index, array.shape, strict=True)

@@ -75,14 +75,15 @@ def make_mesh(
         name = attribute.removesuffix("_index")
         raise MeshError(f"every {name} must have as many devices as the others; there are {counts}")
 
-    # JAX's `create_hybrid_device_mesh` takes the shape inside of an island and the number of
-    # islands along each dimension apart.
+    # `create_hybrid_device_mesh` of JAX takes two shapes: the one inside of an island, and the
+    # number of islands along each dimension.
     inner_shape = [size // across[axis] for axis, size in sizes.items()]
     outer_shape = list(across.values())
     torus = _torus(devices)
     fsdp = MESH_AXES.index("fsdp")
     if rings and math.prod(torus) == inner_shape[fsdp] > 1:
-        # Each dimension of the torus is one of the mesh until the devices have their places.
+        # Devices are placed with one mesh dimension per dimension of the torus. The reshape at the
+        # end joins these into fsdp.
         inner_shape[fsdp : fsdp + 1] = torus
         outer_shape[fsdp + 1 : fsdp + 1] = [1] * (len(torus) - 1)
 
@@ -104,13 +105,14 @@ def make_mesh(
             allow_split_physical_axes=split,
         )
 
-    # As `jax.make_mesh` does.
+    # `jax.make_mesh` splits physical axes on the same chips.
     may_split = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
     try:
         grid = arrange(may_split)
     except NotImplementedError:  # no product of complete dimensions has these sizes
         grid = arrange(split=True)
-    # Written out, because `jax.make_mesh` makes Explicit axes by default since jax 0.9.
+    # The axes are Auto: the compiler chooses the shardings in between. `jax.make_mesh` makes
+    # Explicit axes by default since jax 0.9.
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
     return Mesh(grid.reshape(tuple(sizes.values())), MESH_AXES, axis_types=axis_types)
 
@@ -121,14 +123,14 @@ def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
     The attribute is `slice_index` or, if devices have none, `process_index`. A TPU topology without
     slices is one island.
     """
-    # A slice has many processes on TPU and is one host on GPU. GPUs that are compiled for without
-    # having them say slice 0 on every host.
+    # A slice has many processes on TPU and is one host on GPU. In a topology for ahead-of-time
+    # compilation, every GPU has slice_index 0, whatever its host.
     client = type(getattr(devices[0], "client", None)).__name__
     knows_slice = devices[0].platform != "gpu" or client != "CompileOnlyPyClient"
     if knows_slice and getattr(devices[0], "slice_index", None) is not None:
         attribute = "slice_index"
     elif devices[0].platform == "tpu":
-        # A topology of one slice that is compiled for without having it.
+        # In a topology for ahead-of-time compilation, TPUs of a single slice have no slice_index.
         return "slice_index", Counter({0: len(devices)})
     else:
         attribute = "process_index"
@@ -425,7 +427,7 @@ class BatchSharding:
         for start, stop in sorted(bounds):
             self._offsets[start] = count
             count += stop - start
-            # Neighbouring runs of rows are one, so that the data make fewer parts.
+            # Join neighbouring runs of rows, so that the data are made in fewer parts.
             if rows and rows[-1].stop == start:
                 rows[-1] = slice(rows[-1].start, stop)
             else:

@@ -49,7 +49,7 @@ class Compile:
 
     def __post_init__(self) -> None:
         at_least("--", self, 1, "slices")
-        # The run as configured is compiled, too.
+        # One of the compiled programs is the run as configured, so a search needs at least two.
         at_least("--", self, 2, "limit")
         if self.search and self.hlo is not None:
             raise command_line.UsageError(

@@ -66,14 +66,15 @@ NAMED_SHARE = 0.01
 
 
 WITHOUT_A_GPU = {
-    # The autotuner, which chooses among kernels for a product by timing them, needs a GPU. Without
-    # it every product becomes a call of cuBLASLt and not a kernel of Triton with untuned tiles.
+    # The autotuner times kernels to choose one for each product, which needs a GPU. With these
+    # flags every product is a call of cuBLASLt instead, and not a Triton kernel with untuned tiles.
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
     "xla_gpu_enable_cublaslt": True,
-    # This pass makes one Triton kernel of a norm or a softmax. The compiler then rates the tiles of
-    # every fusion around it, for more than half of its time. Without it temporaries are
-    # up to 3 % smaller and memory traffic up to 4 % (vit-b16, gpt2-c4; lm-1b and lm-8b: the same).
+    # This pass makes one Triton kernel of a norm or a softmax. Choosing tiles for the fusions
+    # around such kernels takes more than half of the compile time. Without the pass, temporaries
+    # are up to 3 % and memory traffic up to 4 % smaller for vit-b16 and gpt2-c4, and equal for
+    # lm-1b and lm-8b.
     "xla_disable_hlo_passes": "triton-softmax-rewriter",
 }
 """XLA's flags of a step that is compiled for GPUs, which a real run does not set."""
@@ -193,10 +194,11 @@ def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]
     stacks = families.stacks(config.model)
     layer_counts = set()
     for blocks in stacks:
-        # The compiler may take one layer out of the loop.
+        # The compiler may peel one layer off the loop, which then runs depth - 1 times.
         layer_counts |= {blocks.depth, blocks.depth - 1}
 
-    # Norm gains, biases and row statistics: a few vectors per layer and position.
+    # Allowance for norm gains, biases and row statistics, which `required` leaves out: 64 bytes per
+    # feature and per position of every layer.
     rows = config.data.batch_size / program.mesh.size
     width = program.definition.sizes["embed"]
     vectors = sum(
@@ -241,7 +243,7 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     expert_count = estimates.expert_weights(program.definition) / mesh["tensor"]
     expert_shard = expert_count / mesh["experts"]
     remaining = count - expert_count
-    # Every device of a group sums its own gradient, which may be in float32.
+    # Gradients of all layers may be summed in float32, 4 bytes each, once per microbatch.
     gradients = count * 4 * steps
     expert_bytes = expert_shard * ((2 + again) * itemsize + 4) * steps
     remaining_bytes = remaining * ((2 + again) * itemsize + 4) * steps
@@ -261,11 +263,12 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
 
     allowed: dict[tuple[str, ...], float] = {
         ("fsdp",): expert_bytes,
-        # One sum per branch forward and one backward. Heads that do not divide the axis cost one
-        # more gather each.
+        # Per branch: one all-reduce in the forward pass, one in its recomputation and one in the
+        # backward pass.
         ("tensor",): (2 + again) * (branches + memory) / mesh["sequence"] * sizes["embed"],
-        # Keys and values are gathered and their gradients scattered. Or a ring sends both round,
-        # and exchanges queries, keys, values and outputs so that all devices have as much to do.
+        # Keys and values are gathered, and their gradients reduce-scattered. A ring instead passes
+        # keys and values around, and exchanges queries, keys, values and outputs to balance the
+        # causal mask.
         ("sequence",): (2 + again) * (keys + exchanged) + 2 * keys + gradients,
     }
     splitting = []
@@ -278,7 +281,7 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     slots = estimates.expert_slots(config, mesh["experts"])
     sent = 2 * (2 + again) * positions * slots * sizes["embed"]
     allowed["experts",] = allowed.get(("experts",), 0.0) + sent + gradients
-    # Gradients may be summed over any run of neighboring axes.
+    # One all-reduce may sum gradients over several adjacent mesh axes at once.
     summed = []
     for axis in ("data", "fsdp", "experts", "sequence"):
         if mesh[axis] > 1:
@@ -329,7 +332,8 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
         largest first. `None` if there is no such file.
     """
     files = folder.glob("*buffer-assignment.txt")
-    # The folder also has the small programs that JAX compiles on the way.
+    # The folder also has small programs that JAX compiles besides the step. The step is the
+    # largest.
     assignment = max(files, key=lambda file: file.stat().st_size, default=None)
     if assignment is None:
         return None
@@ -363,7 +367,7 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
     buffers: dict[tuple[int, int], Buffer] = {}
     for value in alive(max(moments, key=live_bytes, default=0)):
         place = (value.offset, value.bytes)
-        # Values that share their bytes are one row, named by the first that the trace explains.
+        # Values at the same place are one buffer, named by the first value with an op_name.
         if place in buffers and buffers[place].op_name:
             continue
         op_name = ""
@@ -407,7 +411,8 @@ def _values(assignment: str) -> tuple[int, int, list[Value]]:
     for line in assignment.splitlines():
         allocation = _ALLOCATION.match(line)
         if allocation:
-            # Color 0 is main memory.
+            # XLA's color of an allocation is its memory space. Main memory has color 0, or none is
+            # written.
             is_main = allocation[2] in (None, "0")
             is_temporary = is_main and "preallocated-temp" in allocation[3]
             if is_temporary:
@@ -453,7 +458,8 @@ def _origin(
                 return instruction
         return result
     if not result.operands:
-        # An array without operands is filled by a loop, which takes a tuple with the array in it.
+        # An array without operands is filled by a loop: its user is a tuple, and the tuple's user
+        # is the loop.
         user = _first_user(result, instructions)
         return _first_user(user, instructions)
     for operand in result.operands:
@@ -750,7 +756,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
     """
     program = assemble(config, topology.devices(name, slices))
     chip = topology.chip_of(name)
-    # JAX asks the GPU at hand for its kernels while it traces, and here there is none.
+    # While it traces, JAX asks the local GPU which attention kernels it has. There is none here.
     with topology.kernels_of(chip):
         traced = program.trace_train()
     flops = _traced_flops(program, traced)
@@ -787,7 +793,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         "temporary": stats.temp_size_in_bytes,
         "code": stats.generated_code_size_in_bytes,
     }
-    # Aliased arrays are arguments and outputs in one place, so they are counted thrice.
+    # Aliased arrays are arguments and outputs in the same memory, so the sum has them three times.
     needed = sum(sizes_by_kind.values()) - 2 * sizes_by_kind["alias"]
     live = []
     if assignment is not None:
@@ -914,7 +920,8 @@ def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> fl
         index.append(slice(None) if axis in axes else 0)
     group: Any = np.ravel(mesh.devices[tuple(index)])
     places = np.array([device.coords for device in group])
-    # Dimensions of the torus along which the devices of a group differ.
+    # A chip's bandwidth is divided over the dimensions of the torus. A group uses those along which
+    # its devices differ.
     wired = 0
     for column in places.T.tolist():
         wired += len(set(column)) > 1

@@ -111,8 +111,9 @@ def expected(program: Program) -> dict[str, int]:
     inside = manual.inside(layout, definition) or layout
     weights = 0
     for name, leaf in program.abstract.params.items():
-        # Every block parameter is multiplied once by its multiplier, in the compute type. But a
-        # layout that takes one layer at a time multiplies inside the loop.
+        # Multipliers are applied to all layers before the loop, which makes a copy of the stacked
+        # matrices in the compute type. A layout that reads one layer at a time applies them inside
+        # the loop.
         is_stack = specs[name].in_block and leaf.ndim > 2
         if is_stack and not inside.by_layer(specs[name]):
             weights += memory.bytes_of(leaf, leaf.sharding, itemsize)
@@ -204,9 +205,11 @@ def attention_waste(program: Program, chip: Chip) -> float:
     batch_rows = program.config.data.batch_size / program.layout.num_shards("batch")
     rows = batch_rows / mesh["sequence"] / mesh["tensor"]
     forward = 4.0 * length**2 * sizes["heads"] * sizes["head_dim"] * sizes["layers"] * rows
-    # Forward passes that the kernel's backward pass costs: one less if it is fused.
+    # Cost of the kernel's backward pass, in forward passes of 2 products each: 5 products if one
+    # kernel computes all gradients, 7 if two kernels do.
     backward = 2.5 if block >= FUSED else 3.5
-    # Each byte of keys and values serves `block` queries, so about `block` FLOPs.
+    # Every element of keys and values, of 2 bytes, is read once per `block` queries and takes 2
+    # FLOPs for each. So a byte that is read is used for `block` FLOPs.
     waits = max(1.0, chip.peak_flops / chip.hbm_bandwidth / block)
     kernel = (1 + kernel_again + backward) * share * waits
     counted = (3 + again) * counted_share
@@ -257,8 +260,8 @@ def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:
     total = 0
     # Some primitives hold a ClosedJaxpr and some a plain Jaxpr.
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        # If a remat policy saves all results of a call, the trace has the call again without
-        # results, which no compiler runs.
+        # If a remat policy saves all results of a call, the backward pass still has a copy of the
+        # call without outputs. The compiler removes it.
         if equation.outvars:
             total += _flops(equation, visited)
     return total
@@ -311,7 +314,7 @@ def _flops(equation: Any, visited: float) -> float:
     if name in _ATTENTION_KERNELS:
         return _ATTENTION_KERNELS[name] * _kernel_product_flops(equation)
     if name == "cond":
-        # One branch runs, at worst the longest.
+        # Only one branch runs. The one with the most FLOPs is assumed.
         return max(matmul_flops(branch, visited) for branch in params["branches"])
 
     inner = 0

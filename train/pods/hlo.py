@@ -49,9 +49,9 @@ _CALLED = re.compile(
     r"\b(?:calls|to_apply|true_computation|false_computation|async_computation)=%([\w.\-]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-# Opcodes that pass a value on.
+# `_origin` looks through these opcodes to the instruction that made a value.
 _TRANSPARENT = ("bitcast", "copy", "convert", "reshape", "broadcast", "copy-start", "copy-done")
-# Opcodes whose computations run outside fusions.
+# `_walk` enters the computations that these opcodes call. Those of a fusion run as one kernel.
 _CALLING = ("while", "call", "conditional", "async-start")
 # Opcodes that move no bytes themselves.
 _FREE = {
@@ -112,7 +112,7 @@ class Collective:
         """
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.bytes
-        # A sum is a reduce-scatter and a gather.
+        # A ring all-reduce is a reduce-scatter followed by an all-gather.
         num_passes = 2 if self.kind == "all-reduce" else 1
         return num_passes * self.bytes * (self.group_size - 1) / self.group_size
 
@@ -142,8 +142,8 @@ def collectives(
             collective = _collective(module, executed, part, mesh, across, islands)
             if collective is None:
                 continue
-            # The parts of a collective that several fusions hold have one chain. A channel would
-            # not do, because many collectives may share one.
+            # A collective may be cut into parts in several fusions. All parts have the same
+            # chain_id. The channel id is no key, because many collectives may share one.
             chain = _chain(part.instruction)
             key = (executed.computation, chain or part.instruction.name)
             by_name.setdefault(key, collective)
@@ -212,7 +212,8 @@ def _collective(
     )
     return Collective(
         kind=kind,
-        # Only a gather's operand is a part of the complete array.
+        # `sent` has the bytes of the operands. An operand of an all-gather is one shard of the
+        # result.
         bytes=sent * size if kind == "all-gather" else sent,
         axes=axes,
         group_size=size,
@@ -240,7 +241,7 @@ def _hidden(module: Module, computation: Mapping[str, Instruction], start: Instr
     Instructions run in the order of the text. A collective without a start of its own (an opcode
     that ends with "-start") is never hidden.
     """
-    # A collective that is one instruction runs alone.
+    # A collective without a -start is synchronous: nothing runs at the same time.
     if not start.opcode.endswith("-start"):
         return False
     index = list(computation).index(start.name)
@@ -278,7 +279,7 @@ def _in_zeros(module: Module, computation: Mapping[str, Instruction], name: str)
     base = inside[instruction.operands[0]]
     if base.opcode == "parameter" and inside is not computation:
         base = computation[fusion.operands[int(base.arguments)]]
-    # A broadcast of one number is taken for zeros, and the number is not looked up.
+    # Any broadcast is assumed to be one of zeros. Its number is not looked up.
     return base.opcode == "broadcast"
 
 
@@ -286,7 +287,8 @@ def _parts(module: Module, instruction: Instruction, computation: str) -> Iterat
     """Yield the collectives that an instruction is or that its fusion holds."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
-        # On TPU, a sum of which every device keeps only its own part is one operation.
+        # On TPU, a reduce-scatter is an all-reduce in a computation with `reduce-scatter` in its
+        # name.
         if kind == "all-reduce" and "reduce-scatter" in computation:
             kind = "reduce-scatter"
         yield _Part(computation, instruction, kind)
@@ -296,7 +298,7 @@ def _parts(module: Module, instruction: Instruction, computation: str) -> Iterat
         if transfer:
             yield _Part(computation, instruction, transfer[1].lower().replace("_", "-"))
             return
-    # On v7x other cores send, and "call-start" is how they are started.
+    # On TPU v7x other cores of the chip send. The opcode "call-start" starts their work.
     if instruction.opcode in ("fusion", "call-start"):
         for name in instruction.called():
             for inner in module.computations[name].values():
@@ -550,7 +552,7 @@ class Module:
             called = instruction.called()
             inner_trips = trips
             if instruction.opcode == "conditional":
-                # One branch runs: at worst the longest.
+                # Only one branch runs. The one with the most cycles is assumed.
                 called = [max(called, key=self._cycles_of)]
             if instruction.opcode == "while":
                 inner_trips = (*trips, self.trip_count(computation, instruction) or 1)
@@ -575,7 +577,7 @@ class Module:
         if trips:
             return int(trips)
 
-        # Otherwise the loop must run while a counter is below a constant.
+        # Without a count by the compiler, read the condition, which must be counter < constant.
         outside = self.computations[computation]
         condition = self.computations[loop.called("condition")[0]]
         test = next(instruction for instruction in condition.values() if instruction.root)
@@ -620,7 +622,8 @@ class Module:
         """Return the clock cycles of one execution of an instruction."""
         if instruction.cycles or instruction.opcode != "fusion":
             return instruction.cycles
-        # A fusion that also holds a part of a collective has its estimates inside.
+        # A fusion with a part of a collective has no estimate itself. Its inner instructions have
+        # some.
         total = 0
         for name in instruction.called():
             for inner in self.computations[name].values():
@@ -655,11 +658,12 @@ class Module:
         if instruction.opcode == "dynamic-update-slice":
             # Only the slice is read and written: the array around it stays in its place.
             return 2 * read[1]
-        # The type of copy-start has source and target, so reading is in the bytes written.
+        # The type of copy-start has both target and source, so `written` includes the bytes read.
         if instruction.opcode == "copy-start":
             return written
         if instruction.opcode == "fusion-start":
-            # The start's type has the operands and the result, so take the result's alone.
+            # The type of fusion-start has the operands, too, so take the type of the fusion's
+            # result.
             inner = self.computations[instruction.called()[0]].values()
             results = [value for value in inner if value.root]
             written = sum(array_bytes(results[0].shape, hbm_only=True))
@@ -716,7 +720,7 @@ def _users(computation: dict[str, Instruction], name: str) -> tuple[set[str], li
     """
     names = {name}
     users = []
-    # A value stands before its users.
+    # HLO defines a value before its users, so one pass also finds the users of its bitcasts.
     for instruction in computation.values():
         if names.isdisjoint(instruction.operands):
             continue

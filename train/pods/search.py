@@ -254,7 +254,7 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     products = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size
     compute = (products + estimates.attention_waste(program, chip)) / chip.peak_flops
 
-    # Bytes on one device, two per number. `keys` has keys and values.
+    # All sizes are bytes on one device, 2 per number. `keys` has both keys and values.
     weights = 2 * program.definition.count() / mesh["tensor"]
     rows = config.data.batch_size / program.layout.num_shards("batch")
     sizes = defaultdict(int, program.definition.sizes)
@@ -279,7 +279,8 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     speeds = _bandwidths(program, chip)
     network = over_fsdp / speeds["fsdp"] + over_data / speeds["data"]
 
-    # Copies of a block's stream to experts and back. `stream` counts two branches.
+    # Each token goes to `active` experts and back. `stream` counts two branches per block, so it
+    # already has both directions.
     copies = sizes["active"] * stream
     waited = {
         "tensor": ring["tensor"] * 2 * (2 + again) * stream,
@@ -298,7 +299,7 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     loss_seconds = loss.traffic / chip.hbm_bandwidth + loss.again / chip.peak_flops
     waits += config.accumulation_steps * loss_seconds
     if chip.gpu is not None and config.xla_flags == "none":
-        # GPUs put collectives between products unless a flag says otherwise.
+        # Without XLA's flags for overlap, a GPU runs collectives between products, so times add up.
         return compute + network + waits
     return max(compute, network) + 0.1 * min(compute, network) + waits
 
@@ -401,7 +402,8 @@ def search(
         )
     memory_budget = topology.ROOM * chip.hbm_bytes
     if chip.gpu is not None:
-        # The sets of devices that communicate depend on the mesh, which differs by candidate.
+        # NCCL's buffers depend on the mesh, which differs by candidate, so none are subtracted
+        # here.
         memory_budget = topology.ROOM * array_bytes_of_gpu(chip, num_communicators=0)
     fitting = [plan for plan in tried if plan.bytes <= memory_budget]
     if fitting:
@@ -410,7 +412,7 @@ def search(
         # The smallest are tried all the same, because the estimate may be wrong.
         ranked = sorted(tried, key=lambda plan: plan.bytes)
     chosen = different(ranked, limit)
-    # The run's own mesh may not divide its batch.
+    # The run's own mesh may not divide its batch. Then it is left out.
     with contextlib.suppress(MeshError):
         chosen = [candidate(config, chip, devices, slices), *chosen][:limit]
 
@@ -427,7 +429,7 @@ def search(
         "estimated": len(tried),
         "rows": rows,
     }
-    # Kept already now, because compiling takes long and may be interrupted.
+    # Keep the record before compiling, which takes long and may be interrupted.
     keep(contents)
 
     reports = []
@@ -450,7 +452,7 @@ def search(
         figures = {figure: report.get(figure) for figure in FIGURES}
         rows[index] |= {"outcome": "compiled", **figures}
         keep(contents)
-        # The report's own `flags` are the compiler's, and those of the command replace them below.
+        # `flags` of the report are those of the compiler. The command's flags replace them below.
         report["compiler_flags"] = report.get("flags")
         plan_entries = {
             "flags": plan.words,

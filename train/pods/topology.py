@@ -55,7 +55,7 @@ dnn_version_info {{ major: {dnn[0]} minor: {dnn[1]} patch: {dnn[2]} }}
 runtime_version {{ major: {cuda[0]} minor: {cuda[1]} patch: 0 }}
 device_description_str: "{device_kind}"
 """
-# The numbers that are written out are those of compute capabilities 8.0, 9.0 and 10.0 alike (CUDA
+# The numbers written out in `_TARGET` are equal for compute capabilities 8.0, 9.0 and 10.0 (CUDA
 # C++ programming guide, table "Technical Specifications per Compute Capability").
 ROOM = 0.75
 """Share of a chip's memory that an estimate may take.
@@ -71,12 +71,14 @@ _NOT_HERE = {
 }
 """Environment variables for compiling for devices that are not here, unless the user set them."""
 _NO_TPU = {
-    # No machine to ask: without these libtpu tries the network for a minute, and complains.
+    # There is no TPU machine. Without these, libtpu asks a metadata server for a minute and logs
+    # errors.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    # Several processes may compile at once where none of them holds a TPU.
+    # libtpu otherwise allows one process at a time. Compiling holds no TPU, so several may run at
+    # once.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 """Additional variables for TPUs."""
@@ -179,7 +181,7 @@ def ready(topology: str = "v5e:2x2") -> None:
     for name, value in variables.items():
         os.environ.setdefault(name, value)
     if chip_of(topology).gpu is not None:
-        # Every CUDA library of JAX complains that there is no driver when it is first imported.
+        # Without a driver, JAX's CUDA libraries print errors when they are first imported.
         with quiet():
             import jax
 
@@ -244,7 +246,7 @@ def _description(topology: str, chip: Chip, slices: int) -> Any:
     if slices > 1:
         options["num_slices"] = slices
     if chip.name == "v4":
-        # Both cores of a chip as one device, as on the machines.
+        # On Cloud TPU v4 both cores of a chip are one device.
         options["chip_config_name"] = "megacore"
     # The compiler may know a chip by another name: v7x is "tpu7x" there.
     name = topology.replace(chip.name, chip.family or chip.name, 1)
@@ -294,8 +296,8 @@ def wraps(topology: str) -> list[bool]:
     Args:
         topology: Topology of TPUs that `chip_of` accepts.
     """
-    # Without these values the compiler assumes no rings, and gathers by sums over a whole cube:
-    # 8 GB are sent where 4 are needed.
+    # Without these values the compiler assumes no rings, and replaces all-gathers by sums over a
+    # whole cube: 8 GB are sent where 4 GB are needed.
     chip = chip_of(topology)
     dims = _dims(topology)
     if chip.torus == 3:
@@ -314,7 +316,8 @@ def across(mesh: Any) -> dict[str, int]:
     """
     counts: dict[str, int] = {}
     for index, name in enumerate(mesh.shape):
-        # The first line of devices along the axis.
+        # Devices along this axis, at index 0 of all other axes. Other lines cross as many slices or
+        # hosts.
         place: list[Any] = [0] * mesh.devices.ndim
         place[index] = slice(None)
         line = mesh.devices[tuple(place)]

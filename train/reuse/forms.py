@@ -127,7 +127,8 @@ def convert(
     thetas = theta(definition, preset, new_preset, optimizer)
     transfers: dict[str, ParamTransfer] = {}
     for name, weight in state.params.items():
-        # A transfer multiplies weights by 1 / theta, and moments by theta or theta^2.
+        # `scale` multiplies weights. `transplant.state` then multiplies first moments by theta and
+        # second moments by theta^2.
         transfers[name] = ParamTransfer(
             source=name,
             along=tuple(np.arange(size) for size in weight.shape),
@@ -160,12 +161,13 @@ def theta(
 
     family = preset.family(optimizer)
     for name, factor in thetas.items():
-        # Muon trains parameters without a rule of its own by Adam.
+        # Under Muon, Adam trains the parameters for which the preset has no Muon rule.
         uses_adam = family == "adam" or (
             family == "muon" and preset.row(definition.specs[name]).muon is None
         )
-        # Gradients are theta times larger. Adam's update does not change with them, SGD's does, and
-        # both move a weight that is 1 / theta as large.
+        # Weights become theta times smaller, gradients theta times larger. Updates of Adam and Muon
+        # do not scale with the gradient, so lr becomes lr / theta. Updates of SGD do, so lr becomes
+        # lr / theta^2. Adam compares eps with gradients, so eps becomes theta times larger.
         powers = {"lr": -2 if family == "sgd" else -1, "eps": int(uses_adam)}
         for column, power in powers.items():
             expected = getattr(old, column)[name] * factor**power

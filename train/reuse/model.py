@@ -122,7 +122,7 @@ class Model:
 
         prompt_bytes = prompt.encode("utf-8", "surrogateescape")
         prompt_ids = prompt_of(self._opened, self._tokenizer, prompt_bytes)
-        # A generator for a top_k is compiled with its sampling.
+        # A generator for a top_k was made with its sampling, so `stream` must not get one.
         stream_sampling = None if sampling.top_k is not None else sampling
         generator = self._text_generator(sampling)
         stream = generator.stream(prompt_ids, tokens, seed, sampling=stream_sampling)
@@ -189,7 +189,8 @@ class Model:
             if self._program is None:
                 self._program = runs.on_one_device(self.config)
                 self._params = self._opened.params(self._program.abstract)
-                # Weights without a run are refused if they have NaN, a diverged run is not.
+                # `params` refuses weights without a run that have NaN. A run that has diverged is
+                # opened, and only a caution is printed.
                 wrong = source.not_finite(self._params)
                 if wrong:
                     terminal.note(

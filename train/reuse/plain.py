@@ -68,7 +68,8 @@ def scales(definition: Definition, factors: Factors) -> Scales:
         stack, _, path_in_block = name.rpartition("block.")
         module = path_in_block.partition(".")[0].removesuffix("_gain")
         role = _absorbing_role(spec)
-        # A gain after a matrix takes the factor of the matrix' output in its place.
+        # If a gain follows a matrix, the gain absorbs the factor of the matrix' output. The matrix
+        # itself then does not absorb it.
         is_last = spec.role is Role.NORM_GAIN or role not in roles_with_gain
         match role:
             case Role.QUERY if is_last:
@@ -99,10 +100,10 @@ def _absorbing_role(spec: ParamSpec) -> Role:
     """
     role = spec.of or spec.role
     if role is Role.LORA_B and spec.adapts:
-        # A absorbs its own multiplier, so B absorbs the rest of the adapted matrix' scale.
+        # LoRA's A absorbs its own multiplier. So B absorbs the rest of the adapted matrix' scale.
         role = spec.adapts.role
     if role is Role.EXPERT_OUT:
-        # Experts stand in the place of the MLP.
+        # Experts take the place of the MLP in a block, and absorb the same branch factor.
         return Role.MLP_OUT
     return role
 

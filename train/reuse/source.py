@@ -133,8 +133,8 @@ def _count_not_finite(value: np.ndarray) -> int:
     for start in range(0, flat.size, _CHECKED_VALUES):
         # In chunks, because a float32 copy of a complete bfloat16 matrix may not fit in memory.
         chunk = flat[start : start + _CHECKED_VALUES].astype(np.float32)
-        # Times zero, a NaN or infinite value is NaN: one product is quicker than a look at each
-        # value.
+        # NaN and infinity times 0 are NaN. So the dot product with zeros is NaN if any value is not
+        # finite, and is faster than `isfinite` of every value.
         with np.errstate(invalid="ignore"):
             is_finite = not np.isnan(np.dot(chunk, np.zeros_like(chunk)))
         if not is_finite:

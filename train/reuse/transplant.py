@@ -83,7 +83,8 @@ class ParamTransfer:
         if fresh is None:
             return moved
         if self.copies_axis is not None:
-            # Initial values of adjacent copies sum to zero, so the sum of the copies stays.
+            # `Growth.silenced` made the initial values of the copies sum to zero. So the sum of the
+            # copies does not change.
             return np.where(self.transplanted(), moved, np.float32(0)) + _float32(fresh)
         return np.where(self.transplanted(), moved, _float32(fresh))
 
@@ -109,8 +110,8 @@ class ParamTransfer:
         along = self.moments_along or self.along
         entries = self._entries(_float32(old), along)
         values = np.where(self.transplanted(along), entries, np.float32(0))
-        # The copies' gradients add up to the original's gradient. So do their second moments, as
-        # for independent gradients.
+        # The copies' gradients add up to the original's gradient. Second moments are divided by the
+        # same number, as if the gradients of the copies were independent.
         if self.copies > 1:
             values = values / self.copies
         # w' = s w has the gradient g / s, and its square g^2 / s^2.
@@ -259,7 +260,7 @@ def ratio(source: np.ndarray, target: np.ndarray, layers: Index | None = None) -
         target: scale of the new parameter, [] or [new layers].
         layers: index of the layers. `None` if their number stays.
     """
-    # New layers have index -1. They take the scale of layer 0, which has no effect.
+    # New layers have index -1. Any scale will do for them, because their weights are initialized.
     if layers is not None and source.ndim:
         source = source[np.maximum(layers, 0)]
     return np.asarray(source, np.float64) / np.asarray(target, np.float64)

@@ -127,7 +127,7 @@ def _run_to_resume(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:
     folder = cli.value_of("--workdir", argv)
     wrong = f"the first word is a recipe, not a flag such as {argv[0].partition('=')[0]}"
     advice = "`mupax train --help` lists the recipes"
-    # The next flag stands where the value of `--workdir` is missing.
+    # If the value of `--workdir` is missing, the next flag is taken for the value.
     if folder is None or folder.startswith("--"):
         raise command_line.UsageError(
             f"{wrong}; to go on with a run write --resume --workdir FOLDER; {advice}"

@@ -56,13 +56,13 @@ def rows(workdir: str, state: Any) -> dict[str, str]:
     try:
         save_seconds = seconds(workdir, size)
     except Exception as error:
-        # Any storage may fail in its own way, and a dry run is not for finding out why.
+        # Storage raises errors of many types. A failed measurement must not end the dry run.
         text = f"{shown_size}; its time is unknown, {workdir} takes no test of its speed ({error})"
         return {"a save": text}
     # From 100 on, two digits would be written as 1.5e+02.
     shown_seconds = f"{save_seconds:.2g}" if save_seconds < 99.5 else f"{save_seconds:.0f}"
     text = f"about {shown_seconds} s: {shown_size}, as measured there now"
-    # Half of the grace: steps that are under way end first.
+    # Half of the grace period is reserved for steps under way, which end before the save.
     too_short = [
         f"{grace} s that {source} leaves"
         for source, grace in GRACES.items()
@@ -146,7 +146,7 @@ def _save_seconds(checkpoints: Checkpoints, step: int, array_bytes: int) -> floa
     Raises:
         OSError: The save failed.
     """
-    # The arrays are made before the clock starts.
+    # A real save does not make arrays, so they must be ready before the clock starts.
     state = _State(array_bytes)
     jax.block_until_ready(state.arrays())
     began = time.monotonic()
@@ -193,7 +193,7 @@ def _parameters(program: Program) -> str:
 
     A frozen parameter has the word `frozen` in place of learning rate, eps and decay.
     """
-    # Short heads and no column for the sharding, so that most models' rows have 80 columns.
+    # Short heads and no column for the sharding, so that most tables fit into 80 columns of text.
     title = "parameters"
     if program.mesh.size > 1:
         title += " (a/b in a shape: split b ways)"

@@ -240,7 +240,8 @@ def with_other_data(config: Config, words: Sequence[str]) -> Config:
     kind = name.partition(":")[0]
     run_kind = data.name.partition(":")[0]
     field = data.field
-    # Plain text has no field, and messages of a chat have another one.
+    # The field of the run then does not fit: plain text has no fields, and chats have a field of
+    # their own.
     if kind != run_kind and (kind == "text" or run_kind == "chat"):
         field = type(data).field
     return dataclasses.replace(config, data=dataclasses.replace(data, mix=(), field=field))
@@ -277,7 +278,8 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
     data = _load_data(saved, console)
     sets = _load_sets(config, data, console, skip_sets)
     if saved.step is None:
-        # Documents begin as in the training of the weights. Those of a run already do.
+        # The tokenizer of weights without a run may put tokens before every text. The data of a run
+        # already begins documents as in training.
         for loaded in (data, *sets.values()):
             if isinstance(loaded, TextWindows):
                 loaded.begin_documents()
@@ -393,7 +395,7 @@ def _images(saved: Any, console: Any) -> Any:
     folder = folders.to_evaluate(config.data.name, saved.facts)
     missing_notes: list[str] = []
     if model_classes:
-        # macOS writes an accent as a character of its own, so equal names can differ in bytes.
+        # macOS may store an accent as a separate character, so equal names can differ in bytes.
         known_classes = set(map(folders.nfc, model_classes))
         if not known_classes.issuperset(folder.classes):
             check_classes(model_classes, folder.classes, saved, config.data.name)

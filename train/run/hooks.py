@@ -59,7 +59,7 @@ def every(steps: int, function: HookFunction) -> Hook:
     Raises:
         MupaxError: `steps` is no whole number of at least 1, or `function` cannot be called.
     """
-    # True is an int for Python, and would be taken for every step.
+    # `True` is an int in Python, and would mean every step.
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise MupaxError(
             f"every({steps!r}, ...) is no number of steps; write a whole number of at least 1"
@@ -203,7 +203,7 @@ class Hooks:
                 cause = error
                 message = "".join(traceback.format_exception_only(error)).strip()
                 failure = f"{hook.name} at step {step}: {message}"
-                # The other processes must hear of it, so nothing is raised here.
+                # Nothing is raised yet: the other processes wait below for this process's outcome.
                 break
         values, reason = self._run.take()
         # Each exchange between processes needs a name of its own.

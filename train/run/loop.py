@@ -111,14 +111,15 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
             ) as checkpoints,
             out_of_memory(program),
         ):
-            # Inside of `out_of_memory`: the state is the first thing on the devices.
+            # Inside of `out_of_memory`, because the state is the first large allocation.
             start = start_state(program, data, evaluation_sets, checkpoints, context)
             session = compiled(program, data, evaluation_sets, checkpoints, context, start, limit)
             if hooks is not None:
                 session = dataclasses.replace(session, hooks=hooks.begin(context))
             if start.step < config.steps:
                 context.console.print(f"compiled in {session.compile_seconds:.1f} s")
-            # From here on there is a state to save, so that a first signal is only noted.
+            # From here on there is a state to save. A first signal no longer ends the process: the
+            # run saves, and then ends.
             context.stop.defer()
             try:
                 state = train_with_rollbacks(session, start)
@@ -165,7 +166,7 @@ def train_with_rollbacks(session: CompiledRun, start: StartState) -> TrainState:
     faults = context.config.faults
     rollbacks_to_step = collections.Counter[int]()
     while True:
-        # Read before training, which takes over the state's arrays.
+        # Read before `train`, which donates the arrays of the state.
         skipped_batches = int(jax.device_get(start.state.health.left_out))
         try:
             return train(session, start)
@@ -245,9 +246,10 @@ def train(session: CompiledRun, start: StartState) -> TrainState:
                 report.add(step, metrics)
                 report.fetch(session.in_flight)
                 if session.in_flight == 0:
-                    # A CPU says that a step is done a moment before it frees its temporaries.
+                    # The CPU backend reports a step as done shortly before it frees temporaries.
                     time.sleep(_FREE_SECONDS)
-                # Every process has fetched this step by now, so that all stop at the same one.
+                # Every process has fetched the steps up to `step - in_flight` by now, so that a bad
+                # one among them stops all processes here.
                 report.check(step - session.in_flight)
                 save_and_evaluate(session, report, state, step)
                 call_hooks(session, report, state, step)
@@ -313,7 +315,8 @@ def save_and_evaluate(session: CompiledRun, report: Report, state: TrainState, s
     if not saves and not evaluates:
         return
     with report.paused():
-        # Save first: an evaluation may fail, on a torn file say, and must not cost the checkpoint.
+        # Save first: an evaluation may fail, for example on a damaged data file, and must not cost
+        # the checkpoint.
         if saves:
             save(session, report, state, step, wait=save_need is SaveNeed.REQUIRED)
         if evaluates:

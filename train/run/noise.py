@@ -83,8 +83,8 @@ def noise_scale(products: np.ndarray, batch: int) -> Scale:
     partial_shares = np.array(
         [_signal_share(products[np.ix_(mask, mask)]) for mask in leave_one_out]
     )
-    # Jackknife of |G|^2 / E|g|^2, which is linear enough. The noise scale itself is not where it
-    # is large.
+    # The jackknife is of |G|^2 / E|g|^2, because it needs a nearly linear statistic. The noise
+    # scale itself goes to infinity as |G|^2 goes to 0.
     deviations = partial_shares - partial_shares.mean()
     deviation = math.sqrt((count - 1) / count * np.sum(deviations**2))
     error = deviation * float(stdtrit(count - 1, 0.975))
@@ -210,14 +210,14 @@ def measured(
     @jax.jit
     def products(batch_gradients: list[Arrays]) -> Arrays:
         def of_parameter(*arrays: jax.Array) -> jax.Array:
-            # Products are taken in float32, also of bfloat16 gradients.
+            # In float32, because bfloat16 would round the sums of products to 3 digits or fewer.
             stacked = jnp.stack(arrays).astype(jnp.float32)
             summed_axes = list(range(1, stacked.ndim))
             return jnp.tensordot(stacked, stacked, (summed_axes, summed_axes))
 
         return jax.tree.map(of_parameter, *batch_gradients)
 
-    assert saved.step is not None  # of a run, not of weights
+    assert saved.step is not None  # it is `None` only for weights without a run
     batch_gradients = []
     with contextlib.closing(data.train_batches(saved.step, *batch_sharding.rows)) as source:
         for batch in itertools.islice(source, batches):

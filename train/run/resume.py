@@ -63,7 +63,7 @@ class CopyCheck:
             DataError, ReadError: The first batch differs, or cannot be read.
         """
         self._check_equal({"state": state})
-        # Rollbacks have moved the run on in the data.
+        # Rollbacks skip batches, so the position in the data can be ahead of the step.
         skipped_batches = int(jax.device_get(state.health.left_out))
         with reading():
             self._check_batch(data, step + skipped_batches)
@@ -169,7 +169,7 @@ class CopyCheck:
 
 def _batch_digest(data: Data, index: int) -> str:
     """Return a digest of a training batch's first `_ROWS` rows, shuffled and augmented."""
-    # All processes read the same rows here, also those that train on others.
+    # All processes read these rows, including processes that train on other rows of the batch.
     rows = data.train_batch(index, slice(0, min(_ROWS, data.batch_size)))
     digest = hashlib.sha256()
     for name, values in sorted(rows.items()):

@@ -271,7 +271,7 @@ def runtime(config: Config) -> Iterator[RunContext]:
             _spool(folder, processes) as spool,
             Watchdog(config.faults.watchdog_seconds) as watchdog,
         ):
-            # Only now that the folder is locked may its remains be deleted.
+            # Delete what an earlier run left only now that the folder is locked.
             if not resumed and processes.leader:
                 workdir.start_anew(folder)
             if resumed or config.init.init_from is not None:
@@ -509,7 +509,7 @@ class Report(contextlib.ExitStack):
         skipped, spike, in_a_row = fetched.pop("verdict").tolist()
         values = {name: float(value) for name, value in fetched.items()}
         weight = values.pop("weight")
-        # A weight that is not finite is judged by the loss, which is then not finite either.
+        # If the weight is not finite, neither is the loss, and `_ends_run` checks the loss.
         count = int(weight) if math.isfinite(weight) else 0
         bytes_per_target = self._data.bytes_per_target
         measured = metric_values(values["loss"], values, bytes_per_target, training=True)

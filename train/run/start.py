@@ -169,7 +169,8 @@ def _steps_in_flight(program: Program, step: jax.stages.Compiled, limit: int | N
     if program.layout.platform != "cpu" or limit is None or analysis is None:
         return IN_FLIGHT
     temporary = analysis.temp_size_in_bytes
-    # One step's temporaries are always there. Only those of queued steps are to be spared.
+    # The temporaries of one step are always needed. `spare` is what is left for further steps that
+    # are queued.
     spare = limit // 2 - analysis.argument_size_in_bytes - program.state_bytes - temporary
     return max(0, min(IN_FLIGHT, spare // max(1, temporary)))
 
@@ -220,7 +221,8 @@ def compiled(
     processes.barrier("compiled")
 
     evaluations = _earlier_evaluations(context, start, checkpoints)
-    # JAX compares values that several processes put on all devices, by a program of its own.
+    # If several processes put values on all devices, JAX first compares the values by a program on
+    # all devices. That program can hang like a step, so its wait is measured.
     with context.patience.program("inputs"):
         inputs = program.step_inputs()
     if copies is not None:
@@ -291,7 +293,6 @@ def out_of_memory(program: Program) -> Iterator[None]:
             raise
         from mupax.train.core.costs import fit
 
-        # The original error stays visible as the cause.
         raise memory.OutOfMemory(f"{description}. {fit.advice(program)}") from error
 
 
@@ -312,7 +313,7 @@ def load_data(program: Program, context: RunContext) -> Data:
     """
     config = program.config
     settings, problem = own_settings(config, context)
-    # Process 0 prepares the files. Together, all of them would download and write them at once.
+    # Process 0 prepares the files first, or all processes would download and write the same files.
     with context.processes.leader_first("data"):
         data = data_sources.load(
             settings, config.model, seed=config.data_seed, note=context.console.print
@@ -480,7 +481,8 @@ def start_state(
     else:
         start = _resumed_start(program, data, checkpoints, context, resume_step)
 
-    # Refusals and announcements come before anything in the workdir is moved or written.
+    # A resume is refused or announced before later checkpoints are moved to a branch and before
+    # config.json is written.
     environment_facts = environment.facts(program.mesh)
     if context.resumed:
         from mupax.train.run import resume
@@ -598,7 +600,7 @@ def restore_latest(
     """
     if checkpoints.latest_of_all() is None:
         return _initial_state(program, _read_source(program, data), rich_console(quiet=True))
-    # Facts that differ from those of the checkpoint are refused; `None` compares nothing.
+    # `restore` refuses a checkpoint of data with another digest. `None` accepts any data.
     facts = data.facts
     if "data" in program.config.resume_change:
         facts = None

@@ -144,7 +144,8 @@ class Report:
         text = (
             f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
         )
-        # A path in the command may be any bytes.
+        # A path in the command may hold bytes that are not UTF-8. Python keeps them as surrogates,
+        # which a strict encoder refuses.
         disk.write_whole(path, text.encode("utf-8", errors="backslashreplace"))
 
 

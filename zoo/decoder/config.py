@@ -11,7 +11,8 @@ from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role
 from mupax.zoo.families import ConfigError, TokenModel
 from mupax.zoo.transformer import AttentionSpec, RopeScaling, TransformerConfig
 
-# Values of other fields, without which a field of the same group has no effect.
+# Settings that other fields need to have an effect (`Affects.given`). For example, rope_theta is
+# read only if positions are rotary.
 _ROTARY = {"model.positions": "rotary"}
 _WINDOWED = {**_ROTARY, "model.window": 5}
 _LLAMA3 = {**_ROTARY, "model.rope_scaling": "llama3", "model.rope_original_len": 16}
@@ -197,7 +198,7 @@ class DecoderConfig(TokenModel, TransformerConfig):
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         if self.full_every is None:
             return (self.sight,)
-        # The last block of every period has no window.
+        # As in Gemma 2 and 3, a period ends with its block of full attention.
         windowed = [self.sight] * (self.full_every - 1)
         return (*windowed, self.sight._replace(window=None))
 
@@ -233,7 +234,7 @@ class DecoderConfig(TokenModel, TransformerConfig):
         return factors
 
     def module(self, rngs: Any) -> Any:
-        # Imports JAX, which the config does without.
+        # Imported here, because this module imports JAX and configs must load without it.
         from mupax.zoo.decoder.model import Decoder
 
         return Decoder(self, rngs)

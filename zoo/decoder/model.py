@@ -71,7 +71,7 @@ class Decoder(nnx.Module):
                 position_D = table_SD[:length]
             else:
                 position_D = jax.lax.dynamic_slice_in_dim(table_SD, start, length)
-            # [T, D], or [B, T, D] if sequences differ in their positions.
+            # position_D is [T, D], or [B, T, D] if sequences differ in their positions.
             h_BTD = h_BTD + position_D.astype(h_BTD.dtype)
         return self.layout.constrain(h_BTD, ("batch", "sequence", None))
 
@@ -113,7 +113,8 @@ class Decoder(nnx.Module):
             block = nnx.merge(graph, state).at(place)
             return block.cached(h_BTD, cache, index, fresh=fresh), None
 
-        # The cache is carried, not scanned over. It is then written in place and never copied.
+        # The cache is in the carry, so that XLA updates it in place. As an input and output per
+        # layer it would be copied.
         if runs_as_scan(self.config.compute, depth, layout=self.layout):
             layer_inputs = (jnp.arange(depth), stacked)
             (h_BTD, cache), _ = over_layers(
@@ -151,7 +152,7 @@ class Decoder(nnx.Module):
         h_BTD = self.embed(tokens_BT, positions_BT=positions)
         context = () if segments is None else (segments,)
 
-        # The choice of an attention implementation needs only shapes.
+        # The choice of an attention implementation needs only shapes and dtypes, no values.
         q_BTHN = jax.ShapeDtypeStruct(
             (*tokens_BT.shape, config.num_heads, config.heads_dim), h_BTD.dtype
         )
@@ -180,7 +181,8 @@ class Decoder(nnx.Module):
 
         from mupax.zoo.layers.ring import ring
 
-        # Positions are in zig-zag order inside the stack only: they move once, not in each layer.
+        # Positions are in zig-zag order inside the stack only. They move once before the stack and
+        # once after it, not in each layer.
         zigzag_layout = ring.zigzag_layout(layout)
         block = nnx.merge(*nnx.split(self.block))
         place(block, zigzag_layout)
@@ -228,7 +230,7 @@ class Decoder(nnx.Module):
                 routing=statistics.routing,
                 attention_logits=named_logits("block", statistics),
             )
-        # The token embedding is the readout, times a scale of its own.
+        # A tied readout is the token embedding, times a scale of its own.
         assert self.tied_readout is not None
         return ReadoutInputs(
             features_BTD,

@@ -233,7 +233,7 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
         return 2 * self.num_heads * dims_per_pair * (encoder + decoder)
 
     def module(self, rngs: Any) -> Any:
-        # Flax and JAX are loaded only when a model is built.
+        # Imported here, because this module imports JAX and configs must load without it.
         from mupax.zoo.encoder_decoder.model import EncoderDecoder
 
         return EncoderDecoder(self, rngs)
@@ -294,8 +294,8 @@ _TINY = EncoderDecoderConfig(
 )
 
 NAMED = {
-    # ed-tiny is the model of the default run, which fills in spans of bytes. Its preset's base is
-    # ed-proxy.
+    # ed-tiny is the model of the default encoder-decoder run (span corruption on bytes). ed-proxy
+    # is the base model of its preset.
     "ed-proxy": dataclasses.replace(_TINY, width=64, num_heads=2),
     "ed-tiny": _TINY,
     # Dinan, Yaida and Zhang 2023 (2304.02034), table I: pre-norm, without biases and gains.

@@ -398,9 +398,6 @@ class DecoderBlock(EncoderBlock):
         return self.layout.constrain(h_BTD, ("batch", "sequence", None))
 
 
-# The model.
-
-
 class EncoderOutput(NamedTuple):
     """Encoder output in the form that cached decoding reads: keys and values of cross-attention."""
 
@@ -652,7 +649,7 @@ class EncoderDecoder(StackInputOutput):
         mask and bias.
         """
         encoder = self.encoder
-        # An encoder without a table of its own shares the decoder's.
+        # The encoder has no table if `config.shared` is set. It then uses the table of the decoder.
         table = self.token if encoder.token is None else encoder.token
         h_BSD = encoder.first(table, inputs)
         length = inputs.shape[1]
@@ -702,7 +699,8 @@ class EncoderDecoder(StackInputOutput):
             carry = block.cached(h_BTD, cache, layer, (keys, values), memory.mask, bias_HTS)
             return carry, None
 
-        # The scan also slices the cross-attention keys and values, which lie by layer.
+        # The cross-attention keys and values have a leading axis of layers, so the scan slices them
+        # like the parameters.
         layers = jnp.arange(self.config.depth)
         stacked_inputs = (layers, stacked_state, memory.keys, memory.values)
         (h_BTD, cache), _ = jax.lax.scan(run_layer, (h_BTD, cache), stacked_inputs)

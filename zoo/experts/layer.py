@@ -135,8 +135,8 @@ class Experts(nnx.Module):
         layout = _layout_for_batch(self.layout, len(x_BTD))
 
         def expert(x_RD: jax.Array, weights: Weights, sizes_E: jax.Array) -> jax.Array:
-            # On a mesh, `sizes_E` ends with the rows of other devices' experts. Their outputs get
-            # weight 0, and any bias will do.
+            # On a mesh, the last entry of `sizes_E` counts rows of other devices' experts. The
+            # outputs of these rows get weight 0, so any bias will do for them.
             last_expert = len(weights["up"]) - 1
             expert_E = jnp.minimum(jnp.arange(len(sizes_E)), last_expert)
             expert_R = jnp.repeat(expert_E, sizes_E, total_repeat_length=len(x_RD))
@@ -235,7 +235,7 @@ class Experts(nnx.Module):
             return y
         if gates is None:
             return add_bias(y, bias)
-        # y has its gates already, from the hidden layer. The bias has not.
+        # y already contains the gates, which multiplied the hidden layer. The bias does not.
         return y + add_bias(jnp.zeros_like(y), bias) * gates
 
 
@@ -279,9 +279,9 @@ def by_slots(
     ) -> jax.Array:
         device_weights = dict(zip(weights, device_arrays, strict=True))
         batch_size, _, active = experts_BTA.shape
-        # Slots are ordered by the device that they go to, by that device's experts, then by this
-        # device's examples. An exchange and the exchange back then leave every slot where it is in
-        # memory, and experts multiply what they receive as it lies.
+        # Slots are ordered by target device, then by that device's experts, then by this device's
+        # examples. The all-to-all there and back then needs no transpose, and the experts multiply
+        # what they receive without reordering it.
         shape = (
             layout.num_shards("experts"),
             len(device_weights["up"]),
@@ -331,8 +331,8 @@ def _exchange(mesh_axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _all_to_all(mesh_axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    # Memory stays in the order of the dimensions. Where the compiler chooses an order, it
-    # transposes everything on both sides of an exchange.
+    # Keep the memory layout row-major. If the compiler chooses the layout, it transposes the arrays
+    # before and after each all-to-all.
     in_order = MemoryLayout(major_to_minor=tuple(range(x.ndim)))
     x = with_layout_constraint(x, in_order)
     x = jax.lax.all_to_all(x, mesh_axes, 0, 0, tiled=True)
@@ -349,7 +349,8 @@ def _all_to_all_backward(
     return (_all_to_all(mesh_axes, gradient),)
 
 
-# An exchange is its own transpose. By this rule the gradient keeps the order of memory, too.
+# This all-to-all splits and joins dimension 0, so it is its own transpose. The rule makes the
+# gradient row-major, too.
 _all_to_all.defvjp(_all_to_all_forward, _all_to_all_backward)
 
 
@@ -481,9 +482,10 @@ def by_rows(
     ) -> jax.Array:
         mesh_axes = layout.mesh_axes("experts")
         device_weights = dict(zip(weights, device_arrays, strict=True))
-        # How many rows go to a device's experts is known only at run time. All tokens are therefore
-        # gathered along the mesh axis and the sums of outputs scattered: (n - 1) copies of a token
-        # for n devices, where an all-to-all would send A (n - 1) / n.
+        # The number of rows for a device's experts is known only at run time. All tokens are
+        # therefore gathered along the mesh axis, and the sums of outputs are scattered. With n
+        # devices this sends n - 1 copies of a token. An all-to-all would send A (n - 1) / n for A
+        # active experts.
         x_BTD = all_gather(x_BTD, mesh_axes, 0)
         experts_BTA = all_gather(experts_BTA, mesh_axes, 0)
         weights_BTA = all_gather(weights_BTA, mesh_axes, 0)
@@ -523,9 +525,6 @@ def by_rows(
         choice.weights_BTA,
         weights=weights,
     )
-
-
-# Devices.
 
 
 def _layout_for_batch(layout: Layout, batch_size: int) -> Layout:
@@ -608,7 +607,7 @@ def _megablox(
 
     num_rows = x_RI.shape[0]
     itemsize = x_RI.dtype.itemsize
-    # The kernel takes whole vectors of rows. Rows of padding go to the last group.
+    # The kernel needs a multiple of `LANES` rows. The padding goes to the last group.
     x_RI = jnp.pad(x_RI, ((0, -num_rows % LANES), (0, 0)))
     padding = x_RI.shape[0] - num_rows
     if padding > 0:
@@ -625,8 +624,7 @@ def _megablox(
         sizes_E,
         x_RI.dtype,
         tile_sizes,  # pyright: ignore[reportArgumentType]
-        # A function with a derivative by hand takes no keywords: group_offset, existing_out and
-        # transpose_rhs.
+        # group_offset, existing_out and transpose_rhs.
         None,
         None,
         False,
@@ -665,7 +663,8 @@ def _in_blocks(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Arr
     """
     num_rows = x_RI.shape[0]
     num_groups = w_EIO.shape[0]
-    # Shapes must not depend on the sizes of groups. Rounding up adds at most one block per group.
+    # Shapes under jit must not depend on `sizes_E`, so this is the upper bound: rounding up adds at
+    # most one block per group.
     num_blocks = num_rows // BLOCK + num_groups
     blocks_E = -(-sizes_E // BLOCK)
     first_row_E = jnp.cumsum(sizes_E) - sizes_E

@@ -134,12 +134,13 @@ def route(
         divisor = active if is_sigmoid else 1
         weights_BTA = jnp.take_along_axis(gates_BTE, experts_BTA, -1) / divisor
 
-    # 1 for every expert that a token chose, otherwise 0.
+    # Entries are 0 or 1, because top_k chooses an expert at most once per token.
     chosen_BTE = jnp.sum(jax.nn.one_hot(experts_BTA, num_experts, dtype=jnp.int32), axis=-2)
     slots_BTA = None
     dropped = jnp.zeros((), jnp.int32)
     if capacity is not None:
-        # The first tokens of an example have room: a token changes nothing before it.
+        # Slots are given in the order of positions, so that no token changes the output of an
+        # earlier one.
         earlier_BTE = jnp.cumsum(chosen_BTE, axis=1) - chosen_BTE
         slots_BTA = jnp.take_along_axis(earlier_BTE, experts_BTA, -1)
         weights_BTA = jnp.where(slots_BTA < capacity, weights_BTA, 0.0)
@@ -159,8 +160,8 @@ def route(
     if config.balance == "loss" and config.balance_weight:
         penalty += config.balance_weight * balance
     if bias_E is not None:
-        # The value is 0. The gradient with respect to the bias is load - a/E, by which 2601.20205
-        # lowers the bias at every step.
+        # The value is 0. Its gradient with respect to the bias is load - a/E, the excess load by
+        # which the method of 2601.20205 lowers the bias.
         excess_E = jax.lax.stop_gradient(load_E) - active / num_experts
         zero_E = (bias_E - jax.lax.stop_gradient(bias_E)).astype(jnp.float32)
         penalty += jnp.sum(excess_E * zero_E)

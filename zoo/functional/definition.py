@@ -84,7 +84,8 @@ class FunctionDefinition(Definition):
         Raises:
             PresetError: If the preset scales the residual stream itself, which no parameter can do.
         """
-        # A function has no place for a factor on the stream itself, unlike a branch.
+        # A preset changes a plain function only through its parameters. A parameter can scale a
+        # branch, but not the residual stream itself.
         if "skip" in factors:
             raise PresetError(
                 "this preset scales the residual stream itself, which no parameter does; take "
@@ -223,7 +224,7 @@ def _factors(
         factors["readout"] = {"kind": "readout", "shape": (), "spec": tied_readout, "stack": None}
     if any(spec.role is Role.QUERY for spec in specs.values()):
         factors["logits"] = {"kind": "logits", "shape": (), "spec": None, "stack": None}
-        # Called here only for its errors, so that they come with the definition.
+        # Called here only for its errors, so that they are raised when the model is defined.
         _holders(specs, Role.QUERY)
 
     in_block = [name for name, spec in specs.items() if spec.in_block]

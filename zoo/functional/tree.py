@@ -55,7 +55,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
                 "eqx.filter(model, eqx.is_inexact_array), nnx.state(model, nnx.Param), or "
                 'variables["params"]'
             )
-        # A key with a dot may spell the path of another leaf.
+        # A key with a dot may spell the path of another leaf: {"a.b": x, "a": {"b": y}}.
         if name in leaves:
             raise PresetError(f"two arrays of the tree are named {name!r}; rename one of them")
         leaves[name] = value
@@ -103,7 +103,8 @@ def declarations(names: Iterable[str], specs: Specs) -> dict[str, ParamSpec]:
 
 def _matching_patterns(name: str, specs: Mapping[str, ParamSpec]) -> list[str]:
     """Return the keys of `specs` that declare a name: the name itself, or else every pattern."""
-    # A pattern such as "*" would otherwise contest the declaration of one array.
+    # An exact name wins. Otherwise a pattern such as "*" would match, too, and the declaration of
+    # the array would be ambiguous.
     if name in specs:
         return [name]
     return [pattern for pattern in specs if fnmatch.fnmatchcase(name, pattern)]
@@ -160,7 +161,8 @@ def sizes(
         for axis, size in zip(spec.axes, shapes[name], strict=True):
             _learn(axes, axis, size, name)
 
-    # One array may show what another one needs, so every array gets as many turns as there are.
+    # The size found from one array may be what another array needs. One pass per array is enough
+    # for any order.
     for _ in regrouped:
         for name in regrouped:
             unknown = _unknown_axes(specs[name], axes)
@@ -235,5 +237,5 @@ def _regroups(dimensions: tuple[int, ...], axes: tuple[int, ...]) -> bool:
             return False
         i += 1
         j += 1
-    # Only ones may be left over.
+    # Dimensions of size 1 at the end change no entry, so they are allowed.
     return math.prod(dimensions[i:]) == 1 and math.prod(axes[j:]) == 1

@@ -199,7 +199,7 @@ def read_stack(
     stack: dict[str, Any] = {}
     for name, field in FIELDS[family]._asdict().items():
         if field is not None:
-            # The type of the default is the type that a value must have.
+            # `read` requires a value of the type of the default.
             default = getattr(defaults, name)
             stack[name] = config.read(field, default or 4 * stack["width"])
     return stack

@@ -106,7 +106,7 @@ def _stack_fields(model: TransformerConfig, family: Family) -> dict[str, Any]:
         if field is not None:
             fields[field] = getattr(model, name)
     fields |= dict.fromkeys(DROPOUTS[family], 0.0)
-    # The field that holds the MLP's size in other families.
+    # In other families this field holds the size of the MLP, in a DINO its ratio to the width.
     if family in DINO:
         fields["mlp_ratio"] = int(model.mlp_ratio)
     return fields
@@ -205,7 +205,7 @@ def _read(config: Fields, model_type: str) -> Published:
     """
     if model_type in ("t5", "mt5"):
         return encoder_decoder.read_t5(config, is_mt5=model_type == "mt5")
-    # Every other model_type is the name of its family, and mT5 is written as a T5.
+    # Apart from T5 and mT5, the model_type is the name of the family.
     family = cast("Family", model_type)
     if family == "gpt2":
         return _read_gpt2(config)
@@ -403,14 +403,14 @@ def _read_vit(config: Fields, family: Family) -> Published:
 
     stack = read_stack(config, family)
     mlp_dim = stack.pop("mlp_dim")
-    # The field of a DINO has the ratio already.
+    # A DINO's field already holds the ratio to the width.
     stack["mlp_ratio"] = mlp_dim
     if family not in DINO:
         stack["mlp_ratio"] /= stack["width"]
     default_activation = "gelu_pytorch_tanh" if family == "siglip" else "gelu"
     activation = config.choice("hidden_act", default_activation, ACTIVATIONS)
     image_size = config.side("image_size", 224)
-    # transformers has other defaults for DINOv2 with and without registers.
+    # The default patch size in transformers is 14 for DINOv2 and 16 for DINOv2 with registers.
     default_patch_size = 14 if family == "dinov2" else 16
     patch_size = config.side("patch_size", default_patch_size)
     channels = config.read("num_channels", 3)

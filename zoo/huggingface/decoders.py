@@ -61,7 +61,8 @@ def family_of(model: DecoderConfig) -> Family:
     is_layernorm_without_gate = model.norm == "layernorm" and not model.gated
     if model.parallel or model.rotary_fraction != 1 or is_layernorm_without_gate:
         return "gpt_neox"
-    # Only Gemma's code has soft caps, norms after branches, and layers that differ.
+    # Of the supported families, only Gemma has soft caps, norms after branches, or full attention
+    # in every n-th layer.
     has_softcap = model.attention_softcap or model.logit_softcap
     if model.post_norm or has_softcap or model.full_every or model.window_theta:
         return "gemma3_text" if model.qk_norm else "gemma2"
@@ -148,7 +149,7 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
         "num_key_value_heads": model.kv_heads,
         "hidden_act": "silu",
         "max_position_embeddings": model.seq_len,
-        # transformers 5 reads the first, older versions the others.
+        # transformers 5 reads rope_parameters. Older versions read rope_theta and rope_scaling.
         "rope_parameters": rope,
         "rope_theta": model.rotary_theta,
     }
@@ -225,7 +226,7 @@ def read_llama(config: Fields, family: Family) -> Published:
     stack["mlp_ratio"] = mlp_dim / width
     stack |= experts.read_experts(config, family, width, mlp_dim)
     head_dim = config.read("head_dim", defaults.head_dim or max(1, width // heads))
-    # A null is as many as query heads.
+    # null means one key head per query head.
     kv_heads = config.optional("num_key_value_heads", defaults.kv_heads or heads) or heads
 
     attention_bias = False
@@ -260,7 +261,8 @@ def read_llama(config: Fields, family: Family) -> Published:
         seq_len=config.read("max_position_embeddings", defaults.seq_len),
         tied=config.read("tie_word_embeddings", False),
     )
-    # Our models have the biases of both branches or none. Those that the file lacks are zero.
+    # Our models have the biases of both branches or none. Biases that the file lacks are set to
+    # zero.
     zeros = frozenset()
     if attention_bias and not mlp_bias:
         zeros = MLP_BIASES
@@ -277,7 +279,7 @@ def read_gpt_neox(config: Fields) -> Published:
     """
     stack = read_stack(config, "gpt_neox")
     stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
-    # Versions of transformers write the share of a head that is rotated in different places.
+    # The versions of transformers write the rotated share of a head to different fields.
     fraction = config.read("rotary_pct", 0.25)
     places = [config.fields]
     for name in ("rope_parameters", "rope_scaling"):
@@ -287,7 +289,8 @@ def read_gpt_neox(config: Fields) -> Published:
             fraction = Fields(place).read("partial_rotary_factor", fraction)
     rope_config = Fields(
         {
-            # `rope_theta` of config.json comes before the name in older versions.
+            # Older versions call it rotary_emb_base. `rope_theta` in config.json overrides that
+            # name.
             "rope_theta": config.fields.get("rotary_emb_base"),
             **config.fields,
             "partial_rotary_factor": None,
@@ -323,13 +326,13 @@ def _read_window(config: Fields, family: Family, depth: int) -> int | None:
         return None
     window = config.optional("sliding_window", 4096)
     if family == "qwen3_moe":
-        # Its code has the window in every layer.
+        # Qwen3-MoE's code applies the window in every layer.
         return window
 
     # Qwen's code has no window in the first `max_window_layers` layers.
     num_full = depth
     if window:
-        # `read` refuses 0, which gives every layer the window.
+        # 0 is allowed and gives every layer the window, but `read` accepts only positive numbers.
         has_zero = config.fields.get("max_window_layers") == 0
         num_full = 0 if has_zero else min(depth, config.read("max_window_layers", 28))
     default_types = [FULL] * num_full + [SLIDING] * (depth - num_full)
@@ -397,7 +400,7 @@ def read_rope(config: Fields, *, partial: bool = False) -> dict[str, Any]:
             raise ConfigError(
                 f"config.json: rotary positions of type {rope_type} need {field}, which is missing"
             )
-        # The default says only which type the field has: it is never missing.
+        # The field is present, so the default is never used. It only fixes the type.
         default = 8192 if name == "rope_original_len" else 8.0
         rope[name] = Fields(merged).read(field, default)
     rope["rope_scaling"] = rope_type

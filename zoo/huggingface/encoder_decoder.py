@@ -141,7 +141,7 @@ def read_mbart(config: Fields) -> Published:
         ConfigError: Encoder and decoder have different sizes, or a field is wrong.
     """
     stack = _read_stack(config, "mbart")
-    # Our encoder and decoder have the same sizes but for their depths.
+    # In our models, encoder and decoder may differ in depth only.
     defaults = DEFAULTS["mbart"]
     mlp_dim = round(stack["mlp_ratio"] * stack["width"])
     _check_encoder_size(config, "attention_heads", stack["num_heads"], defaults.num_heads)
@@ -156,7 +156,7 @@ def read_mbart(config: Fields) -> Published:
         seq_len=config.read("max_position_embeddings", 1024),
         tied=config.read("tie_word_embeddings", True),
     )
-    # The code of a scaled MBart multiplies looked-up embeddings by width^1/2.
+    # With scale_embedding, the code of MBart multiplies looked-up embeddings by width^1/2.
     scales_embeddings = config.read("scale_embedding", False)
     return Published(model, embedding_scale=math.sqrt(model.width) if scales_embeddings else 1.0)
 
@@ -202,8 +202,9 @@ def read_t5(config: Fields, *, is_mt5: bool) -> Published:
     target_len = config.read("n_target_positions", seq_len)
     tied = False
     if not is_mt5:
-        # A readout that is not divided by width^1/2 has a table of its own (v1.1), though later
-        # files say of both versions that they are tied.
+        # T5 v1.1 does not scale the decoder output by width^-1/2, and its readout is a table of its
+        # own. transformers 5 sets tie_word_embeddings in both versions, so `scale_decoder_outputs`
+        # decides if it is there.
         default = config.read("tie_word_embeddings", True)
         tied = config.read("scale_decoder_outputs", default)
     model = EncoderDecoderConfig(

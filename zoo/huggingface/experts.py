@@ -51,7 +51,7 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
         return {}
     weight = 0.0
     if model.routing.balance == "loss":
-        # Their balance loss is ours times the number of experts of a token.
+        # The balance loss of transformers is ours times the number of active experts.
         weight = model.routing.balance_weight / model.active
     fields = {
         "num_experts_per_tok": model.active,
@@ -92,7 +92,7 @@ def read_experts(config: Fields, family: Family, width: int, mlp_dim: int) -> di
     else:
         active = config.read("num_experts_per_tok", 8)
         expert_dim = config.read("moe_intermediate_size", 768)
-        # transformers 5 writes the name that Mixtral has.
+        # transformers 5 writes num_local_experts, which is Mixtral's name.
         default = config.read("num_local_experts", 128)
         num_experts = config.read("num_experts", default)
         gate = "softmax" if config.read("norm_topk_prob", False) else "softmax-all"

@@ -74,7 +74,7 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
     """
     rope = rope_fields(model)
     fields: dict[str, Any] = {}
-    # Gemma 3 has an object for each type of layer, Gemma 2 one for all of them.
+    # Gemma 3 has an object of rope parameters for each type of layer, Gemma 2 one for all layers.
     if family == "gemma3_text":
         windowed_rope = rope
         if model.window_theta:
@@ -133,7 +133,8 @@ def read_gemma(config: Fields, family: Family) -> Published:
         rope = _read_rope_by_layer_type(config, windows)
         attention_softcap = None
         logit_softcap = None
-        # A cap that is left out, or null, is none. The default says only that it is a number.
+        # A missing or null field means no soft cap. The default is never used and only fixes the
+        # type.
         if config.fields.get("final_logit_softcapping") is not None:
             logit_softcap = config.read("final_logit_softcapping", 1.0)
     else:
@@ -199,7 +200,7 @@ def _read_rope_by_layer_type(config: Fields, windows: dict[str, Any]) -> dict[st
     """
     parameters = config.fields.get("rope_parameters")
     if parameters is None:
-        # Versions before transformers 5 write the fields side by side.
+        # Before transformers 5, the fields are at the top level of config.json.
         local_theta = config.read("rope_local_base_freq", 1e4)
         scaling = config.fields.get("rope_scaling") or {}
         if not isinstance(scaling, dict):
@@ -217,7 +218,8 @@ def _read_rope_by_layer_type(config: Fields, windows: dict[str, Any]) -> dict[st
         )
     full = _read_rope_parameters(parameters[FULL], default_theta=1e6)
     local = _read_rope_parameters(parameters[SLIDING], default_theta=1e4)
-    # Our model has one set of fields, and a wavelength of its own for layers with a window.
+    # Our config has one set of rotary fields, and a separate base (`window_theta`) for layers with
+    # a window.
     if windows["window"] is None or local == full:
         return full
     if windows.get("full_every") is None:
@@ -261,7 +263,7 @@ def _read_windows(config: Fields, depth: int, default_period: int) -> dict[str, 
         return {"window": None}
     if FULL not in layer_types:
         return {"window": window}
-    # Our models have no other order than: all layers but every so-many-th have a window.
+    # Our models allow one order only: full attention in every n-th layer, a window in the others.
     full_every = layer_types.index(FULL) + 1
     if full_every < 2 or layer_types != _periodic_layer_types(depth, full_every):
         raise ConfigError(

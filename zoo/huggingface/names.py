@@ -172,7 +172,7 @@ class Tensor(NamedTuple):
         """Shape of the tensor in a file."""
         part = self.parts[0]
         if self.fused:
-            # Without inputs for a bias.
+            # `inputs` is empty for a bias.
             *inputs, heads, _ = part.shape
             return (heads * sum(self.widths), *inputs)
         axes = part.axes[:2] if part.joined else part.axes
@@ -208,7 +208,8 @@ class Tensor(NamedTuple):
         Args:
             index: Index of the layer and of the expert, as many numbers as `sizes` has.
         """
-        # Names without an index ignore what they are formatted with.
+        # Tensors outside of layers have an empty index, and format() leaves their names as they
+        # are.
         return self.name.format(**dict(zip("ij", index, strict=False)))
 
 
@@ -242,7 +243,7 @@ def _part(model: TransformerConfig, specs: Mapping[str, Any], name: str, layout:
         case "flat":
             return Part(name, shape, (math.prod(shape),), (0,))
         case "after_two_rows":
-            # MBart's code adds 2 to positions.
+            # MBart's code adds 2 to positions, so the first two rows of its table are unused.
             return Part(name, shape, shape, (0, 1), skipped_rows=2)
         case "row":
             # The bias of logits, which the files have as one row.
@@ -262,7 +263,7 @@ def _part(model: TransformerConfig, specs: Mapping[str, Any], name: str, layout:
             assert isinstance(model, ImageModel)
             patch = model.patch_size
             return Part(name, shape, (patch, patch, model.channels, model.width), (3, 2, 0, 1))
-    # The layouts "same" and "fused".
+    # The layouts "same" and "fused" keep the order of axes.
     return Part(name, shape, shape, tuple(range(len(shape))))
 
 

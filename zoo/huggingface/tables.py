@@ -94,7 +94,8 @@ layers.{i}.post_attention_layernorm.weight flat block.attention_gain
 layers.{i}.pre_feedforward_layernorm.weight flat block.mlp_norm.gain
 layers.{i}.post_feedforward_layernorm.weight flat block.mlp_gain
 """
-# Gemma has norms before and after the MLP, and Llama's name of the norm before it means another.
+# In Gemma, post_attention_layernorm is a norm of the attention branch's output. In Llama it is the
+# norm before the MLP.
 _GEMMA2 = _LLAMA.replace(
     "layers.{i}.post_attention_layernorm.weight flat block.mlp_norm.gain\n", _SANDWICH.lstrip()
 )
@@ -198,7 +199,7 @@ _T5_STACK = """
 {stack}.block.{i}.layer.{mlp_layer}.layer_norm.weight flat {prefix}block.mlp_norm.gain
 {stack}.final_layer_norm.weight flat {prefix}norm.gain
 """
-# T5 v1.1 has a gate. The matrix into the MLP is then wi_1 instead of wi.
+# T5 v1.1 has a gate, wi_0. The other matrix into the MLP is then wi_1 instead of wi.
 _T5_GATE = (
     "{stack}.block.{i}.layer.{mlp_layer}.DenseReluDense.wi_0.weight linear {prefix}block.mlp.gate\n"
 )
@@ -209,7 +210,7 @@ decoder.block.{i}.layer.1.EncDecAttention.v.weight linear block.cross.value
 decoder.block.{i}.layer.1.EncDecAttention.o.weight linear block.cross.out
 decoder.block.{i}.layer.1.layer_norm.weight flat block.cross_norm.gain
 """
-# An MLP is left out where experts take its place.
+# For models in which experts take the place of the MLP.
 _WITHOUT_MLP = "\n".join(line for line in _LLAMA.splitlines() if ".mlp." not in line)
 _TABLES: dict[Family, str] = {
     "gpt2": _GPT2,

@@ -190,7 +190,7 @@ def check_whole(folder: Path) -> None:
                 raise TensorFileError(
                     f"{folder}: {INDEX} names {part}, which is not there; bring it back"
                 )
-    # Opening a file compares its length with the header.
+    # Opening a file compares its length with the header, so it finds a truncated file.
     for file in sorted(folder.glob("*.safetensors")):
         _opened(file)
 
@@ -273,7 +273,7 @@ def _save(arrays: dict[str, np.ndarray], file: Path, metadata: dict[str, str]) -
     try:
         save_file(arrays, file, metadata=metadata)
     except SafetensorError as error:
-        # The library hides the number of the system's error in a text.
+        # safetensors reports an error of the system only as text: "... (os error 28)".
         match = _OS_ERROR.search(str(error))
         if match is None:
             raise

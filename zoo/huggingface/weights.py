@@ -100,7 +100,8 @@ def to_huggingface(
                 name = prefix + name
             yield name, tensor.to_huggingface(values)
     if family == "mbart" and not model.tied_readout:
-        # Later versions tie all tables or none.
+        # Newer versions of transformers tie all tables of an MBart or none, so an untied file holds
+        # every copy of the token table.
         for name in COPIES:
             yield prefix + name, params["token"]
 
@@ -143,7 +144,8 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     dropped = _check_unread(files, model, names_in_file, unread, params)
 
     if published.query_scale != 1:
-        # A norm of queries undoes a factor on their matrix.
+        # A norm of queries cancels a factor on their matrix, so the factor goes into the gain of
+        # the norm.
         has_query_norm = "block.attention.query_norm.gain" in params
         last = "query_norm.gain" if has_query_norm else "query"
         params[f"block.attention.{last}"] *= np.float32(published.query_scale)
@@ -188,7 +190,7 @@ def _check_number_of_layers(
     """
     largest = max((tensor.sizes(model) for tensor in tensors(model)), key=math.prod)
     if math.prod(largest) > len(names_in_file):
-        # No size is larger than () if the model has one layer.
+        # `largest` may be () if there is one layer, because () and (1,) have the same product.
         num_layers = largest[0] if largest else 1
         claimed = f"{num_layers} layers"
         if len(largest) == 2:
@@ -307,7 +309,8 @@ def _drop_unused_biases(files: Tensors, params: Params, model: TransformerConfig
     """
     for name in params.keys() - model.parameters().keys():
         value = params.pop(name)
-        # Softmax does not see a key bias: the function without the bias is exactly the same.
+        # Our models lack a key bias only where softmax cancels it, so it may be dropped whatever
+        # its values.
         if not name.endswith("key_bias") and value.any():
             raise TensorFileError(
                 f"{files.path}: the values of {name} are not zero, and our models have no such bias"
@@ -363,7 +366,7 @@ def _check_unread(
 
     unknown = sorted(set(unread) - set(dropped) - set(unread_copies))
     if unknown:
-        # Names come from anyone: no control characters, and not long.
+        # Tensor names are untrusted: control characters are escaped and long names cut.
         shown_names = [ascii(name)[1:-1][:60] for name in unknown[:3]]
         raise TensorFileError(
             f"{files.path}: {len(unknown)} tensors that a {family_of(model)} of this config does "

@@ -43,7 +43,8 @@ class Cache(NamedTuple):
 
         def updated(cached_LBKSN: jax.Array, new_BTKN: jax.Array) -> jax.Array:
             new_LBKTN = new_BTKN.swapaxes(1, 2)[None].astype(cached_LBKSN.dtype)
-            # A plain 0 would be an int64 under JAX_ENABLE_X64.
+            # All start indices must have one dtype, and a plain 0 would be int64 under
+            # JAX_ENABLE_X64.
             zero = jnp.int32(0)
             layer_index = jnp.asarray(layer, jnp.int32)
             if self.length.ndim == 0:

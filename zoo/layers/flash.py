@@ -49,7 +49,8 @@ def block_of(length: int, kind: str, limit: int | None = None, *, causal: bool) 
     """
     largest = limit
     if not largest:
-        # Blocks that a causal mask hides are skipped. A single block per side would leave none.
+        # Blocks that a causal mask hides are skipped. With a single block per side, there would be
+        # none to skip.
         useful_length = length // 2 if causal else length
         largest = min(BLOCKS.get(kind, BLOCK), useful_length)
     sizes = [size for size in range(LANES, largest + 1, LANES) if length % size == 0]

@@ -120,7 +120,7 @@ def tiled_attention(
     heads = q_BTHN.shape[2]
     q_RTN, k_RSN, v_RSN = _merge_batch_and_heads(q_BTHN, k_BSKN, v_BSKN)
     length = q_RTN.shape[1]
-    # At most MAX_TILES tiles, of at least TILE queries each.
+    # The loop over tiles is unrolled when it is traced, so the number of tiles is limited.
     tile_size = max(TILE, -(-length // MAX_TILES))
     segments_RT = None
     if segments_BT is not None:
@@ -167,7 +167,8 @@ def _tile(
     k_RSN = k_RSN[:, first_key:stop]
     v_RSN = v_RSN[:, first_key:stop]
 
-    # Keys stand before queries, so that sums and maxima over keys run along vectors of queries.
+    # The axis of keys comes before that of queries. Reductions over keys are then elementwise
+    # operations on vectors of queries.
     logits_RST = jnp.einsum("rsn,rtn->rst", k_RSN, q_RTN, preferred_element_type=jnp.float32)
     logits_RST = softcapped(logits_RST, cap)
     key_S1 = first_key + jnp.arange(k_RSN.shape[1])[:, None]
@@ -282,7 +283,8 @@ def attend(
         ConfigError: If the named implementation cannot compute this attention.
     """
     value_size = v_BSKN.shape[-1]
-    # The implementations need heads of one size.
+    # The implementations need one head size for queries, keys and values. `widened` pads with
+    # zeros, which change no product.
     if value_size != q_BTHN.shape[-1]:
         q_BTHN, k_BSKN, v_BSKN = widened(q_BTHN, k_BSKN, v_BSKN)
         y_BTHN = attend(
@@ -303,8 +305,8 @@ def attend(
     implementation = chosen(
         implementation, q_BTHN, k_BSKN, causal, window, cap, has_segments, layout=layout
     )
-    # Where positions are split, every device keeps its queries. A ring also keeps its keys and
-    # values, all other implementations gather them.
+    # If devices split the positions, every device keeps its own queries. Ring attention also keeps
+    # the keys and values split. All other implementations gather them.
     source = "sequence" if implementation == "ring" else None
     k_BSKN = layout.constrain(k_BSKN, ("batch", source, "kv_heads", None))
     v_BSKN = layout.constrain(v_BSKN, ("batch", source, "kv_heads", None))
@@ -401,7 +403,7 @@ def split_attention(
     if segments_BT is not None:
         mask_B1TS = _same_segment(segments_BT)[:, None]
 
-    # JAX's own function has no soft cap.
+    # jax.nn.dot_product_attention has no soft cap.
     if cap is None:
         local_window = None if window is None else (window - 1, 0)
         return jax.nn.dot_product_attention(
@@ -573,7 +575,8 @@ def _why_not_cudnn(
     if apart and length % 2:
         return f"its mask of documents is for an even number of positions, not {length}"
 
-    # Major compute capabilities of the devices that this is compiled for, which need not be here.
+    # Major compute capabilities of the GPUs that this is compiled for, which may be on other
+    # machines.
     generations = []
     for capability in layout.capabilities:
         # GPUs of other vendors report names such as gfx90a.

@@ -216,7 +216,7 @@ class ReadoutInputs(NamedTuple):
             logits = self.scale * logits
         cap = None
         if self.cap is not None:
-            # The cap is a constant of the config, carried as an array.
+            # The cap is a constant of the config. It is carried as an array, but gets no gradient.
             cap = jax.lax.stop_gradient(self.cap)
         if self.bias is not None:
             logits = logits + self.bias
@@ -374,8 +374,8 @@ def _turned(x_BTHN: jax.Array, cos_BTM: jax.Array, sin_BTM: jax.Array) -> jax.Ar
             sequences.
         sin_BTM: Sine of these angles, [B, T, M].
     """
-    # Half a row is half of the 128 lanes of a TPU vector. Splitting and joining rows there takes
-    # five times as long as the product.
+    # Rotate by a matrix product. On TPU, half a row of 128 entries is half of the lanes of a
+    # vector. Splitting and joining rows there takes five times as long as the product.
     half = cos_BTM.shape[-1]
     swap_NN = np.kron([[0, 1], [-1, 0]], np.eye(half))
     precision = jax.lax.Precision.HIGHEST if x_BTHN.dtype == jnp.float32 else None

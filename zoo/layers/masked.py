@@ -46,7 +46,8 @@ def attend(
         ConfigError: If there is a mask or a bias and `implementation` is neither auto nor xla.
     """
     value_size = v_BSKN.shape[-1]
-    # The kernels need heads of one size. `widened` pads with zeros, which change no product.
+    # The kernels need one head size for queries, keys and values. `widened` pads with zeros, which
+    # change no product.
     if value_size != q_BTHN.shape[-1]:
         q_BTHN, k_BSKN, v_BSKN = kernels.widened(q_BTHN, k_BSKN, v_BSKN)
         y_BTHN = attend(

@@ -75,7 +75,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         self.attention_specs = config.attention_specs
-        # Base of the frequencies and their scaling, for each place of the period.
+        # Base and scaling of the rotary frequencies for each block of a period (`full_every`).
         self.rotary_settings = tuple(config.rotary_of(spec) for spec in config.attention_specs)
         self.rotary_size = config.rotary_size
         self.at(0)
@@ -84,7 +84,8 @@ class Attention(nnx.Module):
         self.fused = config.compute.projections == "fused"
         self.kind = product_kind(config.compute)
 
-        # Parameters draw random keys in the order in which they are made.
+        # Parameters draw random keys in the order in which they are made: reordering these lines
+        # changes the initial values of a model built with `rngs`.
         self.query = init.param("query")
         self.key = init.param("key")
         self.value = init.param("value")
@@ -182,7 +183,8 @@ class Attention(nnx.Module):
         start = None if fresh else cache.length
         q_BTHN, k_BTKN, v_BTKN = self.heads(x_BTD, start)
         cache = cache.put(layer, k_BTKN, v_BTKN)
-        # An empty cache has nothing to attend to, so the kernels for a complete text do the rest.
+        # An empty cache holds no earlier positions, so ordinary attention among the new ones is
+        # enough.
         if fresh:
             return self._attended(q_BTHN, k_BTKN, v_BTKN), cache
         y_BTHN = cache.attend(layer, self._scaled(q_BTHN), window=self.window, cap=self.cap)
@@ -201,7 +203,8 @@ class Attention(nnx.Module):
         """
         q_BTHN, k_BSKN, v_BSKN = self._projected(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
-            # Before the rotation: a norm's gain differs by entry, and would not commute with it.
+            # The norm comes before the rotation. Its gain differs by entry, so the two do not
+            # commute.
             q_BTHN = self.query_norm(q_BTHN)
             k_BSKN = self.key_norm(k_BSKN)
         if self.rope_theta is not None:
@@ -779,7 +782,8 @@ def _stack(
         place: int, h_BTD: jax.Array, layer_slice: tuple[nnx.State, ...]
     ) -> tuple[jax.Array, BlockStatistics]:
         state, *inputs = layer_slice
-        # Under manual FSDP `layout.layer` gathers this layer's matrices and multiplies them.
+        # Under manual FSDP `layout.layer` gathers this layer's matrices and applies their
+        # multipliers.
         layer_block: Any = nnx.merge(graph, layout.layer(state, compute.dtype))
         if period > 1:
             layer_block = layer_block.at(place)
@@ -817,8 +821,8 @@ def _unrolled(
         layers: Function of each place in the period. Layer i uses the one at i modulo their number.
         stacked: Pytree of arrays with a leading axis of `depth` layers.
     """
-    # One split per stacked array, whose gradient writes all slices side by side at once. With an
-    # index per layer, every slice's gradient would be added to a complete stack.
+    # The gradient of one split per stacked array is one concatenation. With an index per layer, the
+    # gradient of every slice would be added to an array of the full stack.
     leaves, structure = jax.tree.flatten(stacked)
     split_leaves = [jax.lax.split(jnp.asarray(leaf), [1] * depth) for leaf in leaves]
     statistics = []

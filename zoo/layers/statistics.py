@@ -78,7 +78,8 @@ def largest_logits(
     k_BSKN = layout.constrain(k_BSKN, ("batch", None, "kv_heads", None))
     batch, length, heads, size = q_BTHN.shape
     num_keys, kv_heads = k_BSKN.shape[1:3]
-    # Every block has queries of all parts, so that each device computes with its own.
+    # Every block contains queries of all sequence shards, so that each device computes with its
+    # own.
     parts = layout.num_shards("sequence")
     if length % parts:
         parts = 1
@@ -139,7 +140,7 @@ def largest_logits(
         def add_block(largest_BPKG: jax.Array, starts: jax.Array) -> tuple[jax.Array, None]:
             return jnp.maximum(largest_BPKG, largest_of_block(starts[0], starts[1])), None
 
-        # Examples and parts are reduced once, after the loop: devices split them.
+        # Devices split examples and parts. Reducing these once, after the loop, communicates once.
         nothing_BPKG = jnp.full((batch, parts, *q_BPTKGN.shape[3:5]), -jnp.inf, jnp.float32)
         largest_BPKG, _ = jax.lax.scan(add_block, nothing_BPKG, jnp.array(pairs, jnp.int32))
     return jnp.max(largest_BPKG, axis=(0, 1)).reshape(heads)

@@ -177,8 +177,8 @@ class ViTConfig(ImageModel, TransformerConfig):
     def _stem(self) -> dict[str, ParamSpec]:
         """Return the declarations of the stem's parameters: convolutions first, then norms."""
         specs: dict[str, ParamSpec] = {}
-        # The first convolution reads pixels, whose number stays finite. Later ones read channels,
-        # whose number grows with the width.
+        # The first convolution reads pixels, whose number does not depend on the width. Later ones
+        # read channels, whose number grows with the width.
         first, *later = self.convolutions
         specs[f"stem.{first.name}"] = ParamSpec(
             role=Role.PATCH_EMBEDDING, axes=("patch", first.output), fan_in=("patch",)
@@ -250,14 +250,14 @@ class ViTConfig(ImageModel, TransformerConfig):
             return patches, flags
         positions = patches.replace(")", f" and {' and '.join(tokens)})")
         if self.num_patches % num_shards == 0:
-            # The patches alone would split.
+            # Without the extra tokens, the patches divide evenly among the devices.
             flags = "--model.pool mean"
             if self.registers is not None:
                 flags += " --model.registers none"
         return positions, flags
 
     def module(self, rngs: Any) -> Any:
-        # Imports JAX, which the config does without.
+        # Imported here, because this module imports JAX and configs must load without it.
         from mupax.zoo.vit.model import ViT
 
         return ViT(self, rngs)

@@ -55,7 +55,7 @@ class ViT(nnx.Module):
             cls_B1D = jnp.broadcast_to(cls_D, (batch, 1, h_BTD.shape[-1]))
             h_BTD = jnp.concatenate([cls_B1D, h_BTD], axis=1)
         if self.position is None:
-            # Few models have fixed positions.
+            # Imported here, because few models have fixed positions.
             from mupax.zoo.vit.sines import sines
 
             position_TD = jnp.asarray(sines(self.config))
@@ -126,7 +126,8 @@ class ViT(nnx.Module):
         features_BD = self._pooled(self.norm(h_BTD))
         if self.pre_logits is not None:
             weight = self.pre_logits[...]
-            # Both vectors of "cls-mean" are one axis of the product.
+            # With the pool "cls-mean", the features have two vectors. Their axis and the axis of
+            # entries are merged into one.
             weight_DD = weight.reshape(-1, weight.shape[-1])
             y_BD = project(features_BD, weight_DD, layout=self.layout)
             features_BD = jnp.tanh(biased(y_BD, self.pre_logits_bias))
@@ -150,7 +151,8 @@ class ViT(nnx.Module):
         mean_BD = jnp.mean(patches_BPD, axis=1)
         if self.config.pool == "mean":
             return mean_BD
-        # The two numbers of a feature are neighbors: devices that split features have both.
+        # The two vectors are interleaved, so that devices that split features have both values of a
+        # feature.
         vectors_BD2 = jnp.stack([h_BTD[:, 0], mean_BD], axis=-1)
         return vectors_BD2.reshape(len(vectors_BD2), -1)
 
@@ -169,7 +171,7 @@ class Stem(nnx.Module):
         self.third = init.maybe("third")
         self.first_norm = Norm(config.norm, init.scope("first_norm"), config.norm_eps, "gelu")
         self.second_norm = Norm(config.norm, init.scope("second_norm"), config.norm_eps, "gelu")
-        # Assigned once: NNX fixes at the first assignment that an attribute holds no arrays.
+        # Assigned once: after `self.third_norm = None`, NNX would refuse to store a module there.
         third_norm = Norm(config.norm, init.scope("third_norm"), config.norm_eps, "gelu")
         self.third_norm = None if self.third is None else third_norm
 

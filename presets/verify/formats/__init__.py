@@ -91,7 +91,7 @@ def _read_text_file(path: Path) -> ModelFile:
     try:
         text = path.read_text()
         if not is_python:
-            # `shlex` does not join lines that end in a backslash, as a shell does.
+            # A shell joins lines that end in a backslash, but `shlex` does not.
             words = shlex.split(text.replace("\\\n", " "), comments=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

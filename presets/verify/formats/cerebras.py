@@ -289,7 +289,7 @@ class Config(ModelFile):
         elif not is_vector and not in_block:
             multiplier = self._fields.number("embeddings_scale")
         if is_vector:
-            # Gains start at 1, so that they have no std to judge, and they do not decay.
+            # Gains start at 1, so there is no std to judge, and they do not decay.
             std = None
             weight_decay = 0.0
         else:

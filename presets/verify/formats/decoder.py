@@ -129,7 +129,7 @@ class Fields:
                 f"{self.source}: {name} is {value!r}; write the number, "
                 "not a shell's or a template's word for it"
             ) from None
-        # Not `number < 0`: this refuses NaN too.
+        # In this form the comparison also refuses NaN.
         if not 0 <= number < float("inf"):
             raise PresetError(
                 f"{self.source}: {name} is {value!r}; write a finite number of at least 0"

@@ -160,11 +160,11 @@ def _parse_entry(entry: Any, name: str, source: str) -> Entry:
 
     values = {}
     for column in COLUMNS:
-        # A null is a value that is not known, as one that is left out.
+        # null stands for an unknown value, like an entry that is left out.
         if entry.get(column) is not None:
             values[column] = entry[column]
     for column, value in values.items():
-        # Eps is divided by the multiplier, so a multiplier of 0 cannot be judged.
+        # Eps is divided by the multiplier, so a multiplier of 0 is refused.
         _check_number(f"{source}: {name} {column}", value, zero=column != "multiplier")
     return Entry(shape=tuple(shape), role=entry.get("role", ""), **values)
 
@@ -184,7 +184,7 @@ def read_json(path: Path) -> Any:
         raise PresetError(f"{path} is no JSON: {error}") from None
     except RecursionError:
         raise PresetError(f"{path} is no JSON of parameters: nested too deep") from None
-    # From Python 3.13 on `json` itself reads any depth.
+    # The depth at which `json` raises RecursionError differs between versions of Python.
     if nested_deeper(content, DEEPEST):
         raise PresetError(f"{path} is no JSON of parameters: nested too deep")
     return content

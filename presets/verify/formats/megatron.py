@@ -221,7 +221,7 @@ class _Values:
         """
         is_vector = "norm" in role
         if is_vector:
-            # Gains start at 1, so that they have no std to judge, and they do not decay.
+            # Gains start at 1, so there is no std to judge, and they do not decay.
             std = None
             weight_decay = 0.0
         else:

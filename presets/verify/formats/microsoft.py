@@ -31,7 +31,7 @@ def base(contents: Any, source: str, target: Dump) -> Dump:
     shapes = {}
     for name, shape in contents.items():
         shapes[name] = _full_shape(name, shape, source, target)
-    # Equal shapes happen with `set_base_shapes(model, None)`, and train without muP.
+    # `set_base_shapes(model, None)` gives equal shapes. Such a model trains without muP.
     if all(shape == target.parameters[name].shape for name, shape in shapes.items()):
         raise PresetError(
             f"{source} has the shapes of {target.source} itself: to mup it is its own base, and "

@@ -186,7 +186,7 @@ class Config(ModelFile):
         lr = fields.number("learning_rate")
         weight_decay = fields.number("weight_decay")
         if "norm" in role:
-            # Gains start at 1, so that they have no std to judge, and they do not decay.
+            # Gains start at 1, so there is no std to judge, and they do not decay.
             return {"std": None, "lr": lr, "wd": 0.0, "eps": 1e-8, "multiplier": 1.0}
 
         if role in _BRANCH_OUTPUTS:

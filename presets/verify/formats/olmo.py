@@ -215,7 +215,7 @@ class Config(ModelFile):
             stds["token_embedding"] = embedding_std or scaled
             return stds
 
-        # mitchell
+        # The remaining value of init_fn is "mitchell".
         by_width: float = sizes.width**-0.5
         # A dump has one std for all layers: the geometric mean of (2 (layer + 1))^-1/2.
         logs = math.fsum(math.log(2 * (layer + 1)) for layer in range(sizes.layers))

@@ -58,7 +58,8 @@ def recipe(path: str) -> Callable[[], Config]:
         try:
             current = with_current_pixels(_with_named_sources(fields), is_record=False)
             if not is_record:
-                # A new run. The preset of a record is repeated even if mupax has moved it.
+                # A plain config file starts a new run. A record repeats an earlier run, so it may
+                # name a tuned preset that mupax no longer has.
                 _refuse_moved_preset(current.get("preset"))
             return from_json(_over(_start(fields), current))
         except ConfigError as error:
@@ -127,15 +128,15 @@ def _read(path: str) -> dict[str, Any]:
     """
     import yaml
 
-    # A class of its own, because a resolver that is added to SafeLoader is there for every user.
+    # A subclass, because a resolver added to SafeLoader would act on all YAML read in this process.
     class Loader(yaml.SafeLoader):
         """Reader of YAML that takes 3e-4 as a number."""
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _POWER, list("-+0123456789"))
     try:
-        # "-sig": Windows' editors begin a file with a byte order mark.
+        # "-sig" drops the byte order mark with which some Windows editors begin a file.
         text = path_of(path).read_bytes().decode("utf-8-sig")
-        # JSON may have tabs between its words, which YAML refuses.
+        # JSON allows tabs between tokens. PyYAML refuses them.
         content = json.loads(text) if path.lower().endswith(".json") else yaml.load(text, Loader)
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: nested too deep") from None
@@ -146,7 +147,7 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read: {reason}") from None
-    # From Python 3.13 on, the reader of JSON takes any depth.
+    # Newer versions of Python decode JSON that is nested deeper than Python functions can recurse.
     if nested_deeper(content, DEEPEST):
         raise ConfigError(f"{path} cannot be read: nested too deep")
     fields = content.get("config", content) if isinstance(content, dict) else None
@@ -177,7 +178,8 @@ def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
     config = to_json(RECIPES[str(name)]())
     recipe_model = config["model"]
     if isinstance(model, str):
-        # Dtype and kernels are the recipe's: they say how to compute, and not what.
+        # Keep the recipe's dtype and kernels: they set how a model is computed, not which model it
+        # is.
         compute = recipe_model["compute"]
         return config | {"model": model_to_json(configs.get(model)) | {"compute": compute}}
     if (

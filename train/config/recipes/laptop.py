@@ -23,8 +23,9 @@ def lm_laptop() -> Config:
         recipe="lm-laptop",
         model=dataclasses.replace(configs.get("lm-proxy"), depth=4),
         data=DataConfig(name="python_corpus", batch_size=8, eval_batch_size=64, eval_examples=1024),
-        # Searched together with both learning rates. On ten other seeds the loss at half the depth
-        # falls by 0.029 nats, from 0.020 to 0.037 (95 %).
+        # These constants were searched together with both learning rates. At half the depth and on
+        # ten other seeds, the loss is 0.029 nats below that of mup:lm-laptop-v1 (95 % interval:
+        # 0.020 to 0.037).
         preset=PresetConfig(
             name="mup",
             base="lm-proxy",
@@ -40,7 +41,7 @@ def lm_laptop() -> Config:
             name="muon",
             peak_lr=0.0552387,
             adam_lr=0.0150595,
-            # The share of the search, 62 of 1,250 steps.
+            # The search had 62 warm-up steps of 1,250, the same share.
             warmup_steps=248,
             weight_decay=3e-4,
             decay="independent",
@@ -174,7 +175,8 @@ def vit_fashion() -> Config:
     return Config(
         recipe="vit-fashion",
         model=model,
-        # Augmented, so few epochs reach 80.0 % in place of 87.6 %.
+        # With augmentation the test accuracy is 80.0 % in place of 87.6 %: the run has only two
+        # epochs.
         data=DataConfig(name="fashion", batch_size=64, eval_batch_size=200, augment=False),
         preset=PresetConfig(name="mup", base="vit-proxy"),
         optimizer=OptimizerConfig(

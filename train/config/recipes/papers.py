@@ -32,7 +32,7 @@ def bordelon_vit() -> Config:
     beta0 = 4.0
     root = math.sqrt(0.5)
     rates = []
-    # In the authors' code these three learn at beta0 times the rate that the rule has.
+    # In the authors' code these three groups learn at beta0 times the rule's learning rate.
     for group in ("patch_embedding", "position", "readout"):
         rates.append(f"rates.{group}={beta0:g}")
     # Both factors of 2^-1/2 together halve the attention logits.
@@ -88,10 +88,11 @@ def bordelon_lm() -> Config:
             alpha_l=1.0,
             gamma0=0.25,
             beta0=4.0,
-            # The authors' multiplier of the readout, which falls with width, is on its bias, too.
+            # The authors' readout multiplier falls with width and also multiplies the bias. Here
+            # the bias has no such multiplier, so its learning rate falls with width instead.
             constants=("readout_bias_width=-1",),
         ),
-        # The authors' code has this eps, which is as good as none.
+        # The authors' code has this eps. In practice it is too small to change an update.
         optimizer=OptimizerConfig(name="adam", peak_lr=0.01, b2=0.999, eps=1e-20, warmup_steps=100),
         log=LogConfig(eval_every_steps=1000),
         checkpoint=CheckpointConfig(every_steps=1000),

@@ -217,7 +217,7 @@ def _vit_i1k(name: str, model: str) -> Config:
     """
     base = _imagenet(name, model)
     fields = {"sincos": True, "norm_eps": 1e-6, "distribution": "flax"}
-    # mix_group: big_vision mixes the images of each of a TPU v3-8's 8 devices, 1,024 / 8.
+    # mix_group: big_vision mixes images within each of a TPU v3-8's 8 devices: 1,024 / 8 = 128.
     transforms = TransformsConfig(
         crop="inception", randaug_layers=2, randaug_magnitude=10, mixup=0.2, mix_group=128
     )
@@ -255,7 +255,8 @@ def _imagenet(name: str, model: str) -> Config:
             peak_lr=1e-3,
             b2=0.999,
             weight_decay=1e-4,
-            # big_vision adds wd * w after the learning rate and before the schedule.
+            # big_vision adds wd * w after scaling by the peak learning rate and before the
+            # schedule, so the decay does not depend on the peak.
             decay="independent",
             warmup_steps=10_000,
             clip_norm=1.0,

@@ -133,7 +133,7 @@ def temporary(program: Program, row: int) -> int:
         sizes.append(memory.bytes_of(leaf, leaf.sharding))
     gradients = sum(sizes)
     num_splits = layout.num_shards("sequence") * layout.num_shards("heads")
-    # Accumulation keeps the sum of gradients besides the microbatch's own.
+    # Accumulation keeps the sum of gradients in addition to the gradients of the microbatch.
     num_gradients = 2 + (config.accumulation_steps > 1)
     activations = row * num_rows * less_fused / num_splits
     return int(activations + gradients * num_gradients + buffers(program))
@@ -151,7 +151,8 @@ def buffers(program: Program) -> int:
     total = 0
     for name, leaf in program.abstract.params.items():
         size = leaf.size * leaf.dtype.itemsize
-        # One layer of each stack is gathered at a time, and all of a parameter outside stacks.
+        # A stacked parameter is gathered one layer at a time, a parameter outside of stacks as a
+        # whole.
         num_layers = leaf.shape[0] if specs[name].in_block else 1
         total += size // num_layers
     return _COPIES * total
@@ -302,7 +303,8 @@ def check_state(program: Program, limit: int | None, *, saves: bool = True) -> N
     usage = needs_by_shapes(program)
     if not saves:
         usage = dataclasses.replace(usage, saved=0)
-    # Without activations and without slack, so that only a certain failure is refused here.
+    # Without activations and without slack, so that only a run that is sure to fail is refused
+    # here.
     least = dataclasses.replace(usage, temporary=_gradients(program), compiled=True)
     if limit is None or least.fits(limit):
         return
@@ -368,7 +370,7 @@ def check_evaluation(
     num_shards = program.layout.num_shards("batch")
     smaller = batch_size // 2
     while smaller >= num_shards:
-        # Activations are in proportion to the batch.
+        # The estimate takes temporaries to be proportional to the batch, as activations are.
         estimate = arguments + analysis.temp_size_in_bytes * smaller / batch_size
         if smaller % num_shards == 0 and estimate <= _SLACK * limit:
             flag = f"--data.eval-batch-size {smaller}"
@@ -387,7 +389,7 @@ def advice(program: Program) -> str:
     Nothing is compiled.
     """
     usage = needs_by_shapes(program)
-    # The true limit is below the estimate by an unknown amount.
+    # The run has run out of memory, so the true limit is below this estimate by an unknown amount.
     limit = int(0.75 * usage.peak)
     flags = _fitting(program, usage, limit, compiles=False, elsewhere=False)
     return f"By its shapes it takes {gib(usage.peak)}. {flags}"
@@ -441,7 +443,7 @@ def _fitting(
     are compiled or, without `compiles` or time, estimated. The arguments are those of `verdict`.
     """
     start_time = time.monotonic()
-    # Nothing can be compiled for devices that are not here.
+    # Nothing can be compiled for devices that this machine does not have.
     if here(program):
         for config, flags in itertools.islice(_proposals(program, usage, limit), _TRIES):
             proposal = assemble(config)
@@ -595,7 +597,7 @@ def _smaller(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[st
         size = getattr(part, field, None)
         while isinstance(size, int) and size // 2 >= minimum:
             size //= 2
-            # A size that the model or the mesh refuses is passed over.
+            # The model or the mesh may refuse a size. It is then skipped.
             with contextlib.suppress(ConfigError, MeshError, ValueError):
                 smaller_part = dataclasses.replace(part, **{field: size})
                 smaller = dataclasses.replace(config, **{section: smaller_part})
@@ -751,10 +753,11 @@ def _with_mesh(program: Program, *, data: int, fsdp: int) -> Program | None:
     shape = program.mesh.shape
     num_shards = data * fsdp * shape["experts"]
     data_config = config.data
-    # Otherwise the evaluation would refuse the mesh that training could have.
+    # The evaluation refuses a mesh that does not divide its batch, though training could have the
+    # mesh.
     if config.eval_batch_size % num_shards:
         data_config = _evaluating(data_config, num_shards)
-    # An open axis stays open if it would get the same size.
+    # An axis of size -1 gets the devices that remain. It stays -1 if it would get the same size.
     same_devices = data * fsdp == shape["data"] * shape["fsdp"]
     if config.mesh.data == -1 and (same_devices or data == 1):
         data = -1

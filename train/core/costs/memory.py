@@ -98,7 +98,7 @@ def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, i
     """
     itemsize = jnp.dtype(config.model.compute.dtype).itemsize
     gradients = 0
-    matrix_sizes: dict[str, int] = defaultdict(int)  # one block's matrices, by stack
+    matrix_sizes: dict[str, int] = defaultdict(int)  # size of the matrices of one block, by stack
     for name, spec in definition.specs.items():
         if not spec.in_block:
             continue
@@ -229,7 +229,7 @@ def _stack_numbers(
     active = sizes.get("active", 0)  # experts that get a copy of each token
     activated += active * fan_in[Role.EXPERT_OUT]
     products += active * (fan_out[Role.EXPERT_IN] + 2 * stream * (active > 0))
-    # The residual stream before every branch.
+    # Also saved are the residual stream before every branch and the output of attention.
     products += num_branches * stream + attended
     # The second stream per branch is the norm's output.
     everything = products + num_branches * stream + activated
@@ -241,20 +241,21 @@ def _stack_numbers(
         "block": stream,
         "offload": 0.0,
     }
-    # The gradient of the hidden layer is there at the same time.
+    # The backward pass also holds the gradient of the hidden layer.
     backward = everything + activated
 
     itemsize = jnp.dtype(config.model.compute.dtype).itemsize
     num_head_shards = layout.num_shards("heads")
     if blocks.stack == OWN and config.model.compute.remat == "attention":
-        # The norms of the softmax are in float32.
+        # `norms` are softmax statistics in float32, one per query and head.
         norms = length * sizes["heads"] / num_head_shards * 4 / itemsize
         if tiled(config.model.causal, blocks.length, layout=layout):
             saved["attention"] += attended * 4 / itemsize + 2 * norms
         elif attention_of(config, definition, layout) in ONCE:
             saved["attention"] += attended + norms
     if blocks.stack != OWN:
-        # With a mask, attention is XLA's: its weights and their gradient are float32 matrices.
+        # In an encoder-decoder, attention with a mask or a bias is XLA's. Its weights and their
+        # gradient are float32 matrices.
         longest = max(blocks.length, blocks.memory)
         weights = sizes["heads"] / num_head_shards * length * longest
         backward += 2 * weights * 4 / itemsize

@@ -141,11 +141,12 @@ def _chunk_loss(
     exp_NV = jnp.exp(logits_NV - top_N[:, None])
     exp_N = jnp.sum(exp_NV, axis=1)
     label_N = jnp.sum(jnp.where(label_NV, logits_NV, 0), axis=1)
-    # Both sums in one collective per chunk.
+    # One collective per chunk reduces both sums.
     exp_N, label_N = _psum((exp_N, label_N), plan.vocab_mesh_axes)
     partition_N = jnp.log(exp_N) + top_N
 
-    # The first of the largest logits, as argmax does: a readout that starts at zero has all equal.
+    # Take the first of the largest logits, as argmax does. A readout that is initialized to zero
+    # makes all logits equal.
     no_column = jnp.iinfo(jnp.int32).max
     top_column_NV = jnp.where(logits_NV == top_N[:, None], column_NV, no_column)
     first_N = jnp.min(top_column_NV, axis=1)

@@ -144,7 +144,8 @@ def loss_on_device(
     label_N = sum(part.label_N for part in part_sums)
     exp_N, label_N = _reduce(jax.lax.psum, (exp_N, label_N), plan.vocab_mesh_axes)
 
-    # Among equal logits argmax takes the first.
+    # Among equal logits argmax takes the first, so a target is correct only if no class before it
+    # has the same logit.
     earlier_N = sum(
         jnp.where(part_top_N == top_N, part.before_N, 0)
         for part_top_N, part in zip(tops, part_sums, strict=True)
@@ -179,7 +180,8 @@ def _first_pass(loss: _DeviceLoss) -> tuple[_DeviceLoss, list[jax.Array], list[_
     part_sums: list[_PartSums] = []
     for part in loss.plan.shape.parts:
         if part_sums:
-            # The barrier makes a part wait for the part before it, so that one is in memory.
+            # The barrier makes a part wait for the part before it, so that the logits of only one
+            # part are in memory.
             features_ND, part_sums[-1] = jax.lax.optimization_barrier(
                 (loss.features_ND, part_sums[-1])
             )
@@ -190,7 +192,8 @@ def _first_pass(loss: _DeviceLoss) -> tuple[_DeviceLoss, list[jax.Array], list[_
         exp_NV = jnp.exp(logits_NV - top_N[:, None])
         exp_N = jnp.sum(exp_NV, axis=1)
         label_N = jnp.sum(jnp.where(loss.label(part), logits_NV, 0), axis=1)
-        # An argmax would read all logits again. This sum is taken together with the others.
+        # An argmax would read all logits again. The compiler takes this sum in one pass with the
+        # others.
         before_NV = (logits_NV == top_N[:, None]) & (loss.column(part) < loss.targets_N[:, None])
         before_N = jnp.sum(before_NV.astype(jnp.float32), axis=1)
         kept_exp_NV = None
@@ -249,7 +252,7 @@ def _gradients(
     slope_NV = top_N
     for part, exp_NV, share_N in zip(plan.shape.parts, exps, shares, strict=True):
         if len(weight_grads) > 1:
-            # At most two gradients are being reduced at a time.
+            # The barrier lets the devices reduce at most two weight gradients at a time.
             features_ND, weight_grads[-2] = jax.lax.optimization_barrier(
                 (features_ND, weight_grads[-2])
             )
@@ -267,7 +270,8 @@ def _gradients(
         slope_NV = probability_NV - loss.label(part)
         slope_NV = slope_NV * loss.weights_N[:, None]
         if part_logits is not None:
-            # A readout with a soft cap keeps no exponentials, so that its logits are known here.
+            # With a soft cap no exponentials are kept, so the logits are always recomputed and
+            # `uncapped` gets them.
             slope_NV = readout_inputs.uncapped(slope_NV, part_logits.own_NV)
         bias_V = [] if readout_inputs.bias is None else [jnp.sum(slope_NV, axis=0)]
 
@@ -292,7 +296,7 @@ def _gradients(
             reduce_scatter(weight_grad_DV, plan.scatter_mesh_axes, 0, layout=plan.layout)
         )
 
-    # Without this barrier the compiler takes the last products and sums, and the arrays that they
+    # Without this barrier the compiler moves the last products and sums, and the arrays that they
     # read, into the loop over the layers.
     feature_grads_ND, *weight_grads = jax.lax.optimization_barrier(
         (feature_grads_ND, *weight_grads)

@@ -170,7 +170,7 @@ def parameterize(
     factors = resolve(preset, definition, config.name, config.decay)
     check_run(preset, definition, factors, config)
     stds = init_stds(preset, definition)
-    # Refuses factors that no parameter of the model can carry.
+    # Called for its errors only: it refuses factors that no parameter of the model can carry.
     jax.eval_shape(definition.forward, definition.abstract, factors.forward)
     return Parameterization(
         definition=definition, preset=preset, config=config, factors=factors, stds=stds

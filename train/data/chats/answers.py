@@ -145,7 +145,8 @@ class ChatTokens:
                 trained += self._trained(messages[i], answer, text)
             return Rendered(text, special, trained)
 
-        # Everything is trained on but the untrained parts of masked messages.
+        # `loss_on` is "all": every character is trained on, except the untrained parts of masked
+        # messages.
         by_message = dict(answers)
         context: list[Span] = []
         for i in masked:
@@ -225,11 +226,12 @@ class ChatTokens:
                 )
             return text, [(0, span) for span in marked]
 
-        # Without marks, an answer is what rendering one message more adds to the text.
+        # Without marks, an answer is the text that rendering adds if the message is included.
         text = self.template.render(messages, prompt=False)
         answers = []
         for i in indices:
-            # With the prompt: the words that begin an answer are given, and are no target.
+            # `prompt=True` includes the header of the answer, which a model gets as input and does
+            # not write.
             before = self.template.render(messages[:i], prompt=True)
             after = self.template.render(messages[: i + 1], prompt=False)
             self._check_beginnings(before, after, text)
@@ -281,7 +283,7 @@ class ChatTokens:
         content = message["content"]
         start = text.find(content, *span)
         if start < 0:
-            # Most templates strip white space.
+            # Most templates strip the white space around a content.
             content = content.strip()
             start = text.find(content, *span) - message["content"].find(content)
             if content not in text[slice(*span)]:
@@ -304,7 +306,7 @@ class ChatTokens:
         if spans is None:
             return np.ones(count, bool)
         starts = places[:, 0]
-        # A token without characters counts as one character.
+        # A token without characters would overlap no span, so it counts as one character.
         stops = np.maximum(places[:, 1], places[:, 0] + 1)
         targets = np.zeros(count, bool)
         for start, stop in spans:

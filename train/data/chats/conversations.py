@@ -61,15 +61,16 @@ def windows(tokens: np.ndarray, vocab: int, separator: int, size: int) -> Window
     # Ids 2 V and 2 V + 1 end a conversation.
     stops = np.flatnonzero(tokens >= 2 * vocab) + 1
     starts = np.concatenate([[0], stops[:-1]]).astype(np.int64)
-    # A conversation that ends with the separator has it once: its own, not the one that packing
-    # adds.
+    # If a template ends conversations with the separator, packing adds a second one. That one is
+    # dropped.
     doubled = (stops - starts > 1) & (tokens[np.maximum(stops - 2, 0)] % vocab == separator)
     full_lengths = stops - starts - doubled
     lengths = np.minimum(full_lengths, size)
     cut = int((full_lengths > size).sum())
 
     targets = np.concatenate([[0], np.cumsum(_is_target(np.asarray(tokens), vocab))])
-    # The first token of a conversation is never predicted.
+    # A target in first place does not count: with a document mask, or at the start of a window, it
+    # is not predicted.
     useful = targets[starts + lengths] > targets[np.minimum(starts + 1, starts + lengths)]
     spans: list[tuple[int, int]] = []
     first: list[int] = []
@@ -177,7 +178,8 @@ class Conversations(Data):
         side = self.eval_windows
         vocab = self._vocab
         ids = np.asarray(side.tokens)
-        # A conversation's end counts one byte, as the end of a document does.
+        # Ids 2 V and 2 V + 1 end a conversation. As a target the end counts one byte, like that of
+        # a document.
         sizes = np.concatenate([np.zeros(vocab, np.int64), self.tokenizer.token_bytes(), [0, 1]])
         bytes_before = np.concatenate([[0], np.cumsum(sizes[ids])])
         targets_before = np.concatenate([[0], np.cumsum(_is_target(ids, vocab))])
@@ -187,8 +189,8 @@ class Conversations(Data):
             spans = side.spans[side.first[number] : side.first[number + 1]]
             first = spans[:, 0].copy()
             last = spans[:, 1]
-            # A window's first token is not predicted, and with a document mask no conversation's
-            # first.
+            # Without a document mask, only the first token of the window is not predicted. With
+            # one, the first token of every conversation is not.
             unpredicted = slice(None) if self.config.document_mask else slice(1)
             first[unpredicted] += 1
             targets += int((targets_before[last] - targets_before[first]).sum())
@@ -226,7 +228,7 @@ class Conversations(Data):
 
         Rows after the windows have only separators, with weight 0.
         """
-        # Filled with separators, which every model reads and which are no targets here.
+        # Unused places have the separator, an id that every model can read. They are no targets.
         tokens = np.full((count, self._size), self._separator, np.int32)
         targets = np.zeros((count, self._size), bool)
         records = np.zeros((count, self._size), np.int32)
@@ -237,7 +239,8 @@ class Conversations(Data):
             for record, (start, stop) in enumerate(spans):
                 ids = np.asarray(side.tokens[start:stop], np.int32)
                 columns = slice(end, end + stop - start)
-                # Ids up to 2 V are a token, as a target or not. The others end a conversation.
+                # Ids below 2 V are tokens, raised by V if they are targets. Ids 2 V and 2 V + 1 end
+                # a conversation.
                 tokens[row, columns] = np.where(
                     ids < 2 * self._vocab, ids % self._vocab, self._separator
                 )
@@ -252,7 +255,7 @@ class Conversations(Data):
         weights = targets[:, 1:].astype(np.float32)
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
         if self.config.document_mask:
-            # The first token of a conversation cannot be predicted from the one before.
+            # The first token of a conversation cannot be predicted from the conversation before.
             batch["weights"] = weights * (records[:, 1:] == records[:, :-1])
             batch["segments"] = records[:, :-1]
             if self.config.reset_positions:

@@ -141,7 +141,7 @@ class Template:
             token = self.tokens.get(name)
             if not name.endswith("_token") or token == tokens.get(name):
                 continue
-            # A variable that does not exist makes the token undefined.
+            # Setting the token to an undefined variable makes it undefined in the template, too.
             value = "a_name_of_nothing"
             if token is not None:
                 value = json.dumps(token, ensure_ascii=False)
@@ -164,7 +164,7 @@ class Template:
                 try:
                     text = self.render(conversation, prompt=prompt)
                 except DataError:
-                    # The template has no role for system or tool.
+                    # Many templates refuse conversations with the role system or tool.
                     continue
                 tokens |= dict.fromkeys(_SPECIAL.findall(text))
                 for token in self.tokens.values():
@@ -240,12 +240,13 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
 
     source = fields.get("chat_template")
     if isinstance(source, list):
-        # Several templates, each with a name.
+        # The file may have a list of named templates.
         named = [entry for entry in source if isinstance(entry, dict)]
         by_name = {}
         for entry in named:
             by_name[entry.get("name")] = entry.get("template")
-        # The others are for purposes such as tool use; `transformers` takes this one, too.
+        # Other names are for purposes such as tool use. Without tools, `transformers` uses
+        # `default`, too.
         source = by_name.get("default")
     if folder and isinstance(source, str):
         return Template(source, str(folder / CONFIG), tokens, dated)
@@ -319,7 +320,7 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
             texts.append(part.get("text") if is_text else None)
         if all(isinstance(text, str) for text in texts):
             content = "".join(texts)
-    # OpenAI's records have null beside calls of tools.
+    # In OpenAI's format, a message with tool calls may have null as its content.
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):

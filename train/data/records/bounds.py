@@ -54,8 +54,8 @@ def pages(file: BinaryIO, start: int, size: int) -> Iterator[Page]:
         start: Position of the first page in bytes.
         size: Number of bytes of all pages with their headers.
     """
-    # The sizes in the footer of the file may be wrong on purpose. A reader allocates the sizes in
-    # the headers of the pages.
+    # The footer may state wrong sizes on purpose. A reader allocates the sizes in the page headers,
+    # so these are the ones to check.
     position = start
     while position < start + size:
         length = _HEADER_BYTES
@@ -122,7 +122,8 @@ class _Reader:
         fields: dict[int, Any] = {}
         number = 0
         while (head := self._byte()) != 0:
-            # The upper half has the distance to the last field's number, or 0 before a number.
+            # The upper 4 bits are the difference to the previous field's number. 0 means that the
+            # number follows.
             step = head >> 4
             number = number + step if step else self._signed()
             fields[number] = self._value(head & 15)

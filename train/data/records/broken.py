@@ -124,7 +124,7 @@ class BrokenLog:
         lines = []
         for unit, parts in sorted(by_unit.items()):
             count = sum(part.count for part in parts)
-            # Several parts may have the same place.
+            # A dict, because several parts may have the same place, which is listed once.
             places: dict[str, None] = {}
             for part in parts:
                 places |= dict.fromkeys(part.places)
@@ -139,7 +139,7 @@ class BrokenLog:
 
     def _keep(self, name: str, part: BrokenPart) -> None:
         """Add a part to the log and to its file in the cache, unless the log has an equal part."""
-        # A part that is read again has the same entries.
+        # A part that is read again gives the same entries, which are logged already.
         if self._parts.get(name) == part:
             return
         self._parts[name] = part

@@ -141,7 +141,7 @@ def check_features(file: Path) -> None:
     for feature in vars(tfds.features).values():
         if isinstance(feature, type):
             allowed.add(f"{feature.__module__}.{feature.__name__}")
-    # The code of classes that were defined in this process was run on the user's word.
+    # Classes that are registered in this process are allowed: the user has already run their code.
     allowed |= set(tfds.features.FeatureConnector._registered_features)
     for name in _class_names(fields):
         if name not in allowed:
@@ -206,7 +206,7 @@ def embedded(
 
     if not base.is_dir():
         cache.folder(base)
-    # TFDS takes brackets in a path for a pattern, and array_record takes only UTF-8.
+    # TFDS reads brackets in a path as a glob pattern, and array_record needs a path in UTF-8.
     data_path = lasting_name(base)
 
     def opened() -> tuple[Any, bool]:

@@ -67,7 +67,8 @@ def digest(files: Sequence[Path], note: cache.Note) -> str:
         with ThreadPool(min(_THREADS, len(changed))) as pool:
             digests = pool.map(_content_digest, changed, chunksize=8)
         current |= dict(zip(changed, digests, strict=True))
-        # A file that changes again within a tick of the clock would keep its stamp.
+        # Files changed within the last clock tick are not recorded: another change in the same tick
+        # would leave the stamp equal.
         settled = time.time_ns() - _TICK_NS
         entries = []
         for name in names:
@@ -132,7 +133,7 @@ def _write(record: Path, entries: Sequence[tuple[str, Stamp, str]]) -> None:
     """Replace the record by these stamps and digests. Errors of writing are ignored."""
     with contextlib.suppress(DataError, OSError):
         cache.folder(record.parent)
-        # Another process never sees a record that is half written.
+        # Write to a temporary name, so that no other process reads half a record.
         part = record.with_name(f"{record.name}.{os.getpid()}.part")
         with part.open("w") as file:
             for name, file_stamp, content in entries:

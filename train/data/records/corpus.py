@@ -77,7 +77,8 @@ class Piece:
             place = f"{self.path} line {self._line(data, offset)}"
             error = DataError(f"{place} {reason}")
             self.broken.add(f"{self.path} {self.start}", "text", place, error)
-            # The document has other pieces, which must end where they did.
+            # If the document has other pieces, an empty piece keeps its `ends`, so that the
+            # document still ends there.
             return [(b"", self.ends)] if self._is_part else []
         if self.start == 0:
             data = data.removeprefix(codecs.BOM_UTF8)
@@ -127,7 +128,7 @@ def side(name: str | bytes) -> Split:
 
 def rank(name: str | bytes) -> float:
     """Return the BLAKE2 hash of a path or text as a number in [0, 1)."""
-    # File names on Linux are bytes and may be no UTF-8.
+    # File names on Linux are bytes, which may not be UTF-8.
     content = name.encode(errors="surrogateescape") if isinstance(name, str) else name
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
@@ -148,7 +149,7 @@ def python_files(library: Path | None = None) -> list[tuple[str, Path]]:
     library = library or Path(sysconfig.get_path("stdlib"))
     modules = []
     for folder, subfolders, names in os.walk(library):
-        # `os.walk` visits the folders that stay in the list.
+        # `os.walk` descends only into the folders that stay in this list.
         subfolders[:] = [name for name in subfolders if _has_modules(name)]
         for name in names:
             if name.endswith(".py") and not name.startswith(_MADE_BY_INSTALLATION):

@@ -74,7 +74,7 @@ def _copies(train: np.ndarray, held_out: np.ndarray, separator: int) -> tuple[in
     for first in range(0, len(train_starts), _BLOCK_TOKENS):
         block_starts = train_starts[first : first + _BLOCK_TOKENS]
         block_stops = train_stops[first : first + _BLOCK_TOKENS]
-        # Only documents with an equal key are compared token by token.
+        # Keys are cheap hashes, so only documents with an equal key are compared token by token.
         has_equal_key = np.isin(_keys(train, block_starts, block_stops), held_out_keys)
         for i in np.flatnonzero(has_equal_key).tolist():
             content = train[block_starts[i] : block_stops[i]].tobytes()
@@ -109,7 +109,7 @@ def _keys(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarr
     factor = np.uint64(0x9E3779B97F4A7C15)
     keys = (stops - starts).astype(np.uint64)
     for i in range(_KEY_TOKENS):
-        # A short document repeats its last token, as every copy of the document does.
+        # A document of fewer than `_KEY_TOKENS` tokens repeats one. Its copies repeat the same one.
         first_tokens = tokens[np.minimum(starts + i, stops - 1)]
         keys = keys * factor + first_tokens.astype(np.uint64)
         last_tokens = tokens[np.maximum(stops - 1 - i, starts)]

@@ -164,13 +164,13 @@ def array_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     """
     version = np.lib.format.read_magic(stream)
     width = 2 if version == (1, 0) else 4
-    # The header begins with its length.
+    # The header begins with its length. NumPy would read a header of any length.
     size = stream.read(width)
     length = int.from_bytes(size, "little")
     if len(size) < width or length > _LARGEST_HEADER:
         raise ValueError(f"its header has {length:,} bytes")
     header = io.BytesIO(size + stream.read(length))
-    # NumPy parses the header as Python.
+    # NumPy parses the header as a Python literal, which may raise any of these errors.
     parser_errors = (SyntaxError, TypeError, KeyError, RecursionError, MemoryError)
     try:
         if width == 2:

@@ -77,7 +77,7 @@ class Lines:
         limit = self._line_limit
         with _opened(self.path, self.broken.limits) as stream, _checked(self.path):
             number = 1
-            # One byte above the limit tells a line that is too long.
+            # One byte above the limit shows that a line is too long.
             while line := _unmarked(stream.readline(limit + 1)):
                 if not line.strip():
                     number += 1
@@ -94,8 +94,8 @@ class Lines:
                     except DataError as error:
                         first_error = first_error or error
                     is_list = line.lstrip().startswith(b"[") and not line.rstrip().endswith(b"]")
-                    # The lines of a list that goes on are parts of one JSON value, and none is a
-                    # record.
+                    # The line begins a JSON list and does not end it. The next lines belong to the
+                    # list, so none is a record.
                     if is_list:
                         break
                 if number >= _TRIED_LINES:
@@ -142,7 +142,7 @@ class Lines:
                 while block := stream.read(_BLOCK_BYTES):
                     first_end = block.find(b"\n") + 1
                     line_size = position + (first_end or len(block)) - line_start
-                    # The line became too long: end the part before it.
+                    # The line has become too long, so the part ends before it.
                     if line_size > self._line_limit and not is_long:
                         is_long = True
                         place = self._place(line + lines)
@@ -154,7 +154,7 @@ class Lines:
                         line += lines
                         lines = 0
                     counted_from = 0
-                    # The line that was too long ends: begin a part after it.
+                    # The line that is too long ends in this block, so a part begins after it.
                     if is_long and first_end:
                         is_long = False
                         start = position + first_end
@@ -173,7 +173,7 @@ class Lines:
         except (DamagedError, bounds.LimitError) as error:
             place = f"{self.path} from line {line + lines} on"
             self.broken.add(f"{self.path} cut", "file", place, error)
-            position = line_start  # an incomplete line follows
+            position = line_start  # the rest is an incomplete line
         # The last line may have no line end.
         stop = start if is_long else position
         if stop > start:
@@ -194,7 +194,8 @@ class Lines:
             content = self._content(part)
             texts = []
             with self.broken.part(f"{self.path} {part.start}", "record") as tally:
-                # Not `splitlines`, which also cuts at a lone carriage return, white space in JSON.
+                # Not `splitlines`, which also cuts at a lone carriage return. In JSON that is white
+                # space.
                 for number, line in enumerate(content.split(b"\n"), part.line):
                     if not line.strip():
                         continue
@@ -286,7 +287,7 @@ class Lines:
 
     def _close_at_end(self) -> None:
         """Close the file if all of it was read."""
-        # A corpus may have more files than a process may open.
+        # A corpus may have more files than a process may have open at once.
         if self._position == self._size:
             self.close()
 
@@ -355,7 +356,7 @@ def _opened(path: Path, limits: LimitsConfig) -> Iterator[IO[bytes]]:
                 # `io` reads the lines, because pyarrow's streams cannot.
                 stream = stack.enter_context(io.BufferedReader(bounded, _BLOCK_BYTES))
             elif is_remote(path):
-                # A file in a bucket has no `readline` with a limit.
+                # The `readline` of a file in a bucket takes no limit.
                 bounded = bounds.BoundedStream(file, file, str(path), limits)
                 stream = stack.enter_context(io.BufferedReader(bounded, _BLOCK_BYTES))
             else:
@@ -389,7 +390,7 @@ def _unpacked(file: Any, suffix: str) -> Any:
     """Return a stream of the unpacked content, or the file itself if it is not compressed."""
     match suffix:
         case ".gz":
-            return gzip.GzipFile("", "rb", fileobj=file)  # a file in a bucket has no name
+            return gzip.GzipFile("", "rb", fileobj=file)  # "": `file` need not have a name
         case ".bz2":
             return bz2.BZ2File(file)
         case ".xz":

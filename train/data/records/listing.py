@@ -76,7 +76,7 @@ class _Walk:
         """
         try:
             with os.scandir(folder) as entries:
-                # Of several links to a folder, the same one is followed on every machine.
+                # Sorted, so that of several links to one folder every machine follows the same one.
                 children = sorted(entries, key=lambda entry: entry.name)
         except OSError as error:
             self.skipped[prefix.rstrip("/") or "."] = f"cannot be read: {error.strerror}"

@@ -99,7 +99,7 @@ def by_name(names: Iterable[str], place: str) -> SplitNames | None:
                 "move one of them out of it, or give them one name"
             )
 
-    # Every part has at most one word.
+    # Two words for one split raise an error above, so each split has at most one.
     parts = {}
     for split, named in words.items():
         parts[split] = next(iter(named.values()), [])

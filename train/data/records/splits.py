@@ -129,7 +129,7 @@ def _train_size(files: Files, name: str, file: IdFile, for_eval: set[str]) -> in
     if name in files.sides:
         return file.size if files.sides[name] == "train" else 0
     if len(files.ids) == 1:
-        # No other file could be for evaluation, so the last tenth of this one is.
+        # No other file of ids could be for evaluation, so the last tenth of this one is.
         return file.size - file.size // 10
     return 0 if name in for_eval else file.size
 
@@ -159,7 +159,7 @@ def _record_parts(file: Lines | Table, side: str | None) -> Iterator[tuple[str, 
         if side is not None:
             yield side, partial(_read_records, file, part, None)
             continue
-        # Every part has records of both sides.
+        # A part may have records of both sides, so it is read once for each side.
         for hash_side in SIDES:
             yield hash_side, partial(_read_records, file, part, hash_side)
 

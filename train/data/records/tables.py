@@ -21,7 +21,8 @@ _PART_BYTES = 1 << 24
 """Bytes of text of a part, about."""
 _BATCH_ROWS = (4096, 1024, 256, 64, 16, 4, 1)
 """Numbers of rows that may be decoded at once."""
-# A page's size is unknown without its header, so rows from a bucket are few at a time.
+# The size of a page is known only from its header, which costs a request to a bucket. Without it,
+# few rows are decoded at a time.
 _REMOTE_ROWS = 64
 """Number of rows that are decoded at once from a bucket."""
 _BATCH_BYTES = 1 << 27
@@ -131,7 +132,7 @@ class Table:
                     step = max(1, num_rows // max(1, size // _PART_BYTES))
                     # The metadata count a text of a dictionary once, however many rows have it.
                     copied = copied_bytes(self.path, self.field, group, self.broken.limits)
-                    # Kept for the cursor, which would otherwise decode all copies once more.
+                    # Kept for the cursor, which would otherwise have to decode all copies again.
                     self._copied[group] = copied
                     if copied > bounds.WINDOW_BYTES:
                         step = max(1, num_rows * _PART_BYTES // (copied + size))
@@ -163,7 +164,7 @@ class Table:
                     texts += self._texts(batch, sizes, number, tally)
                     number += len(batch)
         except (lines.DamagedError, bounds.LimitError) as error:
-            # The next part is decoded anew.
+            # The next part must not go on from a failed reader, so it opens the file again.
             self._close()
             rows = f"rows {first} to {part.first + part.stop - 1}"
             self.broken.add(f"{self.path} {first}", "file", f"{self.path} {rows}", error)
@@ -217,7 +218,7 @@ class Table:
             tally: Count of the rows that are left out.
         """
         limit = self.broken.limits.record_mib * 2**20
-        # Rows of a large batch become Python objects one by one.
+        # Rows of a large batch become Python objects one by one, to save memory.
         is_small = int(sizes.sum()) <= limit
         values = batch.to_pylist() if is_small else batch
         texts = []
@@ -334,7 +335,7 @@ class _Cursor:
         row_group = metadata.row_group(self.group)
         self.rows = row_group.num_rows
         columns = [row_group.column(number) for number in range(row_group.num_columns)]
-        # A nested column has several leaves.
+        # A nested column may have several leaves.
         leaves = [column for column in columns if _is_in(column.path_in_schema, field)]
         # A damaged file may declare negative sizes, which would lift the limit of the ratio.
         self.packed_bytes = sum(max(0, column.total_compressed_size) for column in leaves)
@@ -353,7 +354,8 @@ class _Cursor:
             if is_nested:
                 values = max(0, column.num_values)
                 bounds.check_ratio(str(self._path), _ROW_BYTES * values, self.packed_bytes, limits)
-                # Headers count values, of which a row may have any number.
+                # Headers count values, and a row may have any number of them. So all rows may be
+                # copies.
                 self.copied_rows = self.rows if self.copied_rows else 0
             elif headers is not None:
                 batch_rows = _rows_at_once(headers, copied)
@@ -384,7 +386,8 @@ class _Cursor:
         headers = []
         unpacked = 0
         for page in bounds.pages(file, start, column.total_compressed_size):
-            # A single page must keep a tenth of the ratio, because it is unpacked at once.
+            # A page above `_LARGEST_PAGE` may use only a tenth of the allowed ratio, because a page
+            # is unpacked at once.
             largest = max(_LARGEST_PAGE, limits.ratio * page.packed // 10)
             if page.unpacked > largest:
                 raise bounds.too_packed(
@@ -409,7 +412,7 @@ class _Cursor:
                     f"cannot read {self._path}: row group {self.group} has fewer rows than it says"
                 )
             self._pending = batch.column(0)
-        # The rows that are not taken now wait for the next call.
+        # Slices of Arrow share memory, so the remaining rows are kept without a copy.
         rows = self._pending[:count]
         self._pending = self._pending[len(rows) :]
         self.row += len(rows)
@@ -457,7 +460,9 @@ def _max_bytes(pages: list[bounds.Page], count: int) -> int:
     for page in pages:
         size += page.unpacked
         rows += page.values
-        # One row of the first page and one of the last are enough to need both.
+        # The fewest rows that touch every page of the window: all rows of its inner pages, one of
+        # the first page and one of the last. If these exceed `count`, the first page leaves the
+        # window.
         while first < len(pages) and rows - pages[first].values - page.values + 2 > count:
             size -= pages[first].unpacked
             rows -= pages[first].values
@@ -486,7 +491,7 @@ def decoded_sizes(array: Any) -> np.ndarray:
     arrow_type = array.type
     if types.is_dictionary(arrow_type):
         sizes = decoded_sizes(array.dictionary)
-        # A null index is no row of the dictionary; any valid one stands in for it.
+        # A null has no entry in the dictionary, so it counts like the first entry.
         indices = np.asarray(array.indices.fill_null(0))
         return sizes[indices] if len(sizes) else np.zeros(len(indices), np.int64)
     if types.is_list(arrow_type) or types.is_large_list(arrow_type):

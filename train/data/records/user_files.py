@@ -181,7 +181,7 @@ def _check_sizes(read_size: int, refused: list[_Unread], skip_broken: bool) -> N
     """
     if not refused:
         return
-    # A few unreadable files among many are only left out.
+    # Unreadable files that are the smaller part of the data are only left out.
     refused_size = _size([(unread.name, unread.file) for unread in refused])
     if read_size == 0 or (refused_size >= read_size and not skip_broken):
         largest = max(refused, key=lambda unread: unread.file.stat().st_size)
@@ -201,7 +201,8 @@ def _place_files(
     Raises:
         DataError: A file is damaged and not left out, or has ids of ambiguous width.
     """
-    # Neither the README in a folder of records nor a package.json among sources stops a run.
+    # Errors are collected, so that a README among records or a package.json among sources stops no
+    # run.
     refused: list[_Unread] = []
     not_text: list[_Unread] = []
     for name, file in candidates:
@@ -231,7 +232,8 @@ def _split(result: Files, place: str) -> tuple[Files, list[str]]:
     data_files = [name for name, _ in (*result.records, *result.ids)]
     splits = [split_names.file_split([*text, *data_files], place)]
     if splits[0] is None and text and data_files:
-        # Records and ids may have a split of their own beside plain text, such as a README.md.
+        # Records and ids may have a split by name, even if plain text next to them, such as a
+        # README.md, has none.
         splits.append(split_names.file_split(text, place))
         splits.append(split_names.file_split(data_files, place))
     told_splits = [split for split in splits if split is not None]
@@ -306,12 +308,13 @@ def _place_file(
     suffix = _format(file)
     try:
         if suffix in _LINES:
-            # A compressed file has the coding of its content only after it is unpacked.
+            # The encoding of a compressed text can be checked only after it is unpacked.
             if file.suffix.lower() in _LINES:
                 _check_coding(file, corpus.read_bytes(file, 0, _SNIFF_BYTES))
             lines_type = ChatLines if kind == "chat" else Lines
             lines = lines_type(file, field, result.broken)
-            # A file without any record is refused, or left out among others.
+            # `first` raises an error if none of the first lines is a record. The file is then not
+            # read.
             lines.first()
             result.records.append((name, lines))
         elif suffix == ".parquet":
@@ -328,7 +331,7 @@ def _place_file(
             result.text.append((name, file))
             if beginning.startswith(codecs.BOM_UTF8):
                 result.marked.append(name)
-    except (DamagedError, LimitError, ids.WidthError):  # these are DataErrors, too
+    except (DamagedError, LimitError, ids.WidthError):  # subclasses of DataError, caught below
         raise
     except OSError as error:
         raise _RefusedError(
@@ -361,10 +364,10 @@ def _beginning_of_text(file: Path) -> bytes:
         _check_coding(file, beginning)
     if suffix in (*_PACKED, ".zip"):
         raise _NotTextError("is compressed, and no file of records: unpack it")
-    # An editor that saves nothing may still write the mark.
+    # An editor may write a byte order mark even into an empty file.
     if beginning == codecs.BOM_UTF8:
         raise _NotTextError("is empty")
-    # NUL separates documents where tokens are bytes.
+    # With byte tokens, NUL is the separator of documents.
     if b"\0" in beginning:
         raise _NotTextError("has NUL bytes, so it is no plain text")
     return beginning
@@ -402,7 +405,8 @@ def _looks_wide(lower: bytes, upper: bytes) -> bool:
     """
     if len(upper) < 8 or 0 in lower:
         return False
-    # 9 is the tab: a binary file also has zeros in half of its bytes, but control characters too.
+    # 9 is the tab. A binary file may also have zeros in half of its bytes, but usually has control
+    # characters below 9.
     return 2 * upper.count(0) > len(upper) and min(lower) >= 9
 
 

@@ -69,7 +69,7 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         limits=config.limits,
     )
     tokens = ChatTokens(encoder, template, config.loss_on)
-    # "weights" is the version of the reading: caches made before messages had weights hold other
+    # "weights" names the version of this reader. Caches from before messages had weights hold other
     # targets.
     all_content = contents.digest([path for _, path in files.every()], note)
     content = cache.digest(all_content, field, "weights", *files.reading())

@@ -52,7 +52,8 @@ def cifar5m(
     sources = [builders.Source(builder, "train") for builder in parts]
     marks: list[bytes] = []
     for source in sources:
-        # First and last image stand for a part, because a digest of all would read gigabytes.
+        # The first and the last image stand for a part, because a digest of all images reads
+        # gigabytes.
         marks += _marks(source)
     return images.ImageData(
         config,
@@ -192,7 +193,7 @@ def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
         shape, fortran, dtype = array_header(stream)
     except (OSError, zipfile.BadZipFile, zlib.error):
         raise
-    # NumPy parses the header as Python, so a damaged header may raise anything.
+    # NumPy parses the header as a Python literal, so a damaged header may raise any exception.
     except Exception as error:
         raise ValueError(f"has no array {name}: {error}") from error
     if fortran or dtype.kind not in "iu" or (name == "X" and dtype != "uint8"):

@@ -147,7 +147,7 @@ class Folder(NamedTuple):
             return [(name, file, labels[label]) for name, file, label in files]
 
         train = relabelled(self.train)
-        # An evaluation alone has one list for both sides, which must stay one list.
+        # A folder that is only evaluated has one list for both sides, which must stay one list.
         eval_ = train if self.eval is self.train else relabelled(self.eval)
         return self._replace(train=train, eval=eval_, classes=[*classes])
 
@@ -238,7 +238,7 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
     _prepare_pil(limits)
     with contextlib.ExitStack() as stack:
         try:
-            # PIL opens no file in a bucket.
+            # PIL cannot open a path in a bucket, so the content is read first.
             is_local = isinstance(file, (Path, io.BytesIO))
             content = file if is_local else io.BytesIO(file.read_bytes())
             image = stack.enter_context(Image.open(content))
@@ -250,7 +250,7 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
             if _checked_pixels(image, name, limits) > _LARGE_PIXELS:
                 stack.enter_context(_LARGE_IMAGES)
             yield image
-        # A lack of memory is not the file's fault, and a DataError says already what is wrong.
+        # A lack of memory is not the file's fault. A DataError already says what is wrong.
         except (MemoryError, DataError):
             raise
         except Image.DecompressionBombError as error:
@@ -290,7 +290,8 @@ def _prepare_pil(limits: LimitsConfig) -> None:
     # No catch_warnings: it restores the filters of the process while other threads still decode.
     if _PIL_WARNINGS not in warnings.filters:
         warnings.filterwarnings("ignore", module=r"PIL\.")
-    # PIL has a bound of its own, a little above the default limit. Raise both.
+    # PIL refuses more than 2 * MAX_IMAGE_PIXELS, by default 179 megapixels. A higher limit must
+    # raise that bound, too.
     if limits.megapixels > DEFAULT_LIMITS.megapixels and Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, limits.megapixels * 10**6)
 
@@ -363,7 +364,7 @@ def _pixels(image: Image.Image, channels: int, background: str, side: int | None
     # Not ImageOps.exif_transpose: it writes the EXIF data anew, and PIL cannot write all values
     # that cameras write.
     turn = _TURNS.get(orientation) if isinstance(orientation, int) else None
-    # A turned view has negative strides and would keep the original alive.
+    # `turn` returns a strided view. A copy is contiguous and does not keep the original alive.
     return pixels if turn is None else np.ascontiguousarray(turn(pixels))
 
 
@@ -371,7 +372,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     """Return an image of 16 bits per value with 8 bits, and any other image unchanged."""
     # `convert` would clip 16 bits at 255.
     if image.mode.startswith("I;16"):
-        # 65535 // 257 = 255.
+        # 65535 // 257 = 255, so white stays white.
         return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     return image
 
@@ -385,7 +386,7 @@ def _on_background(image: Image.Image, background: str) -> Image.Image:
 
 def decoding_threads() -> int:
     """Return the number of threads that decode images: one per core, up to 16."""
-    # Each thread holds a batch in memory.
+    # Bounded, because each thread holds a batch in memory.
     return min(os.cpu_count() or 2, 16)
 
 
@@ -442,7 +443,7 @@ def opened(
     for line in folder.notes:
         note(line)
 
-    # An evaluation alone has the same files on both sides, which are scanned once.
+    # A folder that is only evaluated has the same files on both sides. They are scanned once.
     scanned_eval = [] if folder.train is folder.eval else folder.eval
     scan = _scanned(
         folder.train, scanned_eval, vision.channels, pixels.background, config.limits, note
@@ -466,7 +467,7 @@ def opened(
     eval_files = Files(folder.eval, vision.channels, pixels.background, config.limits)
     jitter = config.transforms.jitter
     num_images = len(folder.train) + len(folder.eval)
-    # Jitter works on fitted images, so they can be kept. Other views crop the original anew.
+    # Jitter works on fitted images, so these can be kept. Other views crop the original every time.
     fits_in_memory = num_images * size**2 * vision.channels <= _MOST_BYTES_IN_MEMORY
     if jitter is not None and fits_in_memory:
         train_files = KeptFiles(train_files, fitted, size, vision.channels)
@@ -503,7 +504,7 @@ def _without_broken(folder: Folder, config: DataConfig, scan: _Scan, note: cache
     eval_ = [item for item in folder.eval if str(item[1]) not in broken]
     labels_before = {label for _, _, label in folder.train}
     empty = sorted(labels_before - {label for _, _, label in train})
-    # An evaluation alone, which has one list for both sides, may lose a class.
+    # A folder that is only evaluated, with one list for both sides, may lose a class.
     if empty and folder.train is not folder.eval:
         raise DataError(
             f"class {folder.classes[empty[0]]} in {config.name} has no whole image to train on; "
@@ -656,7 +657,7 @@ def _scanned(
         return numbers
 
     numbers = cache.remembered(f"scanned-{digest}", compute)
-    # Only suspects are decoded again: another decoder may read them.
+    # Images that failed earlier are decoded again, because another version of PIL may read them.
     suspects = [path for path in paths if f"{prefix}{path}" in numbers]
     broken: dict[str, DataError] = {}
     if suspects:
@@ -778,7 +779,7 @@ def _part(root: Path, path: Path) -> _Part:
         else:
             classes[nfc(name.partition("/")[0])].append((prefix + nfc(name), file, -1))
     for name, reason in listing.skipped.items():
-        # Without this folder another class would get its label, and no message would tell.
+        # Without this class the labels of later classes would shift, and no message would tell.
         if "/" not in name and reason.startswith("cannot be read"):
             raise DataError(
                 f"{path / name} {reason}; make it readable or take it out of the folder"
@@ -802,7 +803,7 @@ def _folder_names(path: Path) -> list[str]:
                 names.append(sub.name)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    # A link to a folder above would be a class of all images. A bucket has no links.
+    # A link to a folder above would count as a class with all images. A bucket has no links.
     if not is_remote(path):
         real_path = path.resolve()
         outside = []
@@ -873,7 +874,7 @@ def _split_by_names(path: Path, names: list[str]) -> Folder:
         DataError: There is nothing to train on, a class has no training image, an evaluation class
             is unknown, or a part is empty or given twice.
     """
-    # Test images of competitions have no folders of classes.
+    # The test images of a competition often have no folders of classes.
     labelled = [name for name in names if _folder_names(path / name)]
     unlabelled = [name for name in names if name not in labelled]
     notes = []
@@ -932,8 +933,8 @@ def _split_by_hash(path: Path, part: _Part, notes: list[str]) -> Folder:
             )
         labelled = [(item, file, label) for item, file, _ in files]
         ranked = sorted(labelled, key=lambda item: corpus.rank(item[0]))
-        # The side depends on the rank, so the first ones are the evaluation side. Each side gets at
-        # least one image of each class.
+        # `corpus.side` is "eval" below a bound of the rank, so the first images are for evaluation.
+        # Each side gets at least one image of each class.
         count = sum(corpus.side(item) == "eval" for item, _, _ in ranked)
         count = min(max(count, 1), len(ranked) - 1)
         eval_ += ranked[:count]
@@ -965,7 +966,7 @@ def held_out(path: Path, classes: Sequence[str] | None) -> Folder:
     are_classes = model_classes.issuperset(map(nfc, names))
     if names and all(split_of(name) for name in names) and not are_classes:
         labelled = [name for name in names if _folder_names(path / name)]
-        # Raises an error if two parts have the same purpose.
+        # `by_name` raises an error if two parts have the same purpose.
         by_name(labelled, str(path))
         chosen: list[str] = []
         for purpose in ("test", "validation", "train"):
@@ -983,7 +984,7 @@ def held_out(path: Path, classes: Sequence[str] | None) -> Folder:
     filled = _Part({name: files for name, files in part.classes.items() if files}, part.skipped)
     files = _numbered(filled, [*filled.classes])
     notes = [f"evaluating on all {len(files):,} images of {place}", *summary(part.skipped)]
-    # One list for both sides says that nothing is trained on.
+    # The same list on both sides marks a folder that is only evaluated.
     return Folder(files, files, [*filled.classes], notes)
 
 
@@ -1015,7 +1016,7 @@ def to_evaluate(name: str, run: Mapping[str, Any]) -> Folder:
     except DataError:
         if is_own:
             raise
-        # A folder that cannot be split, with one class say, can be evaluated on.
+        # A folder that cannot be split, such as one with a single class, can still be evaluated on.
         return held_out(path, run.get("class_names"))
     # A copy of the run's folder has its digest.
     if not is_own and folder.digest != run.get("digest"):
@@ -1073,7 +1074,7 @@ def sizes(config: DataConfig) -> ImageSizes | None:
         sampled = pool.map(lambda index: _header(files[index], config.limits), indices)
     headers = [header for header in sampled if header is not None]
     if not headers:
-        # All are broken. The run raises an error when it loads the data.
+        # All sampled images are broken. The run raises an error when it loads the data.
         return ImageSizes(len(folder.classes), 3, None, train_images=len(folder.train))
     has_colour = any(header.colour for header in headers)
     channels = 3 if has_colour else 1

@@ -83,7 +83,7 @@ def fashion(
             "there on Debian and Ubuntu (31 MB), or write data.name as idx:FOLDER with a folder that "
             "has its four IDX files"
         )
-    # Clothes may be mirrored, other than digits.
+    # Clothes may be mirrored, unlike digits.
     return _open(config, model, seed, folder, list(FASHION), images.shift_and_flip)
 
 
@@ -230,7 +230,7 @@ def _array(file: Path, stream: Any, stored_bytes: int, limits: LimitsConfig) -> 
     starts = range(0, len(sizes), 4)
     shape = tuple(int.from_bytes(sizes[start : start + 4], "big") for start in starts)
     size = math.prod(shape)
-    # Checked by the header alone, before anything is unpacked.
+    # Check the size in the header, before the values are unpacked.
     if size > max(_UNCHECKED_BYTES, limits.ratio * stored_bytes // 10):
         raise bounds.too_packed(str(file), 10 * size, stored_bytes, limits)
 

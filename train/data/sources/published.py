@@ -213,7 +213,8 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
         pixels = config.pixels.resolved(size)
         pixels.check(size, vision.channels)
         views = (crops.training(config, size), crops.fitted(pixels, size))
-    # Image files stay bytes, for PIL to decode: TFDS would need OpenCV or TensorFlow.
+    # Image files stay bytes and are decoded here by PIL. TFDS would use OpenCV if it is installed,
+    # and would apply neither `limits` nor the background.
     skip: Any = None
     if isinstance(features[image], tfds.features.Image):
         skip = {image: tfds.decode.SkipDecoding()}
@@ -245,7 +246,7 @@ def sizes(config: DataConfig) -> ImageSizes | None:
         config: Data settings. `config.name` is a name that `find` takes.
     """
     base = path_of(config.data_dir) if config.data_dir else cache.data_sets(None)
-    # The run fetches what is in a bucket.
+    # Data in a bucket are fetched only when the run loads them.
     if is_remote(base):
         return None
     # Looked for before `find` is called: its error lists the data sets of TFDS, which takes
@@ -418,7 +419,7 @@ def _described(folder: Path, dataset: str) -> DataSet:
     for held_out in ("validation", "test"):
         if held_out in splits:
             return DataSet(folder, digest, {"train": "train", "eval": held_out})
-    # A data set with one split gives up a part of it for evaluation.
+    # Without a split to evaluate on, the last 5 % of the split train are held out.
     return DataSet(folder, digest, {"train": "train[:95%]", "eval": "train[95%:]"})
 
 
@@ -451,7 +452,7 @@ def unknown(name: str, base: Path) -> str:
         )
 
     names = [*SOURCES, *builder_names(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
-    # A prepared data set is in two of these lists.
+    # A prepared data set of TFDS is in two of these lists. A dict removes the second.
     unique_names = list(dict.fromkeys(names))
     near = difflib.get_close_matches(name, unique_names, n=3)
     if near:

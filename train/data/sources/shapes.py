@@ -50,7 +50,7 @@ LINEAR_IMAGES = 20_000
 _DABS = 4
 # Images that are drawn at once. Their pixels fit into the cache of a core.
 _CHUNK = 32
-# Step of SplitMix64.
+# Increment of SplitMix64, 2^64 over the golden ratio.
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -171,7 +171,7 @@ class _Random:
     """
 
     def __init__(self, seed: int, stream: int, indices: np.ndarray) -> None:
-        # Hashed, because small seeds as keys would only permute the same states.
+        # The seed is hashed: with small numbers as keys, XOR would only reorder the same indices.
         key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
         # Mixed, because neighbouring states would give correlated streams.
         self._states_B = _mix(indices.astype(np.uint64) ^ key)
@@ -320,7 +320,7 @@ def _ring(u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 def _cross(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     width = 0.36
-    # The arm for which the area is 1.
+    # Half the length of a bar, for which the cross has area 1.
     arm = np.sqrt(1 / (4 * (2 * 0.36 - 0.36**2)))
     longer = np.maximum(np.abs(u), np.abs(v))
     shorter = np.minimum(np.abs(u), np.abs(v))

@@ -63,7 +63,7 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     sizes = (f"{name} {file.stat().st_size}" for name, file in read.every())
     identity = cache.digest(*sizes, config.field, *read.reading())
     shares = files.lanes(train, config.batch_size)
-    # A single lane has all files, and they stand in the order of a hash, not of their names.
+    # With one lane, `lanes` returns all files, in the order of a hash of their names.
     (all_train,) = files.lanes(train, 1)
     (all_held_out,) = files.lanes(held_out, 1)
     corpus = Corpus(
@@ -161,7 +161,7 @@ def _opened(
         f"lane{'s' if count > 1 else ''}; {len(held_out.tokens):,} tokens of it to evaluate on"
     )
 
-    # The first step's digest names the evaluation text, however much of it is used.
+    # The digest of the first step identifies the evaluation text, however much of it is used.
     first_step = evaluation.first(1, note)
     digest = cache.digest("stream", corpus.identity, encoder.key, first_step.digest)
     facts = {"digest": digest, "lanes": count, **corpus.facts}

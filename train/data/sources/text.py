@@ -134,7 +134,8 @@ def user_text(
         )
 
     key = _content_key(config, kind, files, note)
-    # The tokenizer decides whether text that is no UTF-8 is broken, so each answer has a log.
+    # Whether text that is not UTF-8 is broken depends on the tokenizer, so each case has its own
+    # log.
     files.broken.keep_in(f"{key}-utf8" if files.is_utf8 else key)
     return files, key
 
@@ -149,14 +150,15 @@ def _content_key(config: DataConfig, kind: str, files: user_files.Files, note: c
     """
     all_files = files.every()
     if config.stream:
-        # A stream begins before all of its text is read, so it is named by names and sizes.
+        # A stream starts before all text is read, so it is identified by paths, sizes and times of
+        # files.
         content = corpus.stat_digest(all_files)
     else:
         content = contents.digest([path for _, path in all_files], note)
 
     key = f"text-{content}"
     if files.records or files.ids:
-        # Plain text has no field.
+        # Plain text does not depend on the field, so its key leaves the field out.
         key = f"records-{cache.digest(key, config.field, kind)}"
     reading = files.reading()
     if reading:
@@ -220,7 +222,7 @@ def open_text(
 
     if files is not None:
         facts = facts | note_broken(files, note)
-        # Records that are split by content have equal texts on one side only.
+        # Records that are split by the hash of their text have equal texts on one side only.
         if files.text or files.ids or files.sides:
             duplicates.report(sides, encoder.separator, note)
     _note_unknown(config, encoder, sides["train"].tokens[:_LOOKED_AT], note)

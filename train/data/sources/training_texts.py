@@ -154,7 +154,7 @@ def _interleaved(
     unfinished = set(range(len(texts)))
     readable = [*range(len(texts))]
     while unfinished and readable:
-        # The text that is farthest behind its share.
+        # Read on in the text that is farthest behind its share.
         i = min(readable, key=lambda number: sizes[number] / weights[number])
         document = next(readers[i], None)
         if document is not None:

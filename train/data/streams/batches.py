@@ -88,7 +88,7 @@ class TokenizerThread:
                 if lane is None:
                     self._changed.wait()
                 elif not lane.grow():
-                    # Another process works on this lane.
+                    # Another process tokenizes this lane, so wait before asking again.
                     self._stopped.wait(POLL_S)
 
     def _farthest_behind(self) -> StreamShard | None:

@@ -90,7 +90,8 @@ def lanes(files: Sequence[FileParts], batch_size: int) -> list[list[FileParts]]:
     for count in range(divisor, 1, -1):
         if divisor % count:
             continue
-        # Each file goes to the lane that is the smallest so far.
+        # Greedy: each file, the largest first, goes to the smallest lane, so that lanes become
+        # even.
         heap = [(0, i) for i in range(count)]
         by_lane: list[list[FileParts]] = [[] for _ in range(count)]
         for file in largest_first:

@@ -95,7 +95,7 @@ def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
     extras.require("hf", f"data.name {name}", DataError)
     import datasets  # pyright: ignore[reportMissingImports]
 
-    # Its bars would write over the lines of a run.
+    # The progress bars of `datasets` would overwrite the lines that a run prints.
     datasets.disable_progress_bars()
     # Without streaming the package first downloads and converts everything.
     options: dict[str, Any] = {"streaming": True}
@@ -135,8 +135,8 @@ def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
         unused = [split for split in names if split not in (train, held_out)]
         eval_names = [held_out or "a part of it by hash"]
         line = split_names.SplitNames([train], eval_names, unused).describe()
-        # Earlier versions evaluated on another split. Only the usual splits keep the key of their
-        # cache.
+        # With unusual splits, earlier versions evaluated on another split. The key then names the
+        # splits, so that their caches are not reused.
         is_usual = train == "train" and held_out in ("validation", "test", None)
         reading = [] if is_usual else [f"{train}, {held_out}"]
 
@@ -174,7 +174,8 @@ def _check_files(files: list[Path], limits: LimitsConfig) -> None:
         if suffix == ".parquet":
             tables.check_columns(file, limits)
         elif suffix in _PACKED:
-            # `datasets` reads the file, so a bad line cannot be left out.
+            # `datasets` reads this file later and cannot leave out a bad line, so a bad line is an
+            # error.
             for _ in Lines(file, "", BrokenLog(limits=limits, names_flag=False)).parts():
                 pass
         elif suffix == ".zip":
@@ -190,7 +191,7 @@ def _check_archive(file: Path, limits: LimitsConfig) -> None:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            # The sizes in the directory of the archive; nothing is unpacked.
+            # The directory of the archive has the sizes, so nothing is unpacked.
             size = sum(member.file_size for member in archive.infolist())
     except (OSError, zipfile.BadZipFile, ValueError) as error:
         raise DataError(
@@ -203,7 +204,7 @@ def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dic
     """Return the absolute paths of the files of "train" and "eval", as `datasets` takes them."""
     by_split: dict[str, list[str]] = {"train": [], "eval": []}
     for file_name, side in split.sides.items():
-        # `datasets` would read a relative path from the folder of the data set.
+        # `datasets` would look for a relative path below the folder of the data set.
         by_split[side].append(str(files[file_name].absolute()))
     return by_split
 
@@ -352,8 +353,8 @@ class HubDocuments:
                     if text and (self._side is None or corpus.side(text) == self._side):
                         chunk.append((text, True))
                         size += len(text)
-                    # Rows count too: where a filter drops nearly all, a chunk by bytes alone would
-                    # not end.
+                    # Rows count, too: if a filter drops nearly all rows, a chunk would hardly reach
+                    # its bytes.
                     if size >= _CHUNK_BYTES or row_count >= _CHUNK_ROWS:
                         ended = False
                         break

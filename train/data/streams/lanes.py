@@ -89,9 +89,9 @@ class StreamShard:
         self._encoder = encoder
         self._dtype = np.dtype(packing.id_type(encoder))
         self._steps: list[Step] = []
-        # For each step, whether its ids in the file are known to have the right checksum.
+        # True for each step whose ids in the file are known to have the right checksum.
         self._intact: list[bool] = []
-        # Bytes of the file of lines that `_steps` has.
+        # Number of bytes of the .jsonl file whose lines are in `_steps`.
         self._lines_bytes = 0
         self._reader: Iterator[tuple[Chunk, Any]] | None = None
         self._reader_position: Any = None
@@ -126,7 +126,8 @@ class StreamShard:
         self.until(tokens, note)
         last = bisect.bisect_left(self._steps, tokens, key=lambda step: step.tokens)
         steps = self._steps[: last + 1]
-        # By the steps' checksums and not by ids, so that nothing is read again.
+        # The digest is made of the steps' checksums and not of the ids, so that no file is read for
+        # it.
         digest = cache.digest(*(f"{step.tokens} {step.crc}" for step in steps))
         quoted = sum((Counter(step.quoted or {}) for step in steps), Counter())
         ids = self.read(0, steps[-1].tokens)
@@ -298,7 +299,7 @@ class StreamShard:
         _write(self._bin, done.tokens * self._dtype.itemsize, ids.tobytes())
         line = f"{json.dumps(step._asdict())}\n".encode()
         self._lines_bytes = _write(self._lines, self._lines_bytes, line)
-        # Before the step, because a thread that reads takes no lock.
+        # Append here first: a reading thread takes no lock, and looks up an entry for every step.
         self._intact.append(True)
         self._steps.append(step)
         self._reader = reader

@@ -140,7 +140,7 @@ class TextWindows(Data):
 
         for row, window in zip(rows, windows, strict=True):
             start = window * self._seq_len
-            # The last window may be shorter.
+            # The last window of the text may have fewer tokens than the others.
             ids = self._eval[start : start + self._seq_len + 1]
             num_targets = len(ids) - 1
             tokens[row, : len(ids)] = ids
@@ -157,14 +157,14 @@ class TextWindows(Data):
         order, the number of examples and the bytes per token are computed anew. Nothing changes for
         a tokenizer without start tokens. Call this once: a second call would insert them again.
         """
-        # Published models were trained on documents that begin so.
+        # Published models were trained on documents that begin with these tokens.
         begin = self.tokenizer.start
         if not len(begin):
             return
 
         separator = self.tokenizer.separator
         ids = np.asarray(self._eval).astype(np.int32)
-        # Without the last id: no document follows the last separator.
+        # The last id is left out: if it is a separator, no document follows it.
         starts = np.append(0, np.flatnonzero(ids[:-1] == separator) + 1)
         if begin.tolist() == [separator]:
             # The separator that ends a document begins the next one already.
@@ -220,7 +220,7 @@ class TextWindows(Data):
             examples: Number of evaluation examples.
         """
         sizes = self.tokenizer.token_bytes()
-        # The separator stands for the end of a document.
+        # The separator stands for the end of a document, which counts one byte.
         sizes[self.tokenizer.separator] = 1
         spaces = self._spaces_before_text()
         text_bytes = 0
@@ -375,7 +375,7 @@ class TokenData(TextWindows):
         return int(rng.integers(self._seq_len))
 
     def references(self) -> list[Reference]:
-        # The count models are models of bytes.
+        # The reference models count n-grams of bytes, so other tokens have no reference.
         if self.facts["tokenizer"] != "bytes":
             return []
         from mupax.train.data.text import ngrams

@@ -137,7 +137,7 @@ def copy_losses(
     right = (guess == train["targets"])[counts]
     num_guesses = np.bincount(lengths, minlength=_LONGEST_MATCH + 1)
     num_right = np.bincount(lengths, right, minlength=_LONGEST_MATCH + 1)
-    # The 2 keeps a guess from being certain, whose failure would cost infinitely many nats.
+    # The 2 keeps the trust below 1. At a trust of 1, a wrong guess would have an infinite loss.
     trust = num_right / (num_guesses + 2)
 
     guess, match_lengths = guesses(test, special)
@@ -161,7 +161,8 @@ def guesses(examples: Batch, special: np.ndarray) -> tuple[np.ndarray, np.ndarra
     is_plain = (examples["input_mask"] > 0) & ~np.isin(inputs, special)
     guess = np.zeros(history.shape, inputs.dtype)
     match_lengths = np.zeros(history.shape, np.int64)
-    # run[:, j] is the number of inputs before j that equal the last tokens of the history.
+    # run[:, j] is the number of tokens just before input j that equal the last tokens of the
+    # history.
     run = np.zeros(inputs.shape, np.int16)
     for t in range(history.shape[1]):
         is_equal = inputs[:, :-1] == history[:, t, None]
@@ -283,12 +284,13 @@ class Denoising(Data):
         counts = windows["weights"].sum(axis=1).astype(int)
         uniforms = np.empty((len(tokens), self.noise.draws, self.lengths.tokens))
         for row, index in zip(uniforms, indices, strict=True):
-            # One generator per example, so that its noise depends neither on the batch nor on the
-            # process.
+            # One generator per example, so that its noise depends neither on the batch size nor on
+            # the process.
             interface.rng(seed, purpose, index).random(out=row)
 
         batch = self._padding(len(tokens))
-        # All are complete windows but the last one of the evaluation text.
+        # All windows are complete, except the last one of the evaluation text. So there are few
+        # groups.
         for count in np.unique(counts[counts > 0]):
             rows = np.flatnonzero(counts == count)
             text = tokens[rows, :count]
@@ -346,7 +348,7 @@ def load(
             f"{config.noise} of {sizes['source']} inputs makes targets of {target_len} tokens, "
             f"and the model's are {model_len}; write --model.target-len {target_len}"
         )
-    # Without noise the configuration names windows of text.
+    # Without its fields of noise, the configuration loads as plain windows of text.
     plain = dataclasses.replace(config, noise=None, noise_rate=None, noise_span=None)
     return denoising(
         plain, noise, inputs=sizes["source"], vocab_size=sizes["vocab"], seed=seed, note=note

@@ -95,7 +95,7 @@ class Detokenizer:
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
         """Return the bytes of tokens, with a space for tokens without bytes of their own."""
-        # A token without bytes ends an incomplete character, and so does a space.
+        # A space ends an incomplete character, as a token without bytes of its own does.
         return b"".join(self._tokenizer.raw_bytes(token) or b" " for token in tokens)
 
     def _settled(self, tokens: list[int]) -> str:

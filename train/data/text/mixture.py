@@ -77,7 +77,8 @@ class MixtureWeights:
             sizes: Number of examples of each text, in the order of `counts`.
         """
         sizes = np.array(list(sizes))
-        # Every text has so many whole blocks, and the first missing example is in the next one.
+        # Every text has examples for this many complete blocks. The first missing example is in the
+        # next.
         block = int(np.min(sizes // self.counts))
         texts, examples = self._block(block)
         # At least one text ends within this block.

@@ -142,7 +142,8 @@ def train_bpe(texts: Iterable[bytes], size: int, special: Sequence[str] = ()) ->
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=special_tokens,
-        # All 256 bytes, or a byte that the training text lacks could not be encoded.
+        # The alphabet has all 256 bytes. Otherwise bytes that the training text lacks could not be
+        # encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

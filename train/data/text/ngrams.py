@@ -116,7 +116,7 @@ def _keys(text: np.ndarray, positions: np.ndarray, n: int, key_type: Any) -> np.
         n: Number of bytes or tokens in an n-gram, 1 to 4.
     """
     keys = np.zeros(len(positions), key_type)
-    # A byte has 8 bits, of which a quarter is 2.
+    # A key has 8 * itemsize bits, and a quarter of them is 2 * itemsize.
     shift = key_type(2 * keys.itemsize)
     for i in range(n):
         tokens = text[positions - (n - 1 - i)]

@@ -204,7 +204,8 @@ class Sentinels(_Spans):
             tokens += 1
         lengths = self._lengths(tokens)
         if self.rate == 0.5 and lengths.targets > inputs:
-            # T5's own exception makes both sides equally long, with at most one pad each.
+            # The same exception as in T5's code: one token less, which makes inputs and targets
+            # equally long.
             return Lengths(tokens - 1, inputs, lengths.targets - 1)
         return lengths
 

@@ -88,7 +88,7 @@ def prepared(
     """
     name = f"{key}-{tokenizer.key}{tokenizer.variant}"
     folder = cache.root() / "packed" / name
-    # Without the lock at first: most runs find a finished corpus, perhaps on a read-only disk.
+    # First try without the lock: most runs find a finished corpus, perhaps on a read-only disk.
     corpus, _ = _open(folder, tokenizer)
     if corpus is not None:
         _delete_progress(folder)
@@ -290,7 +290,7 @@ def _field_types(fields: dict[str, Any]) -> dict[str, type]:
 
 def _next_digest(previous: str, block: np.ndarray) -> str:
     """Return the SHA-256 of the digest before a step and the ids of the step, in hexadecimal."""
-    # The chain spares a resumed pass reading the ids of earlier steps.
+    # Each digest includes the one before, so a resumed pass need not read the ids of earlier steps.
     return hashlib.sha256(previous.encode() + block.astype("<u4").tobytes()).hexdigest()
 
 

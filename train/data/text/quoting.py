@@ -74,7 +74,8 @@ def _tree(tokens: list[str]) -> str:
             branches.append(re.escape(first) + _tree(suffixes))
     tree = "|".join(branches)
     if "" in endings:
-        # A token ends at this place, and longer ones go on.
+        # One token ends here and longer ones go on. The optional group is greedy, so the longest
+        # matches.
         return f"(?:{tree})?" if tree else ""
     return f"(?:{tree})" if len(branches) > 1 else tree
 

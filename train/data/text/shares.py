@@ -129,7 +129,7 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
         share = _read(path, stop - start, dtype)
         for i in range(first, stop):
             yield share[i - start] if share else documents_of(documents[i])
-        # Shares of a large corpus would double the room that it takes.
+        # Delete each share once it is read: all shares of a corpus take as much disk as the corpus.
         path.unlink(missing_ok=True)
         first = stop
 
@@ -151,7 +151,7 @@ def pack(
         OSError: The disk is full, or the packing process is done and has removed the shares.
         DataError: A document cannot be read.
     """
-    # The packing process begins with the first part of the first side.
+    # The packing process begins with the first part of the first side, so helpers begin at the end.
     for side in reversed([*documents]):
         start = len(documents[side])
         while start and not (folder / "manifest.json").exists():
@@ -265,7 +265,7 @@ def _read(path: Path, count: int, dtype: str) -> list[Part] | None:
             facts = arrays["facts"]
             sizes = arrays["sizes"]
             quotes = json.loads(str(arrays["quoted"]))
-    except Exception:  # numpy and zipfile raise whatever the damage makes of them
+    except Exception:  # a damaged file may raise any error
         return None
     if ids.dtype != dtype or len(sizes) != count or facts.shape != (sizes.sum(), 3):
         return None

@@ -254,7 +254,7 @@ class Subwords:
         self._library = self._opened(content)
         ids = self._library.get_vocab(with_added_tokens=True).values()
         growth = untrusted.check_library(self._library, ids, str(path))
-        # A normalizer may make a text longer, and the library holds the longer text.
+        # A normalizer may lengthen a text, and the library keeps the longer text in memory.
         self._batch_bytes = max(1, int(_BATCH_BYTES / growth))
         self._digest = hashlib.sha256(content).hexdigest()
         # Ids may have holes, so the count of tokens can be smaller than the largest id.
@@ -337,7 +337,7 @@ class Subwords:
             if len(strings) == 1 and len(strings[0]) > self._batch_bytes:
                 ids.append(self._long_spans(self._encoder, strings[0])[0])
                 continue
-            # The library spreads a batch over the cores.
+            # The library encodes the texts of a batch in parallel, on all cores.
             with self._calling():
                 encodings = self._encoder.encode_batch_fast(strings, add_special_tokens=False)
             ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
@@ -379,7 +379,8 @@ class Subwords:
         Two stretches are joined at a position where both have the edge of a token, far from their
         ends, so that the ids are the ids of the complete text.
         """
-        # The library takes some hundred bytes of memory per character.
+        # The library needs some hundred bytes of memory per character, too much for all of a long
+        # text.
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         begin = 0  # start of the next stretch
         encoded_end = 0  # number of characters that have tokens
@@ -469,7 +470,8 @@ class Subwords:
 
     def token_bytes(self) -> np.ndarray:
         pre_tokenizer = self._library.pre_tokenizer
-        # A vocabulary may be spelled in characters for bytes although the decoder is not ByteLevel.
+        # With a ByteLevel pre-tokenizer, each character of a piece stands for a byte, even if the
+        # decoder is of another type.
         by_bytes = pre_tokenizer is not None and b'"ByteLevel"' in pre_tokenizer.__getstate__()
         added = self._library.get_added_tokens_decoder()
         sizes = np.zeros(self.vocab_size, np.int64)
@@ -543,7 +545,7 @@ class Subwords:
         """Context manager that turns a panic of the library into a DataError."""
         try:
             yield
-        except BaseException as error:  # a panic is no Exception
+        except BaseException as error:  # a panic derives from BaseException
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"{self.path} is a damaged tokenizer.json: {error!s:.200}") from error
@@ -617,7 +619,7 @@ def _at_origin(places: np.ndarray, origin: np.ndarray) -> np.ndarray:
     if not len(origin):
         return places
     starts = origin[np.minimum(places[:, 0], len(origin) - 1)]
-    # An end has no character of its own in the original text, so the last character inside counts.
+    # A stop need not have a character in `origin`, so it is one after the span's last character.
     last = origin[np.maximum(places[:, 1] - 1, 0)]
     stops = np.where(places[:, 1] > places[:, 0], last + 1, starts)
     return np.stack([starts, stops], axis=1)

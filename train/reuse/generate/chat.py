@@ -121,7 +121,7 @@ class Conversation:
             # The refused message goes, and messages that `_fitted` left out for it come back.
             self._messages = before
             raise
-        max_length = self._context - prompt.size + 1  # the last token is never read
+        max_length = self._context - prompt.size + 1  # the last new token is not fed back
         length = min(self._tokens, max_length)
         text = StreamingText(self._tokenizer, prompt.tolist(), length, self._stops, self._ends)
         # Random keys depend on the seed and a token's number, so every answer gets its own seed.
@@ -148,7 +148,7 @@ class Conversation:
         count = len(self._messages)
         prompt = self._encoded()
         while prompt.size > self._context - free and len(self._messages) > self._first + 1:
-            # A question and its answer: templates want users and assistants to alternate.
+            # Drop a question with its answer: many templates refuse roles that do not alternate.
             del self._messages[self._first : self._first + 2]
             prompt = self._encoded()
         if prompt.size > self._context:
@@ -196,7 +196,7 @@ def _lines(in_terminal: bool) -> Iterator[str]:
                 terminal.show("\n")
             return
         if line.strip():
-            # Bytes that are no UTF-8 cannot be in a template's text.
+            # Python may hold invalid bytes as surrogates, which cannot be encoded as UTF-8 again.
             yield line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -208,7 +208,7 @@ def _line(in_terminal: bool) -> str:
     """
     if in_terminal and sys.stdout.isatty():
         return input("> ")
-    if in_terminal:  # the answers go elsewhere, and the prompt must not
+    if in_terminal:  # `input` would write its prompt into the redirected answers
         sys.stderr.write("> ")
         sys.stderr.flush()
     line = sys.stdin.readline()

@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     from mupax.zoo.transformer import transformer
 
     tokenizer = run.tokenizer()
-    assert args.prompt is not None  # see _check
+    assert args.prompt is not None  # `_check` requires a prompt without --chat
     text = args.prompt
     if text == "-":
         # `echo` ends its text with a newline, which would become a token of the prompt.
@@ -192,7 +192,7 @@ def write(
         part_began = time.monotonic()
         compilations = generator.compilations
         for part in generator.stream(prompt, length, seed):
-            # The time of a part for which a program was compiled is mostly the compiler's.
+            # A part for which a program was compiled does not count: it is mostly compilation.
             if generator.compilations == compilations:
                 compiled_s += time.monotonic() - part_began
                 compiled_tokens += part.size

@@ -106,7 +106,7 @@ class Generator:
         # The multipliers are applied once here, not at every token.
         self.weights = jax.jit(multiply_all)(networks, inputs.factors.multiplier)
 
-        # Tokens go to the host, which needs a whole copy of them.
+        # Tokens are fetched by the host of every process, which needs the complete array.
         replicated = program.layout.replicated
         # None leaves the caches in the sharding that the compiler chooses.
         state = _DecoderState(None, replicated, replicated)
@@ -209,7 +209,8 @@ class Generator:
                 )
                 context += steps
                 new_BT = np.asarray(out_BT)[:, :steps]
-                # Fast devices make more tokens per call. The drawn tokens do not depend on it.
+                # Fast devices make more tokens per call. The number of tokens per call does not
+                # change which tokens are drawn.
                 if time.monotonic() - began < _LIVELY_S / 2:
                     max_steps = min(2 * max_steps, MOST)
                 else:
@@ -406,7 +407,7 @@ class Generator:
             chosen_B = jnp.take_along_axis(logp_BV, next_B[:, None], axis=1)[:, 0]
             return Scores(chosen_B, values_BK, ids_BK)
 
-        # Logits of all positions at once would take more memory than the model.
+        # Logits of all positions at once, [B, T, V], could take more memory than the model.
         scores = jax.lax.map(score_position, (hidden_TBD, next_BT.T), batch_size=_BLOCK)
         return jax.tree.map(lambda values: values.swapaxes(0, 1), scores)
 

@@ -202,7 +202,7 @@ class Seq2SeqGenerator:
             return self._step(networks, memories, key, state)
 
         end = jax.lax.while_loop(has_open_text, step, start)
-        # Without the division longer texts would lose to shorter ones at every further token.
+        # Every further token lowers ln p, so without the division short texts would usually win.
         mean_score_R = end.score_R / jnp.maximum(end.count_R, 1) ** self._penalty
         score_BK = mean_score_R.reshape(-1, self._beams)
         best_B = jnp.arange(len(score_BK)) * self._beams + jnp.argmax(score_BK, axis=1)
@@ -241,14 +241,16 @@ class Seq2SeqGenerator:
 
         logp_RV = jax.nn.log_softmax(logits_RV, axis=-1)
         last_position = state.out_RT.shape[1] - 1
-        # In `transformers`, mBART forces a language first, and BART its end token at full length.
+        # As in `transformers`: mBART forces a language token at the start, and BART forces its end
+        # token at the last position.
         for token, position in ((self._first, 0), (self._last, last_position)):
             if token is not None:
                 forced_V = jnp.where(jnp.arange(logp_RV.shape[1]) == token, 0.0, -jnp.inf)
                 logp_RV = jnp.where(state.number == position, forced_V, logp_RV)
         chosen = self._next_token(state, logp_RV, jax.random.fold_in(key, state.number))
 
-        # A row can go on with the text of another beam.
+        # Several of the best continuations may come from one beam. Every row copies the text that
+        # it continues.
         parent_R = chosen.parent_R
         out_RT = state.out_RT[parent_R]
         done_R = state.done_R[parent_R]
@@ -257,7 +259,7 @@ class Seq2SeqGenerator:
         token_R = jnp.where(done_R, self._end, chosen.token_R)
         out_RT = jax.lax.dynamic_update_slice(out_RT, token_R[:, None], (0, state.number))
         if self._beams > 1:
-            # Keys and values belong to the text that a row goes on with.
+            # The cache of a row must hold the keys and values of the text that the row now has.
             caches = [_reordered(cache, parent_R) for cache in caches]
         ended_R = done_R | (token_R == self._end)
         return _DecoderState(
@@ -380,7 +382,7 @@ def texts(args: Any, model: TrainedModel, tokenizer: Any, sampling: Sampling) ->
         tokens = row.tolist()
         if request.holes is not None:
             tokens = restored(prompt, row, request.holes)
-        # The model's vocabulary can be padded, so an id can be none of the tokenizer's.
+        # The model's vocabulary can be padded, so an id may be too large for the tokenizer.
         visible_ids = [
             token
             for token in tokens

@@ -63,7 +63,7 @@ class TracedSampling(NamedTuple):
     @classmethod
     def of(cls, sampling: Sampling) -> TracedSampling:
         """Return the values of a sampling as arrays. It must have no top_k."""
-        # top_k is the length of an array in the program, so it cannot be an input.
+        # top_k is the length of an array in the program, so it cannot be a traced input.
         assert sampling.top_k is None
         top_p = 1 if sampling.top_p is None else sampling.top_p
         return cls(np.float32(sampling.temperature), np.float32(top_p))
@@ -93,7 +93,7 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling | TracedSam
         k = min(sampling.top_k or vocab_size, vocab_size)
         best_BK, ids_BK = jax.lax.top_k(logits_BV / sampling.temperature, k)
         if sampling.top_p is not None:
-            # Shares are among the top_k tokens, as in `transformers`, which applies top_k first.
+            # Probabilities are renormalized over the top_k tokens first, as in `transformers`.
             is_in_nucleus_BK = _likelier_mass(best_BK) < sampling.top_p
             best_BK = jnp.where(is_in_nucleus_BK, best_BK, -jnp.inf)
         index_B = categorical(keys_B, best_BK)
@@ -101,7 +101,7 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling | TracedSam
 
     if isinstance(sampling, TracedSampling):
         branches = (take_likeliest, draw_among_all, draw_among_likeliest)
-        # Sorting is skipped where top_p keeps all tokens.
+        # A top_p of 1 keeps all tokens, so the vocabulary need not be sorted.
         random_branch = 1 + (sampling.top_p < 1).astype(jnp.int32)
         branch = jnp.where(sampling.temperature == 0, 0, random_branch)
         return jax.lax.switch(branch, branches)
@@ -130,7 +130,8 @@ def draw_each(
     is_narrow_B = is_random_B & (top_p_B < 1)
 
     def draw_random() -> jax.Array:
-        # Greedy rows divide by 1: their tokens are replaced below, but must not be nan.
+        # Greedy rows divide by 1, because a division by 0 would give inf and nan. Their tokens are
+        # replaced at the end.
         divisor_B = jnp.where(is_random_B, temperature_B, 1.0)
         scaled_BV = logits_BV / divisor_B[:, None]
         categorical = jax.vmap(jax.random.categorical)
@@ -142,7 +143,7 @@ def draw_each(
             index_B = categorical(keys_B, jnp.where(is_in_nucleus_BV, best_BV, -jnp.inf))
             return jnp.take_along_axis(ids_BV, index_B[:, None], axis=-1)[:, 0]
 
-        # Sorting a vocabulary takes longer than a small model's step.
+        # Sorting the vocabulary can take longer than a small model's step.
         among_likeliest_B = jax.lax.cond(
             jnp.any(is_narrow_B), draw_among_likeliest, lambda: among_all_B
         )

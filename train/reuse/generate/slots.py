@@ -197,7 +197,7 @@ class Slots:
         """
         assert text.slot is not None
         saved = self._call("extract", self._extract, self._caches, np.int32(text.slot))
-        # On the host, because memory of the device is what is short.
+        # On the host, because device memory is what runs out.
         text.saved = jax.tree.map(np.asarray, saved)
         self.leave(text)
 
@@ -232,13 +232,15 @@ class Slots:
             return written
         steps = min(most, self._steps)
         for text in writing:
-            # One call writes as many tokens of every text: the text with the fewest left decides.
+            # A call writes the same number of tokens for every text, so the text that needs or has
+            # room for the fewest decides.
             steps = min(steps, text.length - len(text.written_ids), self._limit - text.context)
         for text, tokens, is_finite in self._advance(writing, steps):
             # An error belongs to one text. The texts in the other slots go on.
             error = None if is_finite else DecodingError(_DIVERGED)
             written.append(Written(text, tokens, error))
-        # Fast devices make more tokens per call. The drawn tokens do not depend on it.
+        # Fast devices make more tokens per call. The number of tokens per call does not change
+        # which tokens are drawn.
         if time.monotonic() - began < LIVELY_S / 2:
             self._steps = min(2 * steps, MOST)
         else:
@@ -409,14 +411,15 @@ class Slots:
             )
             token_B, new_finite_B = self._drawn(logits_BV, rows)
             out_BT = jax.lax.dynamic_update_slice(out_BT, token_B[:, None], (0, index))
-            # Empty slots compute, too, because shapes are fixed; only their counts stand still.
+            # Shapes are fixed, so inactive slots are computed, too. Their counts must not move.
             moved_B = rows.active_B.astype(jnp.int32)
             rows = rows._replace(
                 token_B=token_B,
                 context_B=rows.context_B + moved_B,
                 number_B=rows.number_B + moved_B,
             )
-            # The lengths are in `rows`. A loop needs values of one shape, so the caches have a 0.
+            # `while_loop` needs the same shapes after every iteration, so the length of the caches
+            # must be a scalar again. The lengths of all slots are in `rows`.
             caches = tuple(cache._replace(length=jnp.int32(0)) for cache in caches)
             return index + 1, caches, rows, out_BT, finite_B & new_finite_B
 

@@ -102,7 +102,7 @@ class StreamingText:
         new = self._until_end(ids)
         text = held + self._decoder.add(new)
         if self.finish:
-            # No further bytes come, so an incomplete character is written as it is.
+            # No further bytes come, so an incomplete character becomes U+FFFD.
             text += self._decoder.finish()
         stop = self._first_stop(text)
         if stop is not None:

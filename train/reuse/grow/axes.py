@@ -212,7 +212,7 @@ def _check_fields(small: TransformerConfig, large: TransformerConfig) -> None:
         old_value = getattr(small, name)
         new_value = getattr(large, name)
         if name in ("experts", "active_experts") and small.experts and large.experts:
-            # Checked by `copied`.
+            # `copied` checks these two fields.
             continue
         if name in FREE or old_value == new_value:
             continue
@@ -230,8 +230,9 @@ def _check_sizes(small: TransformerConfig, large: TransformerConfig) -> None:
     sizes += hidden(small, large).values()
     for size, old, new in sizes:
         if new < old:
-            # Without head_dim a head is the width over the heads, and more heads are smaller ones;
-            # so are more active experts.
+            # If head_dim is not set, it is width / num_heads, so more heads are smaller. If
+            # expert_dim is not set, it is mlp_dim / active_experts, so more active experts are
+            # smaller.
             field = {"heads_dim": "head_dim", "expert_dim": "expert_dim"}.get(size)
             hint = f"; add {field}={old} to --set" if field else ""
             raise GrowError(f"{size} would shrink from {old} to {new}; growth only adds{hint}")
@@ -340,8 +341,8 @@ def _heads(small: TransformerConfig, large: TransformerConfig) -> tuple[Index, I
         first_head = old_head * copies
         kv_heads[first_head : first_head + copies] = old_head
         for query in range(old_group):
-            # Without copies all queries of a group stay with one key head. With copies the group
-            # is dealt out to them, `new_group` queries each.
+            # Without copies, all queries of a group keep their one key head. With copies, each copy
+            # of the key head gets `new_group` of the queries.
             if copies > 1:
                 head = (first_head + query // new_group) * new_group + query % new_group
             else:
@@ -370,7 +371,6 @@ def _rotated(small: TransformerConfig, large: TransformerConfig) -> tuple[Index,
     old_log_frequencies = _log_frequencies(old_dim, old_theta)
     new_log_frequencies = _log_frequencies(new_dim, new_theta)
     distances = np.abs(old_log_frequencies[:, None] - new_log_frequencies[None])
-    # Every old pair goes to the new pair with the nearest frequency.
     pairs = distances.argmin(1)
     num_pairs = old_dim // 2
     if len(set(pairs)) < len(pairs):
@@ -384,7 +384,8 @@ def _rotated(small: TransformerConfig, large: TransformerConfig) -> tuple[Index,
     index[pairs + new_dim // 2] = np.arange(num_pairs) + num_pairs
     if np.allclose(old_log_frequencies, new_log_frequencies[pairs], atol=1e-6):
         return index, []
-    # Pair i turns by theta^(-2i/N). Base theta^(N'/N) with N' in place of N is the same angle.
+    # Pair i turns by theta^(-2i/N) per position. A head dimension N' with the base theta^(N'/N)
+    # gives pair i the same angle.
     exact_theta = old_theta ** (new_dim / old_dim)
     return index, [
         f"rotary pairs of head_dim {new_dim} turn at other frequencies than those of {old_dim}: "

@@ -181,7 +181,7 @@ def larger(config: Config, args: Grow) -> Config:
         ConfigError: unknown model or field, or sizes that do not fit.
     """
     model = config.model if args.to is None else configs.get(args.to)
-    # Compute settings are the run's, whatever model is named.
+    # A named model has default compute settings. The run keeps its own.
     values: dict[str, Any] = {
         **model_to_json(model),
         "compute": dataclasses.asdict(config.model.compute),

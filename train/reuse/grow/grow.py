@@ -155,7 +155,7 @@ def plan(source: ScaledModel, target: ScaledModel) -> Growth:
                 copies = shape[inserted_axis]
         copies_axis = None
         if axes.expert_copies > 1:
-            # The bias of the router's choice has no gradient that its copies could share.
+            # The router's selection bias is moved by expert loads. It has no gradient to share.
             if "experts" in spec.axes and not spec.moved_by_loads:
                 copies = axes.expert_copies
             # Copies that differ in their last matrix get different gradients in all others, too.
@@ -185,7 +185,8 @@ def plan(source: ScaledModel, target: ScaledModel) -> Growth:
 
 def _scale(spec: ParamSpec, small: TransformerConfig, large: TransformerConfig) -> float:
     """Return the factor of old entries in the plain network that keeps the function."""
-    # A norm over D' entries of a stream whose new entries are 0 is (D'/D)^1/2 times as large.
+    # New entries of the stream are 0, so the mean square over D' entries is D/D' times the old one,
+    # and the output of a norm is (D'/D)^1/2 times as large.
     width_factor = (small.width / large.width) ** 0.5
     scale = 1.0
     is_query = Role.QUERY in (spec.role, spec.of)
@@ -227,7 +228,7 @@ def _silent(spec: ParamSpec, along: Sequence[Index]) -> np.ndarray | None:
     heads.
     """
     if spec.role in (*EMBEDS, *OUTS):
-        # New units must not change the stream; they get gradients through it all the same.
+        # Zeros, so that new units do not change the stream. These weights still get gradients.
         return np.ones([1] * len(along), bool)
     if spec.role is not Role.KEY:
         return None
@@ -305,7 +306,7 @@ def _action(
             return "converted", ", ".join(words)
         return "kept", ""
 
-    # Gains start at 1 and biases at 0, so nothing is said of vectors.
+    # New entries of vectors need no remark: gains start at 1 and biases at 0.
     if not np.all(move.transplanted()) and spec.role not in VECTORS:
         if zero is None:
             words.append("new: initialized")

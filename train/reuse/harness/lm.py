@@ -86,8 +86,8 @@ class Harness(LM):
             temperature = float(options.get("temperature") or 0.0)
         sampling = None
         if temperature:
-            # As in `transformers`, 0 is no top_k.
+            # A top_k of 0 means that there is no limit, as in `transformers`.
             sampling = Sampling(temperature, options.get("top_k") or None, options.get("top_p"))
-        # Tasks use either name.
+        # The YAML files of tasks use either of these two names.
         max_tokens = options.get("max_gen_toks") or options.get("max_new_tokens") or MAX_TOKENS
         return self._texts.continued(context, until, max_tokens=int(max_tokens), sampling=sampling)

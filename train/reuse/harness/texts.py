@@ -77,7 +77,7 @@ class Texts:
         self._begin = self._begin_tokens()
         self._program = runs.on_one_device(self._run.config)
         self._params = self._run.params(self._program.abstract)
-        # Tasks differ in temperature. Without a fixed sampling, one compiled program serves all.
+        # Tasks differ in temperature. Without a fixed sampling, one program serves all of them.
         self._generator = self._generator_of(None)
         self._generators: dict[Sampling, Generator] = {}
         """Generators of samplings with top_k, which is fixed in a compiled program."""
@@ -103,7 +103,6 @@ class Texts:
         document as context, the last one has as many as fit. A text without tokens gets 0.
         """
         windows: list[Window] = []
-        # Number of windows of each text.
         counts = []
         for text in texts:
             text_windows = list(self._windows(self._encoded(text)))
@@ -237,7 +236,8 @@ class Texts:
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
             longest = len(windows[batch[0]].tokens)
-            # The last batch has as many rows, or the program would be compiled once more for it.
+            # The last batch is padded to `BATCH` rows. With fewer rows the program would be
+            # compiled once more.
             tokens_BT = np.zeros((BATCH, longest), np.int32)
             for row, index in enumerate(batch):
                 tokens = windows[index].tokens

@@ -53,7 +53,7 @@ class Import(PresetFlags):
         source = model.plain_weights()
         text = export.text_of(model, None, None)
         if model.run is not None and text.encoder is not None and not model.model.denoises:
-            # A run records no ids. They follow from its tokenizer and chat template.
+            # A run records no token ids. They follow from its tokenizer and chat template.
             ids = export.present_ids(export.token_ids(model, text))
             source = source._replace(text_ids=ids)
         reads_bytes = text.name == "bytes"

@@ -99,7 +99,7 @@ def study(config: Config) -> tuned.Tuned | None:
         try:
             reference, _, preset = applied(config, ["--preset", use], str(config.steps))
         except PresetError:
-            # A file of the user's that is no tuned preset.
+            # A file that a user has put among the tuned presets may be invalid.
             continue
         if preset is None:
             continue

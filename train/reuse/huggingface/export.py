@@ -63,7 +63,7 @@ def exported(
     model = trained.describe(path, step)
     source = model.plain_weights()
     text = text_of(model, tokenizer_file, separator)
-    # Ids that published weights name come last: they decide.
+    # Where published weights and their tokenizer name different ids, those of the weights count.
     ids = {**token_ids(model, text), **model.text_ids}
     if separator is not None and text.encoder is not None:
         ids["eos_token_id"] = text.encoder.separator
@@ -77,7 +77,7 @@ def exported(
         row = evidence.evaluation(model.workdir, source.preset["step"])
     has_tokenizer = (out / tokenizer_files.TOKENIZER).is_file()
     has_template = text.template is not None
-    # The card says how to use the files that were written.
+    # The example code in the card must open only files that were written.
     content = files.card(source, name, licence, row, tokenizer=has_tokenizer, chats=has_template)
     # Names of files may hold bytes that UTF-8 cannot encode.
     (out / files.FILE).write_text(content, encoding="utf-8", errors="backslashreplace")
@@ -161,7 +161,8 @@ def token_ids(model: TrainedModel, text: TextFiles) -> dict[str, int | None]:
     if not model.model.denoises:
         return tokenizer_files.decoder_ids(text)
     ids = special_ids(encoder, 0, model.model.sizes()["vocab"])
-    # Text infilling follows BART, which starts with the end token, and sentinels follow T5.
+    # As in BART, the decoder of a model of text infilling starts with the end token. As in T5, that
+    # of a model of sentinels starts with the padding token.
     is_infilled = model.run is not None and model.config.data.noise == "infilling"
     return {
         "bos_token_id": ids.bos,

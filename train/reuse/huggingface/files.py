@@ -102,7 +102,7 @@ def _training(source: WeightsSource) -> list[str]:
     """Return the paragraphs on data, steps and optimizer of a run. Empty without a run."""
     if source.run is None:
         return []
-    # A path could tell the name of a user, so only its last part is written.
+    # A path can contain a user's name, so only its last part is written.
     config, facts = source.run
     data, colon, path = config.data.name.partition(":")
     if colon:

@@ -175,7 +175,7 @@ def _normalization(fields: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
         factor = fields.get("rescale_factor", 1 / 255)
     mean = _channels(fields.get("image_mean", 0.5), "image_mean")
     std = _channels(fields.get("image_std", 0.5), "image_std")
-    # Images are then left as rescaled: mean 0 and deviation 1.
+    # Mean 0 and deviation 1 leave rescaled images as they are.
     if fields.get("do_normalize") is False:
         mean = (0.0,)
         std = (1.0,)
@@ -274,7 +274,7 @@ def to_huggingface(pixels: PixelsConfig, model: ImageModel, family: Family) -> d
     size = {"shortest_edge": resize}
     if pixels.fit == "squash":
         size = {"height": resize, "width": resize}
-    # Box is PIL's nearest filter to area (see `note`).
+    # PIL has no area filter. Its box filter gives almost the same pixels (see `note`).
     interpolation = "box" if pixels.interpolation == "area" else pixels.interpolation
     return {
         "image_processor_type": processor,

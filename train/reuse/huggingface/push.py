@@ -121,7 +121,7 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         names.sort()
         _check_links(folder, names)
         if not any(name.endswith(".safetensors") for name in names):
-            # Refuses a folder without weights with the message of all commands.
+            # `Tensors` raises the error that every command gives for a folder without weights.
             Tensors(folder)
         check_whole(folder)
         yield folder, names
@@ -164,7 +164,7 @@ def _check_name(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise PushError(f"--to {repository}: {error}") from error
-    # The hub's own check also takes a name without a user, as its oldest models have.
+    # `validate_repo_id` also accepts a name without a user, such as that of the hub's old models.
     if not (slash and user and name):
         raise PushError(
             f"--to {repository} is no USER/NAME; write your name at Hugging Face before it, as in "

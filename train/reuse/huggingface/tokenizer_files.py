@@ -72,7 +72,7 @@ def keep(folder: Path, out: Path, *, tokenizer: bool = True) -> list[str]:
         DataError: a file is a link out of the folder. A copy would publish its target.
     """
     names = (*NEAR, *_OLDER) if tokenizer else (text_ids.FILE, preprocessor.FILE)
-    # A file that was written for the run is not replaced.
+    # A file that the export has already written is not replaced.
     present = [name for name in names if (folder / name).is_file() and not (out / name).exists()]
     for name, target in links_outside(folder, present).items():
         raise DataError(
@@ -105,7 +105,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
-    # tokenizer_config.json comes last: it decides.
+    # `templates.special_tokens` reads tokenizer_config.json, which takes precedence.
     return {**tokens, **templates.special_tokens(str(folder / TOKENIZER))}
 
 
@@ -126,7 +126,7 @@ def separator_beside(folder: Path, ids: Ids) -> str | None:
     if not (folder / TOKENIZER).is_file():
         return None
     end = special_tokens(folder).get("eos_token")
-    # The first usual separator comes before all others, so a large file need not be read.
+    # No separator comes before the first usual one, so the large tokenizer.json need not be read.
     if end == USUAL_SEPARATORS[0]:
         return None
 
@@ -217,7 +217,8 @@ def write_tokenizer(
             number = number[0]
         if number is None:
             continue
-        # `transformers` leaves named tokens out of decoded text, so an ordinary word gets no name.
+        # An ordinary word must not be named as a special token, because `transformers` leaves
+        # special tokens out of decoded text (skip_special_tokens).
         token = library.id_to_token(number)
         has_brackets = token is not None and token[:1] + token[-1:] in ("<>", "[]")
         if token is not None and (number in special_ids or has_brackets):
@@ -226,7 +227,7 @@ def write_tokenizer(
             tokens.pop(f"{name}_token", None)
 
     config: dict[str, Any] = {
-        # This class reads any tokenizer.json as it is. Classes of one model change parts of it.
+        # This class reads any tokenizer.json as it is. Classes for a single model may change it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         **tokens,
         # True would remove spaces before punctuation from decoded text.
@@ -346,7 +347,7 @@ def _unseen(text: TextFiles) -> list[int]:
     if text.chats and text.template is not None:
         trained_begin = _conversation(text.encoder, text.template)[: len(begin)]
     else:
-        # The separator stands before every document.
+        # In training the separator comes before every document.
         trained_begin = [text.encoder.separator]
     if begin == trained_begin and not end:
         return []

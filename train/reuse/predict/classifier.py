@@ -124,7 +124,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
     A row with NaN or +inf becomes NaN. A logit of -inf among finite ones has the probability 0.
     """
-    with np.errstate(invalid="ignore"):  # a row that is not finite becomes NaN
+    with np.errstate(invalid="ignore"):  # NumPy would warn about inf - inf
         exp = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
         return exp / exp.sum(axis=1, keepdims=True)
 

@@ -165,11 +165,11 @@ def request(body: bytes | bytearray, *, is_chat: bool) -> Request:
         raise ApiError(400, "logprobs are not streamed; leave out stream or logprobs", "logprobs")
     echo = reader.switch("echo")
 
-    # The order of these checks decides which of several mistakes a client is told.
+    # If a request has several mistakes, the order of these checks decides which one is reported.
     model = reader.text("model")
     max_tokens = _max_tokens(reader, is_chat, echo)
     temperature = reader.number("temperature", 1.0, 0, 100)
-    # A top_p of 0 takes the likeliest token, which a tiny probability does, too.
+    # `Sampling` refuses a top_p of 0. A tiny top_p has the same effect: the likeliest token.
     top_p = reader.number("top_p", 1.0, 0, 1) or 1e-9
     stops = _stops(fields)
     random_seed = int.from_bytes(os.urandom(4)) >> 1
@@ -294,7 +294,7 @@ class _Reader:
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         value = self._fields.get(name, default)
-        # The comparison is false for nan and inf, and right for integers beyond any float.
+        # The comparison is false for nan and inf, and exact for integers too large for a float.
         if type(value) not in (int, float) or not least <= value <= most:
             raise ApiError(
                 400, f"{name} is {_shown(value)}; write a number from {least} to {most}", name

@@ -168,7 +168,8 @@ class LimitedProtocol(H11Protocol):
     def _give_up(self) -> None:
         """Close the connection without sending the rest of an answer."""
         if not self.transport.is_closing():
-            # `close` would wait for the client to read what is buffered, and it does not read.
+            # `close` would wait until the client has read what is buffered. This client may never
+            # read it.
             self.transport.abort()
 
 
@@ -201,9 +202,9 @@ def listening(host: str, port: int, backlog: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = None
     try:
-        # A machine may have no IPv6 at all.
+        # On a machine without IPv6, making the socket already raises OSError.
         listener = socket.socket(family)
-        # A server that is started again soon would find its port in TIME_WAIT.
+        # Without this, a server that is soon started again could find its port in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(backlog)
@@ -325,7 +326,7 @@ async def discard(receive: Any) -> None:
 
 def _give_back_memory() -> None:
     """Let glibc return freed memory to the system. Does nothing with other C libraries."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 
@@ -376,7 +377,7 @@ class App:
         async def watched_receive() -> Any:
             message = await receive()
             if message["type"] == "http.request" and not message.get("more_body", False):
-                # A refusal may then close the connection without waiting for further bytes.
+                # The body is complete, so a later refusal can keep the connection (`_refused`).
                 scope[_BODY_READ] = True
             return message
 
@@ -452,7 +453,7 @@ class App:
         name = request.scope["raw_path"].decode("ascii").removeprefix(f"{_MODELS}/")
         if not name:
             raise HTTPException(404)
-        # A client may send a percent sign of the name as it is.
+        # A percent sign in the name may come unescaped, so the raw path is compared first.
         if name != self._service.name:
             name = urllib.parse.unquote(name)
         return _json(self._service.model(name))
@@ -644,7 +645,8 @@ class Server:
             log_config=None,
             log_level="critical",  # mistakes of clients do not belong in the log
             access_log=False,
-            # A client could name any address in X-Forwarded-For, and the queue is fair by address.
+            # The queue shares slots by client address. With these headers a client could claim any
+            # address in X-Forwarded-For.
             proxy_headers=False,
             server_header=False,
             limit_concurrency=_CONNECTIONS,
@@ -654,7 +656,7 @@ class Server:
             h11_max_incomplete_event_size=LARGEST_HEAD,
         )
         self._uvicorn = uvicorn.Server(config)
-        # `shutdown` may have been called before there was a uvicorn to tell.
+        # `shutdown` may have been called before `_uvicorn` existed.
         self._uvicorn.should_exit = self._is_stopping
         self._uvicorn.run(sockets=[self._listener])
 

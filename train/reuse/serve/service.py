@@ -231,7 +231,7 @@ class Answer:
         self._indices = []
         """Index in `writings` of each text of the job. A writing of no tokens has no text."""
         for number, prompt in enumerate(prompts):
-            # Seeds of their own, or equal prompts of one request would get equal answers.
+            # Each prompt has its own seed, or equal prompts of one request would get equal answers.
             seed = request.seed + number
             for row, writing in enumerate(prompt.writings):
                 if not writing.finish:
@@ -267,7 +267,7 @@ class Answer:
                 # Tokens that the worker made before it saw that the text is done.
                 continue
             piece = writing.add(event.tokens)
-            # The worker stopped at the time limit, and not because the text has all its tokens.
+            # If the last event does not end the text, the worker has stopped at the time limit.
             if event.is_last and not writing.finish:
                 piece += writing.cut()
             if writing.finish:
@@ -313,7 +313,7 @@ class Answer:
 
     def _deliver(self, event: Event) -> None:
         """Pass an event from the worker's thread to the server's event loop."""
-        # If the server is closing, its event loop is closed and needs no events.
+        # RuntimeError means that the event loop is closed, because the server is closing.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 

@@ -216,7 +216,7 @@ class Worker:
 
     def _leave(self) -> None:
         """Exit the process at once, with exit code 130, if the thread still runs."""
-        # If Python were finalized while JAX runs in the thread, C++ would abort the process.
+        # Python's finalization while JAX runs in the thread can make C++ abort the process.
         if self._thread.is_alive():
             terminal.leave(128 + signal.SIGINT)
 
@@ -273,8 +273,6 @@ class Worker:
     def _made_progress(self) -> None:
         self._last_progress = time.monotonic()
 
-    # Texts that leave
-
     def _drop_unneeded(self) -> None:
         """Drop texts whose job is cancelled, that are done, or whose time is over.
 
@@ -302,7 +300,7 @@ class Worker:
             self.slots.leave(text)
             self._slot_began.pop(text, None)
             job, _ = self._owners.pop(text)
-            # Frees the cache at once, although the job may live on in a reader.
+            # Frees the cache at once. A reader may keep the job, and so the text, for longer.
             text.saved = None
             with contextlib.suppress(ValueError):
                 job.waiting.remove(text)
@@ -345,8 +343,6 @@ class Worker:
         job.deliver(Progress(index, part.tokens, is_last))
         if is_last:
             self._drop([part.text])
-
-    # Texts that join
 
     def _fill_slots(self) -> None:
         """Put waiting texts into slots, the job with the highest priority first.
@@ -447,8 +443,6 @@ class Worker:
         if tokens:
             self._hand_over(Written(text, tokens))
 
-    # Probabilities
-
     def _score_one(self) -> None:
         """Score the next text of the first score job, and put this job behind the others.
 
@@ -471,7 +465,7 @@ class Worker:
             job.deliver(_for_client(error))
             return
         self._made_progress()
-        # Without the axis of texts, of which there is one.
+        # Drop the axis of texts, which has size 1.
         text_scores = type(scores)(*(values[0] for values in scores))
         job.deliver(Scored(job.next_row, text_scores))
         job.next_row += 1

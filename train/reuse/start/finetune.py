@@ -242,11 +242,11 @@ def rate_rule(origin: TrainedModel) -> _RateRule:
             share = SHARE
             text = f"{SHARE} times the source's {source_optimizer.peak_lr:.3g}"
         elif isinstance(model, TransformerConfig) and model.lora.rank is not None:
-            # The rate of the source's adapters was `ADAPTERS_TIMES` as high.
+            # The source trained adapters, at `ADAPTERS_TIMES` the learning rate of all parameters.
             share = 1 / ADAPTERS_TIMES
             text = f"{share:.2g} times that of the source, itself fine-tuned by adapters,"
         else:
-            # A fine-tuned source has a rate that is already low.
+            # The learning rate of a fine-tuned source is low enough already.
             share = 1.0
             text = "that of the source, itself fine-tuned,"
         optimizer = dataclasses.replace(
@@ -258,10 +258,11 @@ def rate_rule(origin: TrainedModel) -> _RateRule:
         )
         return _RateRule(optimizer, f"{text} under {named}")
 
-    # Choose the peak rate so that a hidden matrix moves at the target rate under the preset.
+    # Choose the peak learning rate so that a hidden matrix gets the target learning rate under the
+    # preset.
     resolved = preset_for(preset, model)
     sizes = model.sizes()
-    # A model of experts has no MLP, but attention.
+    # A model whose MLPs are all experts has no MLP_IN. A query matrix stands in for it.
     roles = (Role.MLP_IN, Role.HIDDEN, Role.QUERY)
     candidates = [spec for spec in model.parameters().values() if spec.role in roles]
     spec = min(candidates, key=lambda spec: roles.index(spec.role))

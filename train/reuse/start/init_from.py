@@ -168,7 +168,7 @@ def own_settings(config: Config) -> DataConfig:
         WeightsError, JsonError, ConfigError, AssetsError: no model at the path, or damaged files.
     """
     origin = trained.describe(path_of(config.init.init_from or ""))
-    # Published weights have no run, and so no files of one.
+    # Only a run keeps its own tokenizer and template files. Weights without a run have none.
     if origin.run is None:
         return config.data
     settings = own_files.settings(origin.config.data, origin.facts, origin.assets, config.data)
@@ -207,7 +207,7 @@ def prepare(program: Program, tokenizer: str | None = None) -> Start:
     except (InitError, TransplantError, plain.AbsorbError) as error:
         raise InitError(f"--init-from {init.init_from}: {error}") from error
 
-    # Only parameters with new entries are drawn.
+    # Initial values are drawn only for parameters with new entries, to save memory and time.
     fresh = state.fresh_params(program.definition, config.seed, program.stds, planned.fresh())
     params = transplant.parameters(planned.moves, source.stored, fresh)
     notes = [*source.notes, *_notes(source, config, tokenizer)]
@@ -333,7 +333,7 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
         if source_name in source_definition.specs:
             old_shape = source_definition.abstract[source_name].shape
             if is_untied:
-                # The table is [vocab, embed] and a readout is [embed, vocab].
+                # The token embedding is [vocab, embed] and a readout is [embed, vocab].
                 old_shape = old_shape[::-1]
 
         if name in new:
@@ -348,7 +348,8 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
             action, reason = _action(moves[name], old_shape, shape, source, target)
             rows.append(Row(name, role, old_shape, shape, action, reason))
             continue
-        # Only these axes have rows that mean something alone. Others need new parameters.
+        # One row per position or token can be kept without the others. Along other axes a part of
+        # the parameter is useless, so the advice is a new parameter.
         can_resize = differing <= {"position", "vocab"}
         flag = "--init-resize" if can_resize else "--init-new"
         refused.append(_Refusal(f"{name} is {old_shape} there and {shape} here", flag, name))

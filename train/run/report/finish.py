@@ -77,14 +77,14 @@ def loss_plot(
     Raises:
         metrics.MetricsError: The file has no rows, or a line of it is not a metrics row.
     """
-    # Figure without pyplot: it touches nothing global and needs no screen.
+    # `Figure` needs neither pyplot's global state nor a display.
     from matplotlib.figure import Figure
 
     set_bytes_per_token = sets or {}
     rows, unit = _rows(metrics_path)
     panel_metrics = _panel_metrics(rows, unit)
     num_panels = 1 + len(panel_metrics)
-    # Names stand in the right margin: beyond eight they need more height than a panel has.
+    # The names of sets stand in the right margin. More than eight do not fit into the usual height.
     base_height = 4.4 + 1.8 * len(panel_metrics)
     height = base_height + 0.27 * num_panels * max(0, len(set_bytes_per_token) - 8)
     figure = Figure(figsize=(7.6, height), dpi=150, layout="constrained")
@@ -315,7 +315,8 @@ def summary(
     content = Group(table, "", below)
     console.print(Panel(content, title=heading, title_align="left", padding=(1, 2), expand=False))
     if then:
-        # Below the panel and in one line, because frame and line breaks would be copied with it.
+        # Below the panel and in one line, so that users can copy the command without frame and line
+        # breaks.
         console.print(Text.assemble(("next  ", "dim"), then), soft_wrap=True)
 
 
@@ -346,7 +347,7 @@ def _add_metrics(
         table.add_row(Text(f"evaluation {metric.label}", "bold"), Text(text, "bold"), remark)
         reference_unit: str | None = name
         if is_loss:
-            # The loss of images has no reference: theirs are of the accuracy.
+            # Reference models of images state accuracies alone, so their loss is not compared.
             reference_unit = scale.name if scale.unit == "tokens" else None
         for reference in references:
             if reference.unit == reference_unit:
@@ -597,7 +598,7 @@ def leave(session: CompiledRun, params: Arrays) -> None:
     with _optional(context, "the summary"):
         # Files in a bucket are shown at their place there, and not in the upload buffer.
         written = [file for file in (*files, curve_path) if file.exists()]
-        # config.json is not among these: a run in a bucket has it there alone.
+        # config.json is added without a test: a run writes it into the bucket, not into the buffer.
         shown_files = [
             context.folder / file.relative_to(folder).as_posix()
             for file in (*written, folder / "config.json")

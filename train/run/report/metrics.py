@@ -177,7 +177,7 @@ class MetricWriters:
         self._calls.put(partial(self._call_all, "close"))
         if not (self._hangs or self._wait(_CLOSE_S)):
             self._report_hang(f"no answer for {_CLOSE_S:.0f} s")
-        # Ends the thread, if it ever comes to this call.
+        # Ends the thread, unless an earlier call hangs for ever.
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -187,12 +187,12 @@ class MetricWriters:
 
     def _call_all(self, method: str, *arguments: Any) -> None:
         """Call a method of every writer. Close and remove those that raise, and print a line."""
-        # A copy, because those that fail are removed.
+        # A copy of the list, because the loop removes writers that fail.
         for mirror in [*self._mirrors]:
             try:
                 getattr(mirror, method)(*arguments)
             except Exception as error:
-                # Trackers raise errors of any kind, and the run needs none of them.
+                # Trackers raise errors of any kind. The run goes on without a tracker that fails.
                 self._mirrors.remove(mirror)
                 with contextlib.suppress(Exception):
                     mirror.close()
@@ -504,7 +504,7 @@ def _keep_until(path: Path, step: int | None) -> str:
     rows = []
     if step is not None and disk.status(path) is not None:
         rows = [row for row in read(path) if row["step"] <= step]
-    # Replaced at once: a kill leaves the old rows or the ones that are kept.
+    # Replaced atomically: a kill leaves either all old rows or the rows to keep.
     disk.write_whole(path, "".join(to_json(row) + "\n" for row in rows))
     missing = set(range(1, (step or 0) + 1)) - {row["step"] for row in rows if "loss" in row}
     if not missing:
@@ -578,7 +578,7 @@ class Evaluations:
         best = math.inf
         best_step = None
         num_stale = 0
-        # At the last step the run ends anyway.
+        # Without an evaluation of the last step, after which the run ends anyway.
         for step in sorted(step for step in self.metrics if step < self._num_steps):
             value = cost(metric, self.metrics[step].get(metric))
             threshold = best if best_step is None else best - min_delta

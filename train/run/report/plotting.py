@@ -26,7 +26,7 @@ _CELL_HEIGHT = 1.28
 _NUM_IMAGES = 512
 """Test images that are predicted, at least, if there are so many."""
 
-# From Okabe and Ito's palette, which color-blind readers can tell apart.
+# BLUE, ORANGE and MORE are Okabe and Ito's palette, which color-blind readers can tell apart.
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREY = "#6E6E6E"
@@ -157,7 +157,7 @@ def _draw_cell(
         cmap="gray",
         vmin=0,
         vmax=1,
-        # Other filters would blur images of few pixels, of which the model sees each.
+        # Other filters would blur small images, and hide the pixels that the model sees.
         interpolation="nearest",
         aspect="equal",
     )
@@ -350,8 +350,8 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
     `heights` must be in ascending order, which the result keeps.
     """
-    # Without the gaps this is isotonic regression. Its min-max formula is used and not
-    # scipy.optimize, which takes half a second to load.
+    # Heights minus rank * gap must not decrease, which is isotonic regression. Its min-max formula
+    # is used, because scipy.optimize takes half a second to load.
     count = len(heights)
     offsets = [height - rank * gap for rank, height in enumerate(heights)]
     results = []

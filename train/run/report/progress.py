@@ -127,7 +127,7 @@ class Timing:
         self.overall = Total()
         self.recent = Total(_RECENT_S)
         self._window = Total()
-        # An array, because a long run has millions of steps.
+        # `array` takes 8 bytes per step, a list of floats 32. A long run has millions of steps.
         self._step_seconds = array.array("d")
         self._row_start = 0
         """Index in `_step_seconds` of the first step of the next row."""
@@ -262,7 +262,7 @@ class Profile:
         """
         traced = number in self._steps
         if traced != self._tracing:
-            # Without steps in flight, so that the trace holds the asked ones and no others.
+            # Without steps in flight, so that the trace has the requested steps and no others.
             with self._paused():
                 if traced:
                     jax.profiler.start_trace(self._folder)
@@ -464,7 +464,7 @@ class Progress:
         stepping = self._timing.overall.seconds
         if self._warmed_up is None or not stepping:
             return None
-        # Evaluations and checkpoints go on taking the share of the time that they have taken.
+        # Assumes that evaluations and checkpoints keep the share of the time that they had so far.
         slowdown = max(1.0, (self._updated - self._warmed_up) / stepping)
         left = (self.total_steps - self.step) * self._seconds_per_step * slowdown
         return max(0.0, left - (self._clock() - self._updated))

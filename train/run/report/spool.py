@@ -100,7 +100,7 @@ class UploadBuffer:
     ) -> None:
         try:
             if error is not None and not isinstance(error, Exception):
-                # SystemExit or Ctrl-C: whoever stops the process at once does not wait.
+                # After SystemExit or Ctrl-C the process must end without waiting for an upload.
                 return
             # An event of this upload alone: an earlier one may still be under way.
             sent = threading.Event()

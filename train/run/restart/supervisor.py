@@ -154,7 +154,8 @@ class RestartAttempt:
         with _cautions():
             folder = _folder(config)
             process = self.reached.process
-            # A file for each process, because hosts that append to one file overwrite each other.
+            # A file for each process, because on a network file system hosts that append to the
+            # same file can overwrite each other's rows.
             name = FILE if process < 1 else f"attempts-{process}.jsonl"
             path = folder / name
             if not folder.is_dir():
@@ -179,10 +180,10 @@ def ended_since(config: Config, began: float) -> int:
     count = 0
     with _cautions():
         for path in _folder(config).glob("attempts*.jsonl"):
-            # A row that another process is writing may be torn.
+            # A row that another process is writing may be incomplete.
             with contextlib.suppress(ValueError, RecursionError, KeyError, IndexError, TypeError):
                 last_row = json.loads(path.read_text().splitlines()[-1])
-                # Times of one ISO format and time zone have the order of their text.
+                # Texts of ISO times in one format and time zone sort like the times.
                 count += last_row["ended"] >= _time(began)
     return count
 
@@ -217,8 +218,8 @@ class Listener:
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        # Python writes a byte to the second socket when a signal comes, so that a wait for the
-        # first one ends.
+        # When a signal comes, Python writes a byte to `_wakeup_write`. That ends a wait for
+        # `_wakeup_read`.
         self._wakeup_read, self._wakeup_write = socket.socketpair()
         self._handlers: dict[signal.Signals, Any] = {}
         self._previous_wakeup = -1
@@ -229,7 +230,8 @@ class Listener:
         self._previous_wakeup = signal.set_wakeup_fd(
             self._wakeup_write.fileno(), warn_on_full_buffer=False
         )
-        # What `nohup` or a background job ignores is ignored by this process and its child.
+        # A signal that this process was started to ignore, as under `nohup`, stays ignored. The
+        # child inherits that.
         heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self._handlers = {number: signal.signal(number, self._handle) for number in heard}
         return self
@@ -415,11 +417,12 @@ def run(config: Config, words: Sequence[str], max_restarts: int) -> int:
     with Listener() as listener:
         for number in range(1, max_restarts + 2):
             last = attempt(number, command, listener)
-            # A workdir that was refused is another run's, or was not meant to be continued.
+            # Only if the attempt has claimed the workdir. A workdir that was refused is another
+            # run's, or was not meant to be continued.
             if last.reached.process >= 0 and "--resume" not in command:
                 command += ["--resume"]
-            # The run has gone back already. Going back once more would move its own steps to a
-            # branch.
+            # This attempt has already gone back to the step of `--resume-from`. Going back once
+            # more would move the checkpoints of this attempt to a branch.
             if last.reached.start >= 0:
                 command = _without(command, "--resume-from")
             # After bad input the workdir may be another run's, and gets no row.

@@ -123,7 +123,7 @@ def balance(
 
     @jax.jit
     def measure(params: Arrays, factors: Factors, batch: Batch) -> tuple[Speeds, Parts, Arrays]:
-        # Directions need no rates, and the rates come from them.
+        # `direction` ignores learning rates, so the rates can be derived from its updates.
         unit = direction(definition, factors, config)
 
         def flow(grads: Arrays) -> Arrays:
@@ -142,8 +142,8 @@ def balance(
     scale = 1.0
     tried: list[tuple[float, float]] = []
     for _ in range(_ROUNDS):
-        # Always from the reference's own multipliers, because `scale` is not relative to the last
-        # round.
+        # Start from the reference's multipliers in every round, because `scale` is relative to them
+        # and not to the round before.
         multipliers = dict(factors.multiplier)
         for name in readouts:
             multipliers[name] = (factors.multiplier[name] * scale).astype(np.float32)
@@ -230,7 +230,8 @@ def next_scale(tried: Sequence[tuple[float, float]]) -> float:
     if len(tried) > 1:
         last_scale, last_speed = tried[-2]
         power = math.log(speed / last_speed) / math.log(scale / last_scale)
-        # Bounds keep a noisy pair from a power near 0, at which the next scale would be infinite.
+        # A noisy pair can give a power near 0, where the next scale is extreme, or above 0, where
+        # the scale moves the wrong way.
         power = min(max(power, -4.0), -0.25)
     return scale * speed ** (-1 / power)
 
@@ -240,7 +241,8 @@ def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -
 
     u is the optimizer's first update, without clipping or decay.
     """
-    # Clipping would tie all layers' updates to one norm, and the formula needs each layer's own.
+    # Clipping scales all gradients by one global norm, so a layer's update would depend on the
+    # gradients of other layers.
     tx = chains.build(dataclasses.replace(config, clip_norm=None), definition.specs)
     hyper = chains.OptimizerHyperparams(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
 
@@ -297,7 +299,8 @@ def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
         for group, slope in layer_slopes.items():
             if group in shared_groups:
                 taken_by_shared += group_rates[group] * slope
-        # Positive, because a shared rate takes at most its own part of any layer.
+        # A shared group takes at most 1 / (L G) of any layer, so the rest is above 0 if the layer
+        # has other groups.
         remainder = 1 / len(layers) - taken_by_shared
         num_alone = len(layer_slopes.keys() - shared_groups)
         layer_rates = dict(group_rates)
@@ -348,7 +351,7 @@ def _shared_rates(
         for name, index in layer.items():
             if index is None:
                 outside.append(groups[name])
-        # A group counts once for a layer, however many of its parameters are there.
+        # Count layers and not parameters: only a group in several layers has a shared rate.
         for group in dict.fromkeys(outside):
             counts[group] = counts.get(group, 0) + 1
 
@@ -361,7 +364,7 @@ def _shared_rates(
             if group in layer_slopes:
                 part = len(layers) * len(layer_slopes)
                 candidates.append(1 / (part * layer_slopes[group]))
-        # The least of the parts, so that no layer gets more than its share from this group.
+        # The least of the rates, so that no layer gets more than its share from this group.
         rates[group] = functools.reduce(jnp.minimum, candidates)
     return rates
 

@@ -153,10 +153,11 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
         # The ratio of query to key heads is structure, so it stays at fewer heads.
         changes["num_kv_heads"] = max(1, heads * model.kv_heads // model.num_heads)
     if "mlp_ratio" not in written:
-        # Hidden sizes are whole numbers.
+        # The hidden size is mlp_ratio * width and must be a whole number.
         changes["mlp_ratio"] = round(model.mlp_ratio * width) / width
 
-    # A few steps of small models: compiling takes the time, and a scan compiles fastest.
+    # Small models train for a few steps only, so compiling takes most of the time, and a scan
+    # compiles fastest.
     compute = dataclasses.replace(model.compute, layers="scan")
     # Observables subtract the initial output themselves, whatever the model's own setting.
     return dataclasses.replace(model, compute=compute, centered=False, **changes)
@@ -202,7 +203,8 @@ def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> CheckModel:
             notes.append(_size_note(words[name], name, new_sizes[name], model_size))
 
     small_model = dataclasses.replace(model, **new_sizes)
-    # All limits count as written now, or `smallest` would shrink them to 16 and 64 again.
+    # The limited fields count as written. Otherwise `smallest` would set the vocabulary to 64 and
+    # the context to 16 positions.
     return CheckModel(small_model, {*written, *limits}, notes)
 
 
@@ -269,7 +271,7 @@ def grow(
     models = []
     for k in range(count):
         if axis == "width":
-            # Heads double at every second model, their dimension at the models between.
+            # Width doubles each time: by head_dim if k is odd, by the number of heads if k is even.
             wider = sizes.grown(start, "heads", start.num_heads * 2 ** (k // 2))
             head_dim = wider.heads_dim * 2 ** ((k + 1) // 2)
             models.append(sizes.grown(wider, "head_dim", head_dim))
@@ -327,8 +329,9 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
     lengths = {name: field.shape[0] for name, field in example.items()}
     count = examples(max(lengths.values()))
     decoded = tokens(outputs, lengths["targets"], count)
-    # Gradients of cross-attention's queries and keys are a sum over source tokens. With 2,048 of
-    # them in place of 64 their slopes were -0.72 in place of -0.57 up to width 256 (theory -1/2).
+    # Source tokens are among the first 64 of the vocabulary, because gradients of cross-attention's
+    # queries and keys are sums over distinct source tokens. With a vocabulary of 2,048 their slopes
+    # up to width 256 were -0.72 in place of -0.57 (theory: -1/2).
     source = _zipf_tokens(rng, min(outputs, _VOCAB), (count, lengths["inputs"]))
     # Every source has at least one position, or the decoder would attend to padding alone.
     source_lengths = rng.integers(1, lengths["inputs"] + 1, (count, 1))
@@ -481,11 +484,11 @@ class Series:
         Raises:
             PresetError: The sizes have different observables, so that no slope can be fitted.
         """
-        # A grown model with other parameters would give rows that some sizes lack.
         config = self.config
         if peak_lr is not None:
             config = dataclasses.replace(config, peak_lr=peak_lr)
         records = self._records(preset, config, batch, seeds)
+        # A grown model with other parameters would give rows that some sizes lack.
         if any(record.keys() != records[0].keys() for record in records):
             raise PresetError(
                 "the models to compare have different parameters; grow sizes only, not structure"
@@ -506,7 +509,7 @@ class Series:
                     measured[ENDS.format(name)] = np.stack(ends)
                 values = [np.sqrt(np.mean(array**2, axis=-1)) for array in values]
             measured[name] = np.stack(values)
-        # Last, because a gradient that is rounding is judged by its mean over layers.
+        # After the loop, because `without_rounding` judges a gradient by its mean over layers.
         groups.without_rounding(measured, self.definitions[0].specs)
         return measured
 
@@ -515,7 +518,8 @@ class Series:
     ) -> Callable[..., dict[str, np.ndarray]]:
         """Return the function that trains and measures one size. It compiles at its first call."""
         tx = optimizer.build(self.config, definition.specs, matrix_steps)
-        # Some optimizers move nothing at first; their step 1 is the first that moves.
+        # The first updates of some optimizers only fill their state. Step 1 is the first that moves
+        # parameters.
         still_steps = OPTIMIZERS[self.config.name].still_steps
         return observables.program(definition, tx, still_steps=still_steps)
 
@@ -553,8 +557,8 @@ class Series:
         for index, (size_factors, stds) in enumerate(self.numbers(preset)):
             program_key, program = self._program_for(index, preset)
             data = (StepInputs(size_factors, hyper), stds, dict(batch))
-            # Presets that are one rule along an axis have equal numbers, and so have all presets at
-            # the base. They share their trainings.
+            # Different presets can give a model the same values, such as two rules that differ only
+            # along another axis. Such presets share their trainings.
             key = (program_key, self.steps, digest(data))
             trained = self._recorded.setdefault(key, [])
             # Earlier calls with fewer seeds are extended, not repeated.

@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
     config = configured(args, rest)
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
-    # A dry run measures nothing, and theory's exponents are those of any growth.
+    # A dry run only prints theory's exponents, so finite sizes cannot mislead it.
     measures_sizes = not (args.desiderata or args.dry_run or args.grow in RUN_AXES)
     if args.sizes < 3 and measures_sizes:
         raise configs.ConfigError(
@@ -233,7 +233,8 @@ def _plan(args: Check, config: Config, rest: Sequence[str]) -> _Plan:
 
     name = config.optimizer.name
     definitions = [definition(grown_model) for grown_model in models]
-    # Tests compare the declarations of the zoo's own families with their losses.
+    # A test checks the declarations of the zoo's own families, so only a user's family is traced
+    # here.
     if models[0].family not in configs.FAMILIES:
         from mupax.train.studies.roles.models import refuse_wrong_declarations
 
@@ -278,7 +279,7 @@ def _print_plan(plan: _Plan) -> None:
         line += f"depth {model.depth}"
         if sizes.get("encoder_layers"):
             line += f", encoder {sizes['encoder_layers']}"
-        # Such as experts, where these grow.
+        # Sizes that the line does not have yet, such as the number of experts.
         for axis, size in sizes.items():
             if axis not in _PLAIN_AXES and smallest[axis] != largest[axis]:
                 line += f", {axis} {size}"
@@ -490,7 +491,7 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
 
     preset = config.preset
     if args.preset is not None:
-        # A new one, because the constants of the recipe's preset are not this preset's.
+        # A new config, because constants of the recipe's preset are not constants of this preset.
         preset = PresetConfig(
             name=args.preset,
             base=preset.base,
@@ -501,7 +502,7 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
     preset = dataclasses.replace(preset, constants=(*preset.constants, *constants))
 
     optimizer = dataclasses.replace(config.optimizer, name=args.optimizer or config.optimizer.name)
-    # For a growing model `_plan` sets the rate, with a check's own one by default.
+    # If the model grows, `_plan` sets the learning rate, by default that of `check.peak_lr`.
     if args.grow in RUN_AXES and args.peak_lr is not None:
         optimizer = dataclasses.replace(optimizer, peak_lr=args.peak_lr)
     return dataclasses.replace(config, preset=preset, optimizer=optimizer)
@@ -541,7 +542,7 @@ def _bare_run(name: str) -> Config:
 
 def relative(chosen: PresetConfig, smallest: configs.ModelConfig) -> Preset:
     """Return the preset relative to the smallest model, or absolute if it takes no base."""
-    # Only a preset that is built can tell that it takes no base.
+    # Whether a preset takes a base is known only after it is built.
     absolute = preset_for(dataclasses.replace(chosen, base=None), smallest)
     if absolute.baseless:
         return absolute

@@ -216,7 +216,8 @@ def of_model(
     def block(index: int, weights: Arrays, h_BTD: jax.Array) -> jax.Array:
         layer = first_layer(bound(weights, index).block)
         if getattr(layer, "period", 1) > 1:
-            # Blocks may alternate in kind, and a stack of one no longer knows its place.
+            # Blocks may alternate between kinds of attention, and a stack of one layer has lost the
+            # layer's index.
             layer = layer.at(index)
         return layer(h_BTD)
 
@@ -242,13 +243,14 @@ def of_model(
         layer = first_layer(bound(weights, index).block)
         h_BTD = layer(h_BTD, memory_BSD, batch["input_mask"] > 0, None)
         is_last = index == definition.sizes["layers"] - 1
-        # After the last block nothing reads the memory, so it is no part of the last feature.
+        # After the last block nothing reads the encoder's output, so it is no part of the last
+        # feature.
         return h_BTD if is_last else (memory_BSD, h_BTD)
 
     def loss(weights: Arrays, h_BTD: jax.Array) -> jax.Array:
         logits = bound(weights).read(h_BTD)
         if centered:
-            # At initialization f - f is 0, but its gradient is that of f.
+            # At initialization the centered output is 0, but its gradient is that of f.
             logits = logits - jax.lax.stop_gradient(logits)
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return jnp.sum(nll * batch["weights"]) / jnp.sum(batch["weights"])
@@ -321,7 +323,8 @@ def chain(definition: Definition) -> list[dict[str, int | None]]:
         is_embedding = spec.role in EMBEDDINGS or spec.of in EMBEDDINGS
         if spec.stacked:
             (encoder if is_encoder else block).append(name)
-        # The norm of the embedding has no role of its own to tell it from the last norm.
+        # The embedding's norm has the same role as the last norm, so only its name tells the two
+        # apart.
         elif is_embedding or "embedding_norm" in name.split("."):
             embed.append(name)
         else:

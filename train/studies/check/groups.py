@@ -71,7 +71,8 @@ def slopes(
 
     for name, label in labels(specs).items():
         spec = specs[name]
-        # The step of such a bias comes from expert loads and not from a gradient, so no row has it.
+        # Such a bias is updated by expert loads and not by a gradient, so no rule of the preset
+        # sets its step.
         if spec.moved_by_loads:
             continue
         row = preset.row(spec)
@@ -81,8 +82,8 @@ def slopes(
 
         gradient_exponent = gradient(spec, limit, preset, aligned=aligned)
         if spec.role is Role.BIAS and spec.of is Role.KEY and has_key_norm:
-            # Softmax ignores what all keys have in common. Only the norm of the keys lets such a
-            # bias act, and its effect has no single exponent.
+            # Softmax ignores a term that is the same for all keys. A norm of the keys makes this
+            # bias act differently on each key, and that effect has no single exponent.
             gradient_exponent = None
 
         movement = _movement(spec, limit, preset, gradient_exponent)
@@ -113,13 +114,14 @@ def _movement(
     row = preset.row(spec)
     family = limit.family
     rate = limit.x(row.multiplier * row.lr(family))
-    # Muon orthogonalizes matrices only; everything else takes its Adam step.
+    # Muon orthogonalizes hidden matrices only. All other parameters take Adam's step.
     matrix = limit.names.get(spec.role)
 
     if family == "muon" and matrix is not None and limit.orthogonal(matrix):
         return limit.of(spec.part).step(matrix)
     if family == "sgd":
-        # SGD's step is the gradient itself, so it is as uncertain as the gradient's exponent.
+        # SGD's step is the gradient times the learning rate, so its exponent is unknown if the
+        # gradient's is.
         return None if gradient_exponent is None else rate + gradient_exponent
     if family == "muon" and row.muon is not None:
         return None
@@ -185,7 +187,8 @@ def at_base(
         numbers[f"gradient/{label}", 0] = _of_middle_layer(scales.eps)
 
     has_attention = Role.QUERY in output_stds and Role.KEY in output_stds
-    # With k = q a logit is a sum of squares, which this product of independent stds does not give.
+    # If keys start as queries, a token's logit with itself is a sum of squares, and this product of
+    # independent stds does not hold.
     if has_attention and not preset.key_as_query:
         is_normed = _has_norm_of(Role.QUERY, specs)
         # A QK-norm makes entries of unit size, whatever the matrices are.
@@ -225,7 +228,8 @@ def wrong_base(
     right_numbers = at_base(right_preset, specs, sizes, optimizer)
     ratios = {}
     for key, number in numbers.items():
-        # Multipliers and stds at the base are not 1 but fan-ins of the base, so ratios are judged.
+        # Even under the right base these numbers are not 1 (an initial std is often fan_in^-1/2),
+        # so ratios are judged.
         right_number = right_numbers[key]
         if right_number and abs(number / right_number - 1) > 0.01:
             ratios[key] = number / right_number
@@ -295,16 +299,17 @@ def gradient(
     # dL/dw = m dL/d(m w): the stored gradient has the multiplier once more.
     stored = limit.x(preset.row(spec).multiplier)
     if spec.part == "encoder" and not aligned:
-        # The encoder's signal is a sum over the decoder's blocks, whose branches are independent at
-        # first and add up in concert later.
+        # The encoder's backward signal is a sum over the decoder's blocks. Its terms are
+        # independent at initialization and get one sign in training.
         stored += limit.branch + limit.layers / 2 - limit.stream
 
     is_stream_gain = spec.role is Role.NORM_GAIN and spec.of not in (Role.QUERY, Role.KEY)
     if is_stream_gain and limit.tied and abs(limit.contact) > 0.01:
-        # A sum over tokens, in concert as far as softmax believes the input token: p E_t . E_t, a
-        # sum of squares. If this token's logit grows or falls, p goes to a constant and follows no
-        # power law. Under `sp` growing head_dim from 64 to 512, p is 0.62, 0.91, 0.99, 1.00, a
-        # slope of +0.22, and the gain's gradient has -0.31 and -0.35 in place of -1/2.
+        # With a tied readout this gradient has a term p E_t * E_t for each token t, where E_t is
+        # the token's embedding and p its softmax probability. If the token's logit grows or falls,
+        # p goes to a constant and follows no power law. Measured under `sp`, as head_dim grows from
+        # 64 to 512: p is 0.62, 0.91, 0.99 and 1.00, a slope of +0.22, and slopes of the gain's
+        # gradient are -0.31 and -0.35 in place of -1/2.
         return None
 
     limit = limit.of(spec.part)
@@ -318,9 +323,9 @@ def gradient(
     if spec.role in VECTORS:
         exponent = _vector(spec, limit, effective, aligned)
     elif spec.shared and spec.in_block:
-        # A matrix of a block that is applied along a growing axis, such as a Mixer's MLP over
-        # patches, which acts on every channel: the terms of its sums are as large as gradients of
-        # other entries. The theory does not cover other matrices.
+        # A matrix that its block applies once for each index of a growing axis, such as a Mixer's
+        # MLP over patches, which acts on every channel. Each term of its gradient is as large as
+        # the gradient of a matrix that reads the stream. The theory does not cover other matrices.
         exponent = _of_stream(limit, effective)
     if exponent is None:
         return None
@@ -369,7 +374,8 @@ def _vector(
             initialization they are independent.
     """
     if spec.role is Role.RELATIVE_BIAS:
-        # The gradient of a logit: a sum over a head's values, and over the blocks with one table.
+        # The gradient of a logit is a sum over a head's values, and over the blocks that share one
+        # table.
         unaligned = 0.0 if aligned else limit.aligned - limit.n / 2
         logit = effective["query"] - limit.logits - limit.k - unaligned
         over_blocks = 0.0
@@ -401,7 +407,8 @@ def _vector(
 
     experts_grow_alone = limit.growth.get("expert_dim") != limit.growth.get("embed")
     if limit.routed and (limit.active or experts_grow_alone):
-        # The norm before experts has a sum over experts that are independent at first (measured:
-        # a^-0.47) and aligned later.
+        # The gradient of the norm before experts is a sum over the active experts. Its terms are
+        # independent at first (measured: active^-0.47) and get one sign in training, so it has no
+        # single exponent.
         return None
     return _of_stream(limit, effective)

@@ -134,8 +134,8 @@ def observe(
     hyper = program.inputs.hyper
     optimizer = config.scaled_optimizer
 
-    # One parameter of a kind is enough, because nothing that a preset gives depends on the batch.
-    # Compiling takes the time.
+    # One parameter of a kind is enough, because no factor of the preset depends on the batch. More
+    # parameters would only take longer to compile.
     kinds = {}
     for name, rate in factors.lr.items():
         decays = bool(np.any(factors.weight_decay[name]))
@@ -242,12 +242,13 @@ def _program(
     def train(
         factors: Factors, hyper: OptimizerHyperparams, scale: jax.Array, batch_ratio: jax.Array
     ) -> tuple[jax.Array, ...]:
-        # Weights stay where they are. Only decay acts on entries without a gradient, and it is the
-        # same at every step.
+        # Weights stay constant. STILL entries have no gradient, so their updates are the decay of a
+        # weight of 1.
         params = jnp.zeros((ends[-1], _KINDS, _ENTRIES)).at[:, STILL].set(1.0)
 
         def gradient(count: jax.Array) -> Arrays:
-            # By step alone, so that runs of equal length see the same noise at any batch.
+            # The key depends on the step alone, so that runs of equal length see the same noise at
+            # any batch.
             key = jax.random.fold_in(jax.random.key(0), count)
             noise = jax.random.normal(key, (ends[-1], _ENTRIES))
             # A mean over B examples has B^-1/2 of the noise of one.
@@ -284,7 +285,7 @@ def _program(
             _, remaining = jax.jvp(after, (before,), (before,))
             before_noise = joined(before)[:, NOISE].astype(jnp.float32)
             remaining_noise = joined(remaining)[:, NOISE].astype(jnp.float32)
-            # Squares of a second moment would underflow.
+            # Squares of a small second moment would underflow in float32.
             unit = jnp.max(jnp.abs(before_noise), axis=1, keepdims=True)
             before_noise = before_noise / unit
             remaining_noise = remaining_noise / unit
@@ -385,7 +386,8 @@ def judged(rows: Sequence[Mapping[str, float]], expected: Mapping[str, Expected]
         measured[name] = np.array([row[name] for row in rows])
     ratios = 2.0 ** np.arange(len(rows))
     if "decay over the run" in measured:
-        # A wrong learning rate is not the fault of the decay.
+        # The rule of the learning rate is a factor of the decay, also of independent decay
+        # (`JointRule`). A wrong rate is not the fault of the decay.
         moved = measured["displacement by noise"]
         slope = expected["displacement by noise"].slope
         decay = measured["decay over the run"]

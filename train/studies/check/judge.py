@@ -188,7 +188,8 @@ def judge(
             )
             if step == 0 and not finding.is_in_band:
                 finding = _without_smallest(finding, x, values[:, :, step])
-            # The base is set afterwards: layers are compared wherever the slope itself agrees.
+            # `agrees` does not see the base ratio yet, so layers are compared whenever the slope
+            # agrees.
             if finding.agrees:
                 layer = _outlier(centered_x, name, step, measured, theory)
                 finding = dataclasses.replace(finding, layer=layer)
@@ -270,7 +271,8 @@ def _outlier(
     if by_layer is not None:
         layers = by_layer
     elif ends is not None and expected.base is not None:
-        # Without a number from theory, layers of a deeper model may differ, and so may the ends.
+        # If theory has no value at the smallest size, layers may differ with depth, and so may the
+        # least and the greatest of them.
         layers = ends
     else:
         return None
@@ -287,7 +289,7 @@ def _outlier(
     if ends is not None:
         return "one layer"
     distance = np.abs(fit.mean - expected.slope)
-    # argmax would stop at NaN; a layer that is frozen is the worst one.
+    # A frozen layer has a slope of NaN. It counts as the worst layer.
     distance = np.where(np.isnan(fit.mean), math.inf, distance)
     return f"layer {np.argmax(np.where(inside, -1, distance))}"
 
@@ -313,7 +315,7 @@ def _base_ratios(
     for (name, _), ratio in ratios.items():
         if name.startswith("movement"):
             movements.append(ratio)
-    # A factor that all steps have in common is the optimizer's and no fault of the table.
+    # A factor that all movements share comes from the optimizer and is no fault of the table.
     typical = float(np.median(movements)) if movements else 1.0
     for name, step in ratios:
         if name.startswith("movement"):

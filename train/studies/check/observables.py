@@ -125,8 +125,8 @@ def program(
         weights = _Weights(initial, state.params, grads)
         stats |= _weights(definition, factors, weights, rows_read, read_now)
 
-        # Rows accumulate over steps, because the first gradient of some rows waits for a readout
-        # that starts at zero.
+        # Rows are collected over all steps: under a readout that starts at zero, tables have no
+        # gradient at the first step.
         start |= {name: rows_read[name] | mask for name, mask in read_now.items()}
         updates, opt_state = tx.update(
             grads, state.opt_state, state.params, factors=factors, hyper=inputs.hyper
@@ -138,7 +138,8 @@ def program(
         seed: np.ndarray, inputs: StepInputs, stds: Arrays, batch: Batch, steps: int
     ) -> dict[str, np.ndarray]:
         state = begin(seed, stds)
-        # Once, because every call would copy arrays of the host anew.
+        # Copied to the device once. Otherwise every call of `step` would copy the host arrays
+        # again.
         inputs, batch = jax.device_put((inputs, dict(batch)))
         initial = state.params
         schedule = inputs.hyper.schedule
@@ -153,7 +154,7 @@ def program(
 
         records = []
         for count in range(-still_steps, steps + 1):
-            # Steps that move nothing are taken at the rate of step 0, so they use up no schedule.
+            # Updates that move nothing use the learning rate of step 0, so they use up no schedule.
             hyper = inputs.hyper._replace(schedule=schedule[max(count, 0)])
             now = inputs._replace(hyper=hyper)
             state, start, record = step(state, initial, start, now, batch)
@@ -247,8 +248,8 @@ def _rows_read(definition: Definition, grads: Arrays) -> Arrays:
     for name, spec in definition.specs.items():
         row_axes = [index for index, axis in enumerate(spec.axes) if axis in ROW_AXES]
         looked_up = spec.role in LOOKED_UP and not spec.fan_in
-        # A readout bias has no first gradient at an output whose target is exactly as frequent as
-        # chance.
+        # A readout bias has no gradient before training at an output whose share of the targets is
+        # exactly 1/V, the probability that a uniform softmax gives it.
         is_readout_bias = spec.role is Role.BIAS and spec.of is Role.READOUT
         if (looked_up or is_readout_bias) and row_axes and name in grads:
             # The axis of layers keeps its size: blocks of a stack have tables of their own.
@@ -280,7 +281,7 @@ def _weights(
     initial = multiplied(weights.initial, factors.multiplier)
     stats: Arrays = {}
     for name, label in groups.labels(definition.specs).items():
-        # Adam compares a gradient with its own eps, so only their ratio can vanish or dominate.
+        # Adam compares a gradient's size with eps, so only their ratio matters.
         gradient = weights.grads[name] / rows(factors.eps[name], weights.grads[name])
         movement = acting[name] - initial[name]
         measure = by_layer if definition.specs[name].stacked else rms
@@ -408,7 +409,7 @@ def _cross(
         bias: Relative position bias of self-attention, or `None`.
     """
     h_BTD = block.add_branch(h_BTD, 0, block.attention(attended_BTD, None, bias))
-    # On a stream of zeros `add_branch` leaves the scaled branch alone.
+    # Added to a stream of zeros, `add_branch` returns only the scaled branch.
     zeros_BTD = jnp.zeros_like(h_BTD)
     out_BTD = block.cross(block.cross_norm(h_BTD), memory_BSD, mask_BS)
     return block.add_branch(zeros_BTD, 1, out_BTD)

@@ -31,7 +31,8 @@ _SECTIONS = {
 }
 """Kind of observable to the heading above its rows."""
 _FAILED = "Failed"
-# Layout of the picture in inches. What a column has left beside labels and slopes is for verdicts.
+# Layout of the picture in inches. The rest of a column's width, next to labels and slopes, is for
+# verdicts.
 _COLUMN_IN = 7.0
 _LABELS_IN = 2.9
 _SLOPES_IN = 2.6
@@ -90,7 +91,7 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
     drawn.text(0.15 / size[0], 1 - 0.6 / size[1], title, fontsize=10, color=_INK, va="center")
     limits = _slope_limits(rows)
     for index, column in enumerate(columns):
-        # matplotlib counts places as shares of the picture, hence the divisions by its inches.
+        # matplotlib takes positions as fractions of the figure, so inches are divided by its size.
         left = (index * _COLUMN_IN + _LABELS_IN) / size[0]
         height = _ROW_IN * tallest / size[1]
         box = (left, _FOOT_IN / size[1], _SLOPES_IN / size[0], height)
@@ -104,7 +105,7 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
             handles[str(line.get_label())] = line
     named: list[Any] = []
     for label, line in handles.items():
-        # matplotlib names lines without a label, with an underscore in front.
+        # matplotlib gives an unlabelled line a name that begins with an underscore.
         if not label.startswith("_"):
             named.append(line)
     drawn.legend(handles=named, loc="lower left", ncols=len(named), fontsize=9, frameon=False)
@@ -122,7 +123,7 @@ def _columns(rows: Sequence[_Row]) -> list[Sequence[_Row]]:
     height = math.ceil(len(rows) / 2)
     left = rows[:height]
     right = rows[height:]
-    # The second column begins within a section, whose heading it repeats.
+    # If its first row is no heading, the second column begins within a section.
     if right[0].finding is not None:
         headings = []
         for row in left:
@@ -162,7 +163,7 @@ def _rows(findings: Sequence[Finding]) -> list[_Row]:
     decisive: dict[str, Finding] = {}
     for finding in findings:
         earlier = decisive.get(finding.observable)
-        # The first step that failed decides, or else the last step.
+        # Findings of an observable come in the order of steps, so the first failure stays.
         if earlier is None or earlier.ok:
             decisive[finding.observable] = finding
 
@@ -328,7 +329,8 @@ def panels(
     """
     from matplotlib.figure import Figure
 
-    # Activations first, then their changes, then what single weights do.
+    # `True` sorts last: activations come first, then their changes, then weights, movements and
+    # gradients.
     kinds = ("gradient", "movement", "weight", "update", "change")
     by_observable: dict[str, list[Finding]] = {}
     for finding in findings:
@@ -354,7 +356,7 @@ def panels(
     # The last row of panels may have more places than there are observables.
     for index, (panel, name) in enumerate(zip(axes, names, strict=False)):
         _panel(panel, by_observable[name], sizes, steps)
-        # A panel above another one leaves the labels to it.
+        # Only the lowest panel of each column shows the labels of the x axis.
         if index + _PANEL_COLUMNS < len(names):
             panel.set_xticklabels([])
     for panel in axes[len(names) :]:

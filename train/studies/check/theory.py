@@ -242,10 +242,11 @@ class _Theory:
         below, above = self.allowances.get(allowance(name, step), (0.0, 0.0))
 
         if step > 0 and (step, kind) not in _FIRST_GRADIENT:
-            # These are sums of aligned and unaligned terms. An attention logit changes by N terms,
-            # of which only about (tokens)^-1/2 is aligned: a weight's step serves all pairs of
-            # tokens at once. With 512 tokens the slope was -0.55 from head_dim 16 to 32 and -0.08
-            # from 128 to 256, where theory says 0 for aligned and -1/2 for unaligned terms.
+            # Such a change is a sum of aligned and unaligned terms. An attention logit changes by N
+            # terms, of which only a share of about tokens^-1/2 is aligned, because one step of a
+            # weight serves all pairs of tokens. With 512 tokens the slope was -0.55 from head_dim
+            # 16 to 32 and -0.08 from 128 to 256, where theory says 0 for aligned and -1/2 for
+            # unaligned terms.
             is_sum = name.startswith(("change logits", "change residual", "update attention"))
             slowest = slope
             if self.family == "sgd" or is_sum:
@@ -253,8 +254,8 @@ class _Theory:
             below = below + max(0.0, slope - slowest)
             above = above + max(0.0, slowest - slope)
 
-        # An explosion soon leaves the regime in which it grows by a power law. What trains together
-        # with it does, too.
+        # An explosion soon leaves the regime in which it grows by a power law. So do other
+        # observables of the same training.
         if grows:
             below += slope
         elif step > 1:
@@ -263,13 +264,15 @@ class _Theory:
         # Only a model with a QK-norm has this row.
         gain_movement = (f"movement/{groups.QUERY_GAIN}", 1)
         if name == "update attention" and gain_movement in self.slopes:
-            # The step of a QK-norm's gain changes each logit by N terms of either sign. This is
-            # what is measured where learning rates are small.
+            # The step of a QK-norm's gain changes each logit by N terms of either sign, N^-1/2 of
+            # the change by queries and keys. Under `u-mup` this was the change that was measured: a
+            # slope of -0.47, where theory says 0.
             limit = self.limit
             by_gain = limit.logits + self.slopes[gain_movement] + limit.q + limit.k + limit.n / 2
             below += max(0.0, slope - by_gain)
 
-        # The zoo names its norms before an MLP. Any norm of a user's own model may be attention's.
+        # In the zoo only the norm before an MLP is named mlp_norm. In a user's own model any norm
+        # may be the one before attention.
         is_block_gain = "block.norm_gain" in name and not name.endswith("/mlp_norm")
         if (step, kind) == (0, "gradient") and is_block_gain:
             below = max(below, self.gain_drop)
@@ -286,13 +289,14 @@ class _Theory:
             below += self.gate_drop
 
         if name == "change embedding":
-            # A sum of power laws has a slope between the least and the greatest of them.
+            # The log-log slope of a sum of power laws lies between the least and the greatest
+            # exponent.
             moves = _embedding_moves(self.preset, self.definition, self.limit)
             below += max(moves, default=0.0) - min(moves, default=0.0)
 
         if name == "contact logit" and self.limit.layers:
-            # The stream's square is the sum of two power laws, embedding and branches. In between,
-            # the slope of the embedding's share is the slope of neither.
+            # The stream's mean square is a sum of two power laws, of the embedding and of the
+            # branches. At finite depth the measured slope lies between those of the two.
             limit = self.limit
             above += abs(limit.embedded - limit.contribution - limit.layers / 2)
         return below, above
@@ -307,7 +311,7 @@ class _Theory:
         if step == 0:
             has_number = kind in ("weight", "attention")
         else:
-            # A step of SGD is as large as its gradient, for which theory has no number.
+            # SGD's step is proportional to the gradient, whose value theory does not give.
             has_number = kind == "movement" and self.family in ("adam", "lion")
         return self.numbers.get((name, step)) if has_number else None
 
@@ -330,7 +334,7 @@ def _derive_theory(
     # A copy, because `_grown_size` must not see heads that the model lacks.
     limit_growth = dict(exponents)
     if "heads" not in first.sizes:
-        # In a model without attention, the attention of the theory grows evenly with the width.
+        # The theory has attention even if the model has none. Its heads then grow with the width.
         limit_growth |= dict.fromkeys(("heads", "kv_heads"), exponents.get("embed", 0.0))
 
     def limit_of(chosen: Preset) -> Limit:
@@ -342,13 +346,14 @@ def _derive_theory(
     limit = limit_of(preset)
     slopes = _slopes(preset, first, limit)
 
-    # At initialization the backward signal of q and k is not aligned with the values, and up to
-    # N^1/2 smaller. Logits that are as much smaller have the same consequences. The signal aligns
-    # slowly, and what reaches the stream through attention starts small: changes may lie anywhere
-    # between a full N^1/2 less and the exponent in the limit.
+    # At initialization the backward signal of q and k is not aligned with the values, and is
+    # smaller by up to N^1/2. Logits that are smaller by the same factor have the same effect. The
+    # signal aligns slowly, and attention adds little to the stream at first. So the exponents of
+    # changes may lie anywhere between that of logits smaller by N^1/2 and that of the limit.
     lost_alignment = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
     unaligned_preset = with_smaller_logits(lost_alignment)
-    # The lost alignment is written in powers of head_dim, so `with_logits` can carry it.
+    # `lost_alignment` is an exponent of head_dim, because `with_logits` scales logits by powers of
+    # head_dim.
     unaligned_limit = limit_of(unaligned_preset)
     slowest_preset = with_smaller_logits(0.5)
     slowest_limit = limit_of(slowest_preset)
@@ -368,8 +373,9 @@ def _derive_theory(
     numbers = groups.at_base(preset, first.specs, first.sizes, optimizer)
     gate_drop = 0.0
     if part and family == "sgd" and limit.random("router") < -_GROWS:
-        # Scores that vanish leave gates of 1/2. The gate of a chosen expert starts above 1/2, and
-        # the step that SGD gives this expert is as much larger at first.
+        # Router scores that vanish leave gates of sigmoid(0) = 1/2. At small sizes the gate of a
+        # chosen expert is above 1/2, and the step that SGD gives this expert is larger by the same
+        # factor.
         gate_drop = gates_fall(first.sizes, last.sizes)
 
     return _Theory(
@@ -442,7 +448,8 @@ def _gain_drop(limit: Limit, factor: float) -> float:
         limit: Limit at initialization, where nothing is aligned.
         factor: Growth of the fastest axis, such as 8.
     """
-    # Gradients are of stored weights; without the multiplier they are of what the weights compute.
+    # `limit.gradient` is that of stored weights. Divided by the multiplier it is that of weights
+    # times multiplier.
     value = limit.gradient["value"] - limit.x(limit.rows["value"].multiplier)
     query = limit.gradient["query"] - limit.x(limit.rows["query"].multiplier)
     gap = value - query
@@ -602,7 +609,8 @@ def _slopes(
         ("logits", 0): limit.random("readout"),
     }
     if definition.tied_readout is not None:
-        # Only a tied readout has E_t . E_t in the input token's own logit.
+        # Only under a tied readout does the input token's own logit have E_t . E_t, the squared
+        # norm of its embedding.
         slopes["contact logit", 0] = limit.contact
     change = _DecoderChange(limit.features, limit.d_output)
     if "encoder_layers" in definition.sizes:
@@ -649,7 +657,6 @@ def _allowances(study: str, *, explodes: bool, tied: bool) -> dict[str, tuple[fl
     studies = json.loads(ALLOWANCES.read_text())["allowances"]
     if explodes and study + NO_LIMIT in studies:
         study += NO_LIMIT
-    # A copy, because the function is cached and the next line adds to it.
     allowances = dict(studies.get(study, {}))
     if tied:
         allowances |= studies.get(study + TIED, {})

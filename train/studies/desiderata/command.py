@@ -294,7 +294,7 @@ def measure(
         spec = definition.specs[name]
         layers = definition.sizes[spec.blocks] if spec.stacked else 1
         squares = jnp.sum(g.reshape(layers, -1) ** 2, axis=1)
-        # Gains and biases stay, because theory speaks of the mappings' matrices alone.
+        # Gains and biases do not move, because theory covers only the matrices of the mappings.
         moves = name in NAMES or name.endswith("block.mlp.gate")
         # rate = 1 / (layers ‖∇‖²) takes equal parts off the loss; a weight without gradient stays.
         rate = jnp.where(squares > 0, 1 / layers / squares, 0.0) * moves
@@ -305,13 +305,14 @@ def measure(
             flow[name] = -g * rate[0]
         if name in NAMES:
             parts[NAMES[name]] = jnp.sum(factors.lr[name] * squares)
-    # stop_gradient on every input leaves the speed that a mapping's own weights cause.
+    # stop_gradient on every input leaves only the speed that a mapping's own weights cause.
     _, speeds = jax.jvp(lambda p: loss(p, {}, jax.lax.stop_gradient)[1], (params,), (flow,))
 
     stacks = ("", "encoder ") if "encoder_layers" in definition.sizes else ("",)
     for stack in stacks:
         stream = outputs[f"{stack}stream"]
-        # What all branches add, relative to the stream that the readout's norm divides by.
+        # The sum of all branches, relative to the RMS of the stream, by which the readout's norm
+        # divides.
         outputs[f"{stack}branches"] = (stream - outputs[f"{stack}embedding"]) / rms(stream)
     signal = jax.tree.map(rms, dict(outputs))
     speed = jax.tree.map(rms, dict(speeds))
@@ -361,10 +362,10 @@ def _sizes(dimension: str, factor: int, *, denoises: bool, text: bool) -> dict[s
     if denoises:
         sizes |= {"shared": False, "encoder_depth": 2}
 
-    # With an encoder the powers show from twice the width on.
+    # With an encoder, slopes are close to theory's exponents only from twice the width on.
     divisor = 1 if denoises else 2
     # The studies of tokens have fewer tokens than d_model and more than d_k. They have one layer,
-    # because attention has tokens share what they were independent in.
+    # because attention mixes tokens, which are then no longer independent in the next layer.
     token_sizes = {"width": 1024, "head_dim": 16, "value_dim": 16, "depth": 1, "vocab_size": 4096}
     match dimension:
         case "d_k":
@@ -389,7 +390,7 @@ def _sizes(dimension: str, factor: int, *, denoises: bool, text: bool) -> dict[s
             sizes["depth"] *= 4 * factor
         case "encoder_depth":
             sizes["encoder_depth"] = 8 * factor
-    # Set last, because `match` may have changed width and hidden size alike.
+    # Set last, because `match` may have changed the width or the hidden size.
     sizes["mlp_ratio"] = hidden / sizes["width"]
     return sizes
 
@@ -467,7 +468,7 @@ class Series:
             params = definition.initialize(seed, stds)
             return measure(definition, params, numbers, batch, masked=masked)
 
-        # `map` and not `vmap`, so that one seed at a time needs memory.
+        # `map` and not `vmap`, so that memory holds one seed at a time.
         return jax.jit(lambda seeds, *arrays: jax.lax.map(lambda s: of_seed(s, *arrays), seeds))
 
     def slopes(self, preset: Preset) -> dict[str, dict[str, float]]:
@@ -480,7 +481,8 @@ class Series:
         Args:
             preset: Rules, relative to the smallest size, or absolute.
         """
-        # The desiderata are of SGD's flow. Only a preset without a rule for it shows another one.
+        # The desiderata are defined for the gradient flow of SGD. A preset without a rule for SGD
+        # is measured under its first optimizer.
         optimizer = "sgd" if "sgd" not in preset.no_rule else preset.optimizers[0]
         records = []
         programs = zip(self._programs, self.definitions, self._batches, strict=True)
@@ -490,7 +492,8 @@ class Series:
             measured = jax.device_get(program(self._seeds, stds, numbers, batch))
             records.append(measured._asdict())
 
-        # Sizes double, so their logs are whole numbers, and centred they need no intercept.
+        # Sizes double, so their log2 are consecutive whole numbers. Centered ones need no intercept
+        # in the fit.
         x = np.arange(len(records)) - (len(records) - 1) / 2
         slopes: dict[str, dict[str, float]] = {}
         for field, mappings in records[0].items():
@@ -521,8 +524,8 @@ def compared(
         encoder: True if the model has an encoder in addition to its decoder.
     """
     expected = theory.desiderata(preset, dimension, encoder=encoder)
-    # Noise lifts the largest of many measured exponents. The reference of balance is therefore the
-    # mean over the weights that theory has at the top.
+    # The largest of many noisy exponents is biased upwards. The reference of balance is therefore
+    # the mean over the weights whose exponent is the largest in theory.
     top = []
     for name, x in expected["balance"].exponents.items():
         if not x:

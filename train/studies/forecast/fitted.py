@@ -146,7 +146,8 @@ def fitted(points: Points) -> ScalingLaw:
         variance = np.nanmean(rows.seed_residuals**2) * num_seeds / (num_seeds - 1)
         # n / (n - 1), because residuals are from the mean over the same seeds.
         seed_noise = float(np.sqrt(variance))
-    # Only parameters of the least loss are fitted to the settings' levels.
+    # Parameters of the learning rate's term do not fit the levels of settings, so they take up no
+    # degree of freedom.
     num_loss_parameters = sum(name not in RATE for name in rows.names)
     freedom = max(0, num_settings - num_loss_parameters)
     # A setting's mean over seeds is itself only known to seed_noise / sqrt(n).
@@ -175,7 +176,7 @@ def fitted(points: Points) -> ScalingLaw:
         theta=central.theta,
         samples=samples,
         misses=misses,
-        # Of the variance of a seed, the mean over seeds has 1 / num_seeds.
+        # The mean over seeds already has 1 / num_seeds of a seed's variance, so this is the rest.
         seed=seed_noise * (1 - 1 / num_seeds) ** 0.5,
         loss_growth=loss_growth,
         scatter=scatter,
@@ -299,7 +300,7 @@ def _central_fit(rows: Rows, freedom: int, least_noise: float) -> _CentralFit:
         thetas, _ = fit(rows, theta[None], log_losses, prior_mean, whitening)
         theta = thetas[0]
         shared, remainder = _parts(rows, rows.log_loss - predicted(rows, theta[None])[0])
-        # Few settings may lie on the law by chance, closer than their seeds let them.
+        # A few settings can lie closer to the law by chance than the noise of their seeds allows.
         setting_noise = max(_deviation(shared**2, freedom, MISSES), least_noise)
         row_freedom = len(rows.setting) - num_settings
         row_noise = _deviation(remainder**2, row_freedom, ROW_MISSES)
@@ -342,7 +343,7 @@ def _rate_scatter(rows: Rows, theta: np.ndarray) -> float:
         has_optimum = np.isfinite(rows.optima)
         best = best_rate(rows.names, theta[None], rows.scale)[0]
         deviations = (rows.optima - best)[has_optimum]
-    # Each fitted parameter takes up one of the optima.
+    # Each fitted parameter takes up one degree of freedom.
     freedom = max(0, len(deviations) - len(rate_names))
     return _deviation(deviations**2, freedom, SCATTER)
 
@@ -365,7 +366,8 @@ def _resampled_fits(
     log_losses = predicted(rows, central.theta[None]) + shared[:, rows.setting]
     log_losses = log_losses + _row_draws(rows, central.row_noise, rng)
     mean, width = rows.prior
-    # Moving the prior means puts the priors' widths into the intervals of what rows do not tell.
+    # Random prior means put the priors' widths into the intervals of parameters that the rows do
+    # not determine.
     prior_means = mean + width * rng.standard_normal((SAMPLES, len(mean)))
     start = np.broadcast_to(central.theta, prior_means.shape)
     samples, _ = fit(rows, start, log_losses, prior_means, whitening)
@@ -393,11 +395,12 @@ def _row_draws(rows: Rows, row_noise: float, rng: np.random.Generator) -> np.nda
     # Seeds that were not run must not take a part of the weights.
     weight = weight * is_run
     moved = (weight * residuals).sum(axis=2) / weight.sum(axis=2)
-    # The bootstrap of n seeds has (n - 1) / (n + 1) of the variance of a mean.
+    # The Bayesian bootstrap of n seeds has (n - 1) / (n + 1) of the unbiased variance of their
+    # mean.
     moved = moved * np.sqrt((num_seeds + 1) / np.maximum(num_seeds - 1, 1))
     sums = np.stack([np.bincount(rows.setting, draw) for draw in moved])
     num_rates = np.bincount(rows.setting)
-    # What all rates of a setting share is drawn by `misses` already.
+    # The error that all rates of a setting share is drawn by `misses` already.
     moved = moved - sums[:, rows.setting] / num_rates[rows.setting]
     return np.where(num_seeds > 1, moved, row_noise * rng.standard_normal(moved.shape))
 
@@ -425,7 +428,8 @@ def _folds(rows: Rows) -> list[_Fold]:
         for num_largest in (1, 2):
             if len(values) - num_largest >= MIN_VALUES:
                 octaves = column - values[-num_largest - 1]
-                # The largest value in the fit is not left out by rounding.
+                # 1e-3 octaves of tolerance, so that rounding does not leave out the largest value
+                # in the fit.
                 folds.append(_Fold(octaves > 1e-3, octaves))
     return folds
 
@@ -459,7 +463,7 @@ def _error_growths(
         for fold, residual, sample in zip(folds, residuals, samples, strict=True):
             octaves = fold.octaves[fold.left_out]
             shared, _ = _parts(rows, residual)
-            # Only what exceeds the noise inside of the rows is an error of the distance.
+            # Only an error above the noise within the rows counts as an error of distance.
             excess = np.maximum(0, shared[fold.left_out] ** 2 - setting_noise**2)
             loss_squares.append(float(np.mean(excess / octaves**2)))
             if "x0" not in rows.names:

@@ -134,7 +134,8 @@ def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
     centre_log2_lr = float(np.nanmean(best)) if has_optimum else float(log2_lr.mean())
 
     scale = np.array([setting.scale for setting in settings])
-    # Centred, so that the fitted constants are of the rows and no extrapolation to size 1.
+    # Centred, so that the fitted constants describe the middle of the rows and not an extrapolation
+    # to size 1.
     centre = scale.mean(axis=0)
     varies = []
     for column in scale.T:
@@ -190,7 +191,8 @@ def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.n
         terms.append(value["A"] - np.exp(value["a"]) * math.log(2) * parameters)
     if "C" in value:
         if "B_crit" in value:
-            # log2(1 + B/B_crit), and that of the mean batch, at which C is defined.
+            # `cost` is log2(1 + B/B_crit). C is defined at the mean batch, whose cost is added
+            # back.
             cost = np.logaddexp2(0, batch - value["B_crit"])
             tokens = tokens - cost + np.logaddexp2(0, -value["B_crit"])
         terms.append(value["C"] - np.exp(value["b"]) * math.log(2) * tokens)
@@ -292,7 +294,7 @@ def fit(
         size = np.abs(residuals)
         huber = np.where(size <= HUBER, residuals**2, 2 * HUBER * size - HUBER**2).sum(axis=1)
         penalty = (((theta - prior_mean) / prior_deviation) ** 2).sum(1)
-        # 1e-12 only avoids 0 / 0; residuals below HUBER have weight 1 anyway.
+        # 1e-12 only avoids a division by 0. Residuals below HUBER have weight 1 anyway.
         huber_weight = np.minimum(1, HUBER / np.maximum(size, 1e-12))
         return _Misfit(residuals, huber_weight, huber + penalty)
 
@@ -308,13 +310,14 @@ def fit(
         normal_RPP = weighted_RPM @ slopes_RMP + np.diag(prior_deviation**-2.0)
         downhill_RP = (weighted_RPM @ misfit.residuals[..., None])[..., 0]
         downhill_RP = downhill_RP + (prior_mean - theta) / prior_deviation**2
-        # Marquardt: the damping grows the diagonal, in the parameters' own units.
+        # Marquardt's damping is relative to the diagonal, so it does not depend on the parameters'
+        # units.
         damped_RPP = normal_RPP * (1 + damping[:, None, None] * identity)
         step_RP = np.linalg.solve(damped_RPP, downhill_RP[..., None])[..., 0]
         # At most 2 per step, in logs and octaves, because the law is far from linear.
         proposal = theta + np.clip(step_RP, -2, 2)
 
-        # Every sample moves only if its own cost falls.
+        # Samples are independent, so each moves only if its own cost falls.
         new = evaluate(proposal)
         better = new.cost < misfit.cost
         better_R1 = better[:, None]

@@ -41,7 +41,7 @@ def target(config: Config, request: str) -> Config:
         axis, grown = sizes.parse(part, (*sizes.AXES, *RUN_AXES))
         run = sizes.grown_run(run, axis, grown[-1])
     if config.preset.joint != "none":
-        # A joint rule scales the warm-up itself.
+        # A joint rule scales the warm-up itself, so that of `grown_run` is undone.
         run = dataclasses.replace(run, optimizer=config.optimizer)
     # Read for its error alone: the joint rule may not be able to scale the size.
     _ = run.scaled_optimizer
@@ -74,7 +74,8 @@ def points(measured: Sequence[Measured]) -> dict[str, Points]:
     """
     pairs_by_label: dict[str, list[tuple[Config, Row]]] = {}
     for result in measured:
-        # Without `trained`, a point's config is that of the preset itself.
+        # Otherwise `study.config` would return the run that was trained, perhaps under another
+        # preset of equal rules.
         study = dataclasses.replace(result.study, trained=())
         pairs = pairs_by_label.setdefault(result.study.label, [])
         for point, row in result.rows.items():

@@ -113,7 +113,7 @@ class Setting:
     @property
     def curve(self) -> Curve:
         """Losses over rates as a `Curve`. Rates are chosen by the seeds that every rate has."""
-        # `Curve` takes the seeds that every rate has as the first ones.
+        # The third argument of `Curve` counts the first seeds, those that every rate has.
         at_every_rate = (~np.isnan(self.losses)).all(axis=0)
         return Curve(self.x, self.losses, max(1, int(at_every_rate.sum())))
 
@@ -199,7 +199,7 @@ def points_of(
     """
     # A row may serve several axes of a study, or be in two folders.
     pairs = list({row.key: (config, row) for config, row in pairs}.values())
-    # One metric for all rows: evaluations, if every row that did not diverge has one.
+    # One metric for all rows, because training and evaluation losses are not comparable.
     evaluated = all(row.diverged or row.eval_loss is not None for _, row in pairs)
     pairs_by_setting: dict[str, list[tuple[Config, Row]]] = {}
     for config, row in pairs:

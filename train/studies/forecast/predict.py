@@ -116,9 +116,10 @@ def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Pred
     if "c" in rows.names:
         best = best_rate(rows.names, theta, scale[None])[:, 0]
         student = rng.standard_t(law.rate_growth.freedom, count)
-        # The loss below depends on the uncertain best rate, so its error comes first.
+        # The error of the best rate is added first, because the loss below depends on that rate.
         best = best + law.rate_growth.deviation * distance * student
-        # The interval is that of a rate as a study would measure it, with its scatter.
+        # The interval is for the best rate that a study would measure, so it includes the scatter
+        # of such measurements.
         measured = best + law.scatter * rng.standard_normal(count)
         log2_lr = PredictionInterval.from_draws(measured + rows.centre_log2_lr)
         own_rate = float(np.log2(config.optimizer.peak_lr))
@@ -154,7 +155,7 @@ def _refuse_other_runs(law: ScalingLaw, target: Setting) -> None:
     def distance(setting: Setting) -> float:
         return float(np.abs(setting.scale - target.scale).sum())
 
-    # Against the nearest setting, as fields that follow from the size then differ least.
+    # The nearest setting, because fields that follow from the size differ least there.
     nearest = min(law.points.settings, key=distance)
     differences = field_differences(target.config, nearest.config)
     if differences:

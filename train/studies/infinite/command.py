@@ -93,7 +93,8 @@ def numbers(config: Config) -> LimitConfig:
         shape = (model.depth,) if name in BLOCK else ()
         multiplier = np.broadcast_to(np.asarray(scales.multiplier, float), shape)
         stds[name] = multiplier * scales.init_std
-        # The limit's weights are multiplier * w. SGD on w moves them by the multiplier's square.
+        # The limit's weights are multiplier * w. A step of SGD on w changes them by lr *
+        # multiplier^2 times their own gradient.
         rates[name] = optimizer.peak_lr * multiplier**2 * scales.lr
 
     residual_scales = []
@@ -150,7 +151,7 @@ def check(config: Config) -> None:
         "model.layer_scale": None,
         "model.value_dim": None,
         "model.branch_activation": "none",
-        # Keys and values have heads of their own if the field is None or the number of heads.
+        # One key head per query head: the field is None or the number of heads.
         "model.num_kv_heads": None if model.num_kv_heads is None else model.num_heads,
         "model.width": model.num_heads * model.heads_dim,
         "optimizer.schedule": "constant",
@@ -360,7 +361,7 @@ def limit(
             dtype=dtype,
         )
         snapshots = [stack.step(inputs, targets) for _ in range(config.steps)]
-        # The state after the last step, which has no step of its own to report it.
+        # No step reports the state after the last one, so it is read separately.
         snapshots.append(stack.look(inputs, targets))
         logits = []
         features = []
@@ -398,7 +399,7 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
     count = len(targets)
     data_config = dataclasses.replace(config.data, batch_size=count, eval_batch_size=count)
     config = dataclasses.replace(config, data=data_config)
-    # One device, because a few images do not split over more.
+    # One device, because the few images may not divide evenly over more.
     program = assemble(config, jax.devices()[:1])
     step = program.compile_train()
     definition = program.definition
@@ -423,7 +424,7 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
 
     networks = []
     for seed in range(seeds):
-        # The compiled step stays: a seed is no part of the program.
+        # The compiled step is reused, because the seed is no part of it.
         seed_program = dataclasses.replace(program, config=dataclasses.replace(config, seed=seed))
         step_inputs = seed_program.step_inputs()
         state = seed_program.placed(seed_program.initial_state(), step)

@@ -156,7 +156,8 @@ def run_of(args: Plan, recipe_flags: Sequence[str], studies: Sequence[Points]) -
     words = [*recipe_flags]
     model = cli.value_of("--model", recipe_flags)
     if model in RECIPES and model not in CONFIGS:
-        # `--model gpt2-c4` stands for the recipe. `cli` would take it for a model.
+        # `--model gpt2-c4` means the recipe of this name. The flag is removed, because `cli` would
+        # look for a model of this name.
         if model != name:
             raise ConfigError(f"{name} and --model {model}: {model} is a recipe; write one of them")
         words, _ = without_flags(words, ("--model",))
@@ -165,7 +166,8 @@ def run_of(args: Plan, recipe_flags: Sequence[str], studies: Sequence[Points]) -
 
     is_model = name in CONFIGS and name not in RECIPES
     if name in CONFIGS and name in RECIPES:
-        # With `--model` and a study the word is the model of that name.
+        # The name is both a recipe and a model. It means the model if `--model` repeats it and
+        # there is a study.
         is_model = model == name and bool(studies)
     if not is_model:
         return Request(_parsed(args, name, None, words), f"recipe {name}")
@@ -432,7 +434,7 @@ def _by_formula(config: Config, args: Plan, count: int, chip: Chip, reason: str)
         count: Number of chips, over which the state is split.
         reason: Sentence on why there is no compiler, for the caution.
     """
-    # The least that a chip can hold: no mesh splits the state over more chips.
+    # A lower bound: no mesh can split the state over more chips than these.
     state = _state_bytes(config) / count
     size = gib(int(state))
     memory = PlanRow(
@@ -675,7 +677,7 @@ def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> i
     ]
     cautions = [*estimates.cautions, *cost.cautions]
     command = command_of(config) or "(no recipe has its name)"
-    # Names of the values need no head.
+    # The first column has the names of the values and needs no heading.
     header = ("", *COLUMNS[1:])
     Report(
         answers=[_conclusion(args.recipe, config, rows, fits=cost.fits)],
@@ -773,7 +775,7 @@ def _conclusion(recipe: str, config: Config, rows: Sequence[PlanRow], *, fits: b
         return f"{run} do not fit the chips: {by_name['memory'].value}"
     time = ""
     if "time" in by_name:
-        # The comma inside of a number has no space behind it.
+        # The cell is "DURATION, ...". A comma inside of a number has no space after it.
         duration, _, _ = by_name["time"].value.partition(", ")
         time = f", in {duration}"
     loss = by_name["loss"]

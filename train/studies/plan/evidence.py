@@ -121,7 +121,7 @@ def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
     candidates: list[_Candidate] = []
     for path in find.files().values():
         tuned = find.load(path)
-        # A rate that drifts says nothing of other sizes.
+        # A rate that drifts with size says nothing about other sizes.
         if tuned.is_published or tuned.evidence == "drifts" or not _same_kind(tuned, model):
             continue
         distances = tuned.distance(model.base_sizes()).values()

@@ -378,7 +378,7 @@ def _optimizer_rows(config: Config, estimates: StudyEstimates, source: str) -> l
     joint_rule = config.preset.joint
     rule = source if joint_rule == "none" else f"{source}, joint rule {joint_rule}"
     at_base = config.optimizer
-    # The values of the run itself, after a joint rule.
+    # `config.optimizer` has the values at the base. The run trains with the scaled ones.
     optimizer = config.scaled_optimizer
     peak_lr = f"{optimizer.peak_lr:.4g} = 2^{round(math.log2(optimizer.peak_lr), 2):g}"
     lines = [PlanRow("peak rate", peak_lr, *estimates.rate)]

@@ -82,7 +82,7 @@ def memory(expected: float) -> tuple[str, str]:
     Args:
         expected: Bytes by the formula of `mupax.train.pods.estimates`.
     """
-    # Compilers need up to 1 / ROOM times the formula.
+    # Compiled programs took up to 1 / ROOM times the formula's bytes.
     interval = f"{gib(int(expected))} to {gib(int(expected / ROOM))}"
     return interval, f"compilers took up to {1 / ROOM:.2f} times that"
 

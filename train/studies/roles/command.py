@@ -190,6 +190,6 @@ def _spec_as_json(spec: ParamSpec) -> dict[str, Any]:
     fields["role"] = spec.role.value
     fields["of"] = spec.of and spec.of.value
     fields["group"] = spec.group
-    # No loss shows the initial value of a gain.
+    # Tracing a loss cannot find `start`, the initial value of a gain.
     del fields["start"]
     return fields

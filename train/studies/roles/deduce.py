@@ -84,7 +84,8 @@ def _looked_up(matrices: Matrices, use: OperandUse) -> Constraint:
         if param == use.param:
             axes.add(names[index])
     role = Role.TOKEN_EMBEDDING
-    # In the order of the table, because that of a set of texts changes from process to process.
+    # Tested in the order of `_LOOKUPS`, because the order of a set of strings differs from process
+    # to process.
     for axis, looked_up in _LOOKUPS.items():
         if axis in axes:
             role = looked_up
@@ -163,7 +164,8 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
 
     sources = flow.sources(other, through=True)
     all_logits = {attention.logits for attention in matrices.attentions}
-    # Before the matrices: logits are products of two activations, and no matrix makes them.
+    # Tested before biases of matrices, because logits are products of two activations and no matrix
+    # makes them.
     if sources and all(source.node in all_logits for source in sources):
         return _added_to_logits(use, in_block)
 
@@ -175,7 +177,7 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
     roles = {fact.role for fact in constraints}
     if len(roles) == 1 and all(source.params for source in sources):
         matrix = constraints[0]
-        # A router's bias may come behind its softmax or sigmoid.
+        # A router's bias may be added after its softmax or sigmoid.
         is_direct = matrix.role is Role.ROUTER or all(source.plain for source in sources)
         if is_direct and set(_axes(matrices, use)) <= _output_axes(matrices, sources):
             return _bias_of(matrix, f"is added to the product of the {matrix.role.value}")
@@ -269,7 +271,8 @@ def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
         )
 
     if roles and roles <= _ENDS and "experts" not in _axes(matrices, use):
-        # A gain without an axis of experts acts on the sum of experts as on an MLP.
+        # A gain without an axis of experts scales the sum of all experts, like the output of one
+        # MLP.
         roles = {Role.MLP_OUT}
     if len(roles) != 1:
         target = _role_names(roles)
@@ -409,7 +412,7 @@ def _aligned_dims(use: OperandUse) -> list[tuple[ParamDim, Dim]]:
             for path, index in atom.param_dims:
                 if path == use.param:
                     param_dims.add((path, index))
-        # Sorted, because the order of a set of texts differs from process to process.
+        # Sorted, because the order of a set of strings differs from process to process.
         for param_dim in sorted(param_dims):
             aligned.append((param_dim, other_dim))
     return aligned
@@ -452,7 +455,8 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
     all_attention = attentions(flow)
     matrices = Matrices(flow, all_attention, named)
     for param, reason in matrices.refused.items():
-        # The first reason stays: a dimension without a name is mended before a role.
+        # A reason about axis names stays, because a role can only be found for dimensions with
+        # names.
         refused.setdefault(param, reason)
     uses: dict[str, list[OperandUse]] = {}
     for use in graph.uses:
@@ -509,7 +513,8 @@ def _fact(matrices: Matrices, all_attention: list[Attention], use: OperandUse) -
     cross_attention = [attention for attention in all_attention if attention.cross]
     encoder = _is_in_encoder(flow, cross_attention, use.node)
 
-    # A norm before several matrices is one of cross-attention if all of them are its queries.
+    # A norm belongs to cross-attention if all matrices that read it make queries of
+    # cross-attention.
     is_gain_or_bias = constraint.role in (Role.NORM_GAIN, Role.BIAS)
     is_norm = is_gain_or_bias and constraint.of in (None, Role.NORM_GAIN)
     if is_norm and constraint.in_block and not encoder:
@@ -551,7 +556,8 @@ def _shared(matrices: Matrices, use: OperandUse, constraint: Constraint) -> tupl
     The parameter's gradient is a sum over these axes. The result is empty outside of residual
     branches, for a gain or bias of queries or keys, and for a relative bias.
     """
-    # The own axes of a QK-norm's gain and of a relative bias already tell about the sum.
+    # For a QK-norm's gain and a relative bias, rules and theory find this sum from the axes of the
+    # parameter itself.
     is_qk_norm = constraint.of in (Role.QUERY, Role.KEY)
     if not constraint.in_block or is_qk_norm or constraint.role is Role.RELATIVE_BIAS:
         return ()
@@ -622,7 +628,8 @@ def _spec(names: tuple[str, ...], constraint: Constraint) -> ParamSpec:
         names: Axes of each dimension. Two axes of one dimension have a space between them.
     """
     if constraint.cross and constraint.role in (Role.KEY, Role.VALUE):
-        # Keys and values of cross-attention read the memory, whose width is an axis of its own.
+        # Keys and values of cross-attention read the encoder's output ("memory"), whose width is an
+        # axis of its own.
         renamed = []
         for index, axis in enumerate(names):
             if index in constraint.fan_in:
@@ -665,8 +672,8 @@ def axis_names(
         axis, or two dimensions to one. The names of a refused parameter may be incomplete.
     """
     cuts = {} if graph is None else cuts_of(graph)
-    # No parameter has an axis of active experts. The memory is as wide as the stream, and the axis
-    # of what reads the memory is found by flow.
+    # No parameter has an axis of active experts. The encoder's output ("memory") is as wide as the
+    # stream, so `_spec` finds that axis by its use and not by its size.
     columns = {}
     for axis in samples[0].sizes:
         if axis not in ("active", "memory"):
@@ -688,7 +695,7 @@ def axis_names(
                 continue
             refused.setdefault(param, _reason(index, column, matching, columns))
         axes = _as_heads(param, axes, samples[0].sizes, cuts)
-        # Sizes are looked up by axis, so that a square matrix needs two names.
+        # Sizes are looked up by axis name, so the two dimensions of a square matrix need two names.
         if param not in refused and len(set(axes)) < len(axes):
             refused[param] = (
                 f"two of its dimensions {shape} are the same axis; name them apart: "
@@ -765,7 +772,7 @@ def _reason(
             f"dimension {index} is {' and '.join(matching)} at all sizes; "
             "build the model so that each can change alone"
         )
-    # Sizes that never change fit any product, and would explain every dimension.
+    # An axis whose size never changes could be a factor of any product, so it explains nothing.
     growing = {}
     for axis, sizes in columns.items():
         if len(set(sizes)) > 1:

@@ -220,7 +220,7 @@ class Flow:
                 self.matrices.setdefault(use.node, []).append(use)
         self._users = users(graph)
 
-        # An integer of bits is far smaller than a set of Python, and a union is one operation.
+        # As bits of an integer, a set is far smaller than Python's, and a union is one `|`.
         self._ancestors = [0] * len(graph.nodes)
         """For each value a set of the values that it is computed from, as bits of an integer."""
         for node in graph.nodes:
@@ -378,7 +378,7 @@ class Flow:
             visited.add(entry)
             current, plain = entry
             for user in self.users(current):
-                # `top_k` carries no signal, but a router is known by it alone.
+                # `top_k` carries no signal, but a router is recognized only by it.
                 if user.op == "top_k":
                     yield Destination(user, current, plain)
                     break

@@ -207,7 +207,7 @@ class Graph:
 
     def use(self, node: Node, view: Node, other: Node | None) -> None:
         """Record a use of every parameter of a view. Arguments are attributes of `OperandUse`."""
-        # Sorted, because the order of a set of texts differs between processes.
+        # Sorted, because the order of a set of strings differs between processes.
         for param in sorted(view.params):
             self.uses.append(OperandUse(param, node, view, other))
 

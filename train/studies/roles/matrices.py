@@ -82,7 +82,8 @@ def attentions(flow: Flow) -> list[Attention]:
     of_attention: set[Node] = set()
     for product in products:
         of_attention |= {product.mix, product.logits}
-    # All products are looked at before the set changes, because `sources` ends at products.
+    # `flow.sources` stops at members of `flow.products`, so the set changes only after all products
+    # are tested.
     unweighed = set()
     for node in flow.products:
         if node not in of_attention and not _is_weighed(flow, node):
@@ -97,7 +98,7 @@ def attentions(flow: Flow) -> list[Attention]:
         queries = _matrices(flow, logits.inputs[1 - key_side])
         keys = _matrices(flow, logits.inputs[key_side])
         values = _matrices(flow, mix.inputs[1 - side])
-        # In self-attention queries and keys are computed from the same values.
+        # In self-attention queries and keys are computed from the same stream.
         cross = _streams(flow, queries) != _streams(flow, keys)
         result.append(Attention(logits, mix, queries, keys, values, cross))
     return result
@@ -152,7 +153,8 @@ def _is_over_keys(flow: Flow, mix: Node, side: int, exp: Node) -> bool:
         summed.update(atom.ancestors())
     normalized: set[Atom] = set()
     for node in flow.denominators:
-        # `denominators` has the sums of all softmaxes of the loss, and only this one's count.
+        # `denominators` has the sums of all softmaxes of the loss. Only those of this softmax
+        # count.
         if node.op == "reduce_sum" and flow.precedes(exp, node):
             for atom in node.info["summed"]:
                 normalized.update(atom.ancestors())
@@ -342,7 +344,8 @@ class Matrices:
 
         sources = self.flow.sources(product.other)
         self._refuse_opaque(product, sources)
-        # First, because attention itself is a product of two activations, which are refused below.
+        # Tested first, because attention itself is a product of two activations, and these are
+        # refused below.
         output = self._attention_out(product, sources)
         if output is not None:
             return output

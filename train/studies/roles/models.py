@@ -130,7 +130,7 @@ class _Interpreter:
         callee = next((params[key] for key in CALLS if key in params), None)
         if callee and name not in OPAQUE and name != "while":
             return self.run(*_opened(callee), operands)
-        # The graph knows rows and slices, so primitives with several results become these.
+        # The graph has operations for rows and slices, so `unstack` and `split` become these.
         if name == "unstack":
             rows = []
             for index in range(len(outputs)):
@@ -144,7 +144,7 @@ class _Interpreter:
                 parts.append(self._slice(operands[0], params["axis"], start, size))
             return parts
         if name == "optimization_barrier":
-            # Every output is its own operand alone, and must not be taken for a use of the others.
+            # Each output equals one operand, so it must not count as a use of the other operands.
             copies = []
             for operand, output in zip(operands, outputs, strict=True):
                 copies.append(self._op("copy", {}, [operand], output))
@@ -356,8 +356,8 @@ def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
 
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
     """Return the shapes of parameters by path."""
-    # The paths are those of `define_function`, which takes the declarations. An nnx.Variable has no
-    # ".value" in its path there.
+    # The paths must be those of `define_function`, where the declarations are used. There the path
+    # of an nnx.Variable has no ".value".
     shapes = {}
     for name, leaf in named_leaves(params).items():
         shapes[name] = tuple(leaf.shape)
@@ -435,7 +435,7 @@ def variations(config: ModelConfig) -> list[ModelConfig]:
 
     single_fields = []
     for name, value in values.items():
-        # Not `isinstance`, because a bool is an int and cannot be doubled.
+        # Not `isinstance`, because a bool is an int, too, and no size.
         if type(value) is int or name == "mlp_ratio":
             single_fields.append((name,))
     result = []

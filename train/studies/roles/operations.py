@@ -137,7 +137,7 @@ def _joined_values(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
 
     They are those of the first activation (or array), with a new dimension along `axis`.
     """
-    # The first activation, or the first array if there is none.
+    # `max` returns the first of equals: the first activation, or the first array without one.
     leading = max(inputs, key=lambda node: node.kind == "activation")
     dims = list(leading.dims)
     total = sum(node.shape[axis] for node in inputs)
@@ -216,7 +216,7 @@ def layout(
             info = _selection(slices)
         case "dynamic_slice":
             dims, info = _dynamically_sliced(inputs, shape)
-            # The start of a slice may come from the batch, which does not make data of a parameter.
+            # The start of a slice may come from the batch, but a slice of a parameter stays a view.
             kind = kind_of(op, [array])
         case "concatenate":
             dims = joined(inputs, params["dimension"])

@@ -277,7 +277,7 @@ def _next_step(grid: Sequence[Planned], rows: Sequence[Row], table: LiveTable) -
     """
     from mupax.train.studies.report import Step
 
-    # By the loss that the table shows, so that the step fits the table.
+    # `table.value` is the loss that the table shows, so this step names the table's best point.
     losses = [table.value(row) for row in rows]
     lowest = min(losses)
     best = losses.index(lowest)

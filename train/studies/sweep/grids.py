@@ -36,8 +36,8 @@ def parse(text: str) -> tuple[float, ...]:
         return tuple(_number(word, text) for word in text.split(","))
 
     count_word = parts[-1].strip()
-    # `isdigit` takes a superscript two, which `int` does not read. A count of ten digits would fill
-    # the memory.
+    # `isdecimal`, because `isdigit` is True for a superscript two, which `int` does not read. A
+    # count of ten digits would fill the memory.
     is_count = count_word.isdecimal() and len(count_word) <= MOST_DIGITS and int(count_word) >= 2
     if len(parts) != 3 or not is_count:
         raise ConfigError(
@@ -54,7 +54,7 @@ def parse(text: str) -> tuple[float, ...]:
             "as 0,0.1"
         )
 
-    # Through the exponents, so that a grid of powers of two has exact powers of two.
+    # Computed from exponents, so that a grid of powers of two has exact powers of two.
     first = math.log2(start)
     last = math.log2(stop)
     values = []

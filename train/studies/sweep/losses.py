@@ -30,7 +30,7 @@ def summarized(losses: np.ndarray) -> tuple[float, tuple[float, ...]]:
         losses: float64 [steps], inf from the step at which the point diverged.
     """
     last_losses = losses[-max(1, len(losses) // LAST) :]
-    # `array_split` allows parts of unequal length, for runs that 200 does not divide.
+    # `array_split` allows parts of unequal length, for runs whose steps 200 does not divide.
     parts = np.array_split(losses, min(CURVE_POINTS, len(losses)))
     return _rounded_mean(last_losses), tuple(_rounded_mean(part) for part in parts)
 
@@ -75,7 +75,7 @@ def saved_losses(folder: Path, steps: int, count: int, digest: str | None) -> np
             content = disk.read_bytes(folder / f"losses-{steps}.npy")
             if xxhash.xxh3_128_hexdigest(content) != digest:
                 return None
-            # From the bytes that were verified, not from the file, which may change in between.
+            # Loaded from the bytes that were verified, because the file may change in between.
             return np.load(io.BytesIO(content))
 
         content = disk.read_bytes(folder / "losses.json")

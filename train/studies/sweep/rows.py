@@ -186,7 +186,8 @@ class Rows(dict[str, Row]):
                 ) from error
             if digest is None:
                 without_digest += 1
-            # Of two rows of one point the later one counts.
+            # A point that was trained again, such as for its evaluation loss, has a second row,
+            # which counts.
             self[row.key] = row
         return without_digest
 
@@ -211,7 +212,7 @@ class Rows(dict[str, Row]):
             DiskError: The disk cannot write. The file is as before.
         """
         fields = row.to_json()
-        # The digest is of the fields as a reader parses them.
+        # The digest must be that of the fields after JSON, where tuples are lists.
         digest = _digest(json.loads(json.dumps(fields)))
         line = json.dumps({**fields, "digest": digest}) + "\n"
         try:
@@ -231,7 +232,8 @@ class Rows(dict[str, Row]):
             try:
                 if file.write(line) < len(line):
                     raise OSError(errno.EIO, "only a part of a line was written")
-                # `add` promises a row on disk; its checkpoint is deleted right after.
+                # `add` promises that the row is on disk. The point's checkpoint is deleted right
+                # after.
                 os.fsync(file.fileno())
             except OSError:
                 # Half a line would spoil the file for the next row.
@@ -257,7 +259,7 @@ def _compressed_lines(folder: Path) -> list[bytes]:
         RowsError: The file is damaged.
     """
     path = folder / COMPRESSED_NAME
-    # `status` raises an error for a disk that cannot be read, where `is_file` returns False.
+    # `Path.is_file` may hide a disk error, which `status` raises.
     if not disk.status(path):
         return []
     content = disk.read_bytes(path)

@@ -341,7 +341,7 @@ class ExecutionTrial:
             # Otherwise the other threads would wait at the barrier for ever.
             barrier.abort()
             raise
-        # The first step may still load, so its time counts only if the run has no other step.
+        # The first step may include loading, so its time counts only if the run has no other step.
         return statistics.median(times[1:] or times)
 
 
@@ -376,7 +376,8 @@ def note_changes(
         except disk.JsonError as error:
             changes = None
             log(f"{error}; it is written again")
-        # `None` is an old record without an environment, which is written again.
+        # `None` means an old record without an environment, or a damaged file. Both are written
+        # again.
         if changes == []:
             return
         for change in changes or ():
@@ -415,7 +416,8 @@ def _unnamed_fields(config: Config) -> Iterator[str]:
     These are fields newer than `_FIRST` that have their default or do not change what is trained.
     """
     for field in config_fields(config):
-        # A model of a plugin declares nothing: all its fields are part of the name.
+        # A plugin's model need not declare what its fields affect. Undeclared fields are part of
+        # the name.
         if field.affects is None or field.path in _FIRST_PATHS:
             continue
         if field.value == field.default or not field.affects.consequence.names_point:

@@ -75,7 +75,7 @@ def compile_trainer(program: Program, count: int, evaluated: bool) -> Trainer:
     """
     if count > 1:
         return _compile_together(program, count, evaluated)
-    # Read before anything is allocated, because the free memory is asked for.
+    # `limit_of` reads the free memory, so it comes before anything is allocated.
     limit = fit.limit_of(program)
     compiled = program.compile_train()
     fit.check_step(program, compiled, limit, saves=False)
@@ -147,13 +147,15 @@ def _compile_together(program: Program, count: int, evaluated: bool) -> Trainer:
     )
     state_of = jax.jit(jax.vmap(program.initializer.state_of), out_shardings=state_shardings)
 
-    # Random numbers of a point depend on its seed alone: one by one gives the same.
+    # Random numbers of a point depend on its seed alone, so training one by one starts from the
+    # same parameters.
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         seeds = np.array([point.config.seed for point in points], np.uint32)
         stds = _stacked_stds(points)
         step_inputs = _stack([point.inputs for point in points])
         if program.config.model.centered:
-            # A computation of its own, because the step donates the state but keeps the reference.
+            # Initialized twice, because the step donates the arrays of the state, and the reference
+            # must not share them.
             step_inputs = step_inputs._replace(reference=initialize(seeds, stds))
         state = state_of(initialize(seeds, stds))
         return state, jax.device_put(step_inputs, inputs_shardings)
@@ -302,6 +304,7 @@ class Batches:
         shapes = []
         for name, leaf in program.train_feed().abstract.items():
             shapes.append((name, leaf.shape))
-        # A data seed that follows the run's seed must count as that number.
+        # `config.data_seed` is a number even if the data seed follows the run's seed, so equal
+        # batches have equal keys.
         data = dataclasses.replace(config.data, seed=config.data_seed)
         return data, tuple(shapes), getattr(config.model, "vocab_size", None)

@@ -232,7 +232,8 @@ class Work:
 
             began = time.monotonic()
             state = self._run_steps(state, step_inputs, steps_done, progress)
-            # Shared by points that trained at once, so the seconds of all rows add up to the whole.
+            # Divided among the points and threads that trained at once, so that the seconds of all
+            # rows add up to the training time.
             seconds = (time.monotonic() - began) / len(points) / self.concurrent
             scores = None
             # An evaluation scores all points at once, even if some of them have diverged.
@@ -281,7 +282,7 @@ class Work:
         trainer = self.trainer
         checkpoints = progress.checkpoints
         state = checkpoints.restore(trainer.abstract, progress.data.facts)
-        # Together, every point has a step [count], and all are equal.
+        # If points train together, `step` has an entry per point, and all are equal.
         step = int(np.ravel(jax.device_get(state.step))[0])
         digest = layout.read(checkpoints.folder / str(step)).data.get("losses")
         losses = saved_losses(progress.folder, step, trainer.count, digest)
@@ -403,7 +404,7 @@ class Work:
                         error = raised
                     _stop_all(stopping, futures)
             finally:
-                # Also if the caller of this generator does not go on.
+                # Also runs if the caller closes this generator before its end.
                 _stop_all(stopping, futures)
         if error is not None:
             raise error

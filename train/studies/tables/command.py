@@ -157,7 +157,8 @@ def _content(
             "used": len(fit.table.log_loss),
         },
     }
-    # FLOPs are an axis of a table that has them alone. Otherwise they are a budget.
+    # If a table has FLOPs but no sizes and tokens, they are an axis of the law. Otherwise they are
+    # a budget, which is split into size and tokens.
     if "flops" in request and "flops" not in fit.table.values:
         size, tokens, _ = forecaster.compute_optimal(request["flops"])
         place = {"parameters": size.value, "tokens": tokens.value}
@@ -238,7 +239,7 @@ def _law_json(forecaster: Forecaster) -> dict[str, Any]:
         numbers[name] = {
             "value": round(float(value), 4),
             "deviation": round(float(deviation), 4),
-            # NumPy's own bool is no value of JSON.
+            # `json` cannot write the bool of NumPy.
             "of_runs": bool(deviation < PRIOR_SHARE * prior),
         }
 

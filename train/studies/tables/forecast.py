@@ -412,8 +412,8 @@ class Forecaster:
         """
         grid_losses, grid_slopes = self.fit.log_loss(self.fit.grid(values))
         point_losses, slopes = self.fit.log_loss(points)
-        # The lowest loss is exact to first order in the numbers: their change moves the minimum,
-        # but a move of its position does not change the loss.
+        # To first order in the numbers, the lowest loss changes by the slopes at its present rate
+        # and batch. That the best rate and batch move, too, is an effect of second order.
         best = int(np.argmin(grid_losses))
         lowest = grid_losses[best] + grid_slopes[best] @ draws.numbers
         losses = point_losses[:, None] + slopes @ draws.numbers
@@ -457,7 +457,7 @@ def _deviation_per_octave(fit: Fit, axis: str) -> tuple[float, int]:
             errors = _prediction_errors(partial, fit.table.subset(~retained))
             # The effect that a setting's runs share explains a part of the error.
             excess = float(np.mean(errors**2)) - partial.noise.shared**2
-            # An error that noise explains alone is no error of the distance.
+            # An error that noise alone explains counts as 0.
             squares.append(max(0.0, excess) / octaves**2)
     freedom = BEYOND_FREEDOM + len(squares)
     return math.sqrt((BEYOND_FREEDOM * BEYOND**2 + sum(squares)) / freedom), freedom

@@ -187,7 +187,7 @@ class Form:
             numbers: Numbers of the law [P].
             place: Runs as `Form.place` returns them [M, A].
         """
-        # Derivatives of the log of each number's own term.
+        # `factors` has the derivative of the log of a number's own term by this number, [M, P].
         factors = np.zeros((len(place), len(numbers)))
         owner = np.zeros(len(numbers), int)
         column = 0
@@ -198,7 +198,7 @@ class Form:
                 factors[:, column + offset] = place[:, self.axes.index(axis)] * math.log(2)
             column += 1 + len(term.exponents)
         member = np.eye(len(self.terms))[owner]  # [P, terms]
-        terms = np.exp((factors * numbers) @ member)  # [M, terms], over the lowest loss
+        terms = np.exp((factors * numbers) @ member)  # [M, terms], relative to the lowest loss
         total = terms.sum(axis=1)
         shares = (terms / total[:, None])[:, owner]
         # d log(sum of terms) = the terms' shares times the derivatives of their logs.
@@ -325,7 +325,8 @@ def form_of(table: RunTable) -> Form:
             continue
         exponents = select_keys(term.exponents, varying)
         terms.append(dataclasses.replace(term, exponents=exponents))
-    # Around its middle, the size of a term hardly depends on its exponents.
+    # Axes are centred at their middle, because the size of a term there does not depend on its
+    # exponents.
     middles = []
     for axis in varying:
         middles.append((logs[axis].max() + logs[axis].min()) / 2)
@@ -339,7 +340,7 @@ def settings_of(table: RunTable) -> np.ndarray:
         if axis in table.values:
             columns.append(table.values[axis])
     _, index = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    # NumPy 2.0 alone returns the inverse with another shape if an axis is given.
+    # Some releases of NumPy 2 return the inverse with more dimensions if an axis is given.
     return np.asarray(index).reshape(-1)
 
 
@@ -481,7 +482,7 @@ def _pseudo_huber_slope(residual: np.ndarray) -> np.ndarray:
     """Return the derivative of `_pseudo_huber` at each residual."""
     root = np.sqrt(1 + residual**2)
     value = np.sqrt(2 * (root - 1))
-    # The limit at 0 is 1, where the quotient is 0 / 0.
+    # At 0 the derivative is 0 / 0, and its limit is 1.
     return np.where(value < 1e-4, 1.0, np.abs(residual) / (root * np.maximum(value, 1e-12)))
 
 
@@ -508,8 +509,8 @@ def _noise(fit: Fit, missed: np.ndarray, excess: np.ndarray) -> Noise:
         far_deviation = float(np.median(missed[far_runs])) / normal
         growth = (far_deviation - near) / float(np.median(excess[far_runs]))
         far = max(LEAST_FAR, growth)
-    # Variances are averaged, each weighed by its number of settings.
-    # Estimated effects are shrunk to 0; their variances give back what shrinking took.
+    # Estimated effects are shrunk to 0, and adding their variances makes up for it. The prior
+    # counts like `SHARED_FREEDOM` further settings.
     squares = float((fit.effects**2 + fit.effect_variances).sum())
     freedom = SHARED_FREEDOM + len(fit.effects)
     shared = math.sqrt((SHARED_FREEDOM * SHARED_PRIOR**2 + squares) / freedom)

@@ -105,12 +105,12 @@ def load(path: Path = DENSE) -> Forecaster:
         numbers=np.array(content["numbers"]),
         covariance=np.array(content["covariance"]),
         noise=Noise(**content["noise"]),
-        # Effects are of settings in the table, and a forecast is of a new one.
+        # Effects belong to settings of the table, and a forecast is of a new setting.
         effects=np.zeros(0),
         effect_variances=np.zeros(0),
         setting=np.zeros(2, int),
     )
-    # JSON may have turned the degrees of freedom into a float.
+    # `int`, because another program may have written the degrees of freedom as 3.0.
     beyond = {}
     for axis, pair in content["beyond"].items():
         beyond[axis] = (pair[0], int(pair[1]))

@@ -303,7 +303,7 @@ def _sources(path: Path, names: Sequence[str], words: Sequence[str]) -> dict[str
             )
         sources[name] = _source(word, text, names)
 
-    # FLOPs stand in place of a size and a length.
+    # A table may have FLOPs in place of a size and a length.
     has_flops_alone = "flops" in sources and not {"parameters", "tokens"} & sources.keys()
     required = ("loss",) if has_flops_alone else ("parameters", "tokens", "loss")
     absent = [name for name in required if name not in sources]
@@ -408,7 +408,7 @@ def _number(value: Any) -> float | None:
 
     The texts "inf" and "diverged" become nan.
     """
-    # bool is a kind of int.
+    # A bool is an int in Python, but no number of a table.
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -507,7 +507,8 @@ def _merged(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
             if len(logs) > 1 and np.isfinite(logs).all():
                 variances.append(float(np.var(logs, ddof=1)))
             candidates.append(_Run(float(np.mean(logs)), distinct[0], len(distinct)))
-        # The best weight decay counts.
+        # Of runs that differ only in weight decay the best counts, because the law has no such
+        # axis.
         runs.append(min(candidates))
 
     notes = []

@@ -216,7 +216,7 @@ def _paired_seeds(curves: Sequence[Curve]) -> int:
     for curve in curves:
         is_run.append(~np.isnan(curve.losses[curve.window(), :shortest]))
     by_seed = np.concatenate(is_run).all(axis=0)
-    # The first seed that some rate has not ends the count.
+    # `argmin` finds the first seed that some rate lacks, which ends the count.
     return shortest if by_seed.all() else int(np.argmin(by_seed))
 
 
@@ -236,12 +236,13 @@ def _scatter(curve: Curve, fitted_curve: Fit, seeds: int) -> Scatter:
     deviations = losses - losses.mean(axis=1, keepdims=True)
     lines = np.stack([np.ones_like(x), x - x.mean()], axis=1)
     residuals = deviations - lines @ np.linalg.lstsq(lines, deviations, rcond=None)[0]
-    # Two numbers per seed are fitted, and one seed's worth goes to the mean.
+    # Two numbers are fitted per seed, and the mean over seeds takes up one seed.
     freedom = (len(x) - 2) * (seeds - 1)
     variance = float((residuals**2).sum()) / freedom
     curvature_variance = variance * float(curvature_map @ curvature_map) / seeds
     error = math.sqrt(curvature_variance) / fitted_curve.curvature
-    # A vertex is a ratio. Its second-order term counts where noise makes the parabola nearly flat.
+    # The vertex is slope over curvature. The second-order term of this ratio counts if noise makes
+    # the curvature uncertain.
     spread = float(optima.std(ddof=1)) * math.sqrt(1 + 3 * error**2)
     return Scatter(spread, float(stdtrit(freedom, CONFIDENCE)) * error)
 
@@ -262,7 +263,8 @@ def _half_width(deviations: np.ndarray, seeds: int, quantile: float = CONFIDENCE
     total = float(variances.sum())
     if total == 0:
         return 0.0
-    # Welch and Satterthwaite: nearly all degrees count if the terms are of one size.
+    # Welch and Satterthwaite: n terms of equal variance have n (seeds - 1) degrees of freedom. If
+    # one term dominates there are about seeds - 1.
     freedom = total**2 / float((variances**2).sum()) * (seeds - 1)
     return float(stdtrit(freedom, quantile)) * math.sqrt(total)
 
@@ -369,7 +371,7 @@ def _measured_price(
     # Seeds that were added later exist only near the minimum.
     common = min(seeds, int((~np.isnan(curve.losses[pair])).all(axis=0).sum()))
     losses = curve.losses[pair, :common]
-    # A seed diverged at the rate that would be transferred: no price is too high.
+    # If a seed diverged at one of the two rates, the price is infinite.
     if not np.isfinite(losses).all():
         return Interval(math.inf, math.inf, math.inf)
     left, right = curve.x[pair]

@@ -284,7 +284,8 @@ class Frugal(Measured):
         if not fitted.trouble:
             losses = curve.losses[curve.window(), : self.first]
             noise = _noise(losses, base.noise if base else math.nan)
-            # Squared distances of five half octaves around the vertex sum to half their number.
+            # Five rates half an octave apart, centred at the vertex, have squared distances that
+            # sum to 2.5, half their number. `runs` is this sum over all seeds.
             runs = len(fitted.used) / 2 * self.first
             deviation = noise / (2 * fitted.curvature * math.sqrt(runs))
             return [], Optimum(fitted.optimum, deviation, fitted.curvature, noise, True)
@@ -322,18 +323,21 @@ class Frugal(Measured):
             normal = design.T @ (design * weight[:, None])
             right = design.T @ (weight * loss)
 
-            # Prior of the expected rate. The slope is that of a curve an octave from its vertex.
+            # Prior that the vertex is near the expected rate. `slope` is the slope of the loss an
+            # octave from the vertex.
             slope = 2 * base.curvature
             normal[-2, -2] += (slope * EXPECTED) ** -2
             right[-2] -= (expected - centre) / (slope * EXPECTED**2)
-            # Prior of the curvature.
+            # Prior that the curvature is that of `base`, with a standard deviation of `AGREE` times
+            # it.
             normal[-1, -1] += (AGREE * base.curvature) ** -2
             right[-1] += base.curvature / (AGREE * base.curvature) ** 2
 
             # A seed whose runs all have weight 0 makes the matrix singular.
             inverse = np.linalg.pinv(normal)
             *_, tilt, bend = inverse @ right
-            # A floor, because noise may bend three points downwards and the vertex is a ratio.
+            # A floor, because the curvature of three noisy points may be negative, and the vertex
+            # is divided by it.
             curvature = max(float(bend), 0.3 * base.curvature)
             moved = centre - tilt / (2 * curvature)
             # Farther out all tricube weights are 0, and the next fit would see no loss.

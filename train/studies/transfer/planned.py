@@ -129,7 +129,7 @@ def parsed(args: Transfer, rest: Sequence[str]) -> tuple[cli.Command, bool]:
     start = cli.recipe_of_points(args.recipe)
     recipe = cli.parse(args.recipe, start, rest, command_line.flags(Transfer))
     cli.refuse_session_flags(PROG, recipe, ("dry_run",))
-    # By the words, because a base that only the recipe has does not count.
+    # Read from the command line, because a base that only the recipe has does not count.
     names_base = any(word.partition("=")[0] == "--preset.base" for word in rest)
     # A config file may have a workdir, and a study has its own folder.
     config = dataclasses.replace(recipe.config, workdir=None)

@@ -205,7 +205,7 @@ def _rows(measured: Measured, analysis: Analysis) -> list[Sequence[str]]:
                 f"± {half_width:.2f}" if math.isfinite(half_width) else "unknown",
                 f"{fitted.loss:.4f}",
             ]
-            # The smallest size is not retuned, so it has no price.
+            # The rate was tuned at the smallest size, where the price is 0 by definition.
             if index > 0 and not math.isnan(price.value):
                 cost = _price_cell(price)
         table.append([

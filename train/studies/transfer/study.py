@@ -241,10 +241,10 @@ class Measured:
         points = self._rates()
         analysis = self.analysis() if not points else None
         if analysis is not None:
-            # Noise may leave a size without a minimum. All its seeds then choose its rates anew.
+            # The first seeds may be so noisy that a size has no minimum at the rates that they
+            # chose. All its seeds then choose the rates.
             for index, fitted in enumerate(analysis.fits):
                 if fitted.trouble in NOISE and analysis.seeds > self._first(index):
-                    # From then on all seeds choose the window, which the first ones misplaced.
                     self.chosen[index] = analysis.seeds
             points = self._rates()
 

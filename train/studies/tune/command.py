@@ -155,7 +155,8 @@ def _words(texts: Sequence[str]) -> list[str]:
     """Return the comma-separated words of all `--over` texts, stripped and without empty ones."""
     words = []
     for text in texts:
-        # Several `--over` are as one with commas, and an empty word is none.
+        # Several `--over` act like one with commas. Empty words, as after a last comma, are
+        # dropped.
         for word in text.split(","):
             if word.strip():
                 words.append(word.strip())

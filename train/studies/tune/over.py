@@ -252,7 +252,8 @@ def with_point(config: Config, constants: Sequence[Constant], point: Point) -> C
     if not changes:
         return config
     for constant in constants:
-        # A rate that is left out follows the peak, which may be searched, too.
+        # An `adam_lr` that is not set follows `peak_lr`. If only `peak_lr` moves, `adam_lr` must
+        # keep its start.
         if constant.flag == "optimizer.adam_lr" and config.optimizer.adam_lr is None:
             changes.setdefault(constant.flag, constant.start)
 
@@ -312,7 +313,7 @@ def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant
         below = " and below 1" if name in _NEAR_ONE else ""
         raise ConfigError(f"--over {text}: write LOW:HIGH with LOW below HIGH, both above 0{below}")
     constant = Constant(word, flag, start, low, high)
-    # Whole numbers may round every step of a narrow range to one value.
+    # Rounding to whole numbers may give every step of a narrow range the same value.
     if len({constant.value(step) for step in constant.steps}) < 2:
         raise ConfigError(f"--over {text}: the range has one number; write a wider one")
     return constant

@@ -83,7 +83,8 @@ def race(losses: np.ndarray, looks: int) -> Elimination:
 
     several = np.nonzero(used.sum(axis=1) > 1)[0]
     if len(several) > LEAST:
-        # Residuals are independent of the means, so choosing by the mean does not shrink sigma.
+        # Normal residuals are independent of the means, so choosing by the mean does not shrink
+        # sigma.
         order = np.argsort(effects.means[several], kind="stable")
         better = several[order[: max(LEAST, math.ceil(len(several) / 2))]]
         better_effects = _fit_effects(losses[better], used[better])
@@ -91,7 +92,7 @@ def race(losses: np.ndarray, looks: int) -> Elimination:
         freedom = better_effects.freedom
 
     means = np.where(diverged, np.inf, effects.means)
-    # No point need be better for a diverged one to go, so it names itself.
+    # A diverged point is dropped even if no point beats it, so its entry is its own index.
     dropped = np.where(diverged, np.arange(len(losses)), -1)
     if not freedom:
         return Elimination(means, dropped, sigma, freedom, critical=math.inf)

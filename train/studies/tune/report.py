@@ -51,7 +51,7 @@ class SearchTable(LiveTable):
     """
 
     def __init__(self, console: Console, search: Search, *, evaluated: bool) -> None:
-        # Before `super()`, because `table` may be called from the first line on.
+        # Set before `super()`, because `Live` calls `table` already when it is made.
         self._search = search
         super().__init__(console, [], evaluated=evaluated)
 

@@ -130,7 +130,7 @@ class Search:
     @property
     def fresh_seeds(self) -> range:
         """Seeds on which the winner meets the start."""
-        # The winner was chosen for low losses on its seeds, which therefore flatter it.
+        # The winner was chosen by its losses on earlier seeds, so these are partly low by luck.
         return range(FRESH, FRESH + self.limits.confirm)
 
     def race(self) -> Elimination:
@@ -189,7 +189,7 @@ class Search:
                 return runs
             if runs:
                 self.stopped = f"the {self.limits.minutes:g} minutes would not hold another round"
-                # Points of a round that is not trained are none of the search.
+                # Points of a round that is not trained do not belong to the search.
                 self.points = [point for point in self.points if (point, 0) in self.rows]
 
         winner = self.winner
@@ -252,7 +252,7 @@ class Search:
             return surrogate.ask(self.constants, self.points, means, count, self.limits.seed)
         # The start is a point but no term of the sequence, hence tried - 1.
         spread = surrogate.spread(self.constants, tried - 1, count - len(first), self.limits.seed)
-        # Two coordinates of the sequence may round to the same grid point.
+        # Two terms of the sequence may round to the same grid point.
         distinct = dict.fromkeys(first + spread)
         return [point for point in distinct if point not in self.points]
 

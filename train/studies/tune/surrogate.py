@@ -69,7 +69,8 @@ def ask(
         count: Number of new points. Fewer are returned if the grid has no more.
         seed: Seed of the candidates. The same seed and losses give the same points.
     """
-    # The number of points changes with every round, so no round draws the candidates of another.
+    # The seed has the number of points, which grows in every round, so each round draws other
+    # candidates.
     rng = np.random.default_rng([seed, len(points)])
     unit = _unit(constants, points)
     values = squashed(losses)
@@ -83,7 +84,7 @@ def ask(
         best_first = _points(constants, candidates[np.argsort(-gains, kind="stable")])
         point = next((point for point in best_first if point not in tried), None)
         if point is None:
-            # Every point of the grid is tried.
+            # Every candidate rounds to a point that was tried, so the grid is used up or nearly so.
             break
         tried.add(point)
         proposals.append(point)
@@ -109,7 +110,7 @@ def _candidates(unit: np.ndarray, values: np.ndarray, rng: np.random.Generator) 
     """
     best = unit[np.argsort(values, kind="stable")[:NEAREST]]
     near = best[rng.integers(0, len(best), CANDIDATES)]
-    # Few constants move, so that a candidate of many constants stays near its point.
+    # Only some constants move, so that a candidate of many constants stays near its point.
     moved = rng.random(near.shape) < np.maximum(0.3, 1.5 / near.shape[1])
     # Near and far moves alike, because the valley's width is not known.
     distance = 10.0 ** rng.uniform(-2, -0.5, (CANDIDATES, 1))
@@ -143,7 +144,8 @@ def importance(
     for index in range(size):
         mixed = first.copy()
         mixed[:, index] = second[:, index]
-        # Saltelli's estimator f: half of the mean square of the change by one constant.
+        # Estimator f of Saltelli et al. 2010, table 2: half of the mean square of the change by one
+        # constant.
         squares = (means - process.predict(mixed)) ** 2
         share = float(squares.mean() / 2 / max(variance, 1e-12))
         # Sampling may carry the estimate above 1.
@@ -203,7 +205,8 @@ def fitted(unit: np.ndarray, values: np.ndarray, previous: Any = None) -> Any:
 def _improvement(process: Any, candidates: np.ndarray, least: float) -> np.ndarray:
     """Return the expected improvement on the value `least` at every candidate, [n]."""
     mean, deviation = process.predict(candidates, return_std=True)
-    # At a point that was tried the deviation is 0, and z would be 0 / 0.
+    # scikit-learn sets a variance that rounding makes negative to 0, and z divides by the
+    # deviation.
     deviation = np.maximum(deviation, 1e-9)
     z = (least - mean) / deviation
     return deviation * (z * ndtr(z) + np.exp(-z * z / 2) / np.sqrt(2 * np.pi))

@@ -284,7 +284,8 @@ def _forward(
 
     y_BHTN = jnp.concatenate([total.y_BHTN for total in totals], axis=2)
     lse_BHT = jnp.concatenate([total.lse_BHT for total in totals], axis=2)
-    # The backward pass needs both. A remat policy that keeps them runs the ring forward only once.
+    # The backward pass needs the outputs and their log-sum-exp. A remat policy that keeps both runs
+    # the forward ring only once.
     y_BHTN = checkpoint_name(y_BHTN.astype(q_BHTN.dtype), SAVED)
     lse_BHT = checkpoint_name(lse_BHT, SAVED)
     return y_BHTN, _Saved(q_BHTN, k_BKSN, v_BKSN, segments_B1T, y_BHTN, lse_BHT)
@@ -347,7 +348,7 @@ def _backward(
     carry = (dq, dkv, _sent(own_keys, mesh_axes))
     (dq, dkv, keys), _ = jax.lax.scan(ring_step, carry, jnp.arange(1, num_devices - 1))
     dq, dkv = accumulate(dq, _sent(dkv, mesh_axes), keys, num_devices - 1)
-    # One more step brings the gradients of keys and values to the device that holds these.
+    # One more step brings the gradients to the device that holds their keys and values.
     dk, dv = _sent(dkv, mesh_axes)
 
     dtype = saved.q_BHTN.dtype

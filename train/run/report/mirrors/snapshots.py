@@ -63,7 +63,7 @@ class Snapshots:
             params: Parameters on the devices. The run goes on with them.
         """
         if self._histograms:
-            # A copy, because the step takes over the parameters' memory.
+            # A copy, because the parameters are donated to the next step.
             self._earlier_params = jax.tree.map(jnp.copy, params)
 
     def take(
@@ -143,7 +143,7 @@ def _shown(
 
     def name(label: int) -> str:
         text = str(label) if names is None else names[label]
-        # A bar would begin another column of the table.
+        # A vertical bar would begin another column of the Markdown table.
         return text.replace("|", "/")
 
     rows = ["| image | label | prediction |", "|---|---|---|"]
@@ -187,7 +187,8 @@ def _numbers(x: jax.Array) -> dict[str, jax.Array]:
     low = or_inf.min()
     high = or_minus_inf.max()
     limits = low + (high - low) * jnp.arange(1, _NUM_BINS) / _NUM_BINS
-    # One pass per limit: all at once would need an array of so many times the parameter.
+    # One pass per limit: all limits at once could need memory for 63 arrays of the parameter's
+    # size.
     below = jax.lax.map(lambda limit: jnp.sum(finite & (x < limit), dtype=jnp.uint32), limits)
     values = jnp.where(finite, x, 0)
     return {

@@ -67,7 +67,7 @@ class TensorBoard(Writer):
     name = "TensorBoard"
 
     def __init__(self, logdir: Path, resume_step: int | None, file: str = "events") -> None:
-        # These imports of tensorboardX take seconds and are only for tensors and buckets.
+        # tensorboardX imports these for torch tensors and buckets alone, and that takes seconds.
         with _hidden("torch", "boto3", "google.cloud.storage"):
             from tensorboardX import summary
             from tensorboardX.event_file_writer import EventsWriter
@@ -75,8 +75,8 @@ class TensorBoard(Writer):
 
         logdir.mkdir(parents=True, exist_ok=True)
         proto: Any = event_pb2  # Any, because its messages are made when it is imported
-        # Names have seconds. A session that begins within the second in which another one began
-        # would open that session's file, which empties it.
+        # Names of event files have the time in seconds. Without a suffix, a second session within
+        # one second would open the file of the first session and empty it.
         session = f".{secrets.token_hex(4)}"
         self._writer = EventsWriter(str(logdir / file), session)
         self._event = proto.Event
@@ -224,7 +224,7 @@ class Tracker(Writer):
         if not new and file.exists():
             run_id = file.read_text(encoding="utf-8").strip()
         try:
-            # Standard output is the run's own.
+            # Trackers print when they start, and standard output is for the run's own lines.
             with contextlib.redirect_stdout(sys.stderr):
                 self._run, run_id = self._start(project, workdir, run_id)
         except Exception as error:
@@ -258,8 +258,8 @@ class Wandb(Tracker):
         run = wandb.init(
             project=project, dir=str(workdir), name=workdir.name, id=run_id, resume="allow"
         )
-        # An axis of our own, because wandb's would refuse the steps between the checkpoint and the
-        # end of the stopped session.
+        # wandb's own step must not decrease. A resumed run repeats the steps between the checkpoint
+        # and the end of the stopped session, so it needs an axis of its own.
         run.define_metric("*", step_metric="step")
         return run, run.id
 
