@@ -100,9 +100,9 @@ class MuonRule:
         return product(self.block_axes(spec)) ** 0.5
 
     def lr(self, spec: ParamSpec) -> Power:
-        """Return the factor on the learning rate that makes up for separate blocks.
+        """Return the factor on the learning rate for blocks that are orthogonalized separately.
 
-        It is 1 / `coherence`, or 1 for "heads-unscaled".
+        It is 1 / `coherence` (the root of the number of blocks), or 1 for "heads-unscaled".
         """
         if self.blocks == "heads-unscaled":
             return ONE

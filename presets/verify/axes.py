@@ -476,17 +476,23 @@ def _check_same_readout(dumps: Sequence[Dump]) -> None:
 
 def _check_readout(dump: Dump, parameters: Mapping[str, Parameter]) -> None:
     """Raise `PresetError` for a language model without readout, or a tied one without a table."""
-    roles = set()
+    has_table = False
+    has_readout = False
     for parameter in parameters.values():
-        if len(parameter.entry.shape) > 1:
-            roles.add(parameter.spec.role)
-    if Role.TOKEN_EMBEDDING not in roles:
+        role = parameter.spec.role
+        num_dimensions = len(parameter.entry.shape)
+        # A class token has the role of a table too. It has the shape [width] or [1, 1, width].
+        if role is Role.TOKEN_EMBEDDING and num_dimensions == 2:
+            has_table = True
+        elif role is Role.READOUT and num_dimensions > 1:
+            has_readout = True
+    if not has_table:
         if dump.readout is not None:
             raise PresetError(
                 f'{dump.source}: "readout" is of one that is the embedding\'s table, '
                 "and there is no such table"
             )
-    elif dump.readout is None and Role.READOUT not in roles:
+    elif dump.readout is None and not has_readout:
         raise PresetError(
             f"{dump.source} has no readout; where that is the embedding's table, "
             'write into "model" what its output is multiplied by, "readout": 1 where by nothing'

@@ -418,15 +418,16 @@ class Verify:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Results for one line of growth.
+    """Results for dumps of one model in which some sizes grow together.
 
     Attributes:
         line: Models of the dumps.
         optimizer: A name of `OPTIMIZERS`.
         reference: Preset, with the differences of the dumps from it.
         findings: Faults, then cautions.
-        published: Mistakes as `recognized` returns them.
-        limits: Observables that suffer from all findings together, worst first.
+        published: Pairs (finding, mistake that it shows). The finding is None for the standard
+            parameterization as a whole.
+        limits: Observables that all findings together make worse as the model grows, worst first.
     """
 
     line: GrowthSeries

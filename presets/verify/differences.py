@@ -250,10 +250,10 @@ def _tied_readout_differences(
 
 
 def _table(model: Model) -> Parameter:
-    """Return the model's first table of token embeddings, with two dimensions."""
+    """Return the model's first table of token embeddings. Parameters that are not 2-D are no table."""
     tables = []
     for parameter in model.parameters.values():
-        # A class token has the same role and one dimension.
+        # A class token has the same role. It has the shape [width] or [1, 1, width].
         if parameter.spec.role is Role.TOKEN_EMBEDDING and len(parameter.entry.shape) == 2:
             tables.append(parameter)
     return tables[0]

@@ -557,7 +557,14 @@ def _judging_observables(preset: Preset, line: GrowthSeries, family: Family) -> 
 
 
 def _is_worse(after: Entry, before: Entry) -> bool:
-    """Return whether an observable became unstable, or farther from stable than it was."""
+    """Return whether differences made an observable unstable, or more unstable than it was.
+
+    Exponents that differ by at most 0.02 count as equal.
+
+    Args:
+        after: Entry of the preset with the differences.
+        before: Entry of the preset itself.
+    """
     if after.verdict == "stable" or abs(after.exponent - before.exponent) <= 0.02:
         return False
     return after.verdict != before.verdict or abs(after.exponent) > abs(before.exponent)

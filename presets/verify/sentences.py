@@ -50,7 +50,7 @@ class Finding:
 
     @property
     def excess(self) -> float:
-        """Power by which the value grows faster than it should. 0 if there is no slope."""
+        """Measured exponent of the growing size minus the right one. 0 if `slope` is None."""
         return 0.0 if self.slope is None else self.slope - self.target
 
     def sentence(self, word: str) -> str:

@@ -214,10 +214,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     listed = f"all {len(COLUMNS)}" if in_order == list(COLUMNS) else f"the {', '.join(in_order)}"
     lines += [
         "",
-        "As a control, theory of constant values (`none`) at a growing batch calls "
-        f"{listed} values wrong.",
+        "As a control, the rule `none`, which changes no value, is judged as the batch grows: "
+        f"theory calls {listed} values wrong.",
         "",
-        "Theory of the formulas does not call these wrong:",
+        "Theory of the formulas misses these:",
         "",
     ]
     unseen: dict[tuple[str, str], list[str]] = {}

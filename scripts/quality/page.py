@@ -53,15 +53,15 @@ READING = {
     "with a readout std of m^-1/2, `mup`'s best multiplier for the readout falls from 2^3 at width "
     "64 to 2^1 at widths 256 and 512. If this multiplier and the learning rate are searched again, "
     "as `sp`'s are, `mup`'s loss is 0.005, 0.000 and 0.009 nats below `sp`'s.",
-    "heads-100": "**Not worse** if the readout's std and the embedding's multiplier fall as m^-1/2. "
-    "A new search at larger sizes leaves `mup`'s learning rate as it is, while `sp`'s halves with "
-    "each doubling of heads. With 32 heads, the loss of plain `mup`, whose readout std falls as m^-1, "
-    "is 0.021 nats above the first row's.",
+    "heads-100": "**Not worse** than `sp` if the readout's std and the embedding's learning rate fall as m^-1/2. "
+    "A new search at larger sizes keeps `mup`'s learning rate, while `sp`'s halves with "
+    "each doubling of heads. With 32 heads, plain `mup` (readout std m^-1) ends "
+    "0.021 nats above the first row.",
     "depth-100": "**Not worse** with both scalings of residual branches. At depth 16, the loss is 0.036 nats "
     "below `sp`'s with branches scaled by L^-1/2 (`depth-mup`), and 0.092 with L^-1 (`alpha_L 1`).",
     "depth-800": "**Not worse** with residual branches scaled by L^-1 (`alpha_L 1`). With branches scaled by "
     "L^-1/2, the preset's loss at depth 16 is 0.028 nats above `sp`'s.",
-    "heads-800": "**Not worse** if the readout's std and the embedding's multiplier fall as m^-1/2. "
+    "heads-800": "**Not worse** than `sp` if the readout's std and the embedding's learning rate fall as m^-1/2. "
     "With 32 heads, plain `mup`'s loss is 0.009 nats above `sp`'s. `sp`'s best learning rate halves "
     "with each doubling of heads.",
     "head_dim-800": "**No difference could be measured** at four times the base against an `sp` with "

@@ -217,7 +217,10 @@ _RESERVED = frozenset(
 
 
 def check_table() -> None:
-    """Refuse a line of `METRICS` that is no metric, or would hide another value of a row.
+    """Refuse a line of `METRICS` that is no `Metric` or has a name that rows cannot have.
+
+    A name has lower-case letters, digits and _ only, is no other key of a row, and does not begin
+    with eval_ or perf_.
 
     Raises:
         MetricError: The text names the line.

@@ -214,7 +214,8 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
     def applications(self, spec: ParamSpec) -> float:
         """Return how often a matrix is applied per target.
 
-        The encoder, and the matrices that read the encoder output, run once per input position.
+        It is input positions / targets for the encoder and for matrices that read its output,
+        else 1.
         """
         if spec.part == "encoder" or "memory" in spec.axes:
             return self.seq_len / self.targets

@@ -111,7 +111,7 @@ class FunctionDefinition(Definition):
 
         Args:
             params: Arrays by name, already multiplied by their multipliers.
-            factors: Forward multipliers by name, as in `forward`.
+            factors: Factors of attention logits, branches and a tied readout, as in `forward`.
             layout: Not read. The compiler splits what a function computes.
 
         Raises:
@@ -144,7 +144,7 @@ class FunctionDefinition(Definition):
         Args:
             params: Parameters w by name, as they are stored.
             multipliers: Multipliers by the same names, float32 [] or [layers].
-            factors: Forward multipliers by name, as in `forward`.
+            factors: Factors of attention logits, branches and a tied readout, as in `forward`.
             layout: Not read, as in `bind`.
 
         Raises:

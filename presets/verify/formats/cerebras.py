@@ -52,8 +52,17 @@ _NAMES = {
     "block.norm_gain": "transformer_decoder.layers.*.norm1.weight",
     "norm_gain": "ln_f.weight",
 }
-_LR_KEYS = ("learning_rate", "initial_learning_rate", "end_learning_rate", "val")
-"""Keys of a schedule whose numbers are learning rates."""
+_LR_KEYS = (
+    "lr",
+    "learning_rate",
+    "learning_rates",
+    "initial_learning_rate",
+    "end_learning_rate",
+    "base_lr",
+    "max_lr",
+    "val",
+)
+"""Keys of an optimizer or a schedule whose numbers, or lists of numbers, are learning rates."""
 
 
 class _Sections(NamedTuple):
@@ -83,11 +92,17 @@ def fits(contents: Any) -> bool:
 
 
 def _learning_rates(schedule: Any) -> Iterator[float]:
-    """Yield all learning rates in a schedule, at any depth."""
+    """Yield the numbers under the keys `_LR_KEYS`, at any depth.
+
+    Args:
+        schedule: Sections of the config that may have learning rates.
+    """
     if isinstance(schedule, dict):
         for name, value in schedule.items():
-            if name in _LR_KEYS and isinstance(value, (int, float)):
-                yield float(value)
+            values = value if isinstance(value, list) else [value]
+            is_rate = name in _LR_KEYS and all(isinstance(item, (int, float)) for item in values)
+            if is_rate:
+                yield from map(float, values)
             else:
                 yield from _learning_rates(value)
     elif isinstance(schedule, list):

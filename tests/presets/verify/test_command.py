@@ -147,6 +147,20 @@ def test_what_is_left_out_is_not_judged_and_said(
     )
 
 
+def class_token_alone(width: int) -> Contents:
+    """Return a dump that has a readout's multiplier, but no table: only PyTorch's class token."""
+    return {
+        "blocks.0.mlp.fc1.weight": {"shape": [4 * width, width], "lr": 1 / width, "role": "mlp_in"},
+        "blocks.0.mlp.fc2.weight": {
+            "shape": [width, 4 * width],
+            "lr": 1 / width,
+            "role": "mlp_out",
+        },
+        "cls_token": {"shape": [1, 1, width], "lr": 0.1},
+        "model": {"optimizer": "adamw", "readout": 1.0, "head_dim": 4, "layers": 1},
+    }
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -166,6 +180,10 @@ def test_what_is_left_out_is_not_judged_and_said(
                 for x in (SMALL, LARGE)
             ],
             "has no readout",
+        ),
+        (
+            [class_token_alone(w) for w in (8, 32)],
+            '"readout" is of one that is the embedding\'s table, and there is no such table',
         ),
         (
             [{**SMALL, "model": {**SMALL["model"], "readout": 1}}, LARGE],

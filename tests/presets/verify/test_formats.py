@@ -97,6 +97,32 @@ def test_a_cerebras_config_brings_its_base():
     assert large.parameters["embedding_layer.word_embeddings.weight"].multiplier == 10
 
 
+@pytest.mark.parametrize(
+    ("schedule", "peak"),
+    [
+        ("PiecewiseConstantLR: {learning_rates: [0.006, 0.0006], milestones: [100]}", 0.006),
+        ("OneCycleLR: {initial_learning_rate: 0.0001, max_lr: 0.004, total_steps: 100}", 0.004),
+        ("CyclicLR: {base_lr: 0.001, max_lr: 0.003}", 0.003),
+        ("ConstantLR: {val: 0.002}", 0.002),
+    ],
+)
+def test_the_rate_of_a_cerebras_config_is_the_peak_of_any_schedule(
+    tmp_path: Path, schedule: str, peak: float
+):
+    before, _, _ = (CONFIGS / "cerebras.yaml").read_text().partition("    - SequentialLR")
+    (tmp_path / "config.yaml").write_text(f"{before}    - {schedule}\n")
+    _, large = formats.read([tmp_path / "config.yaml"])
+    assert large.parameters["embedding_layer.word_embeddings.weight"].lr == peak
+
+
+def test_the_rate_of_a_cerebras_config_may_be_in_its_optimizer(tmp_path: Path):
+    before, _, _ = (CONFIGS / "cerebras.yaml").read_text().partition("    schedulers:")
+    before = before.replace("weight_decay: 0.1", "weight_decay: 0.1, lr: 0.005")
+    (tmp_path / "config.yaml").write_text(before)
+    _, large = formats.read([tmp_path / "config.yaml"])
+    assert large.parameters["embedding_layer.word_embeddings.weight"].lr == 0.005
+
+
 @pytest.mark.parametrize("name", ["megatron.sh", "nanogpt.sh", "cerebras.yaml"])
 def test_their_mup_is_right_but_for_what_they_leave_out(name: str):
     code, text = verify(str(CONFIGS / name))

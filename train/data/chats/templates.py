@@ -374,7 +374,7 @@ def _check_parts(parts: Any, length: int, where: str) -> None:
 
 
 def _fields(path: Path) -> Mapping[str, Any]:
-    """Return the fields of a JSON file. Raise `DataError` if it is damaged."""
+    """Return the fields of a JSON file. Raise `DataError` if it is missing or damaged."""
     try:
         return read_json(path)
     except JsonError as error:

@@ -298,7 +298,7 @@ class Slots:
         The token is appended to `text.written_ids`, the cache kept in `text.saved`.
 
         Args:
-            context_P: Last tokens of prompt and text, int32, at most S.
+            context_P: Last tokens of prompt and text, int32, at most S (the longest context).
 
         Returns:
             A list of the one token.

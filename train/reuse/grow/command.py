@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     difference = abs(old_logits - new_logits).max()
     largest = abs(old_logits).max()
     console.print(
-        f"logits of {EXAMPLES} {examples} differ by at most {difference:.2g}, "
+        f"logits of {len(old_logits)} {examples} differ by at most {difference:.2g}, "
         f"the largest being {largest:.3g}",
         highlight=False,
     )

@@ -643,7 +643,14 @@ class Service:
         return Detokenizer(self._tokenizer, ids).prompt_text
 
     def _check_size(self, prompt: str | list[int], param: str) -> None:
-        """Raise ApiError (400) for a text so long that it cannot fit. Token ids are not checked."""
+        """Raise ApiError (400) for a text with too many characters for the model's context.
+
+        The limit is 64 characters per token, and at least 65,536. Shorter texts are checked when
+        they are encoded. Token ids are not checked here.
+
+        Args:
+            param: Field of the request that the error names.
+        """
         # A prompt in token ids needs no encoding, so its length is checked later.
         size = len(prompt) if isinstance(prompt, str) else 0
         if size > max(_SHORT_PROMPT, _BYTES_PER_TOKEN * self.limit):

@@ -446,10 +446,11 @@ def read(path: Path | str) -> list[dict[str, Any]]:
 
 
 def _checked_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row after checking the types of its values.
+    """Return a row unchanged after checking its step and the types of its other values.
 
     Raises:
-        ValueError: A value is not of the kind that a run writes.
+        ValueError: `step` is missing or no whole number from 0 to 2^53 - 1, or another value is
+            not of the kind that a run writes.
     """
     step = row.get("step")
     # Other readers of JSON hold numbers as float64, which is exact up to 2^53.

@@ -241,7 +241,7 @@ def _axes(matrices: Matrices, use: OperandUse) -> tuple[str, ...]:
 
 
 def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
-    """Return the role of a parameter that is multiplied elementwise: the gain of a norm or matrix.
+    """Return the role norm gain, with its axes, for a parameter in an elementwise product.
 
     Raises:
         Refusal: It multiplies neither a norm of the stream, nor a norm of one matrix's product, nor

@@ -612,7 +612,7 @@ class Sweep:
             MemoryLimitError: A point does not fit into a device's memory.
             WorkdirError: Another sweep trains in the folder.
             RowsError: The folder's rows are not as they were written.
-            Stopped: `stop` returned True.
+            Stopped: The sweep's argument `stop` returned True. Points in training are saved.
         """
         watcher = LockedCallback(watcher or SweepCallback())
         self._batches.note = watcher.note

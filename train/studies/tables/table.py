@@ -358,7 +358,9 @@ def _source(word: str, text: str, names: Sequence[str]) -> _Source:
 def _numbers(
     path: Path, rows: Sequence[Mapping[str, Any]], name: str, source: _Source
 ) -> np.ndarray:
-    """Return a column of numbers, multiplied by the factor to its unit, float64 [rows].
+    """Return the file's numbers times `source.factor`, which are in the column's unit.
+
+    The result is float64 [rows].
 
     Args:
         name: Name in `COLUMNS`.

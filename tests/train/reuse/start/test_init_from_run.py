@@ -142,6 +142,14 @@ def test_a_run_starts_from_the_average(current: Path) -> None:
     assert "kept no moving average" in err
 
 
+def test_growing_says_how_many_examples_it_compared(current: Path) -> None:
+    config = read_json("old/config.json")["config"]
+    config["data"]["eval_batch_size"] = 2
+    change_json(Path("old/config.json"), config=config)
+    out = succeed("grow old --steps 6 --out grown --set depth=2").out
+    assert "logits of 2 evaluation examples" in out
+
+
 def test_a_run_is_grown_and_goes_on(current: Path) -> None:
     sizes = "num_heads=4 head_dim=8 mlp_ratio=3 depth=2"
     out = succeed("grow old --steps 6 --out grown --set", sizes).out
