@@ -235,7 +235,7 @@ class Search:
             return []
         points = self._new_points(min(remaining, self.limits.batch))
         if not points:
-            self.stopped = "every point of the ranges is tried"
+            self.stopped = "no point of the ranges was found that is not tried"
         self.points += points
         return [(point, 0) for point in points]
 
