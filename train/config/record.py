@@ -660,14 +660,13 @@ def words(config: Config) -> list[str] | None:
     for name, value in changed.items():
         if name in not_of_the_run:
             continue
-        if value == []:
-            return None  # an emptied list is not written as a flag
         # Flags have hyphens where fields have underscores.
         owner, dot, field = name.replace("_", "-").rpartition(".")
         # tyro turns a Boolean off by --section.no-field.
         negation = "no-" if value is False else ""
         flags.append(f"--{owner}{dot}{negation}{field}")
         if isinstance(value, list):
+            # A flag without values empties the recipe's list.
             flags += [shlex.quote(str(item)) for item in value]
         elif not isinstance(value, bool):
             flags.append(shlex.quote(str(value)))

@@ -221,7 +221,7 @@ class StopRequest:
         self._wakeup_reader.close()
         self._wakeup_writer.close()
 
-    # Runs in the main thread, as soon as that executes Python code again.
+    # The next method runs in the main thread, as soon as that executes Python code again.
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Store the signal in `received`, unless an earlier one is there, as Python's handler.
@@ -235,7 +235,7 @@ class StopRequest:
         # The listening thread may have stored a signal before this handler runs.
         self.received = self.received or signal.Signals(number)
 
-    # Runs in the thread that listens for signals.
+    # The next three methods run in the thread that listens for signals.
 
     def _listen(self) -> None:
         """Read the numbers of signals from the socket, and handle each, until the context ends."""
@@ -287,7 +287,7 @@ class StopRequest:
             f"{text}: what was being saved is lost, earlier checkpoints are as they were",
         )
 
-    # Runs in the thread that talks to the other processes.
+    # The methods below run in the thread that talks to the other processes.
 
     def _talk(self) -> None:
         """Look for stops of other processes until the context or the run ends."""

@@ -106,7 +106,8 @@ def _stack_fields(model: TransformerConfig, family: Family) -> dict[str, Any]:
         if field is not None:
             fields[field] = getattr(model, name)
     fields |= dict.fromkeys(DROPOUTS[family], 0.0)
-    # In other families this field holds the size of the MLP, in a DINO its ratio to the width.
+    # The loop wrote the hidden size of the MLP into mlp_ratio, where a DINO has its ratio to the
+    # width.
     if family in DINO:
         fields["mlp_ratio"] = int(model.mlp_ratio)
     return fields

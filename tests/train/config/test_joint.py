@@ -62,6 +62,14 @@ def test_the_recipes_batch_and_tokens_are_the_base(capsys: Capture):
     assert printed(capsys, "lm-tiny", *flags) == config
 
 
+def test_a_recipe_without_its_constants_has_a_command(capsys: Capture):
+    config = printed(capsys, "lm-laptop", "--preset.constants", "--steps", "600")
+    assert config.preset.constants == ()
+    flags = words(config)
+    assert flags is not None
+    assert printed(capsys, "lm-laptop", *flags) == config
+
+
 SIZES = "embed=64,heads=2,kv_heads=2,head_dim=32,mlp=160,layers=2"
 """Sizes of `lm-proxy`, as a base is written."""
 

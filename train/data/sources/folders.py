@@ -443,7 +443,7 @@ def opened(
     for line in folder.notes:
         note(line)
 
-    # A folder that is only evaluated has the same files on both sides. They are scanned once.
+    # A folder from `held_out` has the same list on both sides. It is scanned once.
     scanned_eval = [] if folder.train is folder.eval else folder.eval
     scan = _scanned(
         folder.train, scanned_eval, vision.channels, pixels.background, config.limits, note

@@ -4,7 +4,8 @@ A study asks for points in rounds, each after the losses of the round before:
 
 1. Five learning rates: at the smallest size around the recipe's, at every other size around the
    optimum of the size before. Rates are added until the best one has two on either side.
-2. The two rates around the smallest size's optimum. Their losses give the price of not tuning.
+2. The two rates around the smallest size's optimum. Their losses give the price of not
+   retuning.
 3. Seeds, one at a time at the rates near each optimum, until the verdict on the drift is no longer
    `undecided`, or seeds or minutes end. If more seeds leave a size without a minimum, its rates are
    chosen anew from all of them.
@@ -296,8 +297,8 @@ class Measured:
                 if index == 0:
                     transferred = None if fitted.trouble else fitted.optimum / STEP
                 elif transferred is not None:
-                    # Losses around the smallest size's optimum give the price of not tuning.
-                    # The optimum lies between two rates of the grid, and the price is interpolated.
+                    # This size's loss at the smallest size's best rate gives the price of not
+                    # retuning. That rate lies between two rates of the grid, so both are trained.
                     rates = [math.floor(transferred), math.ceil(transferred)]
 
             if index in self.chosen:

@@ -364,9 +364,11 @@ def _draw_panel(
         x = np.log2(1 - values)
         label = "log2(1 - value)"
     else:
-        # A start of 0, such as no weight decay, has no log.
-        x = np.log2(np.maximum(values, 1e-30))
-        label = "log2(value)"
+        # A start of 0, such as no weight decay, has no log. It is drawn an octave below the rest.
+        positive = values[values > 0]
+        least = positive.min() if positive.size else 1.0
+        x = np.log2(np.where(values > 0, values, least / 2))
+        label = "log2(value)" if values[0] > 0 else "log2(value), 0 at the left end"
     panel.plot(x[~stays], heights[~stays], "o", ms=3, color=GREY, alpha=0.45)
     panel.plot(x[stays], heights[stays], "o", ms=4, color=BLUE)
     panel.plot(x[best], heights[best], "o", ms=8, mfc="none", mec=ORANGE, mew=1.6)

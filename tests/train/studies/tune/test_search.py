@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
@@ -200,3 +201,12 @@ def test_the_example_of_the_documentation_is_its_record() -> None:
     apart = record["winner_less_start"]
     assert f"by {-apart['value']:.4f} nats [{-apart['high']:.4f}, {-apart['low']:.4f}]" in text
     assert f"{len(record['points'])} points in {record['runs']} runs" in text
+
+
+def test_a_start_of_zero_is_drawn_beside_the_other_values() -> None:
+    panel = Figure().subplots()
+    constant = over.Constant("weight_decay", "optimizer.weight_decay", 0.0, 0.01, 1.0)
+    values = np.array([0.0, 0.25, 1.0])
+    report._draw_panel(panel, constant, values, values, np.ones(3, bool), best=1)
+    assert panel.get_xlabel() == "log2(value), 0 at the left end"
+    assert panel.get_xlim()[0] > -4
