@@ -414,8 +414,9 @@ class Definition:
 
         Args:
             seed: uint32 [].
-            stds: Standard deviations (gains: values) by name, float32 [] or [layers]. A key that
-                begins with `SHARED_INIT` names another parameter whose draws are shared.
+            stds: Standard deviations (gains: values) by name, float32 [] or [layers]. An entry
+                `SHARED_INIT` + NAME is the hash of the name of the parameter whose draws NAME
+                shares.
             draw: `normals`, to draw all numbers in one loop. By default every parameter is drawn by
                 itself.
         """

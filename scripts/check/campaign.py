@@ -279,14 +279,15 @@ def lines() -> list[str]:
     """Return the lines of the page's section on the campaign, as far as it is measured."""
     record = recorded()
     listed = tasks()
+    unfinished = ""
+    if len(record) < len(listed):
+        unfinished = f" Measured: {len(record)} of {len(listed)} series."
     page = [
         "## Vocabularies and contexts of real models",
         "",
-        f"`{COMMAND}` repeats the checks of right presets over ten steps, those of",
-        "language models at other vocabularies and contexts. It adds other models and wrong rules.",
-        f"Wrong rules that pass with {SEEDS} seeds are tried with {MORE_SEEDS}, as are the right",
-        f"rules beside them. A series is one model that grows. Measured: {len(record)} of",
-        f"{len(listed)} series.",
+        f"`{COMMAND}` checks right presets over ten steps at these",
+        "vocabularies and contexts, other models, and wrong rules. Wrong rules that pass with",
+        f"{SEEDS} seeds are tried with {MORE_SEEDS}. A series is one model that grows.{unfinished}",
         "",
         "| kind | vocabulary, context | series | checks | correct |",
         "|---|---|---|---|---|",

@@ -83,7 +83,7 @@ class RankedFolder(CheckpointFolder):
         self._pending_metrics: dict[int, Metrics] = {}
         """Evaluations by step that are not in their checkpoints yet."""
 
-    def evaluated(self, measured: Mapping[int, Metrics]) -> None:
+    def write_metrics_and_prune(self, measured: Mapping[int, Metrics]) -> None:
         """Write evaluation metrics into their checkpoints, and delete checkpoints no longer kept.
 
         Metrics of a step without a checkpoint wait in memory for `publish`. If the disk fails, a

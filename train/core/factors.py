@@ -154,7 +154,7 @@ def init_stds(preset: Preset, definition: Definition) -> ParamValues:
 
     If the preset starts keys as copies of queries, the result has a further entry for each key
     parameter, under `SHARED_INIT` + name. It is no standard deviation: it is the hash of the query
-    parameter's name (`draw_of`), from which both then draw the same random numbers.
+    parameter's name (`name_hash`), from which both then draw the same random numbers.
 
     Args:
         preset: Any preset. Its initialization does not depend on the optimizer.
@@ -175,14 +175,14 @@ def init_stds(preset: Preset, definition: Definition) -> ParamValues:
     return stds
 
 
-def draw_of(name: str) -> np.ndarray:
+def name_hash(name: str) -> np.ndarray:
     """Return the hash of a parameter's name that its random key is made from, uint32 []."""
     # `hash` of a text differs between processes, CRC-32 does not.
     return np.asarray(zlib.crc32(name.encode()), np.uint32)
 
 
 def _shared_draws(preset: Preset, definition: Definition) -> ParamValues:
-    """Return the name hash (`draw_of`) of the query parameter that each key parameter copies.
+    """Return the name hash (`name_hash`) of the query parameter that each key parameter copies.
 
     The result is keyed by `SHARED_INIT` + name of the key parameter. A key parameter that has no
     query parameter of its shape in its module raises `PresetError`.
@@ -203,7 +203,7 @@ def _shared_draws(preset: Preset, definition: Definition) -> ParamValues:
                 f"{name}: {preset.label} starts keys as queries, and they are not as many; "
                 "write num_kv_heads as num_heads"
             )
-        draws[SHARED_INIT + name] = draw_of(query_name)
+        draws[SHARED_INIT + name] = name_hash(query_name)
     return draws
 
 

@@ -432,7 +432,7 @@ class Program:
             self.abstract_inputs(),
             self.abstract_train_batch(),
             self.config.accumulation_steps,
-            free=self.free,
+            free_layout=self.free_layout,
             measure_logits=self.config.measures_attention_logits,
         )
 
@@ -453,7 +453,7 @@ class Program:
                 the default layouts.
         """
         formats = None
-        if train is not None and self.free:
+        if train is not None and self.free_layout:
             formats = _formats(train)
         batch = self._abstract_eval_batch()
         return compile_eval_step(
@@ -479,7 +479,7 @@ class Program:
         )
 
     @property
-    def free(self) -> bool:
+    def free_layout(self) -> bool:
         """Permission for the compiler to choose the memory layout of the state.
 
         `True` on TPU, unless an axis of an array is split into parts that are no multiple of
@@ -506,10 +506,10 @@ class Program:
 
         Args:
             state: State on the mesh in default layouts. It is donated if the compiler has chosen
-                others (`free`).
+                others (`free_layout`).
             step: Result of `compile_train`.
         """
-        if not self.free:
+        if not self.free_layout:
             return state
         return jax.device_put(state, _formats(step), donate=True)
 

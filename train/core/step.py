@@ -40,7 +40,7 @@ _NOT_CONTEXT = ("inputs", "targets", "weights", "labels")
 """Arrays of a batch that are not passed to the model by name."""
 
 
-def free_format(leaf: jax.ShapeDtypeStruct) -> Format:
+def free_layout_format(leaf: jax.ShapeDtypeStruct) -> Format:
     """Return a format with the leaf's sharding and a memory layout that the compiler chooses."""
     return Format(MemoryLayout.AUTO, leaf.sharding)
 
@@ -54,7 +54,7 @@ def trace_train_step(
     batch: Batch,
     accumulation_steps: int = 1,
     *,
-    free: bool = False,
+    free_layout: bool = False,
     measure_logits: bool = False,
 ) -> jax.stages.Traced:
     """Trace the training step of `make_train_step` for a mesh, without compiling it.
@@ -68,12 +68,12 @@ def trace_train_step(
         layout: Layout of arrays on the mesh that the step is compiled for.
         batch: Arrays of the global batch, or their shapes.
         accumulation_steps: Number of microbatches per step. It divides the batch size.
-        free: Let the compiler choose the memory layout of the state. The attribute `input_formats`
-            of the compiled step then has the layouts.
+        free_layout: Let the compiler choose the memory layout of the state. The attribute
+            `input_formats` of the compiled step then has the layouts.
         measure_logits: Also measure the largest attention logit (`make_train_step`).
     """
-    if free:
-        state_formats = jax.tree.map(free_format, abstract)
+    if free_layout:
+        state_formats = jax.tree.map(free_layout_format, abstract)
         state_shapes = _unplaced(abstract)
     else:
         state_formats = shardings_of(abstract)

@@ -550,4 +550,4 @@ def evaluation(session: CompiledRun, report: Report, state: TrainState, step: in
         report.show(step, media)
     measured = session.evaluations.add(row)
     if context.processes.leader:
-        session.checkpoints.evaluated({step: measured})
+        session.checkpoints.write_metrics_and_prune({step: measured})

@@ -270,9 +270,12 @@ def _earlier_evaluations(
     evaluations = Evaluations(context.config, rows)
     if context.processes.leader:
         # A kill may have come between an evaluation and the write of its metrics to the checkpoint.
+        # Checkpoints that are no longer among those to keep are deleted, too.
         saved_steps = steps(checkpoints.folder)
         measured = evaluations.metrics
-        checkpoints.evaluated({step: measured[step] for step in saved_steps if step in measured})
+        checkpoints.write_metrics_and_prune(
+            {step: measured[step] for step in saved_steps if step in measured}
+        )
     return evaluations
 
 

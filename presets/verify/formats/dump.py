@@ -10,7 +10,8 @@ single parameter:
                 "branch": 1, "readout": 0.25}
     }
 
-A value that is left out is not judged.
+A `multiplier` that is left out is 1. A `shape`, and the `readout` of a tied readout, must be there.
+Any other value that is left out is not judged.
 """
 
 from __future__ import annotations

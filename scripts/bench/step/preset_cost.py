@@ -28,7 +28,7 @@ from mupax.train.core.factors import schedule_table
 from mupax.train.core.loss import cross_entropy
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import StepInputs, free_format, make_train_step
+from mupax.train.core.step import StepInputs, free_layout_format, make_train_step
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.train.pods import topology
 from mupax.zoo import configs
@@ -120,7 +120,7 @@ def without_factors(program: Program) -> jax.stages.Compiled:
     batch = abstract_batch(config.model, config.data.batch_size)
     place = program.layout.replicated
     # As in the run: if its compiler may choose the state's layout in memory, it may here, too.
-    state: Any = Format(Layout.AUTO, place) if program.free else place
+    state: Any = Format(Layout.AUTO, place) if program.free_layout else place
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
     opt_shapes = jax.eval_shape(tx.init, shapes)
     jitted = jax.jit(
@@ -154,7 +154,9 @@ def folded(program: Program) -> jax.stages.Compiled:
     def with_ones(state: TrainState, run: StepInputs, batch: Any) -> Any:
         return step(state, run._replace(factors=neutral_factors), batch)
 
-    state: Any = jax.tree.map(free_format, program.abstract) if program.free else place
+    state: Any = (
+        jax.tree.map(free_layout_format, program.abstract) if program.free_layout else place
+    )
     jitted = jax.jit(
         with_ones,
         donate_argnums=0,
@@ -208,7 +210,7 @@ def ratios(program: Program) -> dict[str, float]:
 
     The baseline is `folded` if the compiler may choose layouts (TPU), otherwise `without_factors`.
     """
-    if program.free:
+    if program.free_layout:
         # The TPU's compiler always writes to stderr.
         with topology.quiet():
             ours = counted(with_preset(program))

@@ -131,14 +131,14 @@ def test_only_whole_vectors_may_lie_as_the_compiler_likes(monkeypatch: pytest.Mo
             dataclasses.replace(config, model=model, mesh=MeshConfig(data=1, fsdp=4)),
             jax.devices()[:4],
         )
-        assert not program.free
+        assert not program.free_layout
         mesh = np.array([Tpu()] * 4, dtype=object).reshape(program.mesh.devices.shape)
         monkeypatch.setattr(
             type(program),
             "mesh",
             property(lambda self, mesh=mesh: types.SimpleNamespace(devices=mesh)),
         )
-        assert program.free == free
+        assert program.free_layout == free
         monkeypatch.undo()
 
 

@@ -254,8 +254,8 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(
 
     unpatched = Program.placed
     monkeypatch.setattr(Program, "placed", placed)
-    monkeypatch.setattr(Program, "free", True)
-    monkeypatch.setattr(core_step, "free_format", reversed_)
+    monkeypatch.setattr(Program, "free_layout", True)
+    monkeypatch.setattr(core_step, "free_layout_format", reversed_)
     assert train("--workdir free --log.no-tensorboard").code == 0
     assert orders
     assert all(order == tuple(range(len(order)))[::-1] for order in orders)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mupax.train import data as data_sources
 from mupax.train.core.costs import fit
-from mupax.train.core.factors import draw_of
+from mupax.train.core.factors import name_hash
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import Batch, StepInputs, batch_sums, make_train_step
@@ -191,7 +191,7 @@ def _stacked_stds(points: Sequence[Program]) -> dict[str, np.ndarray]:
         stds = dict(point.stds)
         for name in names - stds.keys():
             # The parameter's own draw, which `Definition.initialize` uses without an entry.
-            stds[name] = draw_of(name.removeprefix(SHARED_INIT))
+            stds[name] = name_hash(name.removeprefix(SHARED_INIT))
         stds_of_points.append(stds)
     return _stack(stds_of_points)
 

@@ -146,7 +146,7 @@ def shared(studies: Sequence[Study]) -> list[Study]:
     distinct: list[_NumberedRun] = []
     shared_studies = []
     for study in studies:
-        trained = tuple(_first_equal(config, distinct) for config in study.configs)
+        trained = tuple(_first_with_same_numbers(config, distinct) for config in study.configs)
         shared_studies.append(dataclasses.replace(study, trained=trained))
     return shared_studies
 
@@ -158,7 +158,7 @@ class _NumberedRun(NamedTuple):
     numbers: list[np.ndarray]
 
 
-def _first_equal(config: Config, distinct: list[_NumberedRun]) -> Config:
+def _first_with_same_numbers(config: Config, distinct: list[_NumberedRun]) -> Config:
     """Return the first run whose training is numerically identical to that of `config`.
 
     The candidates are the run under `sp`, and then `distinct`. If none is equal, the run itself is
