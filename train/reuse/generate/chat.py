@@ -106,29 +106,30 @@ class Conversation:
 
         The message and its complete answer are kept for later calls, and `cut_by` is set. If the
         context is full, the oldest messages are left out for good. The system message stays. A
-        message that is refused is forgotten. If the model diverges, the message is kept without an
-        answer.
+        message that is refused or gets no complete answer is forgotten.
 
         Raises:
             DataError: The template refuses the message.
             DecodingError: The message is longer than the model reads, or the model has diverged.
         """
         before = [*self._messages]
-        self._messages += templates.checked([{"role": "user", "content": message}])
         try:
+            self._messages += templates.checked([{"role": "user", "content": message}])
             prompt = self._fitted()
+            max_length = self._context - prompt.size + 1  # the last new token is not fed back
+            length = min(self._tokens, max_length)
+            text = StreamingText(self._tokenizer, prompt.tolist(), length, self._stops, self._ends)
+            # Random keys depend on the seed and a token's number, so every answer gets its own seed.
+            seed = self._seed + len(self._messages)
+            for part in self._generator.stream(prompt, length, seed):
+                yield text.add(part[0].tolist())
+                if text.finish:
+                    break
         except (DataError, DecodingError):
-            # The refused message goes, and messages that `_fitted` left out for it come back.
+            # The message without an answer goes, because templates want users and assistants to
+            # alternate. Messages that `_fitted` left out for it come back.
             self._messages = before
             raise
-        max_length = self._context - prompt.size + 1  # the last new token is not fed back
-        length = min(self._tokens, max_length)
-        text = StreamingText(self._tokenizer, prompt.tolist(), length, self._stops, self._ends)
-        # Random keys depend on the seed and a token's number, so every answer gets its own seed.
-        for part in self._generator.stream(prompt, length, self._seed + len(self._messages)):
-            yield text.add(part[0].tolist())
-            if text.finish:
-                break
         self._messages.append({"role": "assistant", "content": text.text})
         self.cut_by = None
         if text.finish == "length":

@@ -21,11 +21,13 @@ import pytest
 
 from mupax.__main__ import main
 from mupax.command_line import UsageError
+from mupax.train.config.preset import PresetConfig
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.generate.decode import Scores
 from mupax.train.reuse.generate.sampling import Sampling
 from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText
 from mupax.train.reuse.harness.texts import Texts
+from mupax.train.reuse.huggingface.files import write_imported
 from mupax.train.reuse.serve import worker
 from mupax.train.reuse.serve.fields import request as requested
 from mupax.train.reuse.serve.server import Server, is_local, listening
@@ -33,7 +35,7 @@ from mupax.train.reuse.serve.service import Probabilities
 from scripts.pages import browser
 from tests.fixtures.small_tokenizers import sentencepiece, subwords
 from tests.train.reuse.commands import Result, call, refuse, succeed
-from tests.train.reuse.random_weights import imported
+from tests.train.reuse.random_weights import imported, random_params, source_of
 from tests.train.reuse.serve.serving import CHAT, MODEL, request, service_of, serving
 
 SEQ_LEN = MODEL.seq_len
@@ -347,6 +349,36 @@ def test_a_conversation_in_the_terminal_is_that_of_the_server(
     assert "write a shorter one" in err
     assert chat("", "").code == 0
     assert chat(Interrupted(), "").code == 130
+
+
+class Terminal(io.StringIO):
+    """Standard input that a person types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_message_whose_answer_diverges_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The mean of this row overflows, so no text with an "x" has finite logits.
+    params = random_params(MODEL)
+    params["token"][ord("x")] = 3e38
+    out = tmp_path / "diverging"
+    write_imported(source_of(MODEL, params), PresetConfig(name="sp"), out, "a test")
+    (out / "chat.jinja").write_text(TEMPLATE)
+    monkeypatch.setattr(
+        "mupax.train.reuse.generate.chat.end_ids", lambda name, tokenizer: frozenset()
+    )
+
+    def chat(text: str) -> Result:
+        monkeypatch.setattr("sys.stdin", Terminal(text))
+        flags = f"--chat --temperature 0 --tokens 6 --chat-template {out / 'chat.jinja'}"
+        return succeed("generate", out, flags, "--data.tokenizer bytes")
+
+    diverged = chat("x\nhi\n")
+    assert diverged.err.count("the model has diverged") == 1
+    assert diverged.out == chat("hi\n").out
 
 
 @pytest.mark.parametrize(
