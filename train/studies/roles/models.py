@@ -473,7 +473,7 @@ def differences(
 
     Parameters that agree and parameters that tracing refused have no entry. The initial value of a
     gain is not compared, because no loss shows it. There is an entry "tied readout" if that of the
-    config differs from the traced one, or if its embedding table was refused.
+    config differs from the traced one, unless tracing refused its table.
 
     Args:
         declared: Declarations to compare. By default those of the config.
@@ -490,9 +490,23 @@ def differences(
             words = _different_fields(spec, traced)
             if words:
                 result[name] = f"{words}: {roles.evidence[name]}"
-    if config.tied_readout != roles.tied:
+    if config.tied_readout != roles.tied and not _is_table_refused(config, roles, declared):
         result["tied readout"] = f"is declared {config.tied_readout} and traced {roles.tied}"
     return result
+
+
+def _is_table_refused(config: ModelConfig, roles: Roles, declared: Mapping[str, ParamSpec]) -> bool:
+    """Return whether tracing refused the table of a declared tied readout.
+
+    A refused table leaves no trace of the readout, which may be right.
+    """
+    readout = config.tied_readout
+    if readout is None:
+        return False
+    # Only its table can have all axes of a readout, such as (vocab, embed).
+    return any(
+        spec.axes == readout.axes and name in roles.refused for name, spec in declared.items()
+    )
 
 
 def refuse_wrong_declarations(config: ModelConfig) -> None:

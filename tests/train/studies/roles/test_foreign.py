@@ -7,7 +7,10 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from mupax import presets, zoo
@@ -15,6 +18,7 @@ from mupax.__main__ import main
 from mupax.presets.roles import MATRICES, ParamSpec, Role
 from mupax.train.studies.roles import models
 from mupax.zoo import configs
+from mupax.zoo.decoder.model import Decoder
 from tests.train.studies.roles import traced_roles
 
 HAND = "examples.foreign_roles:by_hand"
@@ -182,6 +186,41 @@ def test_the_coordinate_check_begins_with_declarations_of_ones_own(
         in message
     )
     assert main(["check", "lm-proxy", "--dry-run"]) == 0
+
+
+class BoundedDecoder(Decoder):
+    """Decoder that looks up the tanh of its table, which tracing refuses."""
+
+    def embed(self, *args: Any, **kwargs: Any) -> jax.Array:
+        return jnp.tanh(self.token[...])[args[0]]
+
+
+@pytest.mark.parametrize("tied_wrongly", [False, True])
+def test_a_tied_table_that_tracing_refuses_passes(
+    tied_wrongly: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Control: a wrong declaration of the tied readout is refused."""
+    config = configs.get("lm-proxy")
+    assert isinstance(config, configs.DecoderConfig)
+
+    class Bounded(configs.DecoderConfig):
+        def module(self, rngs: Any) -> Any:
+            return Decoder(self, rngs) if tied_wrongly else BoundedDecoder(self, rngs)
+
+        @property
+        def tied_readout(self) -> ParamSpec | None:
+            tied = super().tied_readout
+            assert tied is not None
+            return dataclasses.replace(tied, fan_in=("vocab",)) if tied_wrongly else tied
+
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    monkeypatch.setitem(configs.CONFIGS, "lm-bounded", Bounded(**{**fields, "tied": True}))
+    assert main(["models", "roles", "lm-bounded"]) == 1
+    out = capsys.readouterr().out
+    assert ("refused: token:" in out) is not tied_wrongly
+    assert ("differs: tied readout:" in out) is tied_wrongly
+    assert main(["check", "lm-bounded", "--dry-run"]) == (2 if tied_wrongly else 0)
+    assert ("tied readout: is declared" in capsys.readouterr().err) is tied_wrongly
 
 
 @pytest.mark.parametrize(
