@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
+from mupax.errors import MupaxError
 from mupax.presets import Preset, horizon
 from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli
@@ -203,7 +205,7 @@ def _check_preset(args: Check, config: Config, rest: Sequence[str]) -> int:
     page = _Page(
         title=f"{args.model} under {preset.label}, {optimizer.name}, {grew}",
         subject=f"{preset.name} follows its table as {growth_words}",
-        following=_next_steps(args, preset, findings),
+        following=_next_steps(args, config, rest, findings),
     )
     return _report(args, findings, page, plan.not_judged, about)
 
@@ -318,29 +320,87 @@ def _sizes_line(name: str, models: Sequence[TransformerConfig], notes: Sequence[
     return f"{name}: {inputs}, {width}, depth {first.depth}{smaller}"
 
 
-def _next_steps(args: Check, preset: Preset, findings: Sequence[Finding]) -> list[str]:
-    """Return a list of one sentence on what to type next.
+def _next_steps(
+    args: Check, config: Config, rest: Sequence[str], findings: Sequence[Finding]
+) -> list[str]:
+    """Return a list of at most one sentence on what to type next.
 
     It depends on the outcome: the check passed, only the table is wrong, or the program deviates.
+    Every command in it runs as it is printed.
+
+    Args:
+        config: Run with the model, the preset and the optimizer of the check.
+        rest: Flags of the run that the user wrote.
     """
     from mupax.train.studies.check.judge import passes
 
+    preset = config.preset.name
     if passes(findings):
-        words = args.model if cli.is_recipe(args.model) else f"RECIPE --model {args.model}"
-        return [
-            f"next: mupax sweep {words} --preset {preset.name} finds the learning rate "
-            f"at the base, for every size"
-        ]
+        command = _sweep_command(args, config, rest)
+        if command is None:
+            return []
+        return [f"next: {command} finds the learning rate at the base, for every size"]
     if all(finding.agrees for finding in findings):
+        compared = " ".join(dict.fromkeys([preset, "mup", "depth-mup", "completep"]))
         return [
-            f"next: mupax presets limits {preset.name} says what its table does, "
-            f"and mupax presets compare which tables do not"
+            f"next: mupax presets limits {preset} says what its table does, "
+            f"and mupax presets compare {compared} which tables do not"
         ]
     figure = "" if args.figure else "; --figure check.png draws it"
     return [
         f"next: look at the rule or the code of the first parameter in red, "
         f"and type the same command again{figure}"
     ]
+
+
+_SMALL_RECIPES = ("lm-tiny", "vit-digits", "ed-tiny")
+"""Recipes of data that every machine has, one for each family of the zoo."""
+_INPUT_AXES = ("vocab", "patch", "classes", "position")
+
+
+def _small_recipe(model: configs.ModelConfig) -> str | None:
+    """Return a small recipe whose data fit a model as it is, or `None` without one."""
+    for name in _SMALL_RECIPES:
+        own_model = RECIPES[name]().model
+        sizes = own_model.sizes()
+        own_inputs = [sizes.get(axis) for axis in _INPUT_AXES]
+        inputs = [model.sizes().get(axis) for axis in _INPUT_AXES]
+        if own_model.family == model.family and own_inputs == inputs:
+            return name
+    return None
+
+
+def _sweep_command(args: Check, config: Config, rest: Sequence[str]) -> str | None:
+    """Return a command that sweeps the learning rate of what was checked, or `None`.
+
+    It is `None` for a model that no small recipe trains, and if the flags of the check make a run
+    with another preset.
+    """
+    words = [args.model]
+    if not cli.is_recipe(args.model):
+        recipe = _small_recipe(configs.get(args.model))
+        if recipe is None:
+            return None
+        words = [recipe, "--model", args.model, "--preset", config.preset.name]
+    elif args.preset is not None:
+        words += ["--preset", args.preset]
+    words += rest
+    if args.values():
+        words += ["--preset.constants", *config.preset.constants]
+    if args.optimizer is not None:
+        words += ["--optimizer.name", args.optimizer]
+    try:
+        run = cli.parse(f"sweep {words[0]}", cli.recipe(words[0]), words[1:]).config
+    except MupaxError:
+        # The checked preset may not take the constants of the recipe.
+        return None
+    swept = (run.preset.name, run.preset.constants)
+    if swept != (config.preset.name, config.preset.constants):
+        return None
+    # Three octaves to either side of the recipe's rate.
+    peak_lr = run.optimizer.peak_lr
+    words += ["--lr", f"{peak_lr / 8:.4g}:{peak_lr * 8:.4g}:7"]
+    return shlex.join(["mupax", "sweep", *words])
 
 
 def _check_joint_rule(args: Check, config: Config) -> int:
@@ -358,9 +418,11 @@ def _check_joint_rule(args: Check, config: Config) -> int:
     from mupax.train.studies.check import joint_run
 
     if not cli.is_recipe(args.model):
+        recipe = _small_recipe(configs.get(args.model))
+        example = f", such as {recipe} --model {args.model}" if recipe else " of `mupax train`"
         raise configs.ConfigError(
             f"--grow {args.grow} is of a run, whose batch, steps and optimizer are the base, "
-            f"and {args.model} is a model; write a recipe, such as lm-tiny --model {args.model}"
+            f"and {args.model} is a model; write a recipe{example}"
         )
     if args.accept:
         raise command_line.UsageError(

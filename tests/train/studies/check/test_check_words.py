@@ -13,6 +13,8 @@ from mupax import presets
 from mupax.__main__ import main
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check
+from mupax.train.studies.check.judge import Finding
+from mupax.train.studies.check.theory import Expected
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import ROOT
@@ -85,6 +87,45 @@ def test_a_dry_run_of_key_heads_foretells_what_the_check_measures(capsys):
 def test_the_first_line_says_what_was_made_smaller(words, line, capsys):
     assert main(["check", *words.split(), "--preset", "mup", "--sizes", "3", "--dry-run"]) == 0
     assert line in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("lm-tiny", "mupax sweep lm-tiny --lr 0.001:0.064:7"),
+        (
+            "lm-proxy --constant c_a=2 --optimizer sgd --model.qk-norm",
+            "mupax sweep lm-tiny --model lm-proxy --preset mup --model.qk-norm "
+            "--preset.constants c_a=2 --optimizer.name sgd --lr 0.001:0.064:7",
+        ),
+        (
+            "vit-proxy",
+            "mupax sweep vit-digits --model vit-proxy --preset mup --lr 0.000375:0.024:7",
+        ),
+        ("vit-s16", None),  # no small recipe has images of this size
+        ("lm-laptop --preset depth-mup", None),  # the check left the recipe's constants out
+    ],
+)
+def test_the_command_after_a_check_that_passes_runs_as_printed(words, command, monkeypatch, capsys):
+    passing = Finding("update query", 1, 0.0, 0.0, 0.0, (1.0, 1.0), Expected(0.0, 0.1, 0.1))
+    monkeypatch.setattr(check, "study", lambda *args: [passing])
+    assert main(["check", *words.split(), "--sizes", "3"]) == 0
+    printed = re.findall("^next: (.*) finds the learning rate", capsys.readouterr().out, re.M)
+    assert printed == [command] * (command is not None)
+    for line in printed:
+        assert main([*line.split()[1:], "--dry-run"]) == 0
+        assert "7 points" in capsys.readouterr().out
+
+
+def test_the_commands_after_a_check_of_a_bad_table_run_as_printed(monkeypatch, capsys):
+    explodes = Expected(1.0, 0.1, 0.1, "explodes", ("query",))
+    finding = Finding("update query", 1, 1.0, 1.0, 1.0, (1.0, 2.0), explodes)
+    monkeypatch.setattr(check, "study", lambda *args: [finding])
+    assert main(["check", "lm-proxy", "--preset", "sp", "--sizes", "3"]) == 1
+    commands = re.findall(r"mupax (presets .*?) (?:says|which)", capsys.readouterr().out)
+    assert commands == ["presets limits sp", "presets compare sp mup depth-mup completep"]
+    for line in commands:
+        assert main(line.split()) == 0
 
 
 def test_python_refuses_what_two_sizes_cannot_decide():

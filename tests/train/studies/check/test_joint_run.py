@@ -109,6 +109,7 @@ def test_a_wrong_number_at_the_base_is_seen_there():
             "lm-proxy --grow batch",
             "lm-proxy is a model; write a recipe, such as lm-tiny --model lm-proxy",
         ),
+        ("vit-s16 --grow batch", "vit-s16 is a model; write a recipe of `mupax train`"),
         (
             "lm-tiny --grow heads --joint sde",
             "check does not read --joint growing heads (--grow batch or tokens does)",
