@@ -17,6 +17,7 @@ from sklearn.datasets import load_digits
 
 from mupax.train import data
 from mupax.train.checkpoints import layout, saved_run
+from mupax.train.core.program import Program
 from mupax.train.data import images
 from mupax.train.reuse import runs
 from mupax.train.reuse.predict.scores import scores, table
@@ -190,6 +191,22 @@ def test_files_of_any_size_and_mode_are_read_and_broken_ones_named() -> None:
     summary = f"8 of 10 images by step {STEPS} of vit, its moving average; 2 without an answer"
     assert summary in err
     assert call("predict vit kinds/torn.png")[:2] == (2, "")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_model_with_a_logit_that_is_not_finite_has_no_answer(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_logits = Program.compile_logits
+
+    def compile_broken(program: Program) -> Any:
+        logits_fn = compile_logits(program)
+        return lambda *inputs: logits_fn(*inputs).at[:, 7].set(value)
+
+    monkeypatch.setattr(Program, "compile_logits", compile_broken)
+    code, out, err = call("predict vit digits/3/3.png")
+    assert (code, out) == (2, "")
+    assert "left out: the model has no answer for digits/3/3.png: its logits are not finite" in err
 
 
 @pytest.mark.parametrize(

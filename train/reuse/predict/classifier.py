@@ -59,7 +59,7 @@ class Classifier:
     def predictions(self, paths: Sequence[Path]) -> Iterator[Prediction]:
         """Yield the prediction of each file, in order.
 
-        A file that cannot be read, or that gets NaN from the model, has an error and no
+        A file that cannot be read, or whose logits are not finite, has an error and no
         probabilities.
         Threads decode the next files while a batch is classified.
         """
@@ -122,11 +122,14 @@ class Classifier:
 def softmax(logits: np.ndarray) -> np.ndarray:
     """Return the probabilities of logits [b, classes], float64.
 
-    A row with NaN or +inf becomes NaN. A logit of -inf among finite ones has the probability 0.
+    A row with a logit that is not finite becomes NaN.
     """
+    finite = np.isfinite(logits).all(axis=1, keepdims=True)
     with np.errstate(invalid="ignore"):  # NumPy would warn about inf - inf
         exp = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-        return exp / exp.sum(axis=1, keepdims=True)
+        probabilities = exp / exp.sum(axis=1, keepdims=True)
+    # A logit of -inf would be a probability of 0, and the model would look certain.
+    return np.where(finite, probabilities, np.nan)
 
 
 def classifier(trained: TrainedModel, batch_size: int) -> Classifier:
