@@ -343,7 +343,8 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
             refused.append(_Refusal(f"{name} {shape} is not there", "--init-new", name))
             continue
         differing = _differing(spec, old_shape, shape)
-        if old_shape == shape or (name in resize and differing <= set(RESIZABLE)):
+        is_same = _is_same(name, old_shape, shape, source.model, target.model)
+        if is_same or (name in resize and differing <= set(RESIZABLE)):
             moves[name] = _move(name, source_name, old_shape, shape, source, target)
             action, reason = _action(moves[name], old_shape, shape, source, target)
             rows.append(Row(name, role, old_shape, shape, action, reason))
@@ -352,7 +353,12 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
         # the parameter is useless, so the advice is a new parameter.
         can_resize = differing <= {"position", "vocab"}
         flag = "--init-resize" if can_resize else "--init-new"
-        refused.append(_Refusal(f"{name} is {old_shape} there and {shape} here", flag, name))
+        difference = f"{name} is {old_shape} there and {shape} here"
+        if old_shape == shape:
+            old_side = source.model.position_grid
+            new_side = target.model.position_grid
+            difference = f"{name} is of {old_side}^2 patches there and {new_side}^2 here"
+        refused.append(_Refusal(difference, flag, name))
 
     for name, spec in source_definition.specs.items():
         if name in specs:
@@ -433,9 +439,8 @@ def _move(
     source_model = source.model
     target_model = target.model
     scale = transplant.ratio(source.scales[source_name], target.scales[name])
-    has_grids = source_model.position_grid and target_model.position_grid
-    is_image_grid = name == "position" and has_grids
-    if old_shape == shape or not is_image_grid:
+    is_same = _is_same(name, old_shape, shape, source_model, target_model)
+    if is_same or not _is_image_grid(name, source_model, target_model):
         along = [
             transplant.first_entries(old_size, size)
             for old_size, size in zip(old_shape, shape, strict=True)
@@ -453,6 +458,21 @@ def _move(
         prepare=lambda position: transplant.resized(position, source_model, target_model),
         moments_along=(np.full(shape[0], -1), np.arange(shape[1])),
     )
+
+
+def _is_same(
+    name: str, old_shape: Shape, shape: Shape, source: ModelConfig, target: ModelConfig
+) -> bool:
+    """Return whether every entry of a parameter means the same in both models."""
+    # Tables of different grids can have one shape, because registers have rows, too.
+    if _is_image_grid(name, source, target) and source.position_grid != target.position_grid:
+        return False
+    return old_shape == shape
+
+
+def _is_image_grid(name: str, source: ModelConfig, target: ModelConfig) -> bool:
+    """Return whether a parameter has the positions of image patches in both models."""
+    return bool(name == "position" and source.position_grid and target.position_grid)
 
 
 def _action(

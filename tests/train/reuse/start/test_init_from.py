@@ -130,6 +130,20 @@ def test_another_image_size_interpolates_positions() -> None:
     assert np.isfinite(begun.logits()[1]).all()
 
 
+def test_another_grid_with_as_many_positions_is_interpolated() -> None:
+    # 3^2 patches, a class token and 6 registers are 4^2 positions.
+    source = changed(VIT, image_size=9, registers=6)
+    target = changed(VIT, image_size=12, pool="mean")
+    named = {"init_change": ("registers", "pool"), "init_drop": ("token_embedding",)}
+    with pytest.raises(InitError, match=r"position is of 3\^2 patches there and 4\^2 here\n"):
+        Begun(source, target, **named)
+    begun = Begun(source, target, **named, init_resize=("position",))
+    assert begun.action("position") == ("resized", "bicubic, 3^2 to 4^2 patches")
+    expected = resized(begun.old["position"], source, target)
+    np.testing.assert_array_equal(begun.new["position"], expected)
+    assert not np.array_equal(begun.new["position"], begun.old["position"])
+
+
 def test_interpolated_positions() -> None:
     small = changed(VIT, image_size=15)
     large = changed(VIT, image_size=30)
