@@ -328,13 +328,21 @@ def parameters(moves: Mapping[str, ParamTransfer], old: Mapping[str, Any], fresh
     Args:
         moves: transfers by name of the new parameter.
         old: parameters of the source, or their moving average, by the source's names.
-        fresh: initial values of new parameters and of parameters with new entries. A parameter
-            that is missing here gets arbitrary values in its new entries, without an error.
+        fresh: initial values of new parameters and of parameters with new entries (`Plan.fresh`).
+
+    Raises:
+        TransplantError: a parameter with new entries has no initial values.
     """
     params: Params = {}
     for name in {**moves, **fresh}:
         if name in moves:
             move = moves[name]
+            # Any old values would stand in for the new entries.
+            if name not in fresh and not np.all(move.transplanted()):
+                raise TransplantError(
+                    f"{name} has new entries and no initial values; give them for all of "
+                    "`Plan.fresh()`"
+                )
             params[name] = move.weights(old[move.source], fresh.get(name))
         else:
             params[name] = _float32(fresh[name])

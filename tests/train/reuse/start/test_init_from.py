@@ -168,6 +168,16 @@ def test_interpolated_positions() -> None:
     np.testing.assert_array_equal(more, np.concatenate([cls, np.zeros((2, 3)), plane]))
 
 
+def test_new_entries_without_initial_values_are_refused() -> None:
+    begun = Begun(VIT, changed(VIT, num_classes=7), init_resize=("readout",))
+    needed = {name: begun.fresh[name] for name in begun.plan.fresh()}
+    params = transplant.parameters(begun.plan.moves, begun.old, needed)
+    assert params.keys() == begun.new.keys()
+    del needed["readout"]
+    with pytest.raises(TransplantError, match="readout has new entries and no initial values"):
+        transplant.parameters(begun.plan.moves, begun.old, needed)
+
+
 def test_a_longer_context_and_another_vocabulary() -> None:
     longer = changed(TIED, seq_len=8)
     with pytest.raises(InitError, match="add --init-resize position"):
