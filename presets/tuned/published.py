@@ -138,12 +138,12 @@ def nearest(tuned: Published, width: int) -> Mapping[str, Any]:
 
 
 def comparison(
-    groups: Mapping[str, Mapping[str, float]], table: Mapping[str, Any]
+    groups: Mapping[str, Mapping[str, str]], table: Mapping[str, Any]
 ) -> Sequence[Sequence[str]]:
     """Return a table of a run's values, with those of the source's model in brackets.
 
     Args:
-        groups: Values of the run by group and by `COLUMNS`.
+        groups: Values of the run as text, by group and by `COLUMNS`.
         table: Entry of the provenance's `tables`.
 
     Returns:
@@ -156,7 +156,7 @@ def comparison(
         for column in COLUMNS:
             value = source_values.get(column)
             published = "-" if value is None else f"{value:.3g}"
-            cells.append(f"{run_values[column]:.3g} [{published}]")
+            cells.append(f"{run_values[column]} [{published}]")
         rows.append([group, *cells])
     return rows
 

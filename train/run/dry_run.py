@@ -234,19 +234,20 @@ def _shape(program: Program, leaf: Any) -> str:
 def _value(layers: np.ndarray) -> str:
     """Return the first layer's value in three digits, or `FIRST..LAST` in two.
 
-    The second form is used if the values of the first and the last layer differ.
+    The second form is used if the values of the first and the last layer differ in three digits.
     """
     first = float(layers.flat[0])
     last = float(layers.flat[-1])
-    return f"{first:.3g}" if first == last else f"{first:.2g}..{last:.2g}"
+    text = f"{first:.3g}"
+    return text if text == f"{last:.3g}" else f"{first:.2g}..{last:.2g}"
 
 
 def _print_beside_source(program: Program, published_use: str) -> None:
     """Print the values of every group, and in brackets those of a published source.
 
-    The values of a group are those of the first layer of its last trained parameter. Groups without
-    a trained parameter are left out. The source's model with the nearest width is shown. Print
-    nothing if the name is a path.
+    A group whose trained parameters or layers have several values has the least and the largest.
+    Groups without a trained parameter are left out. The source's model with the nearest width is
+    shown. Print nothing if the name is a path.
     """
     from mupax.presets.tuned import find, published
 
@@ -258,16 +259,26 @@ def _print_beside_source(program: Program, published_use: str) -> None:
     factors = program.inputs.factors
     optimizer = program.config.scaled_optimizer
     weight_decay = float(program.inputs.hyper.weight_decay)
-    groups: dict[str, dict[str, float]] = {}
+    values: dict[str, dict[str, list[np.ndarray]]] = {}
     for name, spec in program.definition.specs.items():
-        if name in program.trained:
-            groups[spec.group] = {
-                "multiplier": float(factors.multiplier[name].flat[0]),
-                "std": float(program.stds[name].flat[0]),
-                "lr": float(factors.lr[name].flat[0]) * optimizer.peak_lr,
-                "eps": float(factors.eps[name].flat[0]) * optimizer.eps,
-                "wd": float(factors.weight_decay[name].flat[0]) * weight_decay,
-            }
+        if name not in program.trained:
+            continue
+        own_values = {
+            "multiplier": factors.multiplier[name],
+            "std": program.stds[name],
+            "lr": factors.lr[name] * optimizer.peak_lr,
+            "eps": factors.eps[name] * optimizer.eps,
+            "wd": factors.weight_decay[name] * weight_decay,
+        }
+        columns = values.setdefault(spec.group, {})
+        for column, layers in own_values.items():
+            columns.setdefault(column, []).append(np.ravel(layers))
+    groups = {}
+    for group, columns in values.items():
+        # Sorted, so that the first and the last value are the least and the largest.
+        groups[group] = {
+            column: _value(np.sort(np.concatenate(parts))) for column, parts in columns.items()
+        }
     terminal.say(
         f"in absolute numbers, and in brackets those of {source}, {table['model']}: "
         f"{table['where']}"

@@ -1,7 +1,8 @@
-"""The time of a save that `--dry-run` prints; nothing is left behind."""
+"""What `--dry-run` prints: the time of a save, which leaves nothing behind, and published values."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from examples import mlp_mixer
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.config.cli import recipe
+from mupax.train.config.preset import PresetConfig
+from mupax.train.core.costs import fit
 from mupax.train.run import dry_run
 
 pytestmark = pytest.mark.core
@@ -68,3 +73,15 @@ def test_a_disk_that_cannot_be_written_is_said(
     assert "its time is unknown" in text
     assert "No space left on device" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_beside_a_source_a_group_has_all_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    # Matrices that mix positions and matrices of the MLP have one role and two initial values.
+    config = dataclasses.replace(
+        recipe("vit-digits")(), model=mlp_mixer.MIXER, preset=PresetConfig(name="sp")
+    )
+    dry_run._print_beside_source(fit.program_of(config), "sp:deit")
+    lines = capsys.readouterr().out.splitlines()
+    stds = {line.split()[0]: line.split()[3] for line in lines if line.startswith("block.")}
+    assert stds["block.hidden"] == "0.18..0.25"
+    assert stds["block.mlp_in"] == "0.125"
