@@ -238,7 +238,7 @@ def cross_entropy(
     Args:
         readout_inputs: Features [B, D] or [B, T, D] and readout matrix [D, V] of the model.
         targets: int32, one per feature vector.
-        weights: float32, 0 where a target does not count. Only `plain` passes a gradient to them.
+        weights: float32, 0 where a target does not count. No gradient flows through them.
         how: `plain` forms all logits. `chunked` never does, and forms those of a few tokens at a
             time. `vocab` forms those of a part of the vocabulary at a time
             (`mupax.train.core.cross_entropy.vocabulary`). `auto` is the first of `options`.
@@ -247,7 +247,8 @@ def cross_entropy(
         labels: Distributions as in `cross_entropy_from_logits`. With labels, the implementation is
             `plain`.
         z_loss: float32 []. The loss of every target that counts gets z_loss * logsumexp(logits)^2
-            added (Chowdhery et al. 2022, PaLM, section 5). `None` adds nothing.
+            added (Chowdhery et al. 2022, PaLM, section 5). `None` adds nothing. No gradient flows
+            through it.
         metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
     """
     # Chunks compute the gradient of one target per token, and not of a distribution.
@@ -296,12 +297,16 @@ def cross_entropy_from_logits(
     Args:
         logits: float32 [B, V] or [B, T, V].
         targets: int32, one per vector of logits.
-        weights: float32 of the targets' shape, 0 where a target does not count.
+        weights: float32 of the targets' shape, 0 where a target does not count. No gradient flows
+            through them.
         labels: Distributions, float32 of the logits' shape, that replace the targets in the loss.
             Metrics still use the targets. `None` uses the targets for both.
         z_loss: Weight of the squared log-partition, as in `cross_entropy`.
         metrics: Metrics to sum in addition to the loss, by name. Each has a `total`.
     """
+    # Weights are data, and the implementations in parts have no gradient of them.
+    weights = jax.lax.stop_gradient(weights)
+    z_loss = jax.lax.stop_gradient(z_loss)
     statistics = token_statistics(logits, targets, labels, with_rank=reads_ranks(metrics))
     return sums_of(statistics, weights, metrics, z_loss)
 

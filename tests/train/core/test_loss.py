@@ -149,6 +149,20 @@ def test_chunks_equal_all_logits_at_once(
         assert abs(other.loss - expected[0].loss) > 1e-3
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("how", ["plain", *PARTS])
+def test_no_gradient_flows_through_weights_and_z_loss(how: Any) -> None:
+    def total(weights: jax.Array, z_loss: jax.Array, features: jax.Array) -> jax.Array:
+        readout = FULL._replace(features=features)
+        return loss.cross_entropy(readout, TARGETS, weights, how=how, z_loss=z_loss).loss
+
+    inputs = (WEIGHTS, jnp.float32(0.1), FULL.features)
+    weights, z_loss, features = jax.grad(total, argnums=(0, 1, 2))(*inputs)
+    assert not weights.any()
+    assert z_loss == 0
+    assert features.any()
+
+
 @functools.partial(jax.jit, static_argnames="centered")
 def by_formula(readout: ReadoutInputs, weight: float, centered: bool) -> Any:
     """Return nats plus `weight` times logsumexp(logits)^2, summed over targets, and gradients.
