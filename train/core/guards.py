@@ -21,7 +21,7 @@ import optax
 from mupax.mappings import drop_keys
 from mupax.presets import VECTORS, Preset, PresetError
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.core.factors import TOLERANCE, hyperparams, resolve
+from mupax.train.core.factors import TOLERANCE, Factors, hyperparams, resolve
 from mupax.train.core.optimizer import build, first_step
 from mupax.zoo.definition import Arrays, Definition
 
@@ -56,8 +56,12 @@ def check_chain(
         PresetError: The ratio of a parameter's learning rate, or of its lr*wd, to those of the
             other parameters is not that of the preset, in the first step or later. Or learning
             rates are applied before a global norm, weight decay acts on gains or biases, or eps is
-            not small against gradients of norm 1.
+            not small against gradients of norm 1. Or the model has less than two parameters, or
+            the sizes of the base, so that there is nothing to compare.
     """
+    factors = resolve(preset, definition, optimizer)
+    _check_comparable(definition, preset, factors)
+
     # These arrays are numpy's, so that nothing is compiled but the chain.
     params = {}
     for name, leaf in definition.abstract.items():
@@ -72,7 +76,6 @@ def check_chain(
     def update(grads: Arrays, params: Arrays) -> Arrays:
         return first_step(tx, optimizer, grads, params)[0]
 
-    factors = resolve(preset, definition, optimizer)
     lr = {name: float(values.flat[0]) for name, values in factors.lr.items()}
     # Muon gives parameters that are no matrices to Adam. How the learning rates of the two compare
     # is the user's choice.
@@ -99,6 +102,23 @@ def check_chain(
     _check_later(tx, optimizer, grads, params, groups)
     _check_norms(update, grads, params, preset)
     _check_decay(update, definition, preset, params)
+
+
+def _check_comparable(definition: Definition, preset: Preset, factors: Factors) -> None:
+    """Raise `PresetError` for a model on which a wrong chain would pass."""
+    count = len(definition.specs)
+    if count < 2:
+        raise PresetError(
+            "check_chain compares the steps of parameters with each other, and the model has "
+            f"{count}; give a model of at least two parameters"
+        )
+    is_base = preset.base is not None and set(preset.ratios(definition.sizes).values()) == {1}
+    # Constants of groups can differ at the sizes of the base, too.
+    if is_base and all(np.all(lr == 1) for lr in factors.lr.values()):
+        raise PresetError(
+            f"the model has the sizes of {preset.name}'s base, where every rate is 1 and a chain "
+            "without the rates passes; give a model of other sizes"
+        )
 
 
 def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:

@@ -16,7 +16,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from mupax import presets
-from mupax.presets import VECTORS, PresetError, Role
+from mupax.presets import VECTORS, ParamSpec, PresetError, Role
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import hyperparams, resolve
@@ -24,6 +24,7 @@ from mupax.train.core.guards import check_chain
 from mupax.train.core.muon import hidden_matrices
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import define, definition
+from mupax.zoo.functional.definition import define_function
 
 # Without biases a chain, which is compiled for each check, has half as many parameters.
 LM = DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5, bias=False)
@@ -187,6 +188,24 @@ def test_muon_that_scales_by_shape_is_refused_and_plain_muon_is_not():
 def test_wrong_chains_are_refused_by_name(chain: Any, text: str) -> None:
     with pytest.raises(PresetError, match=text):
         check_chain(chain(), MODEL, MUP, "adam")
+
+
+def test_a_model_on_which_a_wrong_chain_would_pass_is_refused() -> None:
+    spec = ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",))
+    shapes = {"readout": jax.ShapeDtypeStruct((12, 5), jnp.float32)}
+    alone = define_function(lambda p, x: x @ p["readout"], shapes, {"readout": spec})
+    wide = presets.get("mup", base={"embed": 4})
+    with pytest.raises(PresetError, match="the model has 1; give a model of at least two"):
+        check_chain(adam(), alone, wide, "adam")
+
+    base = presets.get("mup", base=LM.base_sizes())
+    with pytest.raises(PresetError, match=r"sizes of mup's base.* give a model of other sizes"):
+        check_chain(adam(), MODEL, base, "adam")
+    # With a constant of a group there is something to compare.
+    constants: dict[str, Any] = {"rates.readout": 2.0}
+    base = presets.get("mup", base=LM.base_sizes(), **constants)
+    with pytest.raises(PresetError, match=r"readout: moves 0\.5 times as far"):
+        check_chain(adam(), MODEL, base, "adam")
 
 
 # Schedules
