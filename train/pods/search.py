@@ -389,11 +389,12 @@ def search(
         first. Configurations that the compiler refuses have none.
 
     Raises:
-        MeshError: No mesh of these axes fits the model and batch.
+        MeshError: No mesh of these axes fits the model and batch, or `mesh.experts` fits neither.
         RefusedError: The compiler refuses all configurations that were tried.
     """
     chip = topology.chip_of(name)
     devices = topology.devices(name, slices)
+    _check_experts(config, len(devices) // slices)
     tried = list(candidates(config, chip, devices, slices, batches))
     if not tried:
         raise MeshError(
@@ -466,6 +467,31 @@ def search(
         assert refusal is not None
         raise refusal
     return sorted(reports, key=_rank)
+
+
+def _check_experts(config: Config, num_chips: int) -> None:
+    """Raise `MeshError` if the experts axis, which is not searched, fits no mesh of a slice."""
+    size = config.mesh.experts
+    if size == 1:
+        return
+    common = num_chips
+    divided = f"{num_chips} chips"
+    # Rules of the user may split something else along this axis.
+    if not config.mesh.rules:
+        num_experts = config.model.sizes().get("experts")
+        if num_experts is None:
+            raise MeshError(
+                f"mesh.experts is {size} and the model has no experts; write --mesh.experts 1, or "
+                "--model.experts too"
+            )
+        common = math.gcd(num_chips, num_experts)
+        divided += f" and the model's {num_experts} experts"
+    if size < 1 or common % size:
+        fitting = [str(part) for part in range(1, common + 1) if common % part == 0]
+        raise MeshError(
+            f"the search keeps mesh.experts, and {size} does not divide {divided}; "
+            f"write --mesh.experts {' or '.join(fitting)}"
+        )
 
 
 def _compile_seconds(chosen: Sequence[Candidate], chip: Chip, devices: Any) -> float:

@@ -126,6 +126,27 @@ def test_estimates_know_the_loss_and_the_blocks() -> None:
     assert dots < attention < block
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model.experts 6 --mesh.experts 3", "3 does not divide 4 chips and the model's 6"),
+        ("--model.experts 6 --mesh.experts 4", "write --mesh.experts 1 or 2"),
+        ("--model.experts 6 --mesh.experts -1", "write --mesh.experts 1 or 2"),
+        ("--mesh.experts 2", "the model has no experts; write --mesh.experts 1, or"),
+        # The control: what fits is tried, and a batch that does not fit is blamed.
+        ("--model.experts 6 --mesh.experts 2 --data.batch-size 7", "write another --data.batch"),
+    ],
+)
+def test_experts_that_fit_no_mesh_are_named(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search.topology, "devices", lambda *_: jax.devices()[:4])
+    config = cli.parse("lm-tiny", cli.recipe("lm-tiny"), words.split()).config
+    with pytest.raises(MeshError) as refused:
+        search.search(config, "v5e:2x2", 1, 2)
+    assert message in str(refused.value)
+
+
 def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
