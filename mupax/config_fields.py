@@ -100,17 +100,22 @@ def config_fields(config: Any, prefix: str = "") -> Iterator[ConfigField]:
         if dataclasses.is_dataclass(value):
             yield from config_fields(value, f"{path}.")
         else:
-            yield ConfigField(path, value, field.default, marks.get(field.name))
+            yield ConfigField(path, value, _default(field), marks.get(field.name))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field, `dataclasses.MISSING` if the field is required."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def with_defaults(config: T, effects: Collection[Effect]) -> T:
     """Return a copy of a config in which all fields with certain effects have their defaults.
 
-    Fields of sections are reset too.
+    Fields of sections are reset too. A required field, which has no default, keeps its value.
 
     Args:
-        config: Instance of a dataclass. The fields with these effects must have plain defaults. A
-            field with a `default_factory` would get `dataclasses.MISSING` as its value.
         effects: Effects that the fields to reset declare (`Affects.effect`).
     """
     marks = declared(type(config))
@@ -121,7 +126,9 @@ def with_defaults(config: T, effects: Collection[Effect]) -> T:
         if dataclasses.is_dataclass(value):
             changes[field.name] = with_defaults(value, effects)
         elif field.name in marks and marks[field.name].effect in effects:
-            changes[field.name] = field.default
+            default = _default(field)
+            if default is not dataclasses.MISSING:
+                changes[field.name] = default
     return dataclasses.replace(instance, **changes)
 
 

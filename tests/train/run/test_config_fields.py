@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.config_fields import Affects, ConfigField, Effect, config_fields
+from mupax.config_fields import Affects, ConfigField, Effect, config_fields, with_defaults
 from mupax.train import data as data_sources
 from mupax.train.config.data import source
 from mupax.train.config.run import (
@@ -323,3 +323,20 @@ def test_control_planted_dead_fields_are_seen() -> None:
     assert peak_lr is not None
     assert not is_dead(config, "optimizer.peak_lr", peak_lr)
     assert is_dead(config, "log.wandb", Affects("reports", test="train/checkpoints/test_turns.py"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plotting:
+    path: Annotated[str, Affects("reports")]
+    size: Annotated[int, Affects("reports")] = 3
+    labels: Annotated[tuple[str, ...], Affects("reports")] = dataclasses.field(
+        default_factory=tuple
+    )
+
+
+def test_a_field_has_its_default_from_a_factory() -> None:
+    plotting = Plotting(path="a.png", size=4, labels=("x",))
+    defaults = {field.path: field.default for field in config_fields(plotting)}
+    assert defaults == {"path": dataclasses.MISSING, "size": 3, "labels": ()}
+    # A required field has no default to go back to.
+    assert with_defaults(plotting, ("reports",)) == Plotting(path="a.png")
