@@ -180,10 +180,18 @@ def get(name: str) -> ModelConfig:
     """Return the config of a named model (`CONFIGS`).
 
     Raises:
-        ConfigError: If no model has this name. The text suggests the nearest names.
+        ConfigError: If no model has this name, with the nearest names, or if it is no config of a
+            model.
     """
     if name in CONFIGS:
-        return CONFIGS[name]
+        model = CONFIGS[name]
+        # A plug-in may have put anything there.
+        if not isinstance(model, ModelConfig):
+            raise ConfigError(
+                f"the model {name!r} is of the type {type(model).__name__}; extend TokenModel or ImageModel "
+                "of mupax.zoo.families, and put an instance into CONFIGS"
+            )
+        return model
     near = difflib.get_close_matches(name, CONFIGS, n=3)
     hint = f"did you mean {', '.join(near)}? " if near else ""
     raise ConfigError(

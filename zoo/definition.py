@@ -20,6 +20,7 @@ from flax import nnx
 from jax.extend.random import threefry_2x32
 
 from mupax.presets.roles import VECTORS, ZERO, Distribution, ParamSpec, PresetError
+from mupax.zoo import families
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.partition import ONE_DEVICE, Layout, place
 
@@ -241,8 +242,17 @@ class Init:
         A matrix has standard deviation fan_in^-1/2, an embedding 1. Gains start at `spec.start`,
         biases and the second matrix of an adapter (LoRA) at 0. Without `rngs`, the parameter holds
         a shape.
+
+        Raises:
+            PresetError: The config declares no parameter of this name.
         """
-        spec = self._specs[self._prefix + name]
+        path = self._prefix + name
+        if path not in self._specs:
+            raise PresetError(
+                f"{path}: the module makes it, and the config of {self._config.family} declares "
+                "no such parameter; add it to parameters()"
+            )
+        spec = self._specs[path]
         shape = tuple(self._sizes[axis] for axis in spec.axes)
         dtype = jnp.dtype(self._config.compute.param_dtype)
         if self._rngs is None:
@@ -537,7 +547,10 @@ def definition(config: ModelConfig) -> Definition:
 
     Raises:
         PresetError: If the module's parameters are not exactly those that the config declares.
+        ConfigError: If a parameter has an axis without a size.
     """
+    # Before the module is built, which would end in a KeyError of the axis.
+    families.shapes(config)
     model = _definition_of(config.module(None), config.sizes())
     declared = config.parameters()
     for name in sorted(declared.keys() | model.specs.keys()):

@@ -419,13 +419,28 @@ def stacks(model: ModelConfig) -> tuple[Blocks, ...]:
     return tuple(blocks)
 
 
+def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter that a model declares, by name.
+
+    Raises:
+        ConfigError: A parameter has an axis without a size.
+    """
+    sizes = model.sizes()
+    result = {}
+    for name, spec in model.parameters().items():
+        missing = [axis for axis in spec.axes if axis not in sizes]
+        if missing:
+            raise ConfigError(
+                f"{name}: the config of {model.family} declares the axis {missing[0]!r} and gives "
+                f"it no size; add it to base_sizes(), or to finite_sizes() if it stays fixed"
+            )
+        result[name] = tuple(sizes[axis] for axis in spec.axes)
+    return result
+
+
 def params(model: ModelConfig) -> int:
     """Return the number of parameter entries of the built model."""
-    sizes = model.sizes()
-    total = 0
-    for spec in model.parameters().values():
-        total += math.prod(sizes[axis] for axis in spec.axes)
-    return total
+    return sum(math.prod(shape) for shape in shapes(model).values())
 
 
 def forward_terms(model: ModelConfig) -> dict[str, float]:

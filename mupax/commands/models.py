@@ -46,12 +46,13 @@ class List:
     def run(self) -> int:
         """Print all named models as a table or as JSON, and return exit code 0."""
         if self.json:
-            summaries = [_summary(name, model) for name, model in configs.CONFIGS.items()]
+            summaries = [_summary(name, configs.get(name)) for name in configs.CONFIGS]
             print(json.dumps(summaries, indent=2))
             return 0
 
         rows: list[Sequence[str]] = [COLUMNS]
-        for name, model in configs.CONFIGS.items():
+        for name in configs.CONFIGS:
+            model = configs.get(name)
             summary = _summary(name, model)
             sizes = [str(summary["sizes"].get(axis, "")) for axis in SIZE_AXES]
             parameters = terminal.si(summary["parameters"])

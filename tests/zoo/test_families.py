@@ -15,6 +15,7 @@ import pytest
 
 from examples.mlp_mixer import MixerConfig
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets import PresetError
 from mupax.presets.analysis import table
 from mupax.presets.roles import ParamSpec, Role
@@ -99,6 +100,47 @@ def test_a_module_of_other_parameters_is_refused() -> None:
         definition(
             Gated(**{field.name: getattr(MIXER, field.name) for field in dataclasses.fields(MIXER)})
         )
+
+
+class Unsized(MixerConfig):
+    """A family that forgets the size of an axis."""
+
+    def base_sizes(self) -> dict[str, int]:
+        sizes = super().base_sizes()
+        del sizes["mlp"]
+        return sizes
+
+
+class Undeclared(MixerConfig):
+    """A family whose module makes a parameter that the config does not declare."""
+
+    def parameters(self) -> dict[str, ParamSpec]:
+        specs = super().parameters()
+        del specs["block.up"]
+        return specs
+
+
+FIELDS = {field.name: getattr(MIXER, field.name) for field in dataclasses.fields(MIXER)}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Unsized(**FIELDS), "Unsized declares the axis 'mlp' and gives it no size; add it to"),
+        (Undeclared(**FIELDS), "Undeclared declares no such parameter; add it to parameters()"),
+        (object(), "the model 'mine' is of the type object; extend TokenModel or ImageModel"),
+    ],
+)
+def test_a_family_that_is_not_complete_is_refused(
+    model: Any, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(CONFIGS, "mine", model)
+    words = "--model mine --preset.base None --data.name digits --dry-run"
+    assert main(["train", "vit-digits", *words.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    if not isinstance(model, Undeclared):  # which makes its parameters in the module alone
+        assert main(["models"]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_its_table() -> None:

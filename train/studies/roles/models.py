@@ -21,6 +21,7 @@ from mupax.train.core.loss import cross_entropy, cross_entropy_from_logits
 from mupax.train.studies.roles import operations
 from mupax.train.studies.roles.deduce import Roles, Sample, deduce
 from mupax.train.studies.roles.graph import Graph, Node, fresh
+from mupax.zoo import families
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.families import ConfigError, ModelConfig
 from mupax.zoo.functional.tree import named_leaves
@@ -459,11 +460,7 @@ def _sample(config: ModelConfig) -> Sample:
 
     Its modules make every parameter with this shape (`mupax.zoo.definition.Init.param`).
     """
-    sizes = config.sizes()
-    shapes = {}
-    for name, spec in config.parameters().items():
-        shapes[name] = tuple(sizes[axis] for axis in spec.axes)
-    return Sample(sizes, shapes)
+    return Sample(config.sizes(), families.shapes(config))
 
 
 def differences(
