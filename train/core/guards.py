@@ -56,7 +56,7 @@ def check_chain(
         PresetError: The ratio of a parameter's learning rate, or of its lr*wd, to those of the
             other parameters is not that of the preset, in the first step or later. Or learning
             rates are applied before a global norm, weight decay acts on gains or biases, or eps is
-            not small against gradients of norm 1. Or the model has less than two parameters, or
+            not small against gradients of norm 1. Or the model has fewer than two parameters, or
             the sizes of the base, so that there is nothing to compare.
     """
     factors = resolve(preset, definition, optimizer)
