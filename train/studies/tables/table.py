@@ -192,16 +192,16 @@ def read(path: Path, columns: Sequence[str] = ()) -> RunTable:
         DiskError: The file cannot be read.
     """
     content = disk.read_bytes(path)
-    names, rows = _parse(path, content)
-    if not rows:
+    parsed = _parse(path, content)
+    if not parsed.rows:
         raise TableError(f"{path} has no row behind its line of names; write a row for each run")
-    sources = _sources(path, names, columns)
+    sources = _sources(path, parsed.names, columns)
     values = {}
     for name, source in sources.items():
-        values[name] = _numbers(path, rows, name, source)
+        values[name] = _numbers(path, parsed, name, source)
     for name, column in values.items():
         _check_unit(path, COLUMNS[name], column, sources[name].text)
-    return _merged(path, hashlib.sha256(content).hexdigest(), values)
+    return _merged(path, hashlib.sha256(content).hexdigest(), values, parsed.lines)
 
 
 class _Source(NamedTuple):
@@ -211,8 +211,22 @@ class _Source(NamedTuple):
     factor: float
 
 
-def _parse(path: Path, content: bytes) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the names of a file's columns, and its rows, by the format of the file's ending.
+class _Parsed(NamedTuple):
+    """Content of a file, before its numbers are read.
+
+    Attributes:
+        names: Names of the columns.
+        rows: Cells of each row by name.
+        lines: Number of the line, from 1, on which each row begins.
+    """
+
+    names: list[str]
+    rows: list[dict[str, Any]]
+    lines: list[int]
+
+
+def _parse(path: Path, content: bytes) -> _Parsed:
+    """Return the content of a file, by the format of the file's ending.
 
     Raises:
         TableError: The content is not UTF-8 text or no valid CSV.
@@ -225,17 +239,12 @@ def _parse(path: Path, content: bytes) -> tuple[list[str], list[dict[str, Any]]]
         raise TableError(
             f"{path} is not UTF-8 text at byte {error.start}; write it as CSV or JSONL"
         ) from error
-    if _is_jsonl(path):
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
         return _parse_jsonl(path, text)
     return _parse_csv(path, text)
 
 
-def _is_jsonl(path: Path) -> bool:
-    """Return True if a file ends in .jsonl or .ndjson: a JSON object per line, no line of names."""
-    return path.suffix.lower() in (".jsonl", ".ndjson")
-
-
-def _parse_jsonl(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]]:
+def _parse_jsonl(path: Path, text: str) -> _Parsed:
     """Return the names of all fields in the order of their first row, and the rows.
 
     Blank lines are skipped.
@@ -244,17 +253,22 @@ def _parse_jsonl(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]
         JsonError: A line is no JSON object.
     """
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    lines = []
+    # Not `splitlines`, which also cuts at characters that a text of JSON may have.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             rows.append(disk.json_object(line.encode(), f"{path}, line {number}"))
+            lines.append(number)
     names: dict[str, None] = {}
     for row in rows:
         names.update(dict.fromkeys(row))
-    return list(names), rows
+    return _Parsed(list(names), rows, lines)
 
 
-def _parse_csv(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]]:
+def _parse_csv(path: Path, text: str) -> _Parsed:
     """Return the names in the first line, and the rows below it as dicts of text by name.
+
+    Blank lines are skipped.
 
     Raises:
         TableError: The CSV is invalid, a name occurs twice, or a row has too few or too many
@@ -262,25 +276,33 @@ def _parse_csv(path: Path, text: str) -> tuple[list[str], list[dict[str, Any]]]:
     """
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     # `newline=""`, because the reader itself handles line ends inside of quotes.
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    records = []
+    lines = []
+    line = 1  # on which the next record begins
     try:
-        rows = list(reader)
+        for record in reader:
+            if record:
+                records.append(record)
+                lines.append(line)
+            # A cell in quotes may have line ends, so a record may end some lines below.
+            line = reader.line_num + 1
     except csv.Error as error:
         raise TableError(
-            f"{path}, line {reader.line_num}: {error}; write a CSV file with a line of names"
+            f"{path}, line {line}: {error}; write a CSV file with a line of names"
         ) from error
-    names = list(reader.fieldnames or ())
+    names = records[0] if records else []
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise TableError(f"{path} has two columns {repeated[0]!r}; rename one of them")
-    # From 2: the first line has the names.
-    for number, row in enumerate(rows, 2):
-        # `DictReader` has surplus fields under None, and None for fields that are absent.
-        if None in row or None in row.values():
+    rows = []
+    for record, line in zip(records[1:], lines[1:], strict=True):
+        if len(record) != len(names):
             raise TableError(
-                f"{path}, line {number} has not the {len(names)} fields of the line of names"
+                f"{path}, line {line} has not the {len(names)} fields of the line of names"
             )
-    return names, rows
+        rows.append(dict(zip(names, record, strict=True)))
+    return _Parsed(names, rows, lines[1:])
 
 
 def _sources(path: Path, names: Sequence[str], words: Sequence[str]) -> dict[str, _Source]:
@@ -355,9 +377,7 @@ def _source(word: str, text: str, names: Sequence[str]) -> _Source:
     return _Source(match[1], factor if match[2] == "*" else 1 / factor)
 
 
-def _numbers(
-    path: Path, rows: Sequence[Mapping[str, Any]], name: str, source: _Source
-) -> np.ndarray:
+def _numbers(path: Path, parsed: _Parsed, name: str, source: _Source) -> np.ndarray:
     """Return the file's numbers times `source.factor`, which are in the column's unit.
 
     The result is float64 [rows].
@@ -369,12 +389,12 @@ def _numbers(
         TableError: A cell is no number that the column can have (`_is_valid`).
     """
     numbers = []
-    for index, row in enumerate(rows):
+    for row, line in zip(parsed.rows, parsed.lines, strict=True):
         cell = row.get(source.text)
         number = _number(cell)
         if not _is_valid(name, number):
             raise TableError(
-                f"{path}, line {_line(path, index)}: {source.text} is {cell!r}, "
+                f"{path}, line {line}: {source.text} is {cell!r}, "
                 f"which is no {COLUMNS[name].meaning}; mend the row or leave it out"
             )
         numbers.append(number)
@@ -394,15 +414,6 @@ def _is_valid(name: str, number: float | None) -> bool:
     if not math.isfinite(number):
         return False
     return number > 0 or name not in POSITIVE
-
-
-def _line(path: Path, index: int) -> int:
-    """Return the line number, from 1, of the row `index` in its file, for messages.
-
-    CSV and TSV files have a line of names before the rows, and JSONL files have none. The number is
-    too small behind blank lines and behind cells with line breaks, which are not counted.
-    """
-    return index + 1 if _is_jsonl(path) else index + 2
 
 
 def _number(value: Any) -> float | None:
@@ -469,7 +480,9 @@ class _Run(NamedTuple):
     seeds: int
 
 
-def _merged(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
+def _merged(
+    path: Path, digest: str, values: dict[str, np.ndarray], lines: Sequence[int]
+) -> RunTable:
     """Return a table with one run for each model, length, rate and batch.
 
     Log losses are averaged over seeds, inf if a seed diverged. Of several weight decays the one
@@ -478,6 +491,7 @@ def _merged(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
     Args:
         digest: sha256 of the file.
         values: Numbers of all rows by name [rows].
+        lines: Line of each row in the file, for messages [rows].
 
     Raises:
         TableError: Two rows of one run have different losses (`_rows_of_seeds`).
@@ -501,7 +515,7 @@ def _merged(path: Path, digest: str, values: dict[str, np.ndarray]) -> RunTable:
 
         candidates = []
         for rows in rows_by_decay.values():
-            distinct = _rows_of_seeds(path, rows, loss, seeds)
+            distinct = _rows_of_seeds(path, rows, loss, seeds, lines)
             num_repeats += len(rows) - len(distinct)
             logs = np.log(loss[distinct])
             # inf and not NaN, so that `min` never picks a diverged run over a finite one.
@@ -556,13 +570,18 @@ def _rows_by_setting(values: Mapping[str, np.ndarray], num_rows: int) -> list[li
 
 
 def _rows_of_seeds(
-    path: Path, rows: Sequence[int], loss: np.ndarray, seeds: np.ndarray | None
+    path: Path,
+    rows: Sequence[int],
+    loss: np.ndarray,
+    seeds: np.ndarray | None,
+    lines: Sequence[int],
 ) -> list[int]:
     """Return the index of the first row of each seed, among rows of one run and weight decay.
 
     Args:
         loss: Losses of all rows [rows].
         seeds: Seeds of all rows [rows]; without the column, all have one seed.
+        lines: Line of each row in the file, for messages [rows].
 
     Raises:
         TableError: Two rows of one seed have different losses.
@@ -577,10 +596,9 @@ def _rows_of_seeds(
         is_same = math.isclose(loss[first], loss[row], rel_tol=SAME_LOSS)
         both_diverged = math.isnan(loss[first]) and math.isnan(loss[row])
         if not (is_same or both_diverged):
-            lines = f"lines {_line(path, first)} and {_line(path, row)}"
             raise TableError(
-                f"{path}, {lines} are one run with the losses {loss[first]:g} and {loss[row]:g}; "
-                "name the column in which they differ with --columns seed=COLUMN, or take one of "
-                "them out"
+                f"{path}, lines {lines[first]} and {lines[row]} are one run with the losses "
+                f"{loss[first]:g} and {loss[row]:g}; name the column in which they differ with "
+                "--columns seed=COLUMN, or take one of them out"
             )
     return list(row_of_seed.values())

@@ -353,6 +353,33 @@ def test_a_bad_table_gets_one_clear_message(
     assert words in message
 
 
+def test_a_message_names_the_line_of_the_file_behind_blank_lines_and_cells_over_two_lines(
+    tmp_path: Path,
+):
+    path = tmp_path / "bad.csv"
+    names = "parameters,tokens,loss,comment\n"
+    first = '1e8,1e9,3.0,"a comment\nover two lines"\n'
+    path.write_text(f"\n{names}{first}\n2e8,1e9,good,\n")
+    with pytest.raises(TableError, match="line 6: loss is 'good'"):
+        table.read(path)
+    path.write_text(f"{names}{first}\n1e8,1e9,4.0,\n")
+    with pytest.raises(TableError, match="lines 2 and 5 are one run"):
+        table.read(path)
+    path.write_text(f"{names}{first}2e8,1e9,3.0\n")
+    with pytest.raises(TableError, match="line 4 has not the 4 fields"):
+        table.read(path)
+    path.write_text(f'{names}{first}2e8,1e9,3.0,"not closed\n')
+    with pytest.raises(TableError, match="line 4: unexpected end of data"):
+        table.read(path)
+
+    path = tmp_path / "bad.jsonl"
+    # JSON may have a line separator of Unicode inside of a text.
+    whole = '{"parameters": 1e8, "tokens": 1e9, "loss": 3, "comment": "a\u2028b"}\n'
+    path.write_text(f'{whole}\n\r\n{{"parameters": 2e8, "tokens": 1e9, "loss": "good"}}\n')
+    with pytest.raises(TableError, match="line 4: loss is 'good'"):
+        table.read(path)
+
+
 def test_divergent_runs_are_left_out_and_counted(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
