@@ -15,7 +15,7 @@ import numpy as np
 from mupax import disk
 from mupax.train.studies.tables.forecast import Forecaster
 from mupax.train.studies.tables.law import Fit, Form, Noise, Prior, Term
-from mupax.train.studies.tables.table import RunTable
+from mupax.train.studies.tables.table import RunTable, TableError
 
 FORMAT = "law of runs 1"
 FOLDER = Path(__file__).parent / "laws"
@@ -79,9 +79,27 @@ def load(path: Path = DENSE) -> Forecaster:
 
     Raises:
         DiskError, JsonError: The file does not exist, or is no JSON.
-        KeyError: An entry of a law is missing. The value of "format" is not checked.
+        TableError: The file is of another kind or version, or an entry of a law is missing.
     """
     content = disk.read_json(path)
+    advice = "write it by `python -m scripts.studies.published_runs law TABLE.csv`"
+    if content.get("format") != FORMAT:
+        shown_format = disk.shown(content.get("format"))
+        raise TableError(
+            f'{path} is no law: its "format" is {shown_format}, not {FORMAT!r}; {advice}'
+        )
+    try:
+        return _forecaster(content)
+    except KeyError as error:
+        raise TableError(f"{path} is no whole law: it has no {error}; {advice}") from error
+
+
+def _forecaster(content: dict[str, Any]) -> Forecaster:
+    """Return the forecaster of a law that `to_json` wrote.
+
+    Raises:
+        KeyError: An entry of a law is missing.
+    """
     terms = tuple(_term(fields) for fields in content["terms"])
     form = Form(terms, tuple(content["axes"]), np.array(content["centre"]), content["loss"])
     # A table of two runs stands for all: a forecast only asks for the ends of each axis.

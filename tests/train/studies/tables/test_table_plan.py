@@ -104,6 +104,18 @@ def test_a_stored_law_says_the_same(forecaster: Forecaster, tmp_path: Path):
     assert stored.load(path).best(LARGER) == forecaster.best(LARGER)
 
 
+def test_a_file_that_is_no_law_is_named(forecaster: Forecaster, tmp_path: Path):
+    path = tmp_path / "law.json"
+    law = stored.to_json(forecaster)
+    path.write_text(json.dumps({"model": {}, "steps": 100}))
+    with pytest.raises(TableError, match=r'law.json is no law: its "format" is None, not'):
+        stored.load(path)
+    del law["terms"]
+    path.write_text(json.dumps(law))
+    with pytest.raises(TableError, match=r"law.json is no whole law: it has no 'terms'"):
+        stored.load(path)
+
+
 def test_intervals_hold_nine_in_ten_runs_of_a_setting_that_was_left_out(runs: Path):
     every = table.read(runs)
     left_out = (every.values["parameters"] == SIZES[1]) & (every.values["tokens"] == LENGTHS[1])
