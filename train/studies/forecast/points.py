@@ -298,10 +298,19 @@ def _study_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
 
     A row that several presets or axes share is yielded once for each. Points without a row are
     skipped.
+
+    Raises:
+        PointsError: transfer.json is not of a transfer study.
     """
     from mupax.train.studies.transfer.planned import replanned
 
-    record = disk.read_json(folder / "transfer.json")
+    path = folder / "transfer.json"
+    record = disk.read_json(path)
+    if not {"command", "studies"} <= record.keys():
+        raise PointsError(
+            f"{path} is of no transfer study: it has no command or no studies; write the command "
+            "of the study again, or remove the file, and the rows are read as those of a sweep"
+        )
     studies = {}
     for study in replanned(record["command"]):
         studies[(study.label, study.axis)] = study

@@ -132,7 +132,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ForecastError(
             f"{path} is no forecast; write what `mupax transfer --predict` or `plan --out` wrote"
         )
-    if digest(content) != content["digest"]:
+    if digest(content) != content.get("digest"):
         raise ForecastError(
             f"{path} is not as it was written: its digest is of other content; make a forecast anew"
         )

@@ -118,6 +118,9 @@ def test_rows_without_a_study_are_read_by_their_commands(folder: Path, tmp_path:
     )  # of `mup` at its base no more is known than that it is `sp`
     (of_study,) = points.load([folder])
     assert (of_base.label, of_mup.label) == ("sp", "mup")
+    (tmp_path / "transfer.json").write_text('{"studies": []}')
+    with pytest.raises(points.PointsError, match=r"transfer\.json is of no transfer study"):
+        points.load([tmp_path])
     scales = [setting.scale.tolist() for setting in (*of_base.settings, *of_mup.settings)]
     assert scales == [setting.scale.tolist() for setting in of_study.settings]
     with pytest.raises(points.PointsError, match=r"has no points\.jsonl"):
@@ -127,6 +130,10 @@ def test_rows_without_a_study_are_read_by_their_commands(folder: Path, tmp_path:
 def test_an_edited_forecast_is_refused(folder: Path, tmp_path: Path):
     content = json.loads((folder / "forecast-mup-head_dim-128.json").read_text())
     content["prediction"]["loss"]["high90"] += 1
+    (tmp_path / "edited.json").write_text(json.dumps(content))
+    with pytest.raises(ForecastError, match="not as it was written"):
+        record.read(tmp_path / "edited.json")
+    del content["digest"]
     (tmp_path / "edited.json").write_text(json.dumps(content))
     with pytest.raises(ForecastError, match="not as it was written"):
         record.read(tmp_path / "edited.json")
