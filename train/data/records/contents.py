@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 from mupax import disk
 from mupax.disk import is_remote
@@ -88,8 +89,11 @@ def stamp(path: Path) -> Stamp:
     """Return the size, times and inode of a file. If they differ, the file may have changed.
 
     The times of modification and change are in nanoseconds.
+
+    Raises:
+        DataError: The file has vanished since it was listed, or its disk fails.
     """
-    stat = path.stat()
+    stat = _status(path)
     return [
         stat.st_size,
         stat.st_mtime_ns,
@@ -100,8 +104,24 @@ def stamp(path: Path) -> Stamp:
 
 def _remote_mark(path: Path) -> str:
     """Return size and time of a file in a bucket, in place of a digest of its content."""
-    stat = path.stat()
+    stat = _status(path)
     return f"{stat.st_size}:{stat.st_mtime_ns}"
+
+
+def _status(path: Path) -> Any:
+    """Return the `stat` result of a file. Raise `DataError` if there is none."""
+    try:
+        return path.stat()
+    except OSError as error:
+        raise _unreadable(str(path), error) from error
+
+
+def _unreadable(name: str, error: OSError) -> DataError:
+    """Return the error for a listed file that cannot be read."""
+    advice = "see to the file or its disk, then write the same command again"
+    if isinstance(error, disk.ABSENT):  # it was there when the files were listed
+        advice = "write the same command again when nothing moves or deletes the files"
+    return DataError(f"cannot read {name}: {error.strerror or error}; {advice}")
 
 
 def _content_digest(name: str) -> str:
@@ -112,7 +132,7 @@ def _content_digest(name: str) -> str:
             while block := file.read(_BLOCK_BYTES):
                 total.update(block)
     except OSError as error:  # a file may vanish between listing and reading
-        raise DataError(f"cannot read {name}: {error.strerror}") from error
+        raise _unreadable(name, error) from error
     return total.hexdigest()
 
 

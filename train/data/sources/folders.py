@@ -128,7 +128,7 @@ class Folder(NamedTuple):
         parts: list[str] = []
         for side, files in (("train", self.train), ("eval", self.eval)):
             for name, file, _ in files:
-                parts.append(f"{side}/{name}:{file.stat().st_size}")
+                parts.append(f"{side}/{name}:{contents.stamp(file)[0]}")
         return cache.digest(*parts)
 
     def labelled_as(self, classes: Sequence[str]) -> Folder:
@@ -626,7 +626,7 @@ def _scanned(
     """
     files = [*train, *eval_]
     paths = [path for _, path, _ in files]
-    stats = [path.stat() for path in paths]
+    sizes = [contents.stamp(path)[0] for path in paths]
     content = contents.digest(paths, note)
     digest = cache.digest(f"{len(train)}:{channels}:{background}:{limits.megapixels}", content)
     prefix = "broken:"
@@ -645,7 +645,6 @@ def _scanned(
     def compute() -> dict[str, float]:
         note(f"decoding {len(files)} images, to find broken ones")
         looks = look_at(paths)
-        sizes = [stat.st_size for stat in stats]
         numbers = {
             "colour": float(sum(look.colour for look in looks.values())),
             "hidden": float(sum(look.hidden for look in looks.values())),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mupax.train.data.interface import DataError
 from mupax.train.data.records import contents
-from tests.train.data.loading import load, load_with_notes, token_ids
-from tests.train.data.writing import write, write_texts
+from tests.train.data.loading import IMAGE_MODEL, load, load_with_notes, token_ids
+from tests.train.data.writing import write, write_pictures, write_texts
 
 pytestmark = pytest.mark.usefixtures("work_folder")
 
@@ -68,3 +70,22 @@ def test_an_unchanged_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch) ->
     first = contents.digest([file], print)
     monkeypatch.setattr(contents, "_content_digest", None)
     assert contents.digest([file], print) == first
+
+
+def test_a_file_that_vanishes_after_it_was_listed_is_named(
+    work_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("a.txt", "".join(TEXTS))
+    write_pictures("p")
+    real_digest = contents.digest
+
+    def after_a_deletion(files: list[Path], *args: Any) -> str:
+        files[0].unlink()
+        return real_digest(files, *args)
+
+    monkeypatch.setattr(contents, "digest", after_a_deletion)
+    message = r"cannot read .*{}: No such file or directory; .* when nothing moves or deletes"
+    with pytest.raises(DataError, match=message.format(r"a\.txt")):
+        load("text:a.txt")
+    with pytest.raises(DataError, match=message.format(r"\.png")):
+        load("images:p", IMAGE_MODEL)
