@@ -312,9 +312,9 @@ def exit_code(
 ) -> int:
     """Run a command line and return its exit code. Exceptions are printed as messages.
 
-    Ctrl-C (130) and a closed pipe (141) print nothing. `SystemExit` prints nothing either, and its
-    code is returned, or 1 if it holds a text. Output is flushed, and if that fails, an exit code of
-    0 becomes 1 or 141.
+    Ctrl-C (130) and a closed pipe (141) print nothing. The code of `SystemExit` is returned; if it
+    holds a text, as `sys.exit("text")` of a plugin does, the text is printed and the code is 1.
+    Output is flushed, and if that fails, an exit code of 0 becomes 1 or 141.
 
     Args:
         main: Function of the words of the command line.
@@ -324,8 +324,12 @@ def exit_code(
     try:
         code = main(list(argv))
     except SystemExit as stop:
-        # As in Python itself, a code that is a text means 1.
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        # As in Python itself, a code that is a text is printed and means 1.
+        if stop.code is None or isinstance(stop.code, int):
+            code = stop.code or 0
+        else:
+            _complain(str(stop.code))
+            code = 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:

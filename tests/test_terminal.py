@@ -323,3 +323,20 @@ def test_a_name_that_the_output_cannot_encode_is_escaped(monkeypatch: pytest.Mon
 
     assert main([os.fsdecode("caf\u00e9".encode() + b"\xff")]) == 0
     assert written.getvalue() == b"caf\\xe9\\udcff\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "error"),
+    [
+        ("no license\nfor this", 1, "no license\nfor this\n"),
+        (None, 0, ""),
+        (7, 7, ""),
+        (False, 0, ""),
+    ],
+)
+def test_the_text_of_sys_exit_is_printed(
+    code: str | int | None, exit_code: int, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = terminal.entry_point(lambda argv: sys.exit(code))
+    assert main([]) == exit_code
+    assert capsys.readouterr().err == error
