@@ -229,23 +229,6 @@ def delete_tree(folder: Path) -> None:
         raise
 
 
-@contextlib.contextmanager
-def at_hand(path: Path) -> Iterator[Path]:
-    """Yield a local path for a library that reads only local files.
-
-    A file or folder in a bucket is copied to a temporary folder, which is deleted on exit. If the
-    bucket does not have it, the yielded path does not exist. A path on this machine is yielded
-    unchanged.
-    """
-    if not is_remote(path):
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="mupax-") as temporary:
-        local = Path(temporary) / path.name
-        copy(path, local)
-        yield local
-
-
 def links_outside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     """Return the files of a folder that are links to a file outside of the folder, with targets.
 
@@ -274,21 +257,44 @@ def copy(source: Path, target: Path) -> None:
     """Copy a file, or every file below a folder. Either path may be in a bucket.
 
     Missing folders are made, and existing files are overwritten. Empty folders are left out.
-    If there is no source, nothing is copied and no error is raised.
 
     Args:
         target: Path of the copy itself, and not a folder to copy into.
+
+    Raises:
+        OSError: There is no source, or a folder or file cannot be read or written.
     """
-    if source.is_file():
-        files = [source]
-    else:
-        files = [file for file in source.rglob("*") if file.is_file()]
+    files = [source] if source.is_file() else _files_below(source)
     for file in files:
         destination = target if file == source else target / file.relative_to(source).as_posix()
         if not is_remote(destination):
             destination.parent.mkdir(parents=True, exist_ok=True)
         with file.open("rb") as reader, destination.open("wb") as writer:
             shutil.copyfileobj(reader, writer, 2**20)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return every file below a folder, in its subfolders too.
+
+    Raises:
+        OSError: There is no such folder, or it or a subfolder cannot be read.
+    """
+    files = []
+    if is_remote(folder):
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        # A bucket has no empty folders.
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        return files
+
+    def stop(error: OSError) -> NoReturn:
+        raise error
+
+    # Not `rglob`, which leaves out a folder that cannot be read.
+    for parent, _, names in os.walk(folder, onerror=stop):
+        paths = [Path(parent, name) for name in names]
+        files += [path for path in paths if path.is_file()]
+    return files
 
 
 def user_folder() -> Path:

@@ -96,3 +96,30 @@ def test_a_file_with_the_longest_name_is_written(name: str, tmp_path: Path) -> N
     disk.write_whole(tmp_path / name, "content")
     assert os.listdir(tmp_path) == [name]
     assert (tmp_path / name).read_text() == "content"
+
+
+def test_a_copy_is_of_all_that_the_source_has_or_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    (source / "inner" / "empty").mkdir(parents=True)
+    (source / "inner" / "file").write_text("content")
+    (source / "dangling").symlink_to("nowhere")
+    disk.copy(source, tmp_path / "target")
+    assert sorted(tmp_path.glob("target/**/*")) == [
+        tmp_path / "target" / "inner",
+        tmp_path / "target" / "inner" / "file",
+    ]
+    with pytest.raises(FileNotFoundError, match="missing"):
+        disk.copy(tmp_path / "missing", tmp_path / "target")
+
+    scandir = os.scandir
+
+    def unreadable(path: str) -> object:
+        if str(path).endswith("inner"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", unreadable)
+    with pytest.raises(PermissionError, match="inner"):
+        disk.copy(source, tmp_path / "again")
