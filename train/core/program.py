@@ -146,13 +146,14 @@ class Store:
         A program larger than the limit is not written. After the first one that cannot be written,
         one line is printed, and later calls do nothing.
         """
-        if self._full or len(program) > self._limit:
+        size = len(program) + _DIGEST_BYTES
+        if self._full or size > self._limit:
             return
         path = self._file(key)
         # A random name, because another process may write the same program at this moment.
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         try:
-            self._make_room(len(program) + _DIGEST_BYTES)
+            self._make_room(size)
             part.write_bytes(xxhash.xxh3_128_digest(program) + program)
             part.replace(path)
         except OSError as error:
@@ -168,25 +169,41 @@ class Store:
         """Count `size` more bytes. Delete files until they fit, those used longest ago first.
 
         Files of other keys are deleted, too.
+
+        Raises:
+            OSError: A file cannot be deleted, and `size` bytes do not fit beside what is left.
         """
         # Other processes write here as well, so files are listed again before any is deleted.
         if self._bytes < 0 or self._bytes + size > self._limit:
             files = self._stored_files()
             self._bytes = sum(file.size for file in files)
+            failure = None
             for file in sorted(files):
                 if self._bytes + size <= self._limit:
                     break
-                with contextlib.suppress(OSError):
-                    file.path.unlink()
+                try:
+                    # Another process may have deleted it meanwhile.
+                    file.path.unlink(missing_ok=True)
+                except OSError as error:
+                    text = f"{file.path} cannot be deleted: {error.strerror}"
+                    failure = OSError(error.errno, text)
+                    continue
                 self._bytes -= file.size
+            if failure is not None and self._bytes + size > self._limit:
+                raise failure
         self._bytes += size
 
     def _stored_files(self) -> list[_StoredFile]:
         """Return the programs in this folder and in those of other keys (`programs-KEY`)."""
         files = []
-        for path in self._path.parent.glob("programs-*/*-cache*"):
-            with contextlib.suppress(OSError):  # deleted by another process
-                files.append(_StoredFile(path.stat().st_mtime, path.stat().st_size, path))
+        for folder in self._path.parent.glob("programs-*"):
+            # A file, or a folder of other versions, may be deleted by another process meanwhile.
+            with contextlib.suppress(OSError):
+                paths = list(folder.glob("*-cache*"))
+                for path in paths:
+                    with contextlib.suppress(OSError):
+                        status = path.stat()
+                        files.append(_StoredFile(status.st_mtime, status.st_size, path))
         return files
 
 

@@ -255,6 +255,49 @@ def test_a_full_disk_is_told_once(
     assert capsys.readouterr().err.count("No space left on device") == 1
 
 
+def test_a_file_that_cannot_be_deleted_takes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = store(tmp_path, "old", limit=100), store(tmp_path, "new", limit=100)
+    for number, (cache, name) in enumerate(((old, "fixed"), (new, "a"))):
+        cache.put(name, bytes(24))  # 40 bytes with the digest
+        (path,) = tmp_path.rglob(f"{name}-cache")
+        os.utime(path, (number, number))
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "fixed-cache":
+            raise OSError(errno.EPERM, "Operation not permitted")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    new.put("b", bytes(24))
+    assert names(tmp_path) == ["programs-new/b-cache", "programs-old/fixed-cache"]
+    assert not capsys.readouterr().err
+    new.put("c", bytes(60))
+    assert new.get("c") is None
+    reason = "programs-old/fixed-cache cannot be deleted: Operation not permitted"
+    # Lines are broken at the width of the terminal.
+    assert "".join(reason.split()) in "".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_of_other_versions_that_vanishes_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store(tmp_path, "old")
+    cache, scandir = store(tmp_path), os.scandir
+
+    def vanished(path: str) -> object:
+        if str(path).endswith("programs-old"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanished)
+    cache.put("p", b"program")
+    assert cache.get("p") == b"program"
+    assert not capsys.readouterr().err
+
+
 WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])
