@@ -464,8 +464,31 @@ def steps(folder: Path) -> list[int]:
     return sorted(step for step in candidates if counts(folder / str(step)))
 
 
+def wrong_entry(record: Mapping[str, Any]) -> str | None:
+    """Return the name of an entry that a run's config.json cannot have like this, or `None`.
+
+    It must have an object `config`. Other entries may be missing, as in records of older versions.
+    What is in the config itself is not looked at.
+
+    Args:
+        record: Content of config.json, or of a manifest, perhaps of a stranger.
+    """
+    if not isinstance(record.get("config"), dict):
+        return "config"
+    if not isinstance(record.get("run", ""), str):
+        return "run"
+    if not isinstance(record.get("segments", []), list):
+        return "segments"
+    for name in ("data", "versions", "xla"):
+        if not isinstance(record.get(name), dict | None):
+            return name
+    return None
+
+
 def newest_record(folder: Path) -> dict[str, Any]:
     """Return the content of config.json in the newest manifest of a folder that has it.
+
+    A manifest whose record is not one of a run is passed over.
 
     Returns:
         Content of config.json, or an empty dictionary if no readable manifest holds it.
@@ -475,7 +498,7 @@ def newest_record(folder: Path) -> dict[str, Any]:
             record = layout.read(folder / str(step)).record
         except (DamagedError, ForeignError):
             continue
-        if record:
+        if record and wrong_entry(record) is None:
             return record
     return {}
 

@@ -28,7 +28,7 @@ from mupax.config_fields import config_fields, declared
 from mupax.disk import is_remote, path_of, remove_tree
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import folder
-from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
+from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record, wrong_entry
 from mupax.train.checkpoints.layout import PROBES, locks_files, missing_capabilities
 from mupax.train.config import record as config_record
 from mupax.train.config.data import DataConfig
@@ -531,11 +531,11 @@ def _recorded(path: Path) -> tuple[dict[str, Any], str]:
     """
     try:
         content = disk.read_json(path / RECORD)
-        has_config = isinstance(content.get("config"), dict)
-        has_segments = isinstance(content.get("segments", []), list)
-        if has_config and has_segments and isinstance(content.get("run", ""), str):
+        entry = wrong_entry(content)
+        if entry is None:
             return content, ""
-        problem = f"{RECORD} is not one of a run"
+        reason = "is of another kind" if entry in content else "is missing"
+        problem = f"{RECORD} is not one of a run: its entry {entry} {reason}"
     except disk.JsonError as error:
         if disk.status(path / RECORD) is None:
             problem = f"{RECORD} is missing"

@@ -372,15 +372,15 @@ def run_config(run_record: Mapping[str, Any]) -> Config:
     """Return the config of a run, after its extensions are imported.
 
     Args:
-        run_record: Content of the run's config.json, with the key `config`, perhaps of a stranger.
+        run_record: Content of the run's config.json, perhaps of a stranger.
 
     Raises:
         PluginError: A module that is needed may not be imported on this account (`restore`).
-        ConfigError: The fields under `config` make no config (`from_json`).
+        ConfigError: There is no `config`, or its fields make no config (`from_json`).
     """
     if "plugins" in run_record:
         restore(run_record)
-    return from_json(run_record["config"])
+    return from_json(_object("the config", run_record.get("config")))
 
 
 OLDER_PIXELS = PixelsConfig(fit="centre", background="none")

@@ -11,7 +11,9 @@ import pytest
 
 from mupax.train.checkpoints import layout
 from mupax.train.checkpoints.folder import steps
+from mupax.train.config.record import run_config
 from mupax.train.run.report import metrics
+from mupax.zoo.configs import ConfigError
 from tests.fixtures.commands import Done, command
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import (
@@ -52,6 +54,40 @@ def test_a_run_has_a_name_which_its_checkpoints_bear(whole: Done, untrained: lis
     assert record_of(copy)["run"] == record["run"]
     assert train("--workdir other").code == 0
     assert record_of("other")["run"] != record["run"]
+
+
+@pytest.mark.parametrize("entry", ["data", "xla", "versions"])
+def test_an_entry_of_another_kind_is_named_and_the_copy_of_a_checkpoint_is_used(
+    entry: str, whole: Done, untrained: list, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree("whole", tmp_path / "run"))
+    record = record_of(copy)
+    (copy / "config.json").write_text(json.dumps({**record, entry: ["of", "another", "kind"]}))
+    done = train(f"--workdir {copy} --resume")
+    assert done.code == 0
+    reason = f"config.json is not one of a run: its entry {entry} is of another kind"
+    assert reason in " ".join(done.err.split())
+    assert record_of(copy)[entry] == record[entry]
+
+
+def test_a_foreign_record_in_every_manifest_is_no_run(
+    whole: Done, untrained: list, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree("whole", tmp_path / "run"))
+    (copy / "config.json").unlink()
+    for step in steps(copy / "checkpoints"):
+        path = copy / "checkpoints" / str(step) / layout.MANIFEST
+        content = json.loads(path.read_text())
+        content["manifest"]["record"] = {"model": "of another tool"}
+        content["digest"] = layout._digest_of(content["manifest"])
+        path.write_text(json.dumps(content))
+    for words in (f"train --resume --workdir {copy}", f"eval {copy}", f"checkpoints {copy}"):
+        done = command(words)
+        assert done.code == 2
+        assert "Traceback" not in done.err
+        assert "config.json" in done.err
+    with pytest.raises(ConfigError, match="the config is None, not an object"):
+        run_config({"model": "of another tool"})
 
 
 @pytest.mark.parametrize(
