@@ -577,7 +577,7 @@ class Checkpoints(RankedFolder):
             WorkdirError: All checkpoints are damaged, or the checkpoint has other data or other
                 arrays than this run.
             ForeignError: A checkpoint is of another run or of a newer version.
-            DiskError: The disk cannot be read.
+            DiskError: The disk cannot be read, or a damaged checkpoint cannot be set aside.
         """
         self.wait()
         # With several processes a load is a collective operation. No process may repeat it alone.

@@ -372,14 +372,20 @@ class CheckpointFolder:
             problem: Damage in one line, which is printed.
 
         Raises:
-            WorkdirError: The checkpoint cannot be moved.
-            DiskError: The checkpoint cannot be marked, if folders cannot be renamed.
+            DiskError: The checkpoint can neither be moved nor marked. The text names the damage and
+                the checkpoint before it.
         """
         try:
             mark = self.layout.quarantine(step, problem).relative_to(self.folder.parent)
-        except OSError as error:
-            raise WorkdirError(
-                f"checkpoint {step} is damaged ({problem}) and cannot be moved: {error.strerror}"
+        except (OSError, disk.DiskError) as error:
+            # A failure, after which `--restart` tries again, and no bad input as a WorkdirError is.
+            remaining_steps = [saved for saved in steps(self.folder) if saved != step]
+            advice = "see to the disk, then write the same command again"
+            if remaining_steps:
+                advice += f", which goes back to checkpoint {remaining_steps[-1]}"
+            raise disk.DiskError(
+                f"checkpoint {step} is damaged ({problem}) and cannot be set aside: "
+                f"{reason(error, self.folder)}; {advice}"
             ) from error
         latest = self.latest
         fallback = "no other is left"
@@ -394,6 +400,7 @@ class CheckpointFolder:
 
         Raises:
             WorkdirError: There are checkpoints, and all are damaged.
+            DiskError: The disk cannot be read, or a folder cannot be quarantined.
         """
         if not self.folder.is_dir():
             return

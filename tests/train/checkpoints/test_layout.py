@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mupax import buckets
-from mupax.disk import path_of
+from mupax.disk import DiskError, path_of
 from mupax.train.checkpoints import command
 from mupax.train.checkpoints import layout as checkpoints_layout
 from mupax.train.checkpoints.checkpointer import Checkpoints
@@ -156,6 +156,37 @@ def test_a_damaged_one_is_marked_and_taken_back_once_whole(
     state, notes = restored(saved)
     assert same(state, state_at(5))
     assert any("checkpoint 5, set aside as 5, is whole: taken back" in note for note in notes)
+
+
+def test_a_damaged_one_that_cannot_be_set_aside_is_named_with_the_one_before_it(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*words: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    moved = tmp_path / "moved"
+    with Checkpoints(moved, CheckpointConfig(keep=2)) as checkpoints:
+        for step in (3, 5):
+            checkpoints.save(step, state_at(step), FACTS)
+    places = [saved]
+    if renames_folders(moved):  # not on the mounted folder
+        places.append(moved)
+    for workdir in places:
+        flip(data_file_of(workdir / "checkpoints" / "5"))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", fail)
+            patch.setattr(buckets.BucketPath, "write_bytes", fail)
+            patch.setattr(buckets.BucketPath, "write_text", fail)
+            with pytest.raises(DiskError) as caught:
+                restored(workdir)
+        text = str(caught.value)
+        assert text.startswith("checkpoint 5 is damaged (")
+        assert "cannot be set aside: " in text
+        assert "No space left on device; see to the disk" in text
+        assert "goes back to checkpoint 3" in text
+        assert steps(workdir / "checkpoints") == [3, 5]
+        # The same command again, when the disk is well.
+        assert same(restored(workdir)[0], state_at(3))
 
 
 def test_the_next_of_the_same_step_takes_the_place_of_a_damaged_one(saved: Path) -> None:
