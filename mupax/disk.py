@@ -518,6 +518,28 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return a value as strict JSON, with null in place of every number that is not finite.
+
+    Args:
+        value: Value of plain types, as `json.dumps` takes it.
+        indent: Spaces per level. By default all is on one line.
+    """
+    # Python would write NaN and Infinity, words that are no JSON and that `json_object` refuses.
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with `None` in place of every float in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def json_object(content: bytes, name: str) -> dict[str, Any]:
     """Parse a JSON object from an untrusted source, with limits on its nesting and numbers.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -123,3 +124,10 @@ def test_a_copy_is_of_all_that_the_source_has_or_an_error(
     monkeypatch.setattr(os, "scandir", unreadable)
     with pytest.raises(PermissionError, match="inner"):
         disk.copy(source, tmp_path / "again")
+
+
+def test_a_number_that_is_not_finite_is_null_at_any_depth() -> None:
+    value = {"a": [math.nan, {"b": (math.inf, 1.5)}], "c": -math.inf, "d": True, "e": 3}
+    text = disk.json_text(value)
+    assert text == '{"a": [null, {"b": [null, 1.5]}], "c": null, "d": true, "e": 3}'
+    assert disk.json_object(text.encode(), "text")

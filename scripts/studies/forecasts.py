@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         summaries[name] = summary([entry for entry in board if entry["from"] == name])
     content = {"summary": summaries, "forecasts": board, "hindsight": hindsight(DOCS / "transfer")}
 
-    disk.write_whole(DOCS / "forecasts.json", json.dumps(content, indent=1) + "\n")
+    disk.write_whole(DOCS / "forecasts.json", disk.json_text(content, indent=1) + "\n")
     disk.write_whole(DOCS / "forecasts.md", page((DOCS / "forecasts.md").read_text(), content))
     for name, totals in summaries.items():
         print(f"{name}: {totals}")

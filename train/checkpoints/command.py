@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, disk, terminal
 from mupax.command_line import Switch
 from mupax.plugins import PluginError
 from mupax.train.config.sections import METRIC
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     _add_reasons(rows, record, metric)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+        args.json.write_text(disk.json_text(rows, indent=2) + "\n")
     if not rows:
         terminal.say(f"{args.workdir} has no checkpoint yet")
         return 0

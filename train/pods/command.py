@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, disk, terminal
 from mupax.command_line import Switch
 from mupax.disk import path_of
 from mupax.terminal import gib
@@ -92,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         report = _compile(args, config, title)
         fits = report["fits"]
     if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        args.json.write_text(disk.json_text(report, indent=1) + "\n")
     return 0 if fits else 1
 
 
@@ -107,7 +106,7 @@ def _search(args: Compile, config: Config, title: str) -> list[dict[str, Any]]:
 
     def keep(record: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(record, indent=1) + "\n")
+        file.write_text(disk.json_text(record, indent=1) + "\n")
 
     reports = search.search(config, args.topology, args.slices, args.limit, keep=keep)
     print(search.table(reports, title))

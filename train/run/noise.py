@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import numpy as np
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, disk, terminal
 from mupax.train.checkpoints.command import CheckpointFlags
 from mupax.train.config.checks import at_least
 from mupax.train.run.eval_command import check_read, with_flags
@@ -139,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
             "groups": {group: scale._asdict() for group, scale in group_scales.items()},
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(_finite(content), indent=1) + "\n")
+        args.json.write_text(disk.json_text(content, indent=1) + "\n")
     _show(total, group_scales, saved, args.batches)
     return 0
 
@@ -230,12 +229,3 @@ def measured(
         name: np.asarray(array, np.float64) for name, array in products(batch_gradients).items()
     }
     return by_name, groups
-
-
-def _finite(value: Any) -> Any:
-    """Return a value with `None` in place of floats that are not finite, also in dictionaries."""
-    if isinstance(value, Mapping):
-        return {name: _finite(entry) for name, entry in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import html
-import json
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -161,15 +160,14 @@ def html_table(rows: Iterable[Iterable[Any]]) -> str:
 def write_json(path: Path | str, content: Any) -> Path:
     """Write a value as an indented JSON file, make its folder if missing, and return the path.
 
-    An existing file is replaced. NaN and infinities are written as `NaN` and `Infinity`, which
-    strict JSON does not have; use `finite` to avoid them.
+    An existing file is replaced. A number that is not finite is written as null (`json_text`).
 
     Raises:
         TypeError: `content` has a value that JSON cannot hold.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    disk.write_whole(path, json.dumps(content, indent=1) + "\n")
+    disk.write_whole(path, disk.json_text(content, indent=1) + "\n")
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def test_json_is_written_into_a_new_folder_without_numbers_that_are_not_finite(
 ) -> None:
     path = write_json(
         tmp_path / "new" / "a.json",
-        {"a": finite(float("inf")), "b": finite(1 / 3, 2), "c": finite(1 / 3)},
+        {"a": finite(math.inf), "b": finite(1 / 3, 2), "c": finite(1 / 3), "d": [math.nan]},
     )
-    assert path.read_text() == '{\n "a": null,\n "b": 0.33,\n "c": 0.3333333333333333\n}\n'
+    numbers = '"b": 0.33,\n "c": 0.3333333333333333,'
+    assert path.read_text() == f'{{\n "a": null,\n {numbers}\n "d": [\n  null\n ]\n}}\n'

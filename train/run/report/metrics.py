@@ -43,7 +43,6 @@ step of a session, which warms up. A number that is not finite is null, and its 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import queue
@@ -482,16 +481,16 @@ def has_evaluation(workdir: Path | str, step: int) -> bool:
 def to_json(row: Mapping[str, Any]) -> str:
     """Return a row as strict JSON on one line.
 
-    A number that is not finite becomes null, and `nonfinite` has it as a string by its name.
+    A number that is not finite becomes null, and `nonfinite` has it as a string by its name. Within
+    lists and objects, as of the tasks of an evaluation, it only becomes null.
     """
     nonfinite = {}
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
             nonfinite[name] = str(value)
-    # `allow_nan=False`, because Python would write NaN as a word that is no JSON.
     if not nonfinite:
-        return json.dumps(row, allow_nan=False)
-    return json.dumps({**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}, allow_nan=False)
+        return disk.json_text(row)
+    return disk.json_text({**row, "nonfinite": nonfinite})
 
 
 def _keep_until(path: Path, step: int | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import shlex
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, disk, terminal
 from mupax.command_line import Switch
 from mupax.errors import MupaxError
 from mupax.presets import Preset, horizon
@@ -508,7 +507,7 @@ def _report(
 
     if args.json:
         content = report.to_json(findings, about, not_judged)
-        Path(args.json).write_text(json.dumps(content, indent=2) + "\n")
+        Path(args.json).write_text(disk.json_text(content, indent=2) + "\n")
     if args.figure:
         report.figure(args.figure, findings, args.grow, page.title)
     if args.figure_panels:

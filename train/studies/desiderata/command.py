@@ -15,7 +15,6 @@ Shapes: B batch, T and S positions, H heads, K key heads, N head dimension, D wi
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from mupax import terminal
+from mupax import disk, terminal
 from mupax.presets import Preset
 from mupax.presets.analysis import desiderata as theory
 from mupax.presets.analysis.desiderata import Cell
@@ -661,7 +660,7 @@ def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: b
     terminal.say(f"{config.recipe} under {label}: exponent of each dimension, theory | measured")
     print(terminal.table(table(row)))
     if path:
-        Path(path).write_text(json.dumps(to_json(row), indent=2) + "\n")
+        Path(path).write_text(disk.json_text(to_json(row), indent=2) + "\n")
 
     for cells in row.values():
         if any(apart(expected, measurement) for expected, measurement in cells.values()):

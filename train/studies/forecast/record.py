@@ -90,7 +90,9 @@ def digest(content: dict[str, Any]) -> str:
     """Return the sha256 of a forecast without its own digest."""
     # Keys are sorted, so that a file whose keys moved has the same digest.
     plain = drop_keys(content, ("digest",))
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    # By way of the text that is written, in which null stands for a number that is not finite.
+    written = json.loads(disk.json_text(plain))
+    return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
 
 
 def write(folder: Path, content: dict[str, Any]) -> Path:

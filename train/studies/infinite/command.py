@@ -10,7 +10,6 @@ T positions, C classes or channels, L layers, D width.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import numpy as np
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, disk, terminal
 from mupax.command_line import Switch
 from mupax.presets.infinite.block import BLOCK, LimitConfig
 from mupax.presets.infinite.layers import cross_entropy
@@ -533,7 +532,7 @@ def main(argv: Sequence[str]) -> int:
             "limit": _as_json(infinite),
             "finite": {str(count): _as_json(net) for count, net in nets.items()},
         }
-        Path(args.json).write_text(json.dumps(record) + "\n")
+        Path(args.json).write_text(disk.json_text(record) + "\n")
     if args.figure:
         title = f"{args.model}, N = {model.heads_dim}, L = {model.depth}"
         picture(infinite, nets, title).savefig(args.figure)

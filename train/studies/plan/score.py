@@ -187,11 +187,12 @@ def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
     for row in rows:
         if "loss" in row:
             losses.append(row["loss"])
-    evaluated: Any = None
+    evaluated: float | None = None
     for row in rows:
         # The forecast is of the loss after the last step, and not of the best on the way.
         if row["step"] == config.steps and "eval_loss" in row:
-            evaluated = row["eval_loss"]
+            # A loss that is not finite is null in metrics.jsonl.
+            evaluated = math.inf if row["eval_loss"] is None else row["eval_loss"]
             break
     by_evaluation = content["metric"] == "evaluation"
     if len(losses) < config.steps or (by_evaluation and evaluated is None):
@@ -199,10 +200,9 @@ def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
             f"{place} is not done: {len(losses)} of {config.steps} steps; finish it with --resume"
         )
 
-    if by_evaluation:
+    if evaluated is not None and by_evaluation:
         loss = evaluated
     else:
-        # A loss that is not finite is null in metrics.jsonl.
         last = losses[-max(1, len(losses) // LAST) :]
         loss = np.mean([math.inf if value is None else value for value in last])
     return Outcome(float(loss), config.seed, _began(place))

@@ -12,6 +12,7 @@ import gzip
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
 }
 """Fields of a row in a file, and the types that each may have."""
 _CURVE_TYPES = (int, float, _NONE)
+_NONFINITE = re.compile(rb'"eval_loss": (NaN|-?Infinity)')
+"""Evaluation loss that older versions wrote in words that are no JSON."""
 
 
 class RowsError(MupaxError):
@@ -56,7 +59,8 @@ class Row:
             point diverged.
         eval_loss: Loss on the evaluation examples after the last step; `None` if the point diverged
             or was not evaluated.
-        diverged_at: First step, from 1, whose loss or gradient was not finite; `None` if all were.
+        diverged_at: First step, from 1, whose loss or gradient was not finite; the last one if only
+            the evaluation after it was not; `None` if all were.
         curve: Training loss, as means over at most `CURVE_POINTS` equal parts of the run; inf from
             the part in which the point diverged.
         steps: Number of optimizer steps.
@@ -77,7 +81,7 @@ class Row:
 
     @property
     def diverged(self) -> bool:
-        """True if a loss or gradient was not finite."""
+        """True if a loss, gradient or the evaluation was not finite."""
         return self.diverged_at is not None
 
     @property
@@ -88,7 +92,7 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the row as plain values.
 
-        Infinite or NaN values of `loss` and `curve` become `None`. `eval_loss` stays unchanged.
+        Infinite or NaN values of `loss` and `curve` become `None`.
         """
         fields = dataclasses.asdict(self)
         fields["loss"] = _finite_or_none(self.loss)
@@ -113,9 +117,27 @@ class Row:
         if wrong:
             raise ValueError(f"{wrong[0]} is of another kind")
 
+        eval_loss = fields["eval_loss"]
+        if eval_loss is not None and not math.isfinite(eval_loss):
+            # An older version wrote it so, of a point that had diverged at its last step.
+            diverged = {"loss": None, "eval_loss": None, "diverged_at": fields["steps"]}
+            fields = {**fields, **diverged}
         loss = _number_or_inf(fields["loss"])
         curve = tuple(_number_or_inf(value) for value in fields["curve"])
         return cls(**{**fields, "loss": loss, "curve": curve})
+
+
+def _fields(line: bytes) -> dict[str, Any]:
+    """Return the fields of a line. Those of older versions may have an evaluation loss of NaN.
+
+    Raises:
+        JsonError: The line is no JSON object.
+    """
+    match = _NONFINITE.search(line)
+    if match is None:
+        return disk.json_object(line, "the line")
+    strict = line.replace(match[0], b'"eval_loss": null', 1)
+    return {**disk.json_object(strict, "the line"), "eval_loss": float(match[1])}
 
 
 def _finite_or_none(value: float) -> float | None:
@@ -174,7 +196,7 @@ class Rows(dict[str, Row]):
         without_digest = 0
         for number, line in enumerate(lines, start=1):
             try:
-                fields = disk.json_object(line, "the line")
+                fields = _fields(line)
                 digest = fields.pop("digest", None)
                 if digest is not None and digest != _digest(fields):
                     raise ValueError("the line does not have the digest it names")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -253,9 +254,12 @@ class Work:
 
         Args:
             losses: float64 [steps], nan from the step at which the point diverged.
-            score: Evaluation loss, which a point that diverged does not get.
+            score: Evaluation loss, which a point that diverged does not get. A point whose score is
+                not finite has diverged at its last step.
         """
         finite = np.isfinite(losses)
+        if score is not None and not math.isfinite(score):
+            finite[-1] = False
         diverged_at = None
         if not finite.all():
             diverged_at = int(np.argmin(finite)) + 1

@@ -6,7 +6,6 @@ It prints the best rate and batch of a size and length, and the loss.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, disk, terminal
 from mupax.command_line import Repeated, UsageError
 from mupax.mappings import drop_keys
 from mupax.train.config import joint
@@ -98,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     if options.out is not None:
         report.write_json(options.out, content)
     if options.json:
-        terminal.show(json.dumps(content, indent=1))
+        terminal.show(disk.json_text(content, indent=1))
         return 0
     _print(content, options)
     return 0

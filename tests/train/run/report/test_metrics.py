@@ -69,6 +69,11 @@ def test_a_number_that_is_not_finite_is_null_and_named(tmp_path, value, name, ki
     ]
 
 
+def test_a_number_of_a_task_that_is_not_finite_is_null():
+    text = metrics.to_json({"task": {"word_perplexity": math.inf, "examples": 1}})
+    assert strict(text) == [{"task": {"word_perplexity": None, "examples": 1}}]
+
+
 def test_a_row_is_on_disk_within_a_second(tmp_path):
     with metrics.MetricsWriter(tmp_path) as writer:
         writer.write(row(1))

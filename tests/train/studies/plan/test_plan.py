@@ -95,6 +95,15 @@ def test_the_printed_command_trains_and_is_scored(
     assert "outside the 90 % interval" in out
     assert "caution" not in out
 
+    # An evaluation that is not finite is a result, too.
+    rows = Path("run/metrics.jsonl").read_text()
+    Path("run/metrics.jsonl").write_text(re.sub(r'"eval_loss": [\d.]+', '"eval_loss": null', rows))
+    evaluated = {**content["forecast"], "metric": "evaluation"}
+    evaluated["digest"] = record.digest(evaluated)
+    Path("evaluated.json").write_text(json.dumps(evaluated))
+    assert main(["plan", "score", "evaluated.json", "run"]) == 1
+    assert "loss inf against" in capsys.readouterr().out
+
     # The same run, begun before.
     for path in (tmp_path / "run").rglob("*"):
         os.utime(path, (10**9, 10**9))

@@ -117,6 +117,38 @@ def test_a_point_that_diverges_leaves_the_others_as_they_are(
     assert Row.from_json(json.loads(json.dumps(bad.to_json()))) == bad
 
 
+def test_a_point_whose_evaluation_is_not_finite_has_diverged(
+    text: str, shared_trainers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_finite(self: work.Work, *arguments: Any) -> np.ndarray:
+        return np.full(self.trainer.count, np.nan)
+
+    monkeypatch.setattr(work.Work, "_scores", not_finite)
+    two = points(config_of(text))[:2]
+    rows = sweep.run(two, tmp_path, how="in-turn", evaluated=True)
+    for row in rows:
+        assert (row.diverged_at, row.eval_loss, row.loss) == (STEPS, None, np.inf)
+        assert np.isfinite(row.curve[:-1]).all()
+    monkeypatch.setattr(work.Work, "_scores", None)  # nothing is trained again
+    assert sweep.run(two, tmp_path, how="in-turn", evaluated=True) == rows
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_row_of_an_older_version_with_an_evaluation_of_nan_is_read_as_diverged(
+    value: float, tmp_path: Path, in_turn: list[Row]
+) -> None:
+    fields = dataclasses.replace(in_turn[0], eval_loss=value).to_json()
+    fields["digest"] = sweep_rows._digest(fields)
+    path = tmp_path / sweep_rows.FILE_NAME
+    path.write_text(json.dumps(fields) + "\n")  # NaN or Infinity, which is no JSON
+    row = Rows(tmp_path)[in_turn[0].key]
+    assert (row.diverged_at, row.eval_loss, row.loss) == (STEPS, None, np.inf)
+    path.write_text(json.dumps({**fields, "seconds": 1e9}) + "\n")
+    with pytest.raises(sweep_rows.RowsError, match="does not have the digest"):
+        Rows(tmp_path)
+
+
 @pytest.mark.core
 def test_numbers_share_a_program_and_shapes_do_not(text: str) -> None:
     config = config_of(text)
