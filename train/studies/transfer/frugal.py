@@ -67,8 +67,8 @@ def report(
 ) -> int:
     """Print the best rates of all sizes, write frugal.json, and save a tuned preset if asked.
 
-    Return 1 if a size was searched without finding a best rate, otherwise 0. Sizes that the search
-    did not reach are left out and do not count.
+    Return 1 if a size has no best rate, because its search found none or the time ended before,
+    otherwise 0.
 
     Args:
         measured: Finished studies. Those that are not `Frugal` are left out of the record.
@@ -106,10 +106,10 @@ def report(
 
 
 def _record(measured: Frugal) -> dict[str, Any]:
-    """Return a study as plain values for frugal.json, without sizes that were not reached.
+    """Return a study as plain values for frugal.json.
 
-    `cost` is the training of the study in FLOPs, as a share of five rates with all first seeds at
-    every size.
+    A size whose search did not end in time has null for its rate, and False as `reached`. `cost` is
+    the training of the study in FLOPs, as a share of five rates with all first seeds at every size.
     """
     study = measured.study
     _, optima = measured.state()
@@ -121,9 +121,14 @@ def _record(measured: Frugal) -> dict[str, Any]:
         counts.append(sum(point[0] == index for point in measured.rows))
 
     sizes = []
-    for size, optimum, count in zip(study.sizes, optima, counts, strict=False):
+    for index, (size, count) in enumerate(zip(study.sizes, counts, strict=True)):
+        reached = index < len(optima)
+        optimum = Optimum(math.nan, math.inf, math.nan, math.nan, False)
+        if reached:
+            optimum = optima[index]
         sizes.append({
             "size": size,
+            "reached": reached,
             "log2_optimum": finite(optimum.value, 6),
             "deviation": finite(optimum.deviation, 6),
             "curvature": finite(optimum.curvature, 6),
@@ -148,7 +153,9 @@ def _section(record: dict[str, Any]) -> Section:
     rows = [["size", "best rate", "log2", "known to", "runs"]]
     for size in record["sizes"]:
         log2 = size["log2_optimum"]
-        rate = "none" if log2 is None else power(2.0**log2)
+        rate = "none" if size["reached"] else "not reached"
+        if log2 is not None:
+            rate = power(2.0**log2)
         cells = [str(size["size"]), rate]
         for number in (log2, size["deviation"]):
             cells.append("unknown" if number is None else f"{number:.2f}")
@@ -156,8 +163,14 @@ def _section(record: dict[str, Any]) -> Section:
         rows.append(cells)
     seeds = record["seeds"]
     cost = f"{record['cost']:.2f} of the training of five rates with {seeds} seeds at every size"
+    notes = [cost]
+    if not all(size["reached"] for size in record["sizes"]):
+        notes.append(
+            "the same command with more --minutes reaches the other sizes; "
+            "what is trained is used again"
+        )
     title = f"{record['preset']}, growing {record['axis']}: {record['stopped']}"
-    return Section(rows, title, [cost], left=())
+    return Section(rows, title, notes, left=())
 
 
 @dataclasses.dataclass(frozen=True)

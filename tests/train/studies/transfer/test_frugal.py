@@ -174,6 +174,21 @@ def test_the_command_says_the_best_rate_of_every_size(
     )
 
 
+def test_a_size_that_the_minutes_did_not_reach_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tmp_path, "--search", "frugal", "--minutes", "0.3") == 1
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert "the same command with more --minutes" in out
+    assert any("mup, growing head_dim: the 0.3 minutes ended" in line for line in lines)
+    assert any("not reached" in line and line.split()[0] == "64" for line in lines)
+    (study,) = json.loads((tmp_path / "frugal.json").read_text())["studies"]
+    assert [size["size"] for size in study["sizes"]] == [16, 32, 64]
+    assert [size["log2_optimum"] is not None for size in study["sizes"]] == [True, True, False]
+    assert [size["reached"] for size in study["sizes"]] == [True, True, False]
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("words", "message"),
