@@ -150,6 +150,7 @@ class Figure:
         measure: Function from settings and work folder to numbers.
         rows: Function from settings and numbers to rows.
         draw: Function from settings and numbers to a picture.
+        keeps_runs: True if `measure` keeps finished training runs on disk and uses them again.
     """
 
     title: str
@@ -160,6 +161,7 @@ class Figure:
     measure: Callable[[Settings, Path], Data]
     rows: Callable[[Settings, Data], Sequence[Row]]
     draw: Callable[[Settings, Data], matplotlib.figure.Figure]
+    keeps_runs: bool = False
 
 
 def settings_of(module: str) -> dict[str, Settings]:

@@ -80,4 +80,5 @@ FIGURE = Figure(
     measure=fig_effective_language.measure,
     rows=rows,
     draw=draw,
+    keeps_runs=True,
 )

@@ -67,4 +67,5 @@ FIGURE = Figure(
     measure=measure,
     rows=rows,
     draw=draw,
+    keeps_runs=True,
 )

@@ -106,4 +106,5 @@ FIGURE = Figure(
     measure=measure,
     rows=rows,
     draw=draw,
+    keeps_runs=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 
@@ -98,9 +99,23 @@ def test_a_figure_is_measured_once(
     assert (
         "figures/fig_linear.png" in (tmp_path / "docs" / "evidence" / "reproduction.md").read_text()
     )
+    # Runs that are used again take no time, so the seconds of the first measurement stay.
+    tiny = dataclasses.replace(tiny, keeps_runs=True)
+    path = tmp_path / "docs" / "evidence" / "figures" / "fig_linear.json"
+    result.save(path, {**record, "seconds": 1000})
+    assert command.main([*arguments, "--again"]) == 0
+    assert result.load(path)["seconds"] == 1000
+    calls.pop()
     tiny = dataclasses.replace(tiny, small={**small, "seeds": 4})
     assert command.main(arguments) == 0
     assert len(calls) == 3, "other settings are another measurement"
+
+
+def test_every_figure_says_whether_it_keeps_runs():
+    for name in page.names():
+        figure = page.load(name)
+        ignores_its_folder = "del work\n" in inspect.getsource(figure.measure)
+        assert figure.keeps_runs != ignores_its_folder, name
 
 
 @pytest.mark.core
