@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -75,7 +76,18 @@ def keep_freed_memory() -> None:
 def clock() -> Callable[[], float]:
     """Return the clock to time with: CPU time if this process has one core, otherwise wall time."""
     # Other work on the machine changes CPU time little.
-    return time.process_time if len(os.sched_getaffinity(0)) == 1 else time.perf_counter
+    return time.process_time if has_one_core() else time.perf_counter
+
+
+def has_one_core() -> bool:
+    """Return True if this process has one core alone, as after `one_core`."""
+    return len(os.sched_getaffinity(0)) == 1
+
+
+def children_cpu() -> float:
+    """Return the CPU time of all child processes that have ended, in seconds."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def in_turns(

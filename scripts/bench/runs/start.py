@@ -10,7 +10,6 @@ not count, prepares the data.
 from __future__ import annotations
 
 import os
-import resource
 import shlex
 import statistics
 import subprocess
@@ -120,14 +119,13 @@ def _seconds(first_step: bool, words: str, programs: Path) -> float:
     with tempfile.TemporaryDirectory() as folder:
         if first_step or "--dry-run" in words:
             command += ["--workdir", f"{folder}/run"]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        before = in_turns.children_cpu()
         completed = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
     if completed.returncode not in (0, 2):  # 2: the wrong flag
         raise RuntimeError(f"{words}: {completed.stderr[-2000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return in_turns.children_cpu() - before
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python -m scripts.bench.runs.sweep_cost [--rates 9] [--seeds 2] [--steps 200] [--json PATH]
 
-Commands are timed from start to exit: imports, data, compilation, training, evaluation, files. Only
-a few points are really trained by runs of their own, before and after the sweep. Their median
-stands for all points, because points that differ in values cost the same.
+Commands are timed from start to exit: imports, data, compilation, training, evaluation, files. With
+`--one-core` their CPU time counts, but a step is timed by the wall clock of its own run. Only a few
+points are really trained by runs of their own, before and after the sweep. Their median stands for
+all points, because points that differ in values cost the same.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def measure(args: Options) -> list[dict[str, Any]]:
             alone.append(_run_alone(folder / f"alone-{number}", flags))
         rows = _rows(folder / "sweep" / "points.jsonl")
 
+    # Runs count the wall time of their steps themselves, also where commands are timed by CPU time.
+    step_label = "a step (wall time)" if in_turns.has_one_core() else "a step"
     execution = rows[-1]["how"]
     sweep_step = statistics.median(row["seconds"] / row["steps"] for row in rows)
     return [
@@ -84,7 +87,7 @@ def measure(args: Options) -> list[dict[str, Any]]:
             sweep_seconds,
             [num_points * run.seconds for run in alone],
         ),
-        _result("a step", sweep_step, [run.step_seconds for run in alone]),
+        _result(step_label, sweep_step, [run.step_seconds for run in alone]),
     ]
 
 
@@ -119,10 +122,11 @@ def _result(label: str, sweep: float, alone: Sequence[float]) -> dict[str, Any]:
 
 
 def _seconds(words: Sequence[str]) -> float:
-    """Run `mupax` with these words and return the wall time of the process."""
-    began = time.perf_counter()
+    """Run `mupax` with these words and return its CPU time on one core, otherwise its wall time."""
+    now = in_turns.children_cpu if in_turns.has_one_core() else time.perf_counter
+    began = now()
     subprocess.run([sys.executable, "-m", "mupax", *words], check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - began
+    return now() - began
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Measures the time of a step and the time to compile.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +32,12 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     """Return times and ratios of one model, and the seconds to compile each step."""
     steps = {}
     compile_s = {}
+    now = in_turns.clock()
     for way, compute in WAYS.items():
         program = assemble(MODELS[name](compute, tiny=tiny), jax.devices()[:1])
-        began = time.perf_counter()
+        began = now()
         steps[way] = jax_step(program, batches_of(program, 2))
-        compile_s[way] = round(time.perf_counter() - began, 2)
+        compile_s[way] = round(now() - began, 2)
     return {
         "model": name,
         "compile_s": compile_s,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -322,7 +325,22 @@ def test_the_benchmark_counts_whole_commands(
     assert whole["ms"] == {"sweep": 3000.0, "runs of their own": 6000.0}
     assert whole["ratio"] == {"runs of their own": 0.5}
     assert step["ratio"]["runs of their own"] > 0
+    assert (step["model"] == "a step (wall time)") == (record["cores"] == 1)
     capsys.readouterr()
+
+
+@pytest.mark.core
+def test_on_one_core_the_benchmark_counts_the_cpu_time_of_a_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sleep(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[bytes]:
+        return real_run([sys.executable, "-S", "-c", "import time; time.sleep(1)"])
+
+    real_run = subprocess.run
+    monkeypatch.setattr(sweep_cost.subprocess, "run", sleep)
+    assert sweep_cost._seconds(["--version"]) > 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert 0 < sweep_cost._seconds(["--version"]) < 0.9
 
 
 @pytest.mark.core
