@@ -624,6 +624,8 @@ class DataConfig:
                 "add data.noise infilling or sentinels"
             )
         at_least("data.", self, 0, "seed")
+        if self.seed is not None and self.seed >= 2**53:  # no record could hold it
+            raise ConfigError(f"data.seed is {self.seed}; write a number below 2^53 = {2**53}")
         if self.reset_positions and not self.document_mask:
             raise ConfigError(
                 "data.reset_positions is of documents that do not see one another; "

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import shlex
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,8 +53,8 @@ this record."""
 
 T = TypeVar("T")
 
-_LARGEST_NUMBER = 2**53
-"""Bound on numbers in JSON. Larger ones are no size, step or rate, and readers disagree on them."""
+_LARGEST_INTEGER = 2**53
+"""Bound on integers in JSON. Larger ones are no size or step, and readers disagree on them."""
 
 
 class Extension(NamedTuple):
@@ -577,8 +578,8 @@ def _object(name: str, fields: Any) -> dict[str, Any]:
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value that JSON may hold is of an annotated type.
 
-    An integer is also a float. Numbers from 2^53 on, NaN and infinity fit no type, and a bool is no
-    number.
+    An integer is also a float. Integers from 2^53 on, NaN and infinity fit no type, and a bool is
+    no number.
     """
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
@@ -592,10 +593,15 @@ def _fits(value: Any, hint: Any) -> bool:
     # `type`, not `isinstance`, which would accept True as an int.
     if hint is float:
         # Some writers of JSON, such as JavaScript's, write the float 1.0 as 1.
-        return type(value) in (int, float) and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
+        return _is_integer(value) or (type(value) is float and math.isfinite(value))
     if hint is int:
-        return type(value) is int and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
+        return _is_integer(value)
     return isinstance(value, hint)
+
+
+def _is_integer(value: Any) -> bool:
+    """Return whether a value is an integer that every reader of JSON reads alike."""
+    return type(value) is int and -_LARGEST_INTEGER < value < _LARGEST_INTEGER
 
 
 def _type_name(hint: Any) -> str:

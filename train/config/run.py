@@ -329,6 +329,8 @@ class Config:
         """
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
+        if self.seed >= 2**32:  # initialization takes 32 bits
+            raise ConfigError(f"seed is {self.seed}; write a number below 2^32 = {2**32}")
         at_least("", self, 1024, "vmem_kib")
         # Comparing NaN by order gives False, so this form refuses NaN. `< 0` would accept it.
         if not 0 <= self.z_loss < math.inf:

@@ -102,6 +102,8 @@ def test_control_values_behind_one_flag_and_a_repeated_flag_of_one_value(capsys:
         ),
         ("--steps 0", "steps is 0; write a number of at least 1"),
         ("--seed -1", "seed is -1"),
+        ("--seed 4294967296", "seed is 4294967296; write a number below 2^32"),
+        ("--data.seed 9007199254740992", "data.seed is 9007199254740992; write a number below"),
         ("--data.batch-size 16 --accumulation-steps 5", "write accumulation_steps 4"),
         ("--data.batch-size 0", "data.batch_size is 0"),
         ("--checkpoint.every-steps 0", "checkpoint.every_steps is 0"),
