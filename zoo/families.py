@@ -432,7 +432,8 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         if missing:
             raise ConfigError(
                 f"{name}: the config of {model.family} declares the axis {missing[0]!r} and gives "
-                f"it no size; add it to base_sizes(), or to finite_sizes() if it stays fixed"
+                f"it no size; add it to base_sizes(), to finite_sizes() if it stays fixed, or to "
+                f"sizes() if it is one of the inputs or outputs"
             )
         result[name] = tuple(sizes[axis] for axis in spec.axes)
     return result

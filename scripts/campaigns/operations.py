@@ -215,8 +215,8 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     num_identical = len(runs) - len(differing)
     text = (
         f"{len(runs)} training runs were killed {num_kills} times, before or after a chosen "
-        "operation on a file of the work folder or on an object of a bucket. A process was "
-        "killed before a write to a file or halfway through it. Each run was resumed until its last step. "
+        "operation on a file of the work folder or on an object of a bucket. For a write to a "
+        'file, "killed after" means halfway through it. Each run was resumed until its last step. '
         f"**{num_identical} of {len(runs)} runs ended bitwise as an undisturbed run did.** "
         f"`{COMMAND} disk`, `... bucket`"
     )

@@ -281,12 +281,12 @@ def lines() -> list[str]:
     listed = tasks()
     unfinished = ""
     if len(record) < len(listed):
-        unfinished = f" Measured: {len(record)} of {len(listed)} series."
+        unfinished = f" So far, {len(record)} of {len(listed)} are measured."
     page = [
         "## Vocabularies and contexts of real models",
         "",
-        f"`{COMMAND}` checks right presets over ten steps at these",
-        "vocabularies and contexts, other models, and wrong rules. Wrong rules that pass with",
+        f"`{COMMAND}` checks right presets, over ten steps and on more models,",
+        "and wrong rules, at the table's vocabularies and contexts. Wrong rules that pass with",
         f"{SEEDS} seeds are tried with {MORE_SEEDS}. A series is one model that grows.{unfinished}",
         "",
         "| kind | vocabulary, context | series | checks | correct |",

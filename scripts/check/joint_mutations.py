@@ -182,9 +182,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "## Wrong joint rules",
         "",
         "A joint rule scales an optimizer's settings as batch or tokens grow. A mutant is a joint",
-        f"rule with one wrong value: {', '.join(COLUMNS)} (of",
-        "warm-up and final decay). This value is wrong by a power of k, the batch or tokens over the",
-        "smallest.",
+        "rule with one value wrong by a power of k, the batch or tokens over the smallest:",
+        f"{', '.join(COLUMNS)} (of warm-up and final decay).",
         "",
         "The optimizer of `lm-tiny` takes a run's steps on synthetic",
         f"gradients under the wrong rule. Batch or tokens have {SIZES} sizes, each twice the one",
@@ -214,8 +213,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     listed = f"all {len(COLUMNS)}" if in_order == list(COLUMNS) else f"the {', '.join(in_order)}"
     lines += [
         "",
-        "As a control, the rule `none`, which changes no value, is judged as the batch grows: "
-        f"theory calls {listed} values wrong.",
+        f"As a control, the rule `none` changes no value: theory calls {listed} values wrong as the "
+        "batch grows.",
         "",
         "Theory of the formulas misses these:",
         "",
@@ -234,8 +233,8 @@ def _why(row: dict[str, Any]) -> str:
     """Return why theory sees no error in the formulas of a mutant."""
     if row["column"] == "eps":
         return (
-            "The rule's source itself lets eps grow as tokens^0.5 against the gradient noise, so "
-            "that a smaller eps is no worse."
+            "The right rule itself lets eps grow as tokens^0.5 relative to the gradient noise, so "
+            "theory calls no smaller eps wrong."
         )
     return "Nothing that theory judges changes."
 

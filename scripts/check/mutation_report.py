@@ -52,7 +52,7 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         "with theory of `mup`. A mutant that changes training and passes is tried again with",
         f"{MORE_SEEDS} seeds.",
         "",
-        "In the table, *other roles* are parameter groups that the decoder lacks.",
+        "*Other roles* are parameter groups that the decoder lacks.",
         f"`{command}` writes this section and `mutations.json`.",
         "",
         f"Of {len(mutants)} mutants {num_training} change training: some activation changes by more "
@@ -101,24 +101,27 @@ def _misses(outcomes: Outcomes) -> list[str]:
     for study, study_outcomes in outcomes.items():
         for outcome in missed(study_outcomes):
             lines.append(
-                f"- {study}: {outcome.column} of `{outcome.group}` is {_error(outcome)}. No activation "
-                f"changes by more than a factor of 2^{outcome.change:.2g}. Under right rules, too, "
-                f"the exponent lies {_allowed(outcome.group)}."
+                f"- {study}: {outcome.column} of `{outcome.group}` is {_error(outcome)} (m: growth of "
+                f"the width). No activation changes by more than a factor of 2^{outcome.change:.2g}. "
+                f"Even under right rules, the exponent of {_allowed(outcome.group)}."
             )
     return lines
 
 
 def _error(outcome: Outcome) -> str:
     """Return the error of a mutant in words."""
-    return f"m^{outcome.exponent:g} times the right one (m: growth of the width)"
+    return f"m^{outcome.exponent:g} times the right one"
 
 
 def _allowed(group: str) -> str:
-    """Return how far the slope of a group's movement may lie from theory, in words."""
+    """Return a group's movement, and how far its slope may lie from theory, in words."""
     allowances = json.loads(theory.ALLOWANCES.read_text())["allowances"]["sgd head_dim"]
     observable = f"movement/{group} @1"
     below, above = allowances.get(observable, (0.0, 0.0))
-    return f"up to {below:g} below theory and {above:g} above (`{observable}` in `allowances.json`)"
+    return (
+        f"`{observable}` lies up to {below:g} below theory and {above:g} above, so the check allows "
+        "this (`allowances.json`)"
+    )
 
 
 def _harder(outcomes: Outcomes) -> list[str]:
@@ -134,7 +137,10 @@ def _harder(outcomes: Outcomes) -> list[str]:
                 growth = f"`{observable}` grows as m^{slope} (in theory m^{predicted})"
                 by_error.setdefault(error, []).append(growth)
         for error, evidence in by_error.items():
-            lines.append(f"- {study}: {error}. {', '.join(evidence)}.")
+            mutants = "1 mutant"
+            if len(evidence) > 1:
+                mutants = f"{len(evidence)} mutants, one per group"
+            lines.append(f"- {study}, {mutants}: {error}. {', '.join(evidence)}.")
     return lines
 
 

@@ -29,8 +29,8 @@ HEAD = """# The papers' figures, measured again
 
 This page repeats figures of Bordelon et al. 2024 (arXiv 2405.15712) and Dinan et al. 2023 (arXiv 2304.02034) on smaller models,
 and adds predictions of this project.
-`make figures ARGS=--again` measures all in {minutes} minutes of CPU time, `python -m scripts.figures NAME --again` one.
-Both use finished training runs in `runs/figures` again. Each row of a figure's table compares a measured value with a prediction:
+`make figures ARGS=--again` measures all, `python -m scripts.figures NAME --again` one. Both skip training runs that are finished in
+`runs/figures`. Without such runs, all figures take {minutes} minutes of CPU time. A figure's table compares measured values with predictions:
 
 | verdict | meaning |
 |---|---|
@@ -38,8 +38,8 @@ Both use finished training runs in `runs/figures` again. Each row of a figure's 
 | does not reproduce | the whole interval lies outside the band, or below the bound |
 | undecided | neither |
 
-A lower bound reproduces if the whole interval lies above it. A control must fail: its whole interval must lie
-outside the band, or below the bound.
+A lower bound reproduces if the whole interval lies above it. A control must fail,
+which means that it does not reproduce.
 """
 
 
@@ -91,8 +91,8 @@ def _summary(records: Mapping[str, Record]) -> str:
     num_failed = sum(map(_fails_as_control, predicted))
     return (
         f"**{num_reproduced} of {len(claims)} predictions reproduce**, and {num_failed} of "
-        f"{num_controls} controls fail. The tables show the other predictions and controls. The "
-        "record of each figure has all rows and the method.\n"
+        f"{num_controls} controls fail. The tables show the others. The record of each figure has "
+        "all rows and the method.\n"
     )
 
 

@@ -33,8 +33,8 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 """Form of a study's name, which becomes a folder."""
 HEADING = """## More presets
 
-Each table is about one model under one optimizer, ordered by the price of not retuning. Presets with equal results
-share a row. This command adds a study, from its name and the words that follow `mupax transfer`:
+Each table is about one model under one optimizer, ordered by the **price** defined above. To run a study and add it to these
+tables, type its name and the words that follow `mupax transfer`:
 
 ```text
 python -m scripts.pages.leaderboard completep-depth lm-tiny --model lm-proxy --preset completep --control sp --grow depth=2,4,8,16 --steps 100

@@ -54,7 +54,7 @@ LEFT_OUT = (
         "the paper's tables could not be read",
     ),
     LeftOut(
-        "u-muP, 1 B and 7 B",
+        "u-muP (1 B and 7 B)",
         "graphcore-research/unit-scaling at a7b5b3cff2a4",
         "the paper's tables could not be read",
     ),

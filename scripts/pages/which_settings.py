@@ -44,9 +44,9 @@ The kinds of evidence are, best first:
   model of the same kind, within three doublings in width and depth.
 
 If you can, measure small models under `mup` instead (`mupax transfer`), and plan the
-large run from the study's folder (`mupax plan MODEL --from FOLDER`). For an Adam run longer than the
-tuned one, add `--joint sde`, and grow the batch as the square root of the tokens ([other
-rules](../evidence/forecasts.md#which-rule-to-use-for-a-longer-run)).
+large run from the study's folder (`mupax plan MODEL --from FOLDER`). For an Adam run longer than
+the study's, add `--joint sde` to `plan`, and raise `--data.batch-size` as the square root of the
+tokens ([other rules](../evidence/forecasts.md#which-rule-to-use-for-a-longer-run)).
 
 Made by `python -m scripts.pages.which_settings`.
 """

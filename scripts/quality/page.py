@@ -38,8 +38,9 @@ A section's name has what grows (in `vit` sections the head dimension) and the n
 size. m and L are width and depth, divided by the base's. "Readout std m^-1/2" means that the readout's initial std falls as m^-1/2.
 
 A run's loss is the mean over its last tenth. All runs of a comparison see the same examples in the same order. Differences are paired
-by seed (5 to 12 seeds), with a 95 % t interval. **Not worse** means that every interval of "less `sp`" ends at or below {GOAL:+.3f} nats,
-**not shown** that one does not, **not finished** that a size is missing. In `head_dim-800`, this `sp` is the second `sp` row.
+by seed (5 to 12 seeds), with a 95 % t interval. In the next table, *yes* means that all intervals of the row end at or below {GOAL:+.3f}
+nats (**not worse**), *not finished* that a size is missing. **Not shown** means that no row of a section has *yes*. In `head_dim-800`,
+"less `sp`" is the difference from the second `sp` row.
 
 `python -m scripts.quality` trains missing runs and writes this page.
 """
@@ -52,26 +53,25 @@ READING = {
     "head_dim-100": "**Not shown.** Constants tuned at width 64 are not the best for larger models over 100 steps: "
     "with a readout std of m^-1/2, `mup`'s best multiplier for the readout falls from 2^3 at width "
     "64 to 2^1 at widths 256 and 512. If this multiplier and the learning rate are searched again, "
-    "as `sp`'s are, `mup`'s loss is 0.005, 0.000 and 0.009 nats below `sp`'s.",
+    "as `sp`'s are, `mup`'s losses at widths 128, 256 and 512 are 0.005, 0.000 and 0.009 nats "
+    "below `sp`'s.",
     "heads-100": "**Not worse** than `sp` if the readout's std and the embedding's learning rate fall as m^-1/2. "
     "A new search at larger sizes keeps `mup`'s learning rate, while `sp`'s halves with "
-    "each doubling of heads. With 32 heads, plain `mup` (readout std m^-1) ends "
-    "0.021 nats above the first row.",
-    "depth-100": "**Not worse** with both scalings of residual branches. At depth 16, the loss is 0.036 nats "
-    "below `sp`'s with branches scaled by L^-1/2 (`depth-mup`), and 0.092 with L^-1 (`alpha_L 1`).",
+    "each doubling of heads. Plain `mup` has readout std m^-1.",
+    "depth-100": "**Not worse** with residual branches scaled by L^-1/2 (`depth-mup`) and by L^-1 (`alpha_L 1`).",
     "depth-800": "**Not worse** with residual branches scaled by L^-1 (`alpha_L 1`). With branches scaled by "
     "L^-1/2, the preset's loss at depth 16 is 0.028 nats above `sp`'s.",
     "heads-800": "**Not worse** than `sp` if the readout's std and the embedding's learning rate fall as m^-1/2. "
-    "With 32 heads, plain `mup`'s loss is 0.009 nats above `sp`'s. `sp`'s best learning rate halves "
-    "with each doubling of heads.",
+    "With 32 heads, plain `mup`'s loss is 0.009 nats above `sp`'s.",
     "head_dim-800": "**No difference could be measured** at four times the base against an `sp` with "
     "seven searched constants. Over eight seeds, the first row's loss is 0.003 ± 0.009 nats below "
-    "`sp`'s and plain `mup`'s 0.003 ± 0.009 above. Against an `sp` with two searched constants, no "
-    "row of the preset is worse at any size.",
+    "`sp`'s, and plain `mup`'s is 0.003 ± 0.009 above `sp`'s. Against an `sp` with two searched "
+    "constants, all rows of the preset have lower losses at every size.",
     "vit-800": "**Not worse** in both `mup` rows than an `sp` whose patch embedding's multiplier is not searched. "
     "If this multiplier is searched, too, `sp`'s loss at twice the base is 0.012 ± 0.025 nats above "
     "plain `mup`'s (five seeds).",
-    "vit-100": "**Not shown.** At eight times the base, the two `mup` rows that have a loss there are not worse.",
+    "vit-100": "**Not shown.** At 2 and 4 times the base, intervals of both `mup` rows end above +0.005 nats. "
+    "At 8 times, both losses are below `sp`'s. Other rows were not trained there.",
 }
 """Name of a cell to the conclusion that a person drew from its numbers."""
 

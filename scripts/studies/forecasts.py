@@ -32,6 +32,18 @@ COPIED_FIELDS = ("date", "what", "preset", "scale", "beyond", "prediction", "dig
 """Fields of a forecast that the board repeats."""
 ERROR = "measured over forecast, less 1"
 """Heading of a column of errors."""
+REASON_WORDS = {
+    "no law: ": "",
+    "it misses the rows that it is fitted to by": (
+        "the losses miss the law, or their mean over seeds is uncertain, by"
+    ),
+    " of the loss, where seeds differ by": "; the std over seeds is",
+    " that can be used": "",
+    "rows": "runs",
+    "1 lengths": "1 length",
+    "3 of either": "3 sizes or 3 lengths",
+}
+"""Words of a recorded reason why no law was fitted, to the words of the page."""
 
 
 def collected(folder: Path) -> list[dict[str, Any]]:
@@ -199,8 +211,8 @@ def _hindsight_summary(forecasts: Sequence[dict[str, Any]]) -> str:
     rates = [row["log2_lr"] for row in forecasts if row.get("log2_lr")]
     inside = sum(rate["low90"] <= rate["came"] <= rate["high90"] for rate in rates)
     return (
-        "In each transfer study that allows it, a law is fitted to all settings but the largest "
-        "and forecasts the largest. "
+        "In each transfer study that allows it, a law fitted to all settings but the largest "
+        "forecasts the largest. "
         f"{inside} of {len(rates)} best learning rates are inside their 90 % intervals."
     )
 
@@ -231,8 +243,9 @@ def _studies_without_law(forecasts: Sequence[dict[str, Any]]) -> list[str]:
     presets_of: dict[str, dict[str, list[str]]] = {}
     for row in forecasts:
         if "none" in row:
-            reason = row["none"].removeprefix("no law: ").replace("it misses", "the law misses")
-            reason = reason.replace("rows", "runs").replace(", where", ", while")
+            reason = row["none"]
+            for recorded, shown in REASON_WORDS.items():
+                reason = reason.replace(recorded, shown)
             presets = presets_of.setdefault(reason, {}).setdefault(row["study"], [])
             presets.append(f"`{row['preset']}`")
 

@@ -29,9 +29,9 @@ OPENING = """## Published runs
 
 Tables of runs get another law (`train/studies/tables/law.py`). mupax comes with this law fitted to
 1,073 published runs: dense decoders of 215 to 429 million parameters without embeddings, 4 to 100
-billion tokens, standard parameterization. `mupax plan --model NAME` uses it for dense decoders within
-three doublings of these sizes and tokens to which no tuned preset measured by mupax applies
-([which settings](../start/which-settings.md)).
+billion tokens, standard parameterization. `mupax plan --model NAME` uses it for a dense decoder whose
+size and tokens are at most three doublings outside these ranges, unless a tuned preset measured by
+mupax applies ([which settings](../start/which-settings.md)).
 """
 
 
@@ -109,7 +109,7 @@ recommended learning rate and batch ends above the best run.
 
 {table(rows)}
 
-{inside} of {len(settings)} outcomes are inside their interval. The one outside has 100 billion
+{inside} of the {len(settings)} measured losses are inside their interval. The one outside has 100 billion
 tokens, five times as many as the longest other run of its size.
 
 Two controls forecast worse, as they must: laws fitted to shuffled learning rates or without tokens.
@@ -133,10 +133,9 @@ def _exponents(result: dict[str, Any]) -> str:
     picture = "![Exponents in tokens and best rates](published-runs/exponents.png)"
     return f"""### Does the best rate fall or rise with the length of training?
 
-It depends on the batch size. At small batches the best learning rate falls with the number of
-tokens T; from batches of 1024 on it rises; at 256 and 512 the interval includes 0. This can explain
-why published rules disagree: Step Law, which grows the batch with T, has T^+0.31, and Bjorck et al.
-2024, at a fixed batch, T^-0.32.
+The answer depends on the batch size. At small batches the best learning rate falls with the number
+of tokens T; from batches of 1024 on it rises; at 256 and 512 the exponent's interval includes 0. This
+can explain why the published rules below disagree.
 
 {picture}
 
@@ -174,12 +173,12 @@ model (1.8 to 25 times the tokens). *Lost* compares with the best rate and batch
 
 {table(joint)}
 
-The rule was picked after these runs were seen. The next table keeps the batch and compares with the
-best rate at this batch:
+The rule in bold was picked after these runs were seen. The next table keeps the batch and compares
+with the best rate at this batch:
 
 {table(fixed)}
 
-No exponent is right for every batch. Take yours from the table of exponents above.
+Take the exponent for your batch from the table of exponents above.
 """
 
 

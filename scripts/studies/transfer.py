@@ -130,9 +130,9 @@ ABOUT = {
         "[Quality](quality.md#heads-100) compares losses under these constants with `sp`."
     ),
     "tied-start": (
-        "A decoder under Adam grows fourfold in head dimension. In the first row, key matrices start "
-        "equal to query matrices. This row's loss is 0.044 nats above plain `mup`'s for the largest "
-        "model and 0.007 for the smallest."
+        "A decoder under Adam grows fourfold in head dimension. `key_start=query` starts key "
+        "matrices equal to query matrices. This raises the loss of `mup` by 0.044 nats for the "
+        "largest model and by 0.007 for the smallest."
     ),
     "ed-heads": (
         "An encoder-decoder with 2 + 2 layers denoises bytes under Adam. The number of heads, of "
@@ -144,18 +144,19 @@ ABOUT = {
     ),
     "depth-adam": (
         "A decoder of width 64 under Adam grows eightfold in layers. Eight seeds do not decide "
-        "whether the control, `mup`, drifts. At the same rate, the next deeper model has the higher "
-        "loss under `mup` in 9 of 12 comparisons."
+        "the verdict on the control, `mup`. Doubling its layers at the same learning rate raises "
+        "its mean loss over eight seeds in 9 of 12 cases."
     ),
     "batch": (
-        "A decoder of width 32 with one layer under Adam sees 153,600 tokens in batches of 64 to 512 "
-        "tokens. The square-root rule (`sde`) scales Adam's settings with the batch. The control "
-        "keeps these settings."
+        "A decoder of width 32 with one layer under Adam sees 153,600 tokens in batches of 64 to "
+        "512 tokens. The [joint rule](../concepts/presets.md#batch-and-tokens) `sde` scales "
+        "Adam's learning rate (as batch^0.5), betas and eps. The control keeps them."
     ),
     "tokens": (
-        "The decoder of [batch](#batch) sees 38,400 to 307,200 tokens in batches of 64 tokens. The "
-        "control, plain `mup`, transfers. `complete-d`, which scales the peak rate as tokens^-0.5, "
-        "drifts. [Published exponents](forecasts.md#published-runs) of tokens have both signs."
+        "The decoder of [batch](#batch) sees 38,400 to 307,200 tokens in batches of 64 tokens. "
+        "The control, plain `mup`, transfers. The joint rule `complete-d`, which scales the peak "
+        "learning rate as tokens^-0.5, drifts. In [published runs](forecasts.md#published-runs) "
+        "the best rate falls with the tokens at small batches and rises at large ones."
     ),
     "moe-width": (
         "A decoder with two layers and four experts (two active) under Adam grows fourfold in head "
@@ -189,7 +190,7 @@ The **drift** is the slope of the best rate, in octaves per doubling of the size
 retuning is its loss at the smallest size's best rate, less the **loss**. A control, such as `sp`,
 should drift.
 
-`python -m scripts.studies.transfer` runs the studies up to [moe-experts-sgd](#moe-experts-sgd), and continues if stopped.
+`python -m scripts.studies.transfer` runs the studies up to and including [moe-experts-sgd](#moe-experts-sgd), and continues if stopped.
 `--list` prints their commands. The losses are in `docs/evidence/transfer/*/points.jsonl.gz`.
 """
 

@@ -452,24 +452,24 @@ def _coverage(rows: Sequence[Mapping[str, float]]) -> list[str]:
 
 TEXT = """## How far to trust a verdict
 
-`python -m scripts.studies.verdicts` simulates studies with a known drift. This table is from {trials} studies for each row and drift. A row has
-the noise and curvature of one of the {committed} studies that were recorded by then. *Noise* is the standard deviation of the drift
-from one seed.
+`python -m scripts.studies.verdicts` simulates studies with a known drift: {trials} for each drift and row of this table. A row takes its noise
+and curvature from one of the {committed} studies that were recorded before the simulation. *Noise* is the standard deviation of the drift
+from one seed, in octaves per doubling.
 
-The code of `mupax transfer` judges a study after 3 seeds and after each further one, up to 8. The column "0.22: drifts" has the share
-of studies with this drift that get this verdict.
+The code of `mupax transfer` judges a simulated study after 3 seeds, and after each further one until the verdict is decided, up to 8.
+The column "0.22: drifts" has the share of studies with a true drift of 0.22 that get the verdict *drifts*.
 
 {verdicts}
 
-At a drift of 0.22, between 0.15 and 0.30, neither *transfers* nor *drifts* is wrong.
+A drift of 0.22 is above 0.15 and below 0.30, so *drifts* and *transfers* are both right.
 
-This table has the share of 95 % intervals that contain the true drift or price, in all four studies or in the one where the share
-is lowest or highest:
+This table has the share of 95 % intervals that contain the true drift or price, over all four rows above or in the row with the
+lowest or highest share:
 
 {coverage}
 
-The intervals assume that a seed moves the best rates of two sizes independently. In the {committed} studies, these moves have a mean
-correlation of {correlation}, and the drift has {ratio} times the variance of independent moves.
+The intervals assume that a seed moves the best rates of two sizes independently. Over the seeds of the {committed} studies, these moves have
+a mean correlation of {correlation}, and the drift's variance is {ratio} times what independent moves would give.
 """
 
 

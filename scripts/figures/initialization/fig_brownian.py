@@ -89,9 +89,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="The Brownian term: how far the residual stream moves over the blocks at initialization",
     source="the limit of depth in Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Squared movement of the residual stream over all L blocks of the paper's ViT on "
-    "digits, at initialization. With branches times 1/L^alpha_L the movement is predicted "
-    "to scale as L^(1 - 2 alpha_L).\n\n"
+    about="Squared difference between the residual stream after and before the L blocks of the "
+    "paper's ViT on digits, at initialization. With branches times 1/L^alpha_L the difference is "
+    "predicted to scale as L^(1 - 2 alpha_L).\n\n"
     "With branches times 1/L^alpha_L it is predicted to scale as L^(1 - 2 alpha_L): it "
     "survives at alpha_L = 1/2 and vanishes at 1.",
     **settings_of(__name__),

@@ -155,8 +155,8 @@ FIGURE = Figure(
     source="figure 2b of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Variance over heads of the attention logits q.k/N^alpha_A of Bordelon et al.'s ViT with "
     "four heads, before, during and after training by SGD with momentum, as the head dimension N "
-    "grows. In training with alpha_A = 1 the figure's caption predicts N^-2, and the central limit "
-    "theorem N^-1.\n\n"
+    "grows. With alpha_A = 1 the central limit theorem predicts N^-1. During and after training, the "
+    "figure's caption predicts N^-2 instead. At most one can hold.\n\n"
     "The variance is averaged over layers, images and pairs of positions. The data are the "
     "endless image set (the paper: CIFAR-5M).",
     **settings_of(__name__),
