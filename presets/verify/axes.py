@@ -257,9 +257,10 @@ def _labels(
     """
     _check_overrides(overrides, layer_entries)
     dual = _has_two_stacks(layer_entries)
+    with_experts = names.modules_of_experts(layer_entries)
     labels: dict[str, Label] = {}
     for name, entries in layer_entries.items():
-        label = names.label(name, dual)
+        label = names.label(name, dual, with_experts)
         # `--role` comes before the file's own role, and that comes before the name.
         role = names.chosen(name, overrides) or entries[0].role
         if role:

@@ -563,7 +563,7 @@ def _is_worse(after: Entry, before: Entry) -> bool:
 
     Args:
         after: Entry of the preset with the differences.
-        before: Entry of the preset itself.
+        before: Entry of the same observable under the preset without the differences.
     """
     if after.verdict == "stable" or abs(after.exponent - before.exponent) <= 0.02:
         return False

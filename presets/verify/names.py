@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from mupax.presets.roles import PresetError, Role
@@ -32,7 +32,6 @@ LAYER = re.compile(
 _BRANCH_OUTPUT = "branch output"
 """Role of patterns that fit the last matrix of an attention or an MLP branch."""
 _PATTERNS: tuple[tuple[str, str], ...] = (
-    (r"(experts?|router|moe|mamba|ssm|a_log|conv1d|rotary_emb)\b.*", SKIPPED),
     (r"relative_(attention_)?bias", "relative_bias"),
     (
         r"cls(_?token)?|class_(embedding|token)|registers?|mask_token|"
@@ -84,6 +83,14 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     (r"fc_?2|fc_out|down_proj|w2|linear2|linear_fc2|dense_4h_to_h|ff_out|lin2|down", "mlp_out"),
 )
 """Patterns for the last words of a name, with their roles. The first pattern that fits counts."""
+_NOT_JUDGED = re.compile(
+    r"(?:^|\.)(\w*experts?(_gate)?|\w*router\w*|moe|\w+_moe|moe_\w+|mamba\w*|ssm|a_log|conv1d|"
+    r"rotary_emb|mixer\.(in_proj|out_proj|x_proj|dt_proj|dt|d|norm))(?:\.|$)",
+    re.IGNORECASE,
+)
+"""Modules of experts, of routers and of state-space layers such as Mamba's (`mixer`)."""
+_EXPERTS = re.compile(r"^(.*)\.\w*experts?\.")
+"""Name of a parameter of experts, with the module in which they and their router are."""
 _COMPILED = tuple(
     (re.compile(rf"(?:^|.*\.)(?:{pattern})", re.IGNORECASE), role) for pattern, role in _PATTERNS
 )
@@ -170,15 +177,32 @@ def read_overrides(texts: Iterable[str]) -> dict[str, str]:
     return overrides
 
 
-def label(name: str, dual: bool = False) -> Label:
+def modules_of_experts(names: Iterable[str]) -> frozenset[str]:
+    """Return the modules that have experts, such as "model.layers.*.mlp".
+
+    Args:
+        names: Names of all parameters, as `merged` returns them.
+    """
+    matches = [_EXPERTS.match(_dotted(name)) for name in names]
+    return frozenset(match[1] for match in matches if match)
+
+
+def _dotted(name: str) -> str:
+    """Return a name with its words separated by dots."""
+    # Flax joins names by slashes, and `jax.tree_util.keystr` writes brackets.
+    return name.replace("/", ".").replace("['", ".").replace("']", "").strip(".")
+
+
+def label(name: str, dual: bool = False, with_experts: Collection[str] = ()) -> Label:
     """Return the properties of a parameter that its name shows.
 
     Args:
         name: Name as `merged` returns it, with words separated by dots, underscores or slashes.
         dual: Whether the model has an encoder's stack, named "encoder.", and a decoder's.
+        with_experts: Modules that have experts, from `modules_of_experts`. A `gate` in such a
+            module is a router, and elsewhere the first matrix of a gated MLP.
     """
-    # Flax joins names by slashes, and `jax.tree_util.keystr` writes brackets.
-    dotted = name.replace("/", ".").replace("['", ".").replace("']", "").strip(".")
+    dotted = _dotted(name)
     module, leaf = _split_leaf(dotted)
     words = module.replace(".*", "")
     starts_like_block = re.match(r"(encoder\.)?blocks?\.", dotted) is not None
@@ -188,6 +212,11 @@ def label(name: str, dual: bool = False) -> Label:
     kind = _LEAF_KINDS.get(leaf, "matrix" if leaf else "")
     # Patterns for modules at the top level begin with "root.".
     role = _role(words if "." in words else f"root.{words}", in_block)
+    # The model itself may be called moe or mamba, so only words inside of a block count.
+    inside = module.rpartition("*")[2]
+    is_gate_of_experts = any(dotted.startswith(f"{prefix}.gate.") for prefix in with_experts)
+    if _NOT_JUDGED.search(inside) or is_gate_of_experts:
+        role = SKIPPED
     if not role and kind == "gain":
         role = "norm_gain"
 

@@ -4,8 +4,8 @@
 
 Writes docs/evidence/check-campaign.json after each series of models; `python -m
 scripts.check.structures` then writes the page. Repeat the command to continue: a series that the
-record holds is not run again. The order of the series is shuffled by a fixed seed, so that an
-unfinished record is a random sample.
+record holds is not run again. The order of the series is shuffled by a fixed seed, so that one
+command that is stopped has measured a random sample.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -118,7 +119,7 @@ def tasks() -> list[Task]:
     listed += [Task("mutants", "decoder", "head_dim", inputs, COLUMNS) for inputs in INPUTS]
     listed += [Task("mutants", "tied decoder", "head_dim", inputs, COLUMNS) for inputs in INPUTS]
 
-    # A fixed order: what a stopped campaign has measured is a random sample of all series.
+    # A fixed order: what one stopped command has measured is a random sample of all series.
     random.Random(37).shuffle(listed)
     return listed
 
@@ -275,53 +276,68 @@ def recorded() -> dict[str, dict[str, Any]]:
     return dict(harness.read_rows(RECORD, "tasks"))
 
 
+NAMES = {"structures": "right presets", "own": "a user's models", "mutants": "wrong rules"}
+"""Kind of a task to its name on the page."""
+OWN_INPUTS = "the model's own"
+"""Name on the page of inputs that are not set by the campaign."""
+
+
 def lines() -> list[str]:
     """Return the lines of the page's section on the campaign, as far as it is measured."""
     record = recorded()
-    listed = tasks()
+    num_series = len(tasks())
     unfinished = ""
-    if len(record) < len(listed):
-        unfinished = f" So far, {len(record)} of {len(listed)} are measured."
+    if len(record) < num_series:
+        unfinished = f" So far, {len(record)} are measured."
+
+    columns = [_inputs(inputs) for inputs in (*INPUTS, LARGEST, None)]
     page = [
         "## Vocabularies and contexts of real models",
         "",
         f"`{COMMAND}` checks right presets, over ten steps and on more models,",
         "and wrong rules, at the table's vocabularies and contexts. Wrong rules that pass with",
-        f"{SEEDS} seeds are tried with {MORE_SEEDS}. A series is one model that grows.{unfinished}",
+        f"{SEEDS} seeds are tried with {MORE_SEEDS}. There are {num_series} series of growing models."
+        f"{unfinished}",
         "",
-        "| kind | vocabulary, context | series | checks | correct |",
-        "|---|---|---|---|---|",
+        f"| correct checks | {' | '.join(columns)} |",
+        f"|---|{'---|' * len(columns)}",
     ]
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for task in record.values():
-        inputs = "its own"
-        if task["inputs"]:
-            inputs = f"{task['inputs'][0]:,}, {task['inputs'][1]}"
-        groups.setdefault((task["kind"], inputs), []).append(task)
-    names = {
-        "structures": "right presets",
-        "own": "a user's models",
-        "mutants": "wrong rules",
-    }
-    wrong: list[str] = []
-    for (kind, inputs), measured_tasks in sorted(groups.items()):
-        num_rows = 0
-        num_correct = 0
-        for task in measured_tasks:
-            series = f"{task['kind']}, {task['model']}, {inputs}, growing {task['grow']}"
-            for row in task["rows"]:
-                num_rows += 1
-                if _correct(row):
-                    num_correct += 1
-                else:
-                    reasons = "; ".join(row.get("failed", ["not caught"]))
-                    wrong.append(f"- {series}: {row['rule']} {reasons}")
-        page.append(
-            f"| {names[kind]} | {inputs} | {len(measured_tasks)} | {num_rows} | {num_correct} |"
-        )
+    for kind, name in NAMES.items():
+        cells = [_cell(record, kind, column) for column in columns]
+        page.append(f"| {name} | {' | '.join(cells)} |")
+
+    wrong = [line for task in record.values() for line in _wrong_lines(task)]
     if wrong:
         page += ["", "Not correct:", "", *wrong]
     return page
+
+
+def _inputs(inputs: Sequence[int] | None) -> str:
+    """Return the name of a vocabulary and context on the page."""
+    if inputs is None:
+        return OWN_INPUTS
+    vocabulary, context = inputs
+    return f"{vocabulary:,}, {context}"
+
+
+def _cell(record: Mapping[str, Mapping[str, Any]], kind: str, column: str) -> str:
+    """Return how many checks of a kind are correct at some inputs, or "" if there are none."""
+    rows: list[dict[str, Any]] = []
+    for task in record.values():
+        if task["kind"] == kind and _inputs(task["inputs"]) == column:
+            rows += task["rows"]
+    if not rows:
+        return ""
+    return f"{sum(map(_correct, rows))} of {len(rows)}"
+
+
+def _wrong_lines(task: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for every check of a task that is not correct, with what failed."""
+    series = f"{task['kind']}, {task['model']}, {_inputs(task['inputs'])}, growing {task['grow']}"
+    for row in task["rows"]:
+        if not _correct(row):
+            reasons = "; ".join(row.get("failed", ["not caught"]))
+            yield f"- {series}: {row['rule']} {reasons}"
 
 
 def _correct(row: dict[str, Any]) -> bool:

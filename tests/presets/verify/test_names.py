@@ -30,7 +30,11 @@ NAMES_BY_ROLE = {
     "query.norm_gain": "model.layers.0.self_attn.q_norm.weight block.attention.query_norm.gain",
     "relative_bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight encoder.relative_bias",
     "readout": "lm_head.weight embed_out.weight output_layer.weight transformer.ff_out.weight head.weight classifier.weight decoder.weight",
-    "none": "model.layers.0.mlp.experts.3.w1.weight model.layers.0.mamba.conv1d.weight model.layers.0.block_sparse_moe.router.weight",
+    "none": "model.layers.0.mlp.experts.3.w1.weight model.layers.0.mamba.conv1d.weight model.layers.0.block_sparse_moe.gate.weight "
+    "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight decoder.layers.0.mlp.router.weight model.layers.0.mlp.router.bias "
+    "model.layers.0.mlp.shared_experts.up_proj.weight model.layers.0.mlp.shared_expert_gate.weight model.layers.0.mlp.experts.gate_up_proj "
+    "backbone.layers.0.mixer.in_proj.weight backbone.layers.0.mixer.out_proj.weight backbone.layers.0.mixer.A_log backbone.layers.0.mixer.D "
+    "encoder.block.0.layer.1.mlp.router.classifier.weight transformer.blocks.0.ffn.experts.mlp.w1 transformer.blocks.0.ffn.router.layer.weight",
     "": "fc_1.weight layer1.0.conv1.weight linear.weight something.weight params/embedding/kernel",
 }  # fmt: skip
 
@@ -41,6 +45,22 @@ NAMES_BY_ROLE = {
 )
 def test_a_name_says_what_a_parameter_is(role: str, name: str):
     assert names.label(names.merged(name)).role == role
+
+
+def test_a_gate_beside_experts_is_a_router_and_elsewhere_a_matrix():
+    paths = ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", "mlp.experts.0.up_proj.weight"]
+    moe = [names.merged(f"model.layers.3.{path}") for path in paths]
+    with_experts = names.modules_of_experts(moe)
+    assert {names.label(name, with_experts=with_experts).role for name in moe} == {"none"}
+    # DeepSeek's first layers have no experts. Their names end in gate_proj.
+    dense = names.merged("model.layers.0.mlp.gate_proj.weight")
+    assert names.label(dense, with_experts=with_experts).role == "mlp_in"
+    assert names.label("blocks.*.mlp.gate.weight").role == "mlp_in"
+
+
+def test_a_model_that_is_called_moe_or_mamba_is_judged():
+    for name in ("qwen_moe.layers.0.self_attn.q_proj.weight", "mamba.blocks.0.attn.wq.weight"):
+        assert names.label(names.merged(name)).role == "query"
 
 
 @pytest.mark.parametrize("model", CONFIGS)
