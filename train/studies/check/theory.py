@@ -38,6 +38,8 @@ _DEFAULT_MARGIN = 0.12
 # Exponents come from sums of floats, so an exact 0 may come out as rounding.
 _GROWS = 0.01
 """An exponent above this counts as growth."""
+_MOST_POSITIONS = 512
+"""Largest number of positions for which squared attentions are computed, and the default."""
 _FIRST_GRADIENT = ((0, "gradient"), (1, "movement"), (1, "update query"), (1, "update key"))
 """(step, kind) of observables that depend on the gradient at initialization and on no later one.
 
@@ -183,6 +185,8 @@ class _Theory:
         fastest_growth: Greatest exponent that counts as growth after initialization, otherwise 0.
         gain_drop: Slope by which the first gradient of attention's norm gain lies below theory.
         concentration_drop: Slope by which the first gradient of a key's bias lies below theory.
+        attention_drop: Slope by which first gradients through attention lie below theory if
+            attention logits are larger than 1 at the smallest size.
         gate_drop: Octaves per doubling by which gates of experts fall.
         troubles: Words for what is wrong with a row of the table.
         numbers: Values that the table gives at the smallest size.
@@ -199,6 +203,7 @@ class _Theory:
     fastest_growth: float
     gain_drop: float
     concentration_drop: float
+    attention_drop: float
     gate_drop: float
     troubles: Mapping[ObservableStep, str]
     numbers: Mapping[ObservableStep, float]
@@ -284,6 +289,12 @@ class _Theory:
         # through values, queries and keys of its own later blocks, a sum as in `_gain_drop`.
         if (step, kind) == (0, "gradient") and "/encoder." in name:
             below = max(below, self.gain_drop)
+
+        # Under SGD a movement is as large as the gradient.
+        is_gradient = (step, kind) == (0, "gradient")
+        is_first_step = (step, kind) == (1, "movement") and self.family == "sgd"
+        if (is_gradient or is_first_step) and _comes_through_attention(name):
+            below += self.attention_drop
 
         if name.startswith("movement/block.expert_"):
             below += self.gate_drop
@@ -388,8 +399,11 @@ def _derive_theory(
         unaligned_slopes=_slopes(slowest_preset, first, slowest_limit, aligned=False),
         allowances=allowances,
         fastest_growth=fastest_growth,
-        gain_drop=_gain_drop(unaligned_limit, factor),
+        gain_drop=_gain_drop(unaligned_limit, factor, numbers),
         concentration_drop=_concentration_drop(numbers, limit.attention, factor),
+        attention_drop=_attention_drop(
+            numbers, limit.attention, factor, first.sizes.get("position", _MOST_POSITIONS)
+        ),
         gate_drop=gate_drop,
         troubles=_troubles(preset, first, limit, optimizer),
         numbers=numbers,
@@ -429,7 +443,7 @@ def _troubles(
     return words
 
 
-def _gain_drop(limit: Limit, factor: float) -> float:
+def _gain_drop(limit: Limit, factor: float, numbers: Mapping[ObservableStep, float]) -> float:
     """Return by how much the slope of attention's norm gain's first gradient is below its exponent.
 
     The drop is 0 unless the parts through logits fall.
@@ -439,7 +453,8 @@ def _gain_drop(limit: Limit, factor: float) -> float:
     positions, the mean squares of the parts through queries and keys are 1 - 1.64 / H_T times that
     of values, with H_T = 1 + 1/2 + ... + 1/T.) Until values and backward signal are aligned, the
     parts through logits fall as N^(1/2 - alpha_A) relative to values. At m times the base the mean
-    square is 1 + 2 m^(-2 gap) in the longest context and 1 + 1.06 m^(-2 gap) in one of 16.
+    square is 1 + 2 m^(-2 gap) in the longest context and 1 + 1.06 m^(-2 gap) in one of 16. Logits
+    that are s times as large make the parts through them s times as large.
 
     The slope of this sum from 1 to 8 is -0.144. Under `mup` it was measured as -0.139
     [-0.18, -0.10]; under `mup-half`, whose gap is 0, as +0.005. The norm before the MLP has +0.007.
@@ -447,6 +462,7 @@ def _gain_drop(limit: Limit, factor: float) -> float:
     Args:
         limit: Limit at initialization, where nothing is aligned.
         factor: Growth of the fastest axis, such as 8.
+        numbers: Values at the smallest size. That of attention logits is s, which counts above 1.
     """
     # `limit.gradient` is that of stored weights. Divided by the multiplier it is that of weights
     # times multiplier.
@@ -455,7 +471,9 @@ def _gain_drop(limit: Limit, factor: float) -> float:
     gap = value - query
     if gap <= _GROWS:
         return 0.0
-    return math.log2(3 / (1 + 2 * factor ** (-2 * gap))) / 2 / math.log2(factor)
+    logits = 2 * max(1.0, numbers.get(("attention", 0), 1.0)) ** 2
+    fall = math.log2((1 + logits) / (1 + logits * factor ** (-2 * gap)))
+    return fall / 2 / math.log2(factor)
 
 
 def _concentration_drop(
@@ -482,6 +500,69 @@ def _concentration_drop(
     deviation = numbers.get(("attention", 0), 1.0)
     fall = deviation**2 * (1 - factor ** (2 * exponent))
     return fall * math.log2(math.e) / 2 / math.log2(factor)
+
+
+def _comes_through_attention(name: str) -> bool:
+    """Return whether the first gradient of this name comes back through attention, in part or whole.
+
+    Args:
+        name: Name of the observable, such as gradient/block.value.
+    """
+    group = name.partition("/")[2]
+    is_of_attention = group.startswith(
+        ("block.query", "block.key", "block.value", "block.attention_out")
+    )
+    is_before = group.startswith(("block.norm_gain", "token_embedding", "position", "patch"))
+    return is_of_attention or (is_before and not name.endswith("/mlp_norm"))
+
+
+def _attention_drop(
+    numbers: Mapping[ObservableStep, float], exponent: float, factor: float, positions: int
+) -> float:
+    """Return by how much slopes of first gradients through attention are below their exponents.
+
+    The drop is 0 unless attention logits fall and are larger than 1 at the smallest size.
+
+    Values and their gradients are sums over positions, each times its attention. If the terms of
+    all positions are independent, the sums go as the root of the sum of squared attentions, which
+    falls with the logits; if the terms are equal, they do not fall. Slopes lie between the two. As
+    `lm-proxy` grows from head_dim 16 to 64 under `mup`, the slope of the values' gradient was -0.13
+    with c_a = 1, -0.26 with 2 and -0.33 with 4. What logits of 1 do is among the allowances.
+
+    Args:
+        numbers: Values at the smallest size. That of attention logits is their deviation.
+        exponent: Exponent of the attention logits at initialization, -1/2 for head_dim under `mup`.
+        factor: Growth of the fastest axis, such as 8.
+        positions: Number of positions of the model.
+    """
+    deviation = numbers.get(("attention", 0), 1.0)
+    if exponent >= -_GROWS or deviation <= 1:
+        return 0.0
+
+    def fall(start: float) -> float:
+        smaller = _squared_attentions(start * factor**exponent, positions)
+        return math.log2(_squared_attentions(start, positions) / smaller) / 2 / math.log2(factor)
+
+    return max(0.0, fall(deviation) - fall(1.0))
+
+
+@functools.cache
+def _squared_attentions(deviation: float, positions: int) -> float:
+    """Return the sum of squared attentions in causal attention, as a mean over random logits.
+
+    Args:
+        deviation: Standard deviation of the logits, which are normal and independent.
+        positions: Number of positions. More than `_MOST_POSITIONS` count as so many.
+    """
+    import numpy as np
+
+    count = min(positions, _MOST_POSITIONS)
+    logits = deviation * np.random.default_rng(0).normal(size=(256, count))
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    # Position t attends to positions 0 to t. A row of logits serves for all of them.
+    sums = np.cumsum(weights, axis=1)
+    squares = np.cumsum(weights**2, axis=1)
+    return float(np.mean(squares / sums**2) * count)
 
 
 def gates_fall(first: Mapping[str, int], last: Mapping[str, int]) -> float:

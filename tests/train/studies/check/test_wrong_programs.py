@@ -275,3 +275,48 @@ def test_constants_of_groups_change_no_expectation(capsys: pytest.CaptureFixture
         assert main([*words, *flags]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]
+
+
+@functools.cache
+def sharp() -> tuple[check.Series, Preset, dict[str, np.ndarray]]:
+    """Return a series that grows in head_dim, `mup` with attention logits of 3 at the base, a batch."""
+    model = dataclasses.replace(
+        transformer(configs.get("lm-proxy"), "a test"),
+        width=32, num_heads=2, depth=1, vocab_size=64, seq_len=64,  # pyright: ignore
+    )  # fmt: skip
+    grown = check.grow(model, "head_dim", 3, {"vocab_size", "seq_len"})
+    adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
+    ends = [definition(grown[0]), definition(grown[-1])]
+    preset = presets.get("mup", base=grown[0].base_sizes(), c_a=3)
+    return optimized(check.Series(ends, adam, steps=1)), preset, check.batch(grown[0])
+
+
+def sharply(trained: Preset) -> list[Finding]:
+    """Judge a table by theory of the right one, whose attention is sharp at the base."""
+    trained_series, preset, batch = sharp()
+    first, last = trained_series.definitions
+    expected = theory.of(preset, first, last, "adam")
+    return check.judge(trained_series.measure(trained, batch, SEEDS), [1, 4], expected)
+
+
+def test_attention_that_is_sharp_at_the_base_passes():
+    findings = sharply(sharp()[1])
+    assert check.passes(findings), wrong(findings)
+    # Without the room for attention that becomes less sharp, this would contradict theory.
+    (finding,) = [f for f in findings if f.observable == "gradient/token_embedding"]
+    assert finding.slope < -0.25
+
+
+@pytest.mark.parametrize("group", ["block.value", "block.attention_out", "token_embedding"])
+@pytest.mark.parametrize("column", ["init_std", "adam", "multiplier"])
+def test_control_a_wrong_rule_beside_sharp_attention_fails(group: str, column: str):
+    preset = sharp()[1]
+
+    def rule(spec: ParamSpec) -> Rule:
+        row = preset.rule(spec)
+        if spec.group != group:
+            return row
+        value = getattr(row, column) * axis("head_dim") ** 0.25
+        return dataclasses.replace(row, **{column: value})
+
+    assert not check.passes(sharply(dataclasses.replace(preset, rule=rule)))
