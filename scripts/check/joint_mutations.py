@@ -233,8 +233,8 @@ def _why(row: dict[str, Any]) -> str:
     """Return why theory sees no error in the formulas of a mutant."""
     if row["column"] == "eps":
         return (
-            "The right rule itself lets eps grow as tokens^0.5 relative to the gradient noise, so "
-            "theory calls no smaller eps wrong."
+            "The right rule's eps grows as tokens^0.5 relative to the gradient noise. Theory accepts "
+            "any slower growth, down to none."
         )
     return "Nothing that theory judges changes."
 

@@ -125,22 +125,24 @@ def _allowed(group: str) -> str:
 
 
 def _harder(outcomes: Outcomes) -> list[str]:
-    """Return a line per error that only the larger number of seeds catches, with its groups."""
+    """Return a line per error that only the larger number of seeds catches in some groups."""
     lines = []
     for study, study_outcomes in outcomes.items():
         by_error: dict[str, list[str]] = {}
+        num_groups: dict[str, int] = {}
         for outcome in study_outcomes:
+            error = f"{outcome.column} {_error(outcome)}"
+            num_groups[error] = num_groups.get(error, 0) + 1
             if outcome.by is not None and outcome.seeds == MORE_SEEDS:
                 observable, _, slopes = outcome.by.partition(" @")
                 slope, _, predicted = slopes.partition(": ")[2].partition(", theory ")
-                error = f"{outcome.column} is {_error(outcome)}"
-                growth = f"`{observable}` grows as m^{slope} (in theory m^{predicted})"
+                growth = (
+                    f"`{observable}` grows as m^{slope} (theory of the right rule: m^{predicted})"
+                )
                 by_error.setdefault(error, []).append(growth)
         for error, evidence in by_error.items():
-            mutants = "1 mutant"
-            if len(evidence) > 1:
-                mutants = f"{len(evidence)} mutants, one per group"
-            lines.append(f"- {study}, {mutants}: {error}. {', '.join(evidence)}.")
+            groups = f"{len(evidence)} of {num_groups[error]} groups"
+            lines.append(f"- {study}: {error}, in {groups}. {', '.join(evidence)}.")
     return lines
 
 

@@ -50,11 +50,10 @@ Its last column is the `mup` row's loss minus this row's.
 """
 LESS = "first less this"
 READING = {
-    "head_dim-100": "**Not shown.** Constants tuned at width 64 are not the best for larger models over 100 steps: "
-    "with a readout std of m^-1/2, `mup`'s best multiplier for the readout falls from 2^3 at width "
-    "64 to 2^1 at widths 256 and 512. If this multiplier and the learning rate are searched again, "
-    "as `sp`'s are, `mup`'s losses at widths 128, 256 and 512 are 0.005, 0.000 and 0.009 nats "
-    "below `sp`'s.",
+    "head_dim-100": "**Not shown** to be not worse than `sp`. Over 100 steps, with a readout std of m^-1/2, `mup`'s best "
+    "multiplier of the readout's learning rate falls from 8 at width 64 to 2 at widths 256 and 512. "
+    "If it and the learning rate are searched again, as `sp`'s are, `mup`'s losses at widths 128, "
+    "256 and 512 are 0.005, 0.000 and 0.009 nats below `sp`'s.",
     "heads-100": "**Not worse** than `sp` if the readout's std and the embedding's learning rate fall as m^-1/2. "
     "A new search at larger sizes keeps `mup`'s learning rate, while `sp`'s halves with "
     "each doubling of heads. Plain `mup` has readout std m^-1.",
@@ -70,7 +69,7 @@ READING = {
     "vit-800": "**Not worse** in both `mup` rows than an `sp` whose patch embedding's multiplier is not searched. "
     "If this multiplier is searched, too, `sp`'s loss at twice the base is 0.012 ± 0.025 nats above "
     "plain `mup`'s (five seeds).",
-    "vit-100": "**Not shown.** At 2 and 4 times the base, intervals of both `mup` rows end above +0.005 nats. "
+    "vit-100": "**Not shown** to be not worse than `sp`. At 2 and 4 times the base, intervals of both `mup` rows end above +0.005 nats. "
     "At 8 times, both losses are below `sp`'s. Other rows were not trained there.",
 }
 """Name of a cell to the conclusion that a person drew from its numbers."""
