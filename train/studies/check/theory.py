@@ -533,7 +533,7 @@ def _attention_drop(
         numbers: Values at the smallest size. That of attention logits is their deviation.
         exponent: Exponent of the attention logits at initialization, -1/2 for head_dim under `mup`.
         factor: Growth of the fastest axis, such as 8.
-        positions: Number of positions of the model.
+        positions: Number of positions. More than `_MOST_POSITIONS` count as so many.
     """
     deviation = numbers.get(("attention", 0), 1.0)
     if exponent >= -_GROWS or deviation <= 1:
