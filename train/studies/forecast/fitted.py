@@ -151,7 +151,14 @@ def fitted(points: Points) -> ScalingLaw:
     num_loss_parameters = sum(name not in RATE for name in rows.names)
     freedom = max(0, num_settings - num_loss_parameters)
     # A setting's mean over seeds is itself only known to seed_noise / sqrt(n).
-    central = _central_fit(rows, freedom, seed_noise / num_seeds**0.5)
+    mean_noise = seed_noise / num_seeds**0.5
+    if mean_noise > MISFIT:
+        raise NoLaw(
+            f"{points.label}: no law: seeds differ by {seed_noise:.1%} of the loss, so their mean "
+            f"is known to {mean_noise:.1%} and a law needs {MISFIT:.0%}; train more seeds"
+            f"{_because(notes)}"
+        )
+    central = _central_fit(rows, freedom, mean_noise)
     if not np.isfinite(central.theta).all() or central.setting_noise > MISFIT:
         raise NoLaw(
             f"{points.label}: no law: it misses the rows that it is fitted to by "

@@ -263,6 +263,15 @@ def test_rows_that_no_law_describes_have_none():
 
 
 @pytest.mark.core
+def test_seeds_that_differ_by_too_much_are_named_as_the_reason():
+    points = study(Truth(), np.random.default_rng(0), noise=0.15)
+    with pytest.raises(
+        NoLaw, match=r"seeds differ by 1\d\.\d% of the loss, so their mean is known"
+    ):
+        fitted(points)
+
+
+@pytest.mark.core
 def test_another_run_than_a_larger_one_is_refused_by_name():
     law = law_of()
     other = dataclasses.replace(
