@@ -276,7 +276,11 @@ def recorded() -> dict[str, dict[str, Any]]:
     return dict(harness.read_rows(RECORD, "tasks"))
 
 
-NAMES = {"structures": "right presets", "own": "a user's models", "mutants": "wrong rules"}
+NAMES = {
+    "structures": "right presets",
+    "own": "a user's models",
+    "mutants": "wrong rules, and right controls",
+}
 """Kind of a task to its name on the page."""
 OWN_INPUTS = "the model's own"
 """Name on the page of inputs that are not set by the campaign."""
