@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -164,7 +164,14 @@ class Figure:
     keeps_runs: bool = False
 
 
-def settings_of(module: str) -> dict[str, Settings]:
+class BothSettings(TypedDict):
+    """Settings of a figure, as the arguments of `Figure` that have these names."""
+
+    small: Settings
+    full: Settings
+
+
+def settings_of(module: str) -> BothSettings:
     """Return the `small` and `full` settings of a figure from `settings.json`.
 
     Args:
