@@ -63,8 +63,8 @@ BOX = "│╭╮╰╯─ "
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 """Escape sequence that sets a color of the terminal."""
 PLUGIN_HELP = (
-    "--plugin MODULE, in any place, imports a module with presets, models, data or optimizers "
-    "of your own first."
+    "--plugin MODULE, in any place, imports a module of your own first, which extends mupax with "
+    "presets, models, data, metrics and so on."
 )
 _DESCRIPTION = "(description)"
 """Placeholder for the description in tyro's help."""

@@ -509,7 +509,7 @@ USE = (
     ),
     Command(
         name="grow",
-        summary="make a larger model of a checkpoint, with the same function",
+        summary="make a larger model of a checkpoint, with almost the same function",
         example="grow runs/lm-tiny --set depth=8 --out runs/lm-deeper",
         run=_grow,
         prepared="arrays",

@@ -166,15 +166,15 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         slowest = max(slowest, row["slowest_s"])
         largest = max(largest, row["grown_mib"])
     text = (
-        f"{total['inputs']:,} files were broken at random "
-        f"and read by the {len(rows)} readers that commands use, which `fuzz.json` names. A reader "
-        f"must read a file or refuse it with a message. `{COMMAND}`"
+        f"{total['inputs']:,} files were broken at random. Each was given to one of {len(rows)} readers "
+        "that commands use, which `fuzz.json` names. A reader must read the file or refuse it with a "
+        f"message. `{COMMAND}`"
     )
     lines = [
         f"- read {total['read']:,}, refused {total['refused']:,}, tracebacks {total['tracebacks']}",
         f"- more than {SECONDS:g} s of processor time: {total['hangs']} "
         f"(the slowest {slowest:.2f} s)",
-        f"- more than {MEMORY // 2**20} MiB: {total['large']} (the most {largest:.0f} MiB)",
+        f"- more than {MEMORY // 2**20} MiB of memory: {total['large']} (the most {largest:.0f} MiB)",
     ]
     return "\n".join(["## Broken files", "", text, "", *lines, ""])
 

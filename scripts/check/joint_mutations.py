@@ -192,7 +192,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "",
         f"The check catches **{num_caught}** of {len(rows)} mutants and blames the wrong value "
         f"alone in {num_blamed}.",
-        f"Theory of the wrong formulas, without any step, catches {num_by_formulas}.",
+        f"Theory of the wrong formulas alone catches {num_by_formulas}.",
         "",
         "| rule | grows | caught | by the formulas |",
         "|---|---|---|---|",
@@ -213,8 +213,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     listed = f"all {len(COLUMNS)}" if in_order == list(COLUMNS) else f"the {', '.join(in_order)}"
     lines += [
         "",
-        f"As a control, the rule `none` changes no value: theory calls {listed} values wrong as the "
-        "batch grows.",
+        f"Control: the rule `none` changes no value; theory calls {listed} wrong as the batch grows.",
         "",
         "Theory of the formulas misses these:",
         "",

@@ -49,7 +49,7 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         "group is wrong by a power of m, the width over the smallest width. The mutant takes one",
         f"step at {SIZES} head dimensions, each twice the one before, with {SEEDS} seeds (an",
         "encoder-decoder at two numbers of heads, H and 4 H). The check compares it",
-        "with theory of `mup`. A mutant that changes training and passes is tried again with",
+        "with theory of `mup`. A mutant that changes training and passes is tried with",
         f"{MORE_SEEDS} seeds.",
         "",
         "*Other roles* are parameter groups that the decoder lacks.",
@@ -119,8 +119,8 @@ def _allowed(group: str) -> str:
     observable = f"movement/{group} @1"
     below, above = allowances.get(observable, (0.0, 0.0))
     return (
-        f"`{observable}` lies up to {below:g} below theory and {above:g} above, so the check allows "
-        "this (`allowances.json`)"
+        f"`{observable}` lies up to {below:g} below theory and {above:g} above, so the check accepts "
+        "this range (`allowances.json`)"
     )
 
 

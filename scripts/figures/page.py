@@ -29,7 +29,7 @@ HEAD = """# The papers' figures, measured again
 
 This page repeats figures of Bordelon et al. 2024 (arXiv 2405.15712) and Dinan et al. 2023 (arXiv 2304.02034) on smaller models,
 and adds predictions of this project.
-`make figures ARGS=--again` measures all, `python -m scripts.figures NAME --again` one. Both skip training runs that are finished in
+`make figures ARGS=--again` measures all, `python -m scripts.figures NAME --again` one. Both skip training runs finished in
 `runs/figures`. Without such runs, all figures take {minutes} minutes of CPU time. A figure's table compares measured values with predictions:
 
 | verdict | meaning |

@@ -18,7 +18,7 @@ HEAD = """# Commands
 
 `mupax COMMAND --help` prints an example and the command's flags; `mupax train --help` prints the
 recipes. `mupax train RECIPE --help` prints the common flags of a recipe, and `--help all` prints
-every flag. `--plugin MODULE` first imports your module of presets, models, data or optimizers
+every flag. `--plugin MODULE` first imports your Python module that extends mupax
 ([how](../howto/extend.md)).
 `python -m scripts.pages.commands` makes this page.
 

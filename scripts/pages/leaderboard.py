@@ -34,7 +34,7 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 HEADING = """## More presets
 
 Each table is about one model under one optimizer, ordered by the **price** defined above. To run a study and add it to these
-tables, type its name and the words that follow `mupax transfer`:
+tables, type a name and the words that follow `mupax transfer`:
 
 ```text
 python -m scripts.pages.leaderboard completep-depth lm-tiny --model lm-proxy --preset completep --control sp --grow depth=2,4,8,16 --steps 100

@@ -35,8 +35,8 @@ TAIL = """
 The kinds of evidence are, best first:
 
 - **measured here**: a [tuned preset](../reference/tuned.md). It applies to models
-  of its kind (images, or decoders without experts) within three doublings of the measured sizes,
-  and to runs up to eight times as long.
+  of its kind (images, or decoders without experts) within three doublings of measured sizes,
+  and up to eight times the measured run's length.
 - **published law**: a fit to [1,073 published runs](../evidence/forecasts.md#published-runs)
   under standard parameterization. It applies to decoders without experts, within three doublings
   of 215 to 429 million parameters (without embeddings and readout) and 4 to 100 billion tokens.

@@ -25,11 +25,11 @@ Record = Mapping[str, Any]
 HEAD = f"""# Does a tuned preset win?
 
 This page compares the training losses of two ways to choose the constants of larger models, such as the learning rate. The
-smallest model of a comparison is called the base.
+smallest model of a comparison is the base.
 
 * **The preset** is tuned at the base alone. A search chooses the learning rate, its multipliers for the readout and the input embedding
   (their "rates" in the tables), and the readout's initial std. Larger models use these constants unchanged, except in rows
-  that end in "tuned anew" or "tuned at twice the base".
+  with "tuned" or "as sp has" in their names.
 * **`sp`**, the standard parameterization, starts from the same constants. At every larger size its learning rate and the readout's
   multiplier are searched again. A second `sp` row of `head_dim-800` also searches the multipliers of the input embedding and of
   the parameter groups that gain more than {JOINS:.3f} nats if their multiplier moves by a factor of four at four times the base.
@@ -45,15 +45,15 @@ nats (**not worse**), *not finished* that a size is missing. **Not shown** means
 `python -m scripts.quality` trains missing runs and writes this page.
 """
 COLUMNS = """Each section's table has mean losses in nats by size. Its last column is the first row's loss minus this row's at the largest
-size. A row that ends in "as sp has it" or "as sp has them" is `mup` with one rule of `sp` and a learning rate searched at every size.
-Its last column is the `mup` row's loss minus this row's.
+size, over the seeds of both. A row with "as sp has" is `mup` with one rule of `sp` and a learning rate searched at every size. Its
+last column is the `mup` row's loss minus this row's.
 """
 LESS = "first less this"
 READING = {
     "head_dim-100": "**Not shown** to be not worse than `sp`. Over 100 steps, with a readout std of m^-1/2, `mup`'s best "
-    "multiplier of the readout's learning rate falls from 8 at width 64 to 2 at widths 256 and 512. "
-    "If it and the learning rate are searched again, as `sp`'s are, `mup`'s losses at widths 128, "
-    "256 and 512 are 0.005, 0.000 and 0.009 nats below `sp`'s.",
+    "multiplier of the readout's learning rate falls from 8 at head_dim 16 to 2 at 64 and 128. "
+    "If it and the learning rate are searched again, as `sp`'s are, `mup`'s losses at head_dim 32, "
+    "64 and 128 are 0.005, 0.000 and 0.009 nats below `sp`'s.",
     "heads-100": "**Not worse** than `sp` if the readout's std and the embedding's learning rate fall as m^-1/2. "
     "A new search at larger sizes keeps `mup`'s learning rate, while `sp`'s halves with "
     "each doubling of heads. Plain `mup` has readout std m^-1.",

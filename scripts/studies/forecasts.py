@@ -41,7 +41,7 @@ REASON_WORDS = {
     " that can be used": "",
     "rows": "runs",
     "1 lengths": "1 length",
-    "3 of either": "3 sizes or 3 lengths",
+    "3 of either": "3 sizes, lengths or batches",
 }
 """Words of a recorded reason why no law was fitted, to the words of the page."""
 
@@ -147,8 +147,7 @@ def document(content: dict[str, Any]) -> str:
     lines = [
         _totals(content["summary"]),
         "",
-        "Outcomes outside their 90 % interval (all outcomes are in "
-        "`docs/evidence/forecasts.json`):",
+        "Outcomes outside their 90 % interval (all: `docs/evidence/forecasts.json`):",
         "",
         _misses(content["forecasts"]),
         "",

@@ -29,9 +29,9 @@ OPENING = """## Published runs
 
 Tables of runs get another law (`train/studies/tables/law.py`). mupax comes with this law fitted to
 1,073 published runs: dense decoders of 215 to 429 million parameters without embeddings, 4 to 100
-billion tokens, standard parameterization. `mupax plan --model NAME` uses it for a dense decoder whose
-size and tokens are at most three doublings outside these ranges, unless a tuned preset measured by
-mupax applies ([which settings](../start/which-settings.md)).
+billion tokens, standard parameterization. Without `--from`, `mupax plan --model NAME` uses it for a
+dense decoder with size and tokens at most three doublings outside these ranges, unless a tuned
+preset measured by mupax applies ([which settings](../start/which-settings.md)).
 """
 
 
@@ -103,7 +103,7 @@ def _left_out(result: dict[str, Any]) -> str:
     inside = sum(row["inside"] for row in settings)
     return f"""### Each setting left out in turn
 
-A law fitted to all other pairs of model size and tokens forecasts the lowest loss of each pair.
+A law fitted to all other pairs of model size and tokens forecasts each pair's lowest loss.
 *Error* is the forecast over the measured loss, less 1. *Lost* is how far the run nearest to the
 recommended learning rate and batch ends above the best run.
 
@@ -166,7 +166,7 @@ def _rules(result: dict[str, Any]) -> str:
     return f"""### Which rule to use for a longer run
 
 **Grow the batch as the square root of the tokens and the rate as the square root of the batch**:
-`--joint sde` with a batch of B (T/T0)^1/2. B and T0 are batch and tokens of the shorter run.
+`--joint sde` with a batch of B (T/T0)^1/2 for T tokens. B and T0 are those of the shorter run.
 
 Each rule but `this law` moves the best rate and batch of a shorter run to a longer run of the same
 model (1.8 to 25 times the tokens). *Lost* compares with the best rate and batch of the longer run.
@@ -198,7 +198,7 @@ def _isoflop(result: dict[str, Any]) -> str:
         )
     return f"""### A law of FLOPs alone
 
-A table that has only FLOPs and losses is enough for a forecast: `--columns flops=C --flops 1e21`.
+A table of FLOPs and losses is enough for a forecast: `--columns flops=C --flops 1e21`.
 This law forecasts published losses of mixtures of experts, each the lowest for its FLOPs:
 
 {table(rows)}

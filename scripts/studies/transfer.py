@@ -123,7 +123,7 @@ ABOUT = {
     "head_dim": ("A decoder with four heads under Adam grows eightfold in head dimension."),
     "heads": (
         "A decoder under Adam grows eightfold in heads of dimension 16. `mup` and `mup-half` are one "
-        "rule where heads grow, and share their runs."
+        "rule where heads grow, so their losses are equal."
     ),
     "heads-tuned": (
         "The study of [heads](#heads) for `mup`, with the constants of `--preset mup:lm-heads-v1`. "
@@ -170,7 +170,7 @@ ABOUT = {
     "moe-experts-sgd": (
         "A decoder grows from 16 to 64 experts, half of them active. SGD trains only the experts and "
         "routers. The control leaves the number of experts out of their rates, and should drift by "
-        "one octave per doubling. An octave off the best rate costs only 0.01 to 0.03 nats."
+        "one octave per doubling. An octave off the best rate costs 0.01 to 0.03 nats."
     ),
 }
 """Paragraph of the page about each study."""

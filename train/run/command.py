@@ -120,9 +120,11 @@ def _run_to_resume(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:
     Raises:
         UsageError: The flags do not say which run to resume.
         WorkdirError: The workdir holds no run.
+        PluginError: A module that the run needs may not be imported on this account.
     """
     from mupax.train.checkpoints import workdir
     from mupax.train.config.recipes import files
+    from mupax.train.config.record import restore
 
     folder = cli.value_of("--workdir", argv)
     wrong = f"the first word is a recipe, not a flag such as {argv[0].partition('=')[0]}"
@@ -137,5 +139,7 @@ def _run_to_resume(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:
         raise command_line.UsageError(
             f"{wrong}; {folder} holds a run: add --resume to go on with it; {advice}"
         )
+    # Before the fields are read, which may name an extension of the run's own.
+    restore(record)
     make_config = files.of_one_record(record["config"], f"{folder}/config.json")
     return str(record["config"].get("recipe")), make_config

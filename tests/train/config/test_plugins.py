@@ -213,6 +213,21 @@ def test_a_run_of_ones_own_extension_is_read_by_every_command(
     assert f"caution: {name} has changed" in changed.err
 
 
+@pytest.mark.parametrize("name", ["own_preset", "own_bars"])
+def test_a_run_goes_on_without_its_recipe_and_flag(name: str, fresh: None):
+    written(name)
+    # Without the flag the run's own record says which module to import.
+    assert command(f"train {RUNS[name]} {SHORT} --workdir run", plugin=name).code == 0
+    resumed = command("train --resume --workdir run --steps 3 --resume-change schedule")
+    assert resumed.code == 0, resumed.err
+    assert "3" in {path.name for path in Path("run/checkpoints").iterdir()}
+    # The control: of another account, it is refused before the module's code runs.
+    shutil.rmtree("home")
+    refused = command("train --resume --workdir run --steps 4 --resume-change schedule")
+    assert refused.code == 2
+    assert f"--plugin {name}" in refused.err
+
+
 CHIPS = "--chips v5e:4x4 --out plan.json"
 
 

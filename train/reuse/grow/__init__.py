@@ -1,1 +1,1 @@
-"""A larger model of a checkpoint, with the same function."""
+"""A larger model of a checkpoint, with almost the same function."""

@@ -695,6 +695,13 @@ def axis_names(
                 continue
             refused.setdefault(param, _reason(index, column, matching, columns))
         axes = _as_heads(param, axes, samples[0].sizes, cuts)
+        if "heads head_dim" in axes and _is_square(samples[0].sizes):
+            heads = samples[0].sizes["heads"]
+            refused.setdefault(
+                param,
+                f"dimension {axes.index('heads head_dim')} is heads x head_dim, both {heads}, so "
+                "nothing shows which is the outer one; give other sizes, such as twice the width",
+            )
         # Sizes are looked up by axis name, so the two dimensions of a square matrix need two names.
         if param not in refused and len(set(axes)) < len(axes):
             refused[param] = (
@@ -732,6 +739,11 @@ def _cut_axes(
                 return ""
             return f"{outer_axis} {inner_axis}"
     return ""
+
+
+def _is_square(sizes: Mapping[str, int]) -> bool:
+    """Return whether heads that make up the width are as many as each is wide."""
+    return "head_dim" not in sizes and sizes["embed"] == sizes["heads"] ** 2
 
 
 def _as_heads(

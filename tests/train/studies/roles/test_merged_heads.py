@@ -238,3 +238,13 @@ def test_what_is_never_reshaped_or_of_equal_sizes_is_refused() -> None:
     assert "dimension 1 is heads x head_dim" in uncut.refused["h.0.wq"]
     equal = models.roles_of(by_hand, SIZES | {"head_dim": 4})
     assert "dimension 1 is heads x head_dim" in equal.refused["h.0.wq"]
+
+
+@pytest.mark.parametrize("attention", [attend, attend_inside_out])
+def test_heads_as_many_as_each_is_wide_are_refused(attention: Attend):
+    square = models.roles_of(lambda s: by_hand(s, attention), {**SQUARE, "embed": 16})
+    assert "both 4" in square.refused["h.0.wq"]
+    assert "h.0.wq" not in square.specs
+    # The control: at another width the cut shows which axis is the outer one.
+    roles = models.roles_of(lambda s: by_hand(s, attend), SQUARE)
+    assert "h.0.wq" in roles.specs
