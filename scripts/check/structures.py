@@ -98,7 +98,7 @@ def measure(model: str, grow: str) -> list[dict[str, Any]]:
         row["failed"] = [_failure(o) for o in row["observables"] if not o["ok"]]
         row["observables"] = len(row["observables"])
         rows.append(row)
-        print(model, grow, name, report.verdict_line(findings, unjudged), flush=True)
+        print(model, grow, name, report.plain(report.verdict_line(findings, unjudged)), flush=True)
     return rows
 
 

@@ -77,7 +77,7 @@ def main() -> None:
             measured = series.measure(preset, check.batch(grown[0]), peak_lr=rate)
             findings = check.judge(measured, [1, 2, 4, 8], expected)
             rows.append(report.to_json(findings, {"preset": name, "grow": axis}))
-            print(axis, name, report.verdict_line(findings), flush=True)
+            print(axis, name, report.plain(report.verdict_line(findings)), flush=True)
     versions = {"python": platform.python_version(), "jax": jax.__version__}
     about = {
         "command": "python -m scripts.check.theory_and_measurement",

@@ -527,7 +527,7 @@ def text(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
     Args:
         not_judged: Observables that theory says nothing about. The conclusion lists them.
     """
-    lines = [_plain(verdict_line(findings, not_judged))]
+    lines = [plain(verdict_line(findings, not_judged))]
     for finding in findings:
         if not finding.ok:
             lines.append(f"  {_sentence(finding)}")
@@ -540,7 +540,7 @@ def require(findings: Sequence[Finding]) -> None:
         raise CheckFailure(text(findings))
 
 
-def _plain(line: str) -> str:
+def plain(line: str) -> str:
     """Return the line without markup for colours."""
     from rich.text import Text
 
