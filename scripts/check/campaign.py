@@ -310,7 +310,9 @@ def lines() -> list[str]:
         cells = [_cell(record, kind, column) for column in columns]
         page.append(f"| {name} | {' | '.join(cells)} |")
 
-    wrong = [line for task in record.values() for line in _wrong_lines(task)]
+    wrong: list[str] = []
+    for task in record.values():
+        wrong += _wrong_lines(task)
     if wrong:
         page += ["", "Not correct:", "", *wrong]
     return page
