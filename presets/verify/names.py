@@ -212,8 +212,12 @@ def label(name: str, dual: bool = False, with_experts: Collection[str] = ()) -> 
     kind = _LEAF_KINDS.get(leaf, "matrix" if leaf else "")
     # Patterns for modules at the top level begin with "root.".
     role = _role(words if "." in words else f"root.{words}", in_block)
-    # The model itself may be called moe or mamba, so only words inside of a block count.
-    inside = module.rpartition("*")[2]
+    # The model itself may be called moe or mamba. So only words inside of a block count, and
+    # outside of blocks the words after the first one.
+    if "*" in name:
+        inside = module.rpartition("*")[2]
+    else:
+        inside = module.partition(".")[2] or module
     is_gate_of_experts = any(dotted.startswith(f"{prefix}.gate.") for prefix in with_experts)
     if _NOT_JUDGED.search(inside) or is_gate_of_experts:
         role = SKIPPED

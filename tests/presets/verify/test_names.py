@@ -61,6 +61,9 @@ def test_a_gate_beside_experts_is_a_router_and_elsewhere_a_matrix():
 def test_a_model_that_is_called_moe_or_mamba_is_judged():
     for name in ("qwen_moe.layers.0.self_attn.q_proj.weight", "mamba.blocks.0.attn.wq.weight"):
         assert names.label(names.merged(name)).role == "query"
+    assert names.label("mamba.embed_tokens.weight").role == "token_embedding"
+    assert names.label("qwen_moe.lm_head.weight").role == "readout"
+    assert names.label("model.rotary_emb.inv_freq").role == "none"
 
 
 @pytest.mark.parametrize("model", CONFIGS)

@@ -383,7 +383,7 @@ def _numbers(path: Path, parsed: _Parsed, name: str, source: _Source) -> np.ndar
     The result is float64 [rows].
 
     Args:
-        name: Name in `COLUMNS`.
+        name: Name of the column in `COLUMNS`, such as tokens.
 
     Raises:
         TableError: A cell is no number that the column can have (`_is_valid`).
