@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import subprocess
 import tomllib
@@ -115,3 +117,60 @@ def test_what_ci_runs_can_be_made_and_is_said():
     )
     assert {"test", "site", "core"} < set(stages()) < set(targets)
     assert re.findall(r"`(\w+)`", stage_list) == stages()
+
+
+# Tests that `make test` leaves out
+
+
+MARKED_APART = re.compile(r"\bmark\.(parity|tpu|gpu|schedulers|release)\b")
+
+
+def imported(source: ast.Module) -> dict[str, object]:
+    """Objects that a test file imports from the project at its top, by their names there."""
+    objects: dict[str, object] = {}
+    for statement in source.body:
+        if not isinstance(statement, ast.ImportFrom) or statement.module is None:
+            continue
+        if statement.module.split(".")[0] not in ("mupax", "scripts"):
+            continue
+        module = importlib.import_module(statement.module)
+        for alias in statement.names:
+            if not hasattr(module, alias.name):
+                importlib.import_module(f"{statement.module}.{alias.name}")
+            objects[alias.asname or alias.name] = getattr(module, alias.name)
+    return objects
+
+
+def missing_attributes(text: str) -> list[str]:
+    """Attributes that a test file replaces by name (`monkeypatch.setattr`) and that are gone."""
+    source = ast.parse(text)
+    objects = imported(source)
+    missing = []
+    for call in ast.walk(source):
+        match call:
+            case ast.Call(
+                func=ast.Attribute(attr="setattr" | "object"),
+                args=[ast.Name(id=owner), ast.Constant(value=str(attribute)), *_],
+            ) if owner in objects and not hasattr(objects[owner], attribute):
+                missing.append(f"{owner}.{attribute}")
+    return missing
+
+
+def test_attributes_exist_that_tests_of_other_stages_replace():
+    # A renamed attribute would fail there alone, long after `make test` has passed.
+    texts = {file: file.read_text() for file in sorted((ROOT / "tests").rglob("test_*.py"))}
+    apart = {file: text for file, text in texts.items() if MARKED_APART.search(text)}
+    assert ROOT / "tests/train/pods/test_tpu_guards.py" in apart
+    found = {str(file): missing_attributes(text) for file, text in apart.items()}
+    assert not {file: names for file, names in found.items() if names}
+
+
+def test_control_a_renamed_attribute_is_missing():
+    text = """
+from mupax.train.core.program import Program
+
+def test(monkeypatch):
+    monkeypatch.setattr(Program, "free", True)
+    monkeypatch.setattr(Program, "free_layout", True)
+"""
+    assert missing_attributes(text) == ["Program.free"]

@@ -122,7 +122,7 @@ def test_v7x_scatters_gradients_where_control_v5e_sums_them_whole() -> None:
 
 
 def test_control_free_layouts_pad_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Program, "free", True)
+    monkeypatch.setattr(Program, "free_layout", True)
     assert step("v5e:4x4").report()["arguments_over_expected"] > pods_compiled.MOST_ARGUMENTS
 
 
