@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+import mupax.train.core.muon as muon_module
 from mupax.presets import ParamSpec, Role
 from mupax.train.config.run import MeshConfig, OptimizerConfig, parse_rules
 from mupax.train.core.muon import (
@@ -148,6 +149,67 @@ def test_singular_vectors_stay_and_singular_values_come_near_one(shape: tuple[in
     np.testing.assert_allclose(inside - np.diag(values), 0, atol=1e-4)
     assert (values > 0.3).all()
     assert (values < 1.3).all()
+
+
+def matrix_with(values: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Return a matrix of a shape with these singular values and random singular vectors."""
+    u, _, vt = np.linalg.svd(np.random.default_rng(2).standard_normal(shape), full_matrices=False)
+    return (u * values) @ vt
+
+
+def in_float64(x: np.ndarray, coefficients: Coefficients) -> np.ndarray:
+    x = x / np.linalg.norm(x)
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+SPECTRA = {
+    "equal": np.ones(32),
+    "to 1e-3": np.geomspace(1, 1e-3, 32),
+    "to 1e-8": np.geomspace(1, 1e-8, 32),
+    "rank 2": np.array([1.0, 0.5] + [0.0] * 30),
+}
+
+
+def error_of_gram(spectrum: str, name: str, shape: tuple[int, int]) -> float:
+    """Return the spectral norm of the error of float32 by Gram matrices, relative to the result."""
+    coefficients = ORTHOGONALIZERS[name]
+    x = matrix_with(SPECTRA[spectrum], shape)
+    result = newton_schulz(jnp.asarray(x, jnp.float32), coefficients, use_gram=True)
+    expected = in_float64(x, coefficients)
+    return float(np.linalg.norm(np.asarray(result) - expected, 2) / np.linalg.norm(expected, 2))
+
+
+@pytest.mark.parametrize("shape", [(32, 80), (80, 32), (32, 64)])
+@pytest.mark.parametrize("name", ORTHOGONALIZERS)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_gram_matrices_give_the_same_iterations(
+    spectrum: str, name: str, shape: tuple[int, int]
+) -> None:
+    assert error_of_gram(spectrum, name, shape) < 2e-4
+
+
+@pytest.mark.parametrize("name", ORTHOGONALIZERS)
+def test_control_without_a_restart_errors_of_gram_matrices_grow(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(muon_module, "_GRAM_RESTART", 5)
+    assert error_of_gram("to 1e-8", name, (32, 80)) > 3e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(32, 80), (80, 32), (32, 40)])
+def test_only_long_float32_matrices_are_iterated_by_gram_matrices(
+    shape: tuple[int, int], dtype: str
+) -> None:
+    """Products with the long side are two per restart, not two per iteration."""
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    text = jax.jit(functools.partial(newton_schulz, use_gram=True)).lower(x).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    long = [line for line in products if re.search(rf"\b{max(shape)}x|x{max(shape)}x", line)]
+    assert len(long) == (4 if dtype == "float32" and max(shape) == 80 else 10)
 
 
 def worst_deviation(coefficients: Coefficients, least: float) -> float:
