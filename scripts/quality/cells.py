@@ -33,6 +33,12 @@ VIT = (
     "--optimizer.name adam --optimizer.peak-lr 0.00390625 --optimizer.clip-norm None"
 )
 """Flags of the image model at the base."""
+MUON = (
+    "--model.width 32 --model.num-heads 2 --model.depth 1 --model.seq-len 32 --data.batch-size 8 "
+    "--optimizer.name muon --optimizer.clip-norm None --optimizer.weight-decay 0 "
+    "--optimizer.peak-lr 0.03125 --optimizer.adam-lr 0.03125"
+)
+"""Flags of the language model under Muon at the base."""
 GAINS = ("norm_gain", "block.norm_gain")
 """Groups of the gains of norms."""
 
@@ -127,7 +133,10 @@ class Cell:
         config = cli.parse(self.recipe, cli.recipe(self.recipe), self.words.split()).config
 
         values = {name: 2.0 ** (STEP.get(name, OCTAVE) * n) for name, n in setting.items()}
-        rate = config.optimizer.peak_lr * values.pop("lr", 1.0)
+        # The two peak rates are no constants of a preset. Only Muon has the second one.
+        rates = {"peak_lr": config.optimizer.peak_lr * values.pop("lr", 1.0)}
+        if config.optimizer.adam_lr is not None:
+            rates["adam_lr"] = config.optimizer.adam_lr * values.pop("adam_lr", 1.0)
         factors: dict[str, float] = {}
         if size > base_size:
             # At the base all arms are one model, so an arm's constants apply to larger sizes only.
@@ -151,7 +160,7 @@ class Cell:
             seed=seed,
             workdir=None,
             data=replace(grown.data, seed=grown.data_seed),
-            optimizer=replace(grown.optimizer, peak_lr=rate),
+            optimizer=replace(grown.optimizer, **rates),
         )
 
 
@@ -255,6 +264,16 @@ LONG_ARMS = (*WIDTH_ARMS[:3], _SP, _retuned("token_embedding"))
 """Arms of language models over 800 steps. They are few, because runs take eight times as long."""
 LONG_IMAGE_ARMS = (IMAGE_ARM, WIDTH_ARMS[2], _SP, _retuned("patch_embedding"))
 """Arms of image models over 800 steps."""
+MUON_ARMS = (
+    *WIDTH_ARMS[:3],
+    Arm(
+        "sp, both peak rates, readout's and embedding's rate tuned anew",
+        "sp",
+        ("lr", "adam_lr", "rates.readout", "rates.token_embedding"),
+        probed=True,
+    ),
+)
+"""Arms of the language model under Muon."""
 HEAD_DIMS = (16, 32, 64, 128)
 HEADS = (4, 8, 16, 32)
 DEPTHS = (2, 4, 8, 16)
@@ -324,6 +343,17 @@ def _cells() -> dict[str, Cell]:
             start=VIT_SHORT,
             finalists=2,
             max_seeds=8,
+        ),
+        Cell(
+            name="muon-100",
+            recipe="lm-tiny",
+            words=_with_steps(MUON, 100),
+            axis="heads",
+            sizes=(2, 4, 8, 16),
+            searched=("lr", "adam_lr", *SEARCHED[1:]),
+            arms=MUON_ARMS,
+            start=(("adam_lr", 1), ("rates.token_embedding", 3)),
+            finalists=2,
         ),
     )
     return {cell.name: cell for cell in cells}
