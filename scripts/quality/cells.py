@@ -33,12 +33,24 @@ VIT = (
     "--optimizer.name adam --optimizer.peak-lr 0.00390625 --optimizer.clip-norm None"
 )
 """Flags of the image model at the base."""
+SMALL_LM = (
+    "--model.width 32 --model.num-heads 2 --model.depth 1 --model.seq-len 32 --data.batch-size 8"
+)
+"""Flags of the model of the cells under Muon at the base."""
 MUON = (
-    "--model.width 32 --model.num-heads 2 --model.depth 1 --model.seq-len 32 --data.batch-size 8 "
-    "--optimizer.name muon --optimizer.clip-norm None --optimizer.weight-decay 0 "
+    f"{SMALL_LM} --optimizer.name muon --optimizer.clip-norm None --optimizer.weight-decay 0 "
     "--optimizer.peak-lr 0.03125 --optimizer.adam-lr 0.03125"
 )
 """Flags of the language model under Muon at the base."""
+SHIPPED = (
+    # What `c_a=0.25` of the recipe does, by a constant that `sp` has, too.
+    ("multipliers.block.query", 0.25),
+    ("rates.readout", 2.48372),
+    ("rates.token_embedding", 26.9087),
+    ("stds.readout", 4.0),
+    ("stds.token_embedding", 0.478802),
+)
+"""Constants of the recipe `lm-laptop`, which has Muon."""
 GAINS = ("norm_gain", "block.norm_gain")
 """Groups of the gains of norms."""
 
@@ -91,6 +103,7 @@ class Cell:
         searched: Constants that are tuned once, at the base, for every arm.
         arms: Arms of the cell. All others are compared with the first one, except ablations.
         start: Setting at which the search at the base begins.
+        constants: Factors on constants of the preset at every size, in every arm.
         finalists: Number of settings that a search compares on all seeds; see `descend`.
         max_seeds: Largest number of seeds of a comparison.
     """
@@ -103,6 +116,7 @@ class Cell:
     searched: tuple[str, ...]
     arms: tuple[Arm, ...]
     start: tuple[tuple[str, int], ...] = ()
+    constants: tuple[tuple[str, float], ...] = ()
     finalists: int | None = None
     max_seeds: int = 12
 
@@ -137,11 +151,10 @@ class Cell:
         rates = {"peak_lr": config.optimizer.peak_lr * values.pop("lr", 1.0)}
         if config.optimizer.adam_lr is not None:
             rates["adam_lr"] = config.optimizer.adam_lr * values.pop("adam_lr", 1.0)
-        factors: dict[str, float] = {}
-        if size > base_size:
-            # At the base all arms are one model, so an arm's constants apply to larger sizes only.
-            factors.update(arm.constants(size / base_size))
-        for name, value in values.items():
+        factors = dict(self.constants)
+        # At the base all arms are one model, so an arm's constants apply to larger sizes only.
+        own_constants = arm.constants(size / base_size) if size > base_size else {}
+        for name, value in (*own_constants.items(), *values.items()):
             factors[name] = factors.get(name, 1.0) * value
         overrides = {}
         for name, factor in factors.items():
@@ -277,6 +290,7 @@ MUON_ARMS = (
 HEAD_DIMS = (16, 32, 64, 128)
 HEADS = (4, 8, 16, 32)
 DEPTHS = (2, 4, 8, 16)
+MUON_HEADS = (2, 4, 8, 16)
 
 
 def _with_steps(words: str, steps: int) -> str:
@@ -349,11 +363,21 @@ def _cells() -> dict[str, Cell]:
             recipe="lm-tiny",
             words=_with_steps(MUON, 100),
             axis="heads",
-            sizes=(2, 4, 8, 16),
+            sizes=MUON_HEADS,
             searched=("lr", "adam_lr", *SEARCHED[1:]),
             arms=MUON_ARMS,
             start=(("adam_lr", 1), ("rates.token_embedding", 3)),
-            finalists=2,
+        ),
+        Cell(
+            name="muon-shipped-100",
+            recipe="lm-laptop",
+            words=_with_steps(SMALL_LM, 100),
+            axis="heads",
+            sizes=MUON_HEADS,
+            # Nothing is searched at the base.
+            searched=(),
+            arms=MUON_ARMS,
+            constants=SHIPPED,
         ),
     )
     return {cell.name: cell for cell in cells}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.sweep.rows import Row, Rows, has_rows
 from scripts.quality import cells, page
 from scripts.quality.__main__ import without_curves
@@ -121,12 +122,33 @@ def test_at_the_base_all_arms_are_one_model_and_larger_ones_differ_and_keep_it_a
             for size in (cell.sizes[0], cell.sizes[-1])
         )
         assert first.preset.base == last.preset.base
-        assert "rates.readout=4" in last.preset.constants
+        readout = 4 * dict(cell.constants).get("rates.readout", 1)
+        assert f"rates.readout={readout:.10g}" in last.preset.constants
         assert last.seed == 3
         assert cells.rate(last) == cells.rate(first)
         assert (last.preset, arm.tuned, arm.searches, arm.ablation) not in runs
         runs.append((last.preset, arm.tuned, arm.searches, arm.ablation))
     assert len({arm.label for arm in cell.arms}) == len(runs)  # results are kept by it
+
+
+@pytest.mark.parametrize("name", ["muon-100", "muon-shipped-100"])
+def test_a_setting_moves_both_peak_rates_of_muon(name: str):
+    cell = CELLS[name]
+    for arm in cell.arms:
+        before, after = (
+            cell.config(arm, cell.sizes[-1], setting, seed=0).optimizer
+            for setting in ({}, {"lr": 1, "adam_lr": -2})
+        )
+        assert after.peak_lr == pytest.approx(before.peak_lr * 2**0.5)
+        assert after.adam_lr == pytest.approx(before.adam_lr / 4)
+
+
+def test_the_shipped_constants_are_those_of_the_recipe():
+    shipped = dict(value.split("=") for value in RECIPES["lm-laptop"]().preset.constants)
+    logits = shipped.pop("c_a")
+    ours = {name: f"{value:g}" for name, value in cells.SHIPPED}
+    assert ours.pop("multipliers.block.query") == logits
+    assert ours == shipped
 
 
 def test_rows_are_kept_without_their_curves(tmp_path: Path):
