@@ -31,11 +31,11 @@ smallest model of a comparison is the base.
   (their "rates" in the tables), and the readout's initial std. Larger models use these constants unchanged, except in rows
   with "tuned" or "as sp has" in their names.
 * **`sp`**, the standard parameterization, starts from the same constants. At every larger size its learning rate and the readout's
-  multiplier are searched again. A second `sp` row of `head_dim-800` also searches the multipliers of the input embedding and of
+  multiplier are searched again. In `muon` sections and a second row of `head_dim-800`, so are the multipliers of the input embedding and of
   the parameter groups that gain more than {JOINS:.3f} nats if their multiplier moves by a factor of four at four times the base.
 
-A section's name has what grows (in `vit` sections the head dimension) and the number of steps. "At 2 times" means twice the base's
-size. m and L are width and depth, divided by the base's. "Readout std m^-1/2" means that the readout's initial std falls as m^-1/2.
+A section's name has what grows (in `vit` sections the head dimension, in `muon` sections heads under Muon) and the number of steps. In
+`muon-shipped-100`, nothing is searched at the base: the constants are those of `lm-laptop`. "At 2 times" means twice the base's size. m and L are width and depth, divided by the base's. "Readout std m^-1/2" means that the readout's initial std falls as m^-1/2.
 
 A run's loss is the mean over its last tenth. All runs of a comparison see the same examples in the same order. Differences are paired
 by seed (5 to 12 seeds), with a 95 % t interval. In the next table, *yes* means that all intervals of the row end at or below {GOAL:+.3f}

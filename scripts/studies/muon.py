@@ -56,9 +56,10 @@ SIZES = (2, 4, 8, 16)
 """Numbers of heads. The head dimension stays 16."""
 STEPS = 800
 SEEDS = 8
+DECAY_SEEDS = 4
 DECAY_SIZES = (2, 8)
 DECAY_STEPS = 2000
-DECAYS = (0.0, *(2.0**power for power in range(-15, -6)))
+DECAYS = (0.0, *(2.0**power for power in range(-15, -6, 2)))
 """Weight decays of the search. The larger size also has those of the rules."""
 POWERS = (0, -1, -2)
 """Powers of the width's growth by which the rules multiply the weight decay."""
@@ -109,9 +110,9 @@ class Runs:
     def __init__(self, stop: StopRequest) -> None:
         self._sweep = Sweep(OUT, evaluated=False, stop=lambda: stop.received is not None)
 
-    def losses(self, point: Point) -> np.ndarray:
-        """Return the losses [seeds] of a point and of the same point with other seeds."""
-        points = [replace(point, seed=seed) for seed in range(SEEDS)]
+    def losses(self, point: Point, seeds: int) -> np.ndarray:
+        """Return the losses [seeds] of a point with the seeds from 0 on in place of its own."""
+        points = [replace(point, seed=seed) for seed in range(seeds)]
         rows = self._sweep.run([one.config() for one in points])
         return np.array([row.loss for row in rows])
 
@@ -123,7 +124,7 @@ def measure(stop: StopRequest) -> None:
     for heads in SIZES:
         losses = {}
         for optimizer in OPTIMIZERS:
-            losses[optimizer] = runs.losses(Point(optimizer, heads, STEPS, None, 0)).tolist()
+            losses[optimizer] = runs.losses(Point(optimizer, heads, STEPS, None, 0), SEEDS).tolist()
         sizes.append({"heads": heads, "losses": losses})
         _write({"optimizers": sizes})
 
@@ -145,7 +146,7 @@ def _decays(runs: Runs, heads: int, decays: Sequence[float]) -> list[dict[str, A
     """Return the losses of every weight decay at one size."""
     rows = []
     for decay in decays:
-        losses = runs.losses(Point("muon", heads, DECAY_STEPS, decay, 0))
+        losses = runs.losses(Point("muon", heads, DECAY_STEPS, decay, 0), DECAY_SEEDS)
         rows.append({"decay": decay, "losses": losses.tolist()})
     return rows
 
