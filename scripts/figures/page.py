@@ -115,7 +115,7 @@ def _section(folder: str, name: str, record: Record) -> str:
         "",
         f"{origin}{about}",
         "",
-        f"`{name}` ({record['seconds']} s): {_counts(record['rows'])}{link}.",
+        f"`{name}`: {_counts(record['rows'])}{link}.",
         "",
         f"![{name}]({folder}/{name}.png)",
         "",
