@@ -88,11 +88,13 @@ def _summary(records: Mapping[str, Record]) -> str:
     claims = [row for row in predicted if not row["control"]]
     num_controls = len(predicted) - len(claims)
     num_reproduced = sum(map(_reproduces, claims))
+    num_undecided = sum(map(_is_undecided, claims))
+    num_refuted = len(claims) - num_reproduced - num_undecided
     num_failed = sum(map(_fails_as_control, predicted))
     return (
-        f"**{num_reproduced} of {len(claims)} predictions reproduce**, and {num_failed} of "
-        f"{num_controls} controls fail. The tables show the others. The record of each figure has "
-        "all rows and the method.\n"
+        f"**{num_reproduced} of {len(claims)} predictions reproduce**, {num_refuted} do not, and "
+        f"{num_undecided} are undecided. {num_failed} of {num_controls} controls fail. The tables "
+        "show what does not reproduce, and controls that do not fail. The record of each figure has all rows and the method.\n"
     )
 
 
@@ -148,6 +150,8 @@ def _counts(rows: Sequence[Row]) -> str:
     if claims:
         num_reproduced = sum(map(_reproduces, claims))
         counts += f"{num_reproduced} of {len(claims)} predictions reproduce; "
+        if num_undecided := sum(map(_is_undecided, claims)):
+            counts += f"{num_undecided} undecided; "
     if controls:
         num_failed = sum(map(_fails_as_control, controls))
         counts += f"{num_failed} of {len(controls)} controls fail; "
@@ -158,17 +162,21 @@ def _reproduces(row: Row) -> bool:
     return row["verdict"].startswith("reproduces")
 
 
+def _is_undecided(row: Row) -> bool:
+    return row["verdict"].startswith("undecided")
+
+
 def _fails_as_control(row: Row) -> bool:
     return row["verdict"].startswith("control: fails")
 
 
 def _failures(rows: Sequence[Row]) -> list[Row]:
-    """Return predictions that do not reproduce or are undecided, and controls that do not fail."""
+    """Return predictions that do not reproduce, and controls that do not fail."""
     failures = []
     for row in rows:
-        if row["predicted"] is None:
+        if row["predicted"] is None or _reproduces(row) or _is_undecided(row):
             continue
-        if not _reproduces(row) and not _fails_as_control(row):
+        if not _fails_as_control(row):
             failures.append(row)
     return failures
 

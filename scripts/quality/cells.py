@@ -367,6 +367,7 @@ def _cells() -> dict[str, Cell]:
             searched=("lr", "adam_lr", *SEARCHED[1:]),
             arms=MUON_ARMS,
             start=(("adam_lr", 1), ("rates.token_embedding", 3)),
+            finalists=2,
         ),
         Cell(
             name="muon-shipped-100",

@@ -155,8 +155,6 @@ def document(content: dict[str, Any]) -> str:
         "",
         _hindsight_summary(content["hindsight"]),
         "",
-        _hindsight_table(content["hindsight"]),
-        "",
         "No law could be fitted to the smaller settings of these studies:",
         "",
         *_studies_without_law(content["hindsight"]),
@@ -206,35 +204,22 @@ def _misses(forecasts: Sequence[dict[str, Any]]) -> str:
 
 
 def _hindsight_summary(forecasts: Sequence[dict[str, Any]]) -> str:
-    """Return a sentence with the number of best learning rates inside their intervals."""
-    rates = [row["log2_lr"] for row in forecasts if row.get("log2_lr")]
+    """Return a paragraph on how many losses and best rates are inside their intervals."""
+    judged = [row for row in forecasts if "none" not in row]
+    outside = [row for row in judged if not row["outcome"]["inside90"]]
+    rates = [row["log2_lr"] for row in judged if row["log2_lr"]]
     inside = sum(rate["low90"] <= rate["came"] <= rate["high90"] for rate in rates)
+    misses = [
+        f"{row['study']} under `{row['preset']}` ({row['outcome']['error']:+.2%})"
+        for row in outside
+    ]
+    errors = [abs(row["outcome"]["error"]) for row in judged]
     return (
         "In each transfer study that allows it, a law fitted to all settings but the largest "
-        "forecasts the largest. "
-        f"{inside} of {len(rates)} best learning rates are inside their 90 % intervals."
+        f"forecasts the largest. {len(judged) - len(outside)} of {len(judged)} losses and "
+        f"{inside} of {len(rates)} best learning rates are inside their 90 % intervals. The median "
+        f"error of the losses is {np.median(errors):.2%}. Outside: {', '.join(misses) or 'none'}."
     )
-
-
-def _hindsight_table(forecasts: Sequence[dict[str, Any]]) -> str:
-    """Return the table of the losses of the studies' largest sizes."""
-    rows = [["study", "preset", "loss", "90 %", ERROR]]
-    for row in forecasts:
-        if "none" in row:
-            continue
-        loss = row["loss"]
-        outcome = row["outcome"]
-        mark = "" if outcome["inside90"] else ", **outside**"
-        rows.append(
-            [
-                row["study"],
-                f"`{row['preset']}`",
-                f"{loss['value']:.3f}",
-                f"{loss['low90']:.3f} to {loss['high90']:.3f}",
-                f"{outcome['error']:+.2%}{mark}",
-            ]
-        )
-    return markdown.table(rows)
 
 
 def _studies_without_law(forecasts: Sequence[dict[str, Any]]) -> list[str]:

@@ -179,7 +179,7 @@ def markdown(result: dict[str, Any]) -> str:
     for power, name in names.items():
         value = decay["rules"][power]
         columns.append([name, f"{value:.3g}", *_compared(losses[value], losses[best])])
-    columns.append(["none", "0", *_compared(losses[0.0], losses[best])])
+    columns.append(["no decay", "0", *_compared(losses[0.0], losses[best])])
     columns.append(["lowest of the search", f"{best:.3g}", f"{losses[best].mean():.4f}", ""])
     return f"{table(rows)}\n\n{table(columns)}"
 

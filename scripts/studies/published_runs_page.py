@@ -81,19 +81,6 @@ and the loss at {points} pairs of rate and batch.
 def _left_out(result: dict[str, Any]) -> str:
     """Return the section about fitted settings that were left out in turn, with the controls."""
     settings = result["left_out"]
-    rows = [["parameters", "tokens", "forecast", "90 %", "error", "lost"]]
-    for row in settings:
-        rows.append(
-            [
-                f"{row['parameters']:,.0f}",
-                f"{row['tokens'] / 1e9:g} B",
-                f"{row['loss']:.4f}",
-                f"{row['low']:.4f} to {row['high']:.4f}",
-                f"{row['error']:+.2%}",
-                f"{row['lost']:.2%}",
-            ]
-        )
-
     controls = [["law", "median error", "median lost"]]
     for name, outcomes in {"this law": settings, **result["controls"]}.items():
         error = float(np.median([abs(row["error"]) for row in outcomes]))
@@ -101,16 +88,17 @@ def _left_out(result: dict[str, Any]) -> str:
         controls.append([name, f"{error:.2%}", f"{lost:.2%}"])
 
     inside = sum(row["inside"] for row in settings)
+    worst_error = max(abs(row["error"]) for row in settings)
+    worst_lost = max(row["lost"] for row in settings)
     return f"""### Each setting left out in turn
 
 A law fitted to all other pairs of model size and tokens forecasts each pair's lowest loss.
 *Error* is the forecast over the measured loss, less 1. *Lost* is how far the run nearest to the
 recommended learning rate and batch ends above the best run.
 
-{table(rows)}
-
-{inside} of the {len(settings)} measured losses are inside their interval. The one outside has 100 billion
-tokens, five times as many as the longest other run of its size.
+{inside} of the {len(settings)} measured losses are inside their 90 % interval. The one outside has 100 billion
+tokens, five times as many as the longest other run of its size. Errors are at most {worst_error:.2%},
+and at most {worst_lost:.2%} is lost.
 
 Two controls forecast worse, as they must: laws fitted to shuffled learning rates or without tokens.
 
