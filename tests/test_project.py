@@ -161,8 +161,8 @@ def test_attributes_exist_that_tests_of_other_stages_replace():
     texts = {file: file.read_text() for file in sorted((ROOT / "tests").rglob("test_*.py"))}
     apart = {file: text for file, text in texts.items() if MARKED_APART.search(text)}
     assert ROOT / "tests/train/pods/test_tpu_guards.py" in apart
-    found = {str(file): missing_attributes(text) for file, text in apart.items()}
-    assert not {file: names for file, names in found.items() if names}
+    missing = {str(file): missing_attributes(text) for file, text in apart.items()}
+    assert not {file: names for file, names in missing.items() if names}
 
 
 def test_control_a_renamed_attribute_is_missing():

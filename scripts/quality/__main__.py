@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +22,12 @@ from tyro.conf import Positional
 
 from mupax.command_line import Switch
 from mupax.train.parallel.processes import StopRequest
-from mupax.train.studies.sweep.rows import COMPRESSED_NAME, Rows
 from mupax.train.studies.sweep.sweep import Stopped
 from scripts import harness
 from scripts.quality import page, rates
 from scripts.quality.cells import CELLS, MUP, OUT, RETUNED, Arm, Cell, octaves, reference_of
 from scripts.quality.descent import Setting, setting
-from scripts.quality.measuring import FINAL, FIRST, Measuring
+from scripts.quality.measuring import FINAL, FIRST, Measuring, without_curves
 from scripts.quality.page import difference
 
 HALF_WIDTH = 0.005
@@ -163,22 +161,6 @@ class Study:
         self._joined[arm.label] = tuple(joined)
         print(f"  {cell.name} {arm.label}: joined by {', '.join(joined) or 'no group'}", flush=True)
         return bool(joined)
-
-
-def without_curves(folder: Path) -> None:
-    """Rewrite a cell's rows without their loss curves, which are three quarters of the file.
-
-    Nothing in the study reads the curves.
-    """
-    rows = Rows(folder)
-    if not any(row.curve for row in rows.values()):
-        return
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        bare = Rows(Path(name))
-        for row in rows.values():
-            bare.add(replace(row, curve=()))
-        bare.path.replace(rows.path)
-        (folder / COMPRESSED_NAME).unlink(missing_ok=True)
 
 
 def _extrapolated(settings: Sequence[Setting]) -> Setting:

@@ -1,14 +1,21 @@
-"""Trainer of a cell's runs. Each run is trained once, whichever arm or search needs it."""
+"""Trainer of a cell's runs, and the file of their rows.
+
+Each run is trained once, whichever arm or search needs it.
+"""
 
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from mupax.train.parallel.processes import StopRequest
+from mupax.train.studies.sweep.rows import COMPRESSED_NAME, Rows
 from mupax.train.studies.sweep.sweep import Sweep
 from scripts.quality.cells import Arm, Cell, octaves
 from scripts.quality.descent import Setting, descend, descend_in_turn
@@ -110,3 +117,19 @@ class Measuring:
     def _trained_arm(self, arm: Arm, size: int) -> Arm:
         """Return the arm whose runs stand for `arm` at a size: at the base the cell's first arm."""
         return self.cell.arms[0] if size == self.cell.sizes[0] else arm
+
+
+def without_curves(folder: Path) -> None:
+    """Rewrite a cell's rows without their loss curves, which are three quarters of the file.
+
+    Nothing in the study reads the curves.
+    """
+    rows = Rows(folder)
+    if not any(row.curve for row in rows.values()):
+        return
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        bare = Rows(Path(name))
+        for row in rows.values():
+            bare.add(replace(row, curve=()))
+        bare.path.replace(rows.path)
+        (folder / COMPRESSED_NAME).unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from mupax.train.studies.sweep.sweep import Stopped, Sweep
 from mupax.train.studies.transfer import study
 from scripts import ROOT, harness
 from scripts.pages.markdown import table, write_section
-from scripts.quality.__main__ import without_curves
+from scripts.quality.measuring import without_curves
 from scripts.quality.page import Difference, difference
 
 OUT = ROOT / "docs" / "evidence" / "muon"

@@ -221,7 +221,9 @@ def test_the_page_of_vision_has_the_best_rate_of_every_arm() -> None:
         rate = min(means, key=lambda rate: means[rate])
         best = of_rate[(rate,)]
         rate_text = "as shipped" if rate is None else f"{float(rate):g}, the best of {len(means)}"
-        cells = f"{100 * average(best, 'accuracy'):.1f} | {average(best, 'loss'):.3f}{seeds_text(best)}"
+        cells = (
+            f"{100 * average(best, 'accuracy'):.1f} | {average(best, 'loss'):.3f}{seeds_text(best)}"
+        )
         assert f"| {task} | {arm} | {rate_text} | {cells} |" in page
 
 

@@ -12,9 +12,9 @@ import pytest
 from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.sweep.rows import Row, Rows, has_rows
 from scripts.quality import cells, page
-from scripts.quality.__main__ import without_curves
 from scripts.quality.cells import CELLS
 from scripts.quality.descent import Setting, descend, descend_in_turn, neighbours, setting
+from scripts.quality.measuring import without_curves
 
 pytestmark = pytest.mark.core
 
