@@ -65,7 +65,7 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     ]
     lines += ["", f"### Caught only with {MORE_SEEDS} seeds", "", *(_harder(outcomes) or ["None."])]
     lines += ["", "### Missed", "", *(_misses(outcomes) or ["None."])]
-    lines += ["", "### Errors that change no training", "", *(_alike(outcomes) or ["None."])]
+    lines += ["", "### Errors that change no training", "", _alike(outcomes)]
     return "\n".join(lines) + "\n"
 
 
@@ -146,28 +146,28 @@ def _harder(outcomes: Outcomes) -> list[str]:
     return lines
 
 
-def _alike(outcomes: Outcomes) -> list[str]:
-    """Return a line per reason why mutants train as the right rule does, with their number."""
-    by_reason: dict[str, list[Outcome]] = {}
+def _alike(outcomes: Outcomes) -> str:
+    """Return a sentence with each reason why mutants train as the right rule, and their number."""
+    numbers: Counter[str] = Counter()
     for study_outcomes in outcomes.values():
-        for outcome in study_outcomes:
-            if outcome.trains_alike:
-                by_reason.setdefault(_reason(outcome), []).append(outcome)
-    lines = []
-    for reason, mutants in by_reason.items():
-        lines.append(f"- {len(mutants)} mutants: {reason}.")
-    return lines
+        numbers.update(_reason(outcome) for outcome in study_outcomes if outcome.trains_alike)
+    if not numbers:
+        return "None."
+    counts = "; ".join(f"{reason}: {number}" for reason, number in numbers.items())
+    return f"Mutants by error: {counts}."
 
 
 def _reason(outcome: Outcome) -> str:
     """Return why a mutant trains as the right rule does."""
     if outcome.same_numbers and outcome.column == "init_std":
-        return "the wrong value is the std of a bias or of relative positions, which start at zero"
+        return "a wrong std of a bias or of relative positions, which start at zero"
     if outcome.same_numbers:
-        return "the wrong value is an eps, which SGD does not read"
+        return "a wrong eps under SGD, which reads none"
     if outcome.column == "eps":
-        return "the wrong value is an eps far below the gradients"
-    return f"one step changes no activation by more than a factor of 2^{ROUND_OFF:g}"
+        return "a wrong eps far below the gradients"
+    return (
+        f"others, which change no activation by more than a factor of 2^{ROUND_OFF:g} in one step"
+    )
 
 
 def _percent(part: int, total: int) -> str:

@@ -30,16 +30,11 @@ HEAD = """# The papers' figures, measured again
 This page repeats figures of Bordelon et al. 2024 (arXiv 2405.15712) and Dinan et al. 2023 (arXiv 2304.02034) on smaller models,
 and adds predictions of this project.
 `make figures ARGS=--again` measures all, `python -m scripts.figures NAME --again` one. Both skip training runs finished in
-`runs/figures`. Without such runs, all figures take {minutes} minutes of CPU time. A figure's table compares measured values with predictions:
+`runs/figures`. Without such runs, all figures take {minutes} minutes of CPU time.
 
-| verdict | meaning |
-|---|---|
-| reproduces | the estimate lies in the band (±) around the prediction, and its 95 % interval over seeds is at most twice as wide as the band |
-| does not reproduce | the whole interval lies outside the band, or below the bound |
-| undecided | neither |
-
-A lower bound reproduces if the whole interval lies above it. A control must fail,
-which means that it does not reproduce.
+A prediction **reproduces** if the estimate lies in the band (±) around it and the 95 % interval over seeds is at most twice as wide as the
+band; a lower bound, if the whole interval lies above it. A prediction **does not reproduce** if the whole interval lies outside. Otherwise it
+is undecided. A control must not reproduce.
 """
 
 
@@ -111,13 +106,14 @@ def _section(folder: str, name: str, record: Record) -> str:
         source = source.replace(citation, short)
     # The title and the text name figures of Bordelon et al.
     origin = "" if record["title"].startswith("Figure") else f"Source: {source}. "
-    link = f"[record]({folder}/{name}.json)"
+    counts = _counts(record["rows"])
+    link = f"[`{name}`]({folder}/{name}.json)"
     lines = [
         f"## {record['title']}",
         "",
         f"{origin}{about}",
         "",
-        f"`{name}`: {_counts(record['rows'])}{link}.",
+        f"{link}: {counts}." if counts else link,
         "",
         f"![{name}]({folder}/{name}.png)",
         "",
@@ -146,16 +142,16 @@ def _counts(rows: Sequence[Row]) -> str:
             controls.append(row)
         elif row["predicted"] is not None:
             claims.append(row)
-    counts = ""
+    counts = []
     if claims:
         num_reproduced = sum(map(_reproduces, claims))
-        counts += f"{num_reproduced} of {len(claims)} predictions reproduce; "
+        counts.append(f"{num_reproduced} of {len(claims)} predictions reproduce")
         if num_undecided := sum(map(_is_undecided, claims)):
-            counts += f"{num_undecided} undecided; "
+            counts.append(f"{num_undecided} undecided")
     if controls:
         num_failed = sum(map(_fails_as_control, controls))
-        counts += f"{num_failed} of {len(controls)} controls fail; "
-    return counts
+        counts.append(f"{num_failed} of {len(controls)} controls fail")
+    return "; ".join(counts)
 
 
 def _reproduces(row: Row) -> bool:

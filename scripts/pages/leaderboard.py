@@ -33,12 +33,8 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 """Form of a study's name, which becomes a folder."""
 HEADING = """## More presets
 
-Each table is about one model under one optimizer, ordered by the **price** defined above. To run a study and add it to these
-tables, type a name and the words that follow `mupax transfer`:
-
-```text
-python -m scripts.pages.leaderboard completep-depth lm-tiny --model lm-proxy --preset completep --control sp --grow depth=2,4,8,16 --steps 100
-```
+Each table is about one model under one optimizer, ordered by the **price** defined above.
+`python -m scripts.pages.leaderboard NAME WORDS` runs the study that `mupax transfer WORDS` would, and adds it to these tables.
 """
 
 
@@ -46,7 +42,7 @@ class Row(NamedTuple):
     """Result of one preset in one study."""
 
     task: str
-    """Model, optimizer, steps and what grows. Where tokens grow, the batch instead of the steps."""
+    """Model, optimizer, steps, batch and what grows. Where tokens grow, no steps."""
     preset: str
     """Name and constants, and the rate of Muon's Adam part if it has its own."""
     drift: Mapping[str, float | None]
@@ -90,7 +86,7 @@ def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> R
     if model.get("experts") and study["axis"] != "experts":
         experts = f" of {model['experts']} experts"
     grown = f"{study['axis']} from {sizes[0]['size']:,} to {sizes[-1]['size']:,}"
-    length = f"{record['steps']:,} steps"
+    length = f"{record['steps']:,} steps of {record['batch']:,}"
     if study["axis"] == "tokens":
         length = f"batches of {record['batch']:,}"
     task = (

@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
 HEAD = f"""# Does a tuned preset win?
 
 This page compares the training losses of two ways to choose the constants of larger models, such as the learning rate. The
-smallest model of a comparison is the base.
+smallest model of a comparison is the base, whose link has the constants.
 
 * **The preset** is tuned at the base alone. A search chooses the learning rate, its multipliers for the readout and the input embedding
   (their "rates" in the tables), and the readout's initial std. Larger models use these constants unchanged, except in rows
@@ -70,9 +70,8 @@ READING = {
     "vit-800": "**Not worse** in both `mup` rows than an `sp` whose patch embedding's multiplier is not searched. "
     "If this multiplier is searched, too, `sp`'s loss at twice the base is 0.012 ± 0.025 nats above "
     "plain `mup`'s (five seeds).",
-    "muon-100": "**Not shown** to be not worse than `sp`. At 16 heads, the lower two `mup` rows end 0.036 nats above an `sp` whose "
-    "two peak rates and multipliers of readout and embedding are searched there. `sp`'s search lowers the readout's multiplier "
-    "from 2 to 1/32, `mup`'s rule to 1/4.",
+    "muon-100": "**Not shown** to be not worse than `sp`. At 16 heads, the best `mup` rows end 0.036 nats above `sp`, whose "
+    "search lowers the readout's multiplier from 2 to 1/32. `mup`'s rule lowers it to 1/4.",
     "muon-shipped-100": "**Not shown** to be not worse than `sp`. At 16 heads, `mup` ends 0.022 nats above an `sp` that "
     "is also searched for 100 steps, which `lm-laptop`'s constants are not: they were tuned over 1,250 steps.",
     "vit-100": "**Not shown** to be not worse than `sp`. At 2 and 4 times the base, intervals of both `mup` rows end above +0.005 nats. "
@@ -193,8 +192,8 @@ def _section(cell: Record) -> list[str]:
     if name in READING:
         lines += [READING[name], ""]
     lines += [
-        f"Base: {cell['axis']} {base['size']}, loss {_loss(base['losses'])} nats "
-        f"([constants](quality/{name}/result.json)).",
+        f"Base: [{cell['axis']} {base['size']}](quality/{name}/result.json), loss "
+        f"{_loss(base['losses'])} nats.",
         "",
         f"| {cell['axis']} | {' | '.join(map(str, sizes))} | {LESS} |",
         f"|---|{'---|' * (len(sizes) + 1)}",

@@ -32,18 +32,6 @@ COPIED_FIELDS = ("date", "what", "preset", "scale", "beyond", "prediction", "dig
 """Fields of a forecast that the board repeats."""
 ERROR = "measured over forecast, less 1"
 """Heading of a column of errors."""
-REASON_WORDS = {
-    "no law: ": "",
-    "it misses the rows that it is fitted to by": (
-        "the losses miss the law, or their mean over seeds is uncertain, by"
-    ),
-    " of the loss, where seeds differ by": "; the std over seeds is",
-    " that can be used": "",
-    "rows": "runs",
-    "1 lengths": "1 length",
-    "3 of either": "3 sizes, lengths or batches",
-}
-"""Words of a recorded reason why no law was fitted, to the words of the page."""
 
 
 def collected(folder: Path) -> list[dict[str, Any]]:
@@ -98,7 +86,7 @@ def hindsight(folder: Path) -> list[dict[str, Any]]:
                 law = fitted(replace(study, settings=tuple(smaller)))
                 prediction = predict(law, largest.config)
             except NoLaw as error:
-                # Equal reasons share a line of the page, so the study's name is cut.
+                # The study's name is in the row.
                 reason = str(error).partition(": ")[2]
                 rows.append({**row, "none": reason})
                 continue
@@ -155,9 +143,7 @@ def document(content: dict[str, Any]) -> str:
         "",
         _hindsight_summary(content["hindsight"]),
         "",
-        "No law could be fitted to the smaller settings of these studies:",
-        "",
-        *_studies_without_law(content["hindsight"]),
+        _studies_without_law(content["hindsight"]),
     ]
     return "\n".join(lines)
 
@@ -222,25 +208,13 @@ def _hindsight_summary(forecasts: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _studies_without_law(forecasts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return one line for each reason why studies support no law."""
-    presets_of: dict[str, dict[str, list[str]]] = {}
-    for row in forecasts:
-        if "none" in row:
-            reason = row["none"]
-            for recorded, shown in REASON_WORDS.items():
-                reason = reason.replace(recorded, shown)
-            presets = presets_of.setdefault(reason, {}).setdefault(row["study"], [])
-            presets.append(f"`{row['preset']}`")
-
-    lines = []
-    for reason, studies in presets_of.items():
-        names = list(studies)
-        # A reason that only one study has also tells the preset: it depends on its rows.
-        if len(names) == 1:
-            names = [f"{names[0]} under {', '.join(studies[names[0]])}"]
-        lines.append(f"- {', '.join(names)}: {reason}.")
-    return lines
+def _studies_without_law(forecasts: Sequence[dict[str, Any]]) -> str:
+    """Return a sentence that names the studies whose smaller settings support no law."""
+    names = dict.fromkeys(row["study"] for row in forecasts if "none" in row)
+    return (
+        f"No law could be fitted to the smaller settings of {', '.join(names)} "
+        "(reasons: `docs/evidence/forecasts.json`)."
+    )
 
 
 def page(text: str, content: dict[str, Any]) -> str:

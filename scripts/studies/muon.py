@@ -63,6 +63,8 @@ DECAYS = (0.0, *(2.0**power for power in range(-15, -6, 2)))
 """Weight decays of the search. The larger size also has those of the rules."""
 POWERS = (0, -1, -2)
 """Powers of the width's growth by which the rules multiply the weight decay."""
+RULE_NAMES = {"0": "as at 2 heads", "-1": "times 1/m", "-2": "times 1/m²"}
+"""Powers, as result.json has them, to the names of the rules on the page."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +177,12 @@ def markdown(result: dict[str, Any]) -> str:
     losses = {row["decay"]: np.array(row["losses"]) for row in large["rows"]}
     best = min(losses, key=lambda value: losses[value].mean())
     columns = [["weight decay at 8 heads", "value", "loss", "less the lowest"]]
-    names = {"0": "as at 2 heads", "-1": "times 1/m", "-2": "times 1/m²"}
-    for power, name in names.items():
-        value = decay["rules"][power]
-        columns.append([name, f"{value:.3g}", *_compared(losses[value], losses[best])])
+    for power, value in decay["rules"].items():
+        cells = [RULE_NAMES[power], f"{value:.3g}"]
+        columns.append([*cells, *_compared(losses[value], losses[best])])
     columns.append(["no decay", "0", *_compared(losses[0.0], losses[best])])
-    columns.append(["lowest of the search", f"{best:.3g}", f"{losses[best].mean():.4f}", ""])
+    if best not in decay["rules"].values():
+        columns.append(["lowest of the search", f"{best:.3g}", f"{losses[best].mean():.4f}", ""])
     return f"{table(rows)}\n\n{table(columns)}"
 
 

@@ -64,7 +64,17 @@ def test_the_section_compares_each_rule_with_the_lowest_of_the_search():
     assert "| 2 | 1.8000 | 1.9000 | -0.1000 ± 0.0000 |" in text
     assert "| as at 2 heads | 0.016 | 1.7500 | +0.5000 ± 0.0000 |" in text
     assert "| times 1/m | 0.004 | 1.2500 | +0.0000 ± 0.0000 |" in text
-    assert "| lowest of the search | 0.004 | 1.2500 |  |" in text
+    assert "lowest of the search" not in text
+
+
+def test_the_lowest_of_the_search_has_a_row_if_no_rule_gives_it():
+    rows = [{"decay": decay, "losses": losses(1 + decay)} for decay in (0.0, 0.25, 0.5)]
+    rows[1]["losses"] = losses(0.5)
+    result = {
+        "optimizers": [],
+        "decay": {"rules": {"0": 0.5}, "sizes": [{}, {"heads": 8, "rows": rows}]},
+    }
+    assert "| lowest of the search | 0.25 | 0.5000 |  |" in muon.markdown(result)
 
 
 def test_the_committed_section_is_what_its_record_says():
