@@ -75,7 +75,7 @@ READING = {
     "muon-shipped-100": "**Not shown** to be not worse than `sp`. At 16 heads, `mup` ends 0.022 nats above an `sp` that "
     "is also searched for 100 steps, which `lm-laptop`'s constants are not: they were tuned over 1,250 steps.",
     "vit-100": "**Not shown** to be not worse than `sp`. At 2 and 4 times the base, intervals of both `mup` rows end above +0.005 nats. "
-    "At 8 times, both losses are below `sp`'s. Other rows were not trained there.",
+    "At 8 times, both losses are below `sp`'s.",
 }
 """Name of a cell to the conclusion that a person drew from its numbers."""
 

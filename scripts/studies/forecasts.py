@@ -142,8 +142,6 @@ def document(content: dict[str, Any]) -> str:
         "### In hindsight",
         "",
         _hindsight_summary(content["hindsight"]),
-        "",
-        _studies_without_law(content["hindsight"]),
     ]
     return "\n".join(lines)
 
@@ -205,15 +203,6 @@ def _hindsight_summary(forecasts: Sequence[dict[str, Any]]) -> str:
         f"forecasts the largest. {len(judged) - len(outside)} of {len(judged)} losses and "
         f"{inside} of {len(rates)} best learning rates are inside their 90 % intervals. The median "
         f"error of the losses is {np.median(errors):.2%}. Outside: {', '.join(misses) or 'none'}."
-    )
-
-
-def _studies_without_law(forecasts: Sequence[dict[str, Any]]) -> str:
-    """Return a sentence that names the studies whose smaller settings support no law."""
-    names = dict.fromkeys(row["study"] for row in forecasts if "none" in row)
-    return (
-        f"No law could be fitted to the smaller settings of {', '.join(names)} "
-        "(reasons: `docs/evidence/forecasts.json`)."
     )
 
 

@@ -190,7 +190,7 @@ The **drift** is the slope of the best rate, in octaves per doubling of the size
 retuning is its loss at the smallest size's best rate, less the **loss**. A control, such as `sp`,
 should drift.
 
-`python -m scripts.studies.transfer` runs the studies up to and including [moe-experts-sgd](#moe-experts-sgd), and continues if stopped.
+`python -m scripts.studies.transfer` runs the studies up to and including [moe-experts-sgd](#moe-experts-sgd).
 `--list` prints their commands. The losses are in `docs/evidence/transfer/*/points.jsonl.gz`.
 """
 
