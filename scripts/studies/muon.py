@@ -115,7 +115,7 @@ class Runs:
     def losses(self, point: Point, seeds: int) -> np.ndarray:
         """Return the losses [seeds] of a point with the seeds from 0 on in place of its own."""
         points = [replace(point, seed=seed) for seed in range(seeds)]
-        rows = self._sweep.run([one.config() for one in points])
+        rows = self._sweep.run([seeded.config() for seeded in points])
         return np.array([row.loss for row in rows])
 
 
