@@ -9,12 +9,15 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mupax import command_line, terminal
 from mupax.errors import MupaxError
+
+if TYPE_CHECKING:
+    from mupax.train.parallel.processes import StopRequest
 
 T = TypeVar("T")
 
@@ -70,6 +73,29 @@ def refuse(message: str) -> NoReturn:
     """Print an error of the command line, and end the process with code 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def run_study(train: Callable[[StopRequest], None]) -> int:
+    """Run a study that saves every row as it finishes. Return 0, or the exit code of a signal.
+
+    Bad input, such as a folder in which another process works, ends the process with code 2.
+
+    Args:
+        train: Function that trains the rows. It raises `Stopped` after a signal.
+    """
+    from mupax.train.parallel.processes import StopRequest
+    from mupax.train.studies.sweep.work import Stopped
+
+    with StopRequest() as stop:
+        stop.defer()
+        try:
+            train(stop)
+        except Stopped:
+            print("stopped; what was trained is saved, and the same command goes on")
+            return stop.exit_code
+        except MupaxError as error:
+            refuse(str(error))
+    return 0
 
 
 def check_names(names: Iterable[str], choices: Collection[str], kind: str = "choice") -> None:

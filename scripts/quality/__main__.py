@@ -22,7 +22,6 @@ from tyro.conf import Positional
 
 from mupax.command_line import Switch
 from mupax.train.parallel.processes import StopRequest
-from mupax.train.studies.sweep.sweep import Stopped
 from scripts import harness
 from scripts.quality import page, rates
 from scripts.quality.cells import CELLS, MUP, OUT, RETUNED, Arm, Cell, octaves, reference_of
@@ -305,13 +304,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{cell.name}: {cell.axis} {sizes}; {len(cell.arms)} arms; {run}")
         return 0
     if not args.render:
-        with StopRequest() as stop:
-            stop.defer()
-            try:
-                _train(args, stop)
-            except Stopped:
-                print("stopped; what was trained is saved, and the same command goes on")
-                return stop.exit_code
+        code = harness.run_study(lambda stop: _train(args, stop))
+        if code:
+            return code
     draw_rates(CELLS[PICTURED])
     path = OUT.with_suffix(".md")
     path.write_text(page.markdown(page.records()))

@@ -29,7 +29,7 @@ from mupax.command_line import Switch
 from mupax.train.config import cli
 from mupax.train.config.run import Config
 from mupax.train.parallel.processes import StopRequest
-from mupax.train.studies.sweep.sweep import Stopped, Sweep
+from mupax.train.studies.sweep.sweep import Sweep
 from mupax.train.studies.transfer import study
 from scripts import ROOT, harness
 from scripts.pages.markdown import table, write_section
@@ -207,13 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 when all is trained."""
     args = harness.parse(Options, argv)
     if not args.render:
-        with StopRequest() as stop:
-            stop.defer()
-            try:
-                measure(stop)
-            except Stopped:
-                print("stopped; what was trained is saved, and the same command goes on")
-                return stop.exit_code
+        code = harness.run_study(measure)
+        if code:
+            return code
         without_curves(OUT)
     result = json.loads((OUT / "result.json").read_text())
     write_section(PAGE, "muon", f"{markdown(result)}\n")

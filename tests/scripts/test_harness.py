@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import runpy
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts import ROOT
+from mupax.train.checkpoints.workdir import locked
+from mupax.train.parallel.processes import Processes, StopRequest
+from mupax.train.studies.sweep.work import Stopped
+from scripts import ROOT, harness
 
 OWN_WORDS = {
     "campaigns/edges/folders.py": "starts a session by a name that the campaign gives",
@@ -70,3 +74,30 @@ def test_every_command_reads_its_words() -> None:
         if '__name__ == "__main__"' in text and not reads:
             ignoring.append(name)
     assert ignoring == sorted(OWN_WORDS)
+
+
+def test_a_study_whose_folder_is_in_use_gets_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(_: StopRequest) -> None:
+        with locked(tmp_path, Processes()), locked(tmp_path, Processes()):
+            raise AssertionError("two processes work in one folder")
+
+    with pytest.raises(SystemExit) as ended:
+        harness.run_study(train)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: the workdir {tmp_path} is in use")
+    assert len(error.splitlines()) == 1
+
+
+def test_a_study_that_a_signal_stops_says_how_it_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def train(stop: StopRequest) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        if stop.received is not None:
+            raise Stopped
+
+    assert harness.run_study(train) == 128 + signal.SIGTERM
+    assert "the same command goes on" in capsys.readouterr().out
