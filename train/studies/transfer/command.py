@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mupax import command_line, terminal
 from mupax.train.config import cli
+from mupax.train.config.preset import preset_of
 from mupax.train.config.run import check_extras
 from mupax.train.studies.transfer.planned import Transfer, label_of, parsed, planned, shared
 from mupax.zoo.configs import ConfigError
@@ -55,6 +56,8 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     recipe, relative = parsed(args, rest)
     config = recipe.config
     studies, control = planned(args, config, config.preset.base if relative else None)
+    if not relative:
+        _note_other_base(config, studies[0].configs[0])
     # Checked now, or a mistake would show only after the training.
     if args.predict:
         from mupax.train.studies.forecast import of_study
@@ -91,6 +94,26 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
             run = _watched(engine, console)
         measured = study.measure(studies, run, tell, **limits)
     return _report(args, folder, measured, control, command, label_of(config.preset))
+
+
+def _note_other_base(config: Config, smallest: Config) -> None:
+    """Print that the constants belong to another base than that of the study, if they do.
+
+    A constant is a factor at the base. `mupax tune` finds constants at the base of the recipe, and
+    a study takes its smallest size.
+
+    Args:
+        config: Run of the recipe, with the base of the recipe.
+        smallest: Run of the study's smallest size.
+    """
+    preset = preset_of(config)
+    if not preset.constants or preset.base == preset_of(smallest).base:
+        return
+    base = config.preset.base
+    terminal.note(
+        f"the constants of the preset count from the study's smallest size, and the recipe's base "
+        f"is {base}; if they were tuned at {base}, add --preset.base {base}"
+    )
 
 
 def _dry_run(studies: Sequence[Study], args: Transfer) -> None:

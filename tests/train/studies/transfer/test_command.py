@@ -110,6 +110,18 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "x").exists()
 
 
+def test_constants_of_another_base_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    constants = ["--preset.constants", "rates.token_embedding=8"]
+    assert command(tmp_path, "--dry-run", *constants) == 0
+    noted = " ".join(capsys.readouterr().err.split())
+    assert "the recipe's base is lm-proxy" in noted
+    assert "add --preset.base lm-proxy" in noted
+    # Without constants no number depends on the base, and a base that is typed is the study's own.
+    for words in ([], [*constants, "--preset.base", "lm-proxy"]):
+        assert command(tmp_path, "--dry-run", *words) == 0
+        assert not capsys.readouterr().err
+
+
 def test_key_heads_are_grown_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # At as many heads, relative to one key head. Numbers that do not share the heads are refused.
 
