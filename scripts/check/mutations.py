@@ -3,7 +3,7 @@
     python -m scripts.check.mutations [--studies "decoder, Adam" ...] [--again]
 
 A mutant has one column (init std, multiplier, lr, eps) of one parameter group wrong by a power of
-m, the ratio of a size to its base. Writes docs/evidence/mutations.json after each mutant and then
+m, the ratio of a size to its base. Writes docs/evidence/mutations.json.gz after each mutant and then
 the section of the page. A mutant that the record holds is not run again without `--again`. A
 mutant that passes with four seeds is run with sixteen.
 """
@@ -11,7 +11,6 @@ mutant that passes with four seeds is run with sixteen.
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from scripts.check import PAGE, mutation_report
 from scripts.check.mutation_suite import MORE_SEEDS, SEEDS, STUDIES, Outcome, Study, Suite
 from scripts.pages.markdown import write_section
 
-RECORD = PAGE.with_name("mutations.json")
+RECORD = PAGE.with_name("mutations.json.gz")
 COMMAND = "python -m scripts.check.mutations"
 
 
@@ -72,7 +71,7 @@ def _run_study(study: Study, rows: dict[str, dict[str, Any]], *, again: bool) ->
             rows[name] = {"study": study.name, **values, "change": round(outcome.change, 6)}
             print(name, outcome.by, outcome.by_activations, f"{outcome.change:.2g}", flush=True)
             facts = {"command": COMMAND, "versions": harness.versions()}
-            RECORD.write_text(harness.with_rows(facts, "mutants", rows))
+            harness.write_record(RECORD, harness.with_rows(facts, "mutants", rows))
 
 
 def _passed(row: dict[str, Any], seeds: int) -> bool:
@@ -89,7 +88,7 @@ def _outcome(row: dict[str, Any]) -> Outcome:
 def outcomes() -> dict[str, list[Outcome]]:
     """Return the outcomes of the record by the name of the study, for studies that have some."""
     by_study: dict[str, list[Outcome]] = {study.name: [] for study in STUDIES}
-    for row in json.loads(RECORD.read_text())["mutants"].values():
+    for row in harness.read_record(RECORD)["mutants"].values():
         by_study[row["study"]].append(_outcome(row))
     return {study: results for study, results in by_study.items() if results}
 

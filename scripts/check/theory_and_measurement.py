@@ -3,7 +3,7 @@
     python -m scripts.check.theory_and_measurement
 
 Trains every preset that has a rule for Adam on the smallest decoder, growing head_dim, heads and
-depth. Writes docs/evidence/theory-and-measurement.json, which has all observables that theory
+depth. Writes docs/evidence/theory-and-measurement.json.gz, which has all observables that theory
 predicts, and its section of docs/evidence/checks.md.
 """
 
@@ -26,7 +26,7 @@ from scripts import ROOT, harness
 from scripts.check import PAGE
 from scripts.pages.markdown import write_section
 
-OUT = ROOT / "docs" / "evidence" / "theory-and-measurement.json"
+OUT = ROOT / "docs" / "evidence" / "theory-and-measurement.json.gz"
 NAMES = (
     "sp",
     "mup",
@@ -86,7 +86,8 @@ def main() -> None:
         "model": "lm-proxy",
     }
     record = {**about, "studies": rows}
-    OUT.write_text(json.dumps(record, indent=None, separators=(",", ":")) + "\n")
+    text = json.dumps(record, indent=None, separators=(",", ":"))
+    harness.write_record(OUT, f"{text}\n")
     write_section(PAGE, "theory-and-measurement", markdown(rows))
 
 
@@ -101,7 +102,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "",
         "The check allows for how far small models deviate from theory under right rules",
         "(`allowances.json`). `python -m scripts.check.theory_and_measurement` writes",
-        "this section and `theory-and-measurement.json`.",
+        "this section and `theory-and-measurement.json.gz`.",
         "",
         _agreement(rows),
     ]

@@ -14,7 +14,7 @@ from typing import Any
 
 from mupax import presets
 from mupax.presets.analysis.verdicts import wrong
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.check import mutations
 from scripts.pages import leaderboard
 
@@ -27,8 +27,8 @@ OBSERVED = ("attention", "update query", "change residual", "change logits")
 
 
 def _record(name: str) -> Any:
-    """Return the content of a JSON file in docs/evidence."""
-    return json.loads((DOCS / name).read_text())
+    """Return the content of a JSON file in docs/evidence, also of a compressed one."""
+    return harness.read_record(DOCS / name)
 
 
 def _groups(rows_by_title: Mapping[str, list[list[str]]]) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def theory() -> dict[str, Any]:
 
     A group of the table has the presets for one size that grows.
     """
-    studies = _record("theory-and-measurement.json")["studies"]
+    studies = _record("theory-and-measurement.json.gz")["studies"]
     counts: Counter[str] = Counter()
     groups: dict[str, list[list[str]]] = {}
     for study in studies:
@@ -221,7 +221,7 @@ def robustness() -> list[list[str]]:
     operations = _record("operations.json")["runs"]
     processes = _record("processes.json")["rows"]
     faults = [row for row in _record("faults.json") if row["fired"]]
-    corruptions = _record("corruptions.json")["results"]
+    corruptions = _record("corruptions.json.gz")["results"]
     num_fuzz_inputs = 0
     num_fuzz_failures = 0
     for row in _record("fuzz.json").values():

@@ -6,6 +6,7 @@ import ast
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,21 @@ def test_a_study_that_a_signal_stops_says_how_it_goes_on(
 
     assert harness.run_study(train) == 128 + signal.SIGTERM
     assert "the same command goes on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["record.json", "record.json.gz"])
+def test_a_record_is_read_back_and_the_same_text_gives_the_same_bytes(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    rows = [{"study": number, "passed": True} for number in range(99)]
+    text = harness.with_rows({"command": "a"}, "rows", rows)
+    harness.write_record(path, text)
+    assert harness.read_rows(path, "rows") == rows
+    content = path.read_bytes()
+    assert (len(content) < len(text) / 2) == name.endswith(".gz")
+    # A date in the file would change the bytes.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: 1.0)
+        harness.write_record(path, text)
+    assert path.read_bytes() == content

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from mupax.train.checkpoints import folder, layout
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.state import TrainState
+from scripts import harness
 from scripts.campaigns import PAGE, corruptions
 from scripts.campaigns.corruptions import STEPS, Saved, bits, campaign, page
 from scripts.campaigns.injection.damage import KINDS
@@ -108,7 +108,7 @@ def _flip_a_weight(folder: Path, choose: Any) -> str:
 
 
 def test_the_committed_campaign_is_whole() -> None:
-    record = json.loads(PAGE.with_name("corruptions.json").read_text())
+    record = harness.read_record(PAGE.with_name("corruptions.json.gz"))
     results = record["results"]
     assert len(results) >= 500
     assert all(result["good"] for result in results)

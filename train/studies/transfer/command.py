@@ -104,7 +104,7 @@ def _note_other_base(config: Config, smallest: Config) -> None:
 
     Args:
         config: Run of the recipe, with the base of the recipe.
-        smallest: Run of the study's smallest size.
+        smallest: Run of the study's smallest size, whose preset has the base of the study.
     """
     preset = preset_of(config)
     if not preset.constants or preset.base == preset_of(smallest).base:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import runpy
 
@@ -17,7 +16,7 @@ from mupax.train.studies.check.judge import Finding
 from mupax.train.studies.check.theory import Expected
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.check import theory_and_measurement
 from tests.train.studies.check.optimized import optimized
 
@@ -149,8 +148,8 @@ def test_a_model_from_outside_the_zoo_passes(monkeypatch):
 
 @pytest.mark.core
 def test_the_committed_table_has_every_preset_and_nothing_against_theory():
-    record = ROOT / "docs" / "evidence" / "theory-and-measurement.json"
-    rows = json.loads(record.read_text())["studies"]
+    record = ROOT / "docs" / "evidence" / "theory-and-measurement.json.gz"
+    rows = harness.read_record(record)["studies"]
     page = (ROOT / "docs" / "evidence" / "checks.md").read_text()
     assert {row["preset"] for row in rows} == set(presets.PRESETS)
     observables = [observable for row in rows for observable in row["observables"]]
