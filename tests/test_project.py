@@ -49,6 +49,16 @@ def test_no_tracked_file_is_large():
     assert [path.name for path in tracked() if path.stat().st_size > limit_bytes] == []
 
 
+def test_the_documentation_stays_small():
+    """Raise no limit: join pages, replace a table by a sentence, or compress a record."""
+    docs = [path for path in tracked() if ROOT / "docs" in path.parents]
+    pages = [path for path in docs if path.suffix == ".md"]
+    words = sum(len(path.read_text().split()) for path in pages)
+    assert len(pages) <= 40
+    assert words <= 45_000
+    assert sum(path.stat().st_size for path in docs) <= 12_000_000
+
+
 def test_no_tracked_file_names_a_machine():
     hits = [
         f"{path.name}: {hit.group()!r}"
