@@ -21,11 +21,10 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import hyperparams, init_stds, resolve
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import StepInputs, make_train_step
+from mupax.train.core.step import StepInputs, gradients
 from mupax.train.reuse.forms import convert, theta
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
-from mupax.zoo.definition import normals as drawn_together
 
 SIZES: Any = {
     "width": 16,
@@ -39,7 +38,7 @@ VIT = ViTConfig(**SIZES, image_size=4, patch_size=2, channels=1, num_classes=5, 
 FAMILIES = ("decoder", "vit")
 MODELS = {"decoder": LM, "vit": VIT, "tied": dataclasses.replace(LM, tied=True)}
 BASE = dataclasses.replace(LM, width=1, num_heads=1, depth=1).base_sizes()
-STEPS = 8
+STEPS = 4
 QUICKLY: Any = {"xla_backend_optimization_level": 0}
 """Compiler options: these programs run for milliseconds and would compile for seconds."""
 
@@ -71,19 +70,37 @@ def optimizer_of(family: str, name: str) -> Any:
     return optimizer.build(CONFIGS[name], built(family).specs)
 
 
+# The gradient is the dear program, so that all presets and optimizers share it.
+
+
 @functools.cache
-def trainer(family: str, name: str) -> Any:
-    """Compile (state, run, batch) -> state and losses after STEPS steps, for every preset."""
-    train_step = make_train_step(built(family), optimizer_of(family, name))
+def differentiated(family: str) -> Any:
+    """Compile (params, inputs, batch) -> gradients and loss, for every preset and optimizer."""
 
-    def train(state: Any, run: Any, batch: Any) -> Any:
-        def scan_step(state: Any, _: None) -> Any:
-            state, metrics = train_step(state, run, batch)
-            return state, metrics["loss"]
+    def differentiate(params: Any, inputs: StepInputs, batch: Any) -> Any:
+        grads, sums = gradients(built(family), params, inputs, batch, 1)
+        return grads, sums.loss / sums.weight
 
-        return jax.lax.scan(scan_step, state, None, length=STEPS)
+    return jax.jit(differentiate, compiler_options=QUICKLY)
 
-    return jax.jit(train, compiler_options=QUICKLY)
+
+@functools.cache
+def updated(family: str, name: str) -> Any:
+    """Compile (state, gradients, inputs) -> state after a step, for every preset."""
+    tx = optimizer_of(family, name)
+
+    def update(state: TrainState, grads: Any, inputs: StepInputs) -> TrainState:
+        params, moments = optimizer.apply_gradients(
+            tx,
+            grads,
+            state.opt_state,
+            state.params,
+            factors=inputs.factors,
+            hyper=inputs.hyper.at(state.step),
+        )
+        return TrainState(state.step + 1, params, moments)
+
+    return jax.jit(update, compiler_options=QUICKLY)
 
 
 @functools.cache
@@ -100,11 +117,19 @@ def batch_of(family: str) -> dict[str, np.ndarray]:
 
 @functools.cache
 def normals(family: str) -> dict[str, np.ndarray]:
-    """Return initial parameters at std 1, as `initialize` draws them; gains 1, biases 0."""
+    """Return initial parameters at std 1, with gains 1 and biases 0."""
     model = built(family)
-    stds = {name: np.float32(spec.role is not Role.BIAS) for name, spec in model.specs.items()}
-    initialize = functools.partial(model.initialize, draw=drawn_together)
-    return jax.device_get(jax.jit(initialize)(0, stds))
+    random = np.random.default_rng(1)
+    params = {}
+    for name, leaf in model.abstract.items():
+        match model.specs[name].role:
+            case Role.NORM_GAIN:
+                params[name] = np.ones(leaf.shape, np.float32)
+            case Role.BIAS:
+                params[name] = np.zeros(leaf.shape, np.float32)
+            case _:
+                params[name] = random.standard_normal(leaf.shape, np.float32)
+    return params
 
 
 def times(factors: Any, arrays: Any) -> dict[str, np.ndarray]:
@@ -134,10 +159,14 @@ class Run(NamedTuple):
         """Train for STEPS steps. Return the state, and the loss of each step."""
         # Decay, eps and schedule are data, so Adam takes AdamW's program.
         name = "adamw" if self.optimizer == "adam" else self.optimizer
-        train = trainer(self.family, name)
-        start = self.start() if state is None else state
-        end, losses = train(start, self.inputs, batch_of(self.family))
-        return end, np.asarray(losses)
+        inputs = jax.device_put(self.inputs)
+        state = self.start() if state is None else state
+        losses = []
+        for _ in range(STEPS):
+            grads, loss = differentiated(self.family)(state.params, inputs, batch_of(self.family))
+            state = updated(self.family, name)(state, grads, inputs)
+            losses.append(loss)
+        return state, np.stack(losses)
 
     def end(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return the losses, and the weights that the model computes with at the end."""
