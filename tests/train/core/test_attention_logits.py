@@ -40,6 +40,7 @@ from mupax.zoo.configs import (
 from mupax.zoo.encoder_decoder import model as encoder_decoder
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.statistics import largest_logits
+from tests.fixtures.tiny import random_params, state_with
 
 BATCH = 8
 PAIRS_TOLERANCE = 2e-6
@@ -129,17 +130,12 @@ def params_of(program: Program) -> dict[str, np.ndarray]:
 
     Queries and keys differ by head and layer, so that logits are not all alike.
     """
-    random = np.random.default_rng(0)
-    params = {}
-    for name, leaf in program.abstract.params.items():
-        fan_in = [program.definition.sizes[axis] for axis in program.definition.specs[name].fan_in]
-        multiplier = np.mean(program.inputs.factors.multiplier[name])
-        w = random.standard_normal(leaf.shape) / multiplier / np.prod(fan_in) ** 0.5
+    params = random_params(program)
+    for name, w in params.items():
         if name.rpartition(".")[2] in ("query", "key"):
-            heads = np.linspace(1, 3, leaf.shape[2])[:, None]
-            layers = np.linspace(1, 2, leaf.shape[0])[:, None, None, None]
-            w = w * heads * layers
-        params[name] = w.astype(np.float32)
+            heads = np.linspace(1, 3, w.shape[2], dtype=np.float32)[:, None]
+            layers = np.linspace(1, 2, w.shape[0], dtype=np.float32)[:, None, None, None]
+            params[name] = w * heads * layers
     return params
 
 
@@ -344,8 +340,7 @@ def stepped(config: Config) -> tuple[Any, dict[str, float]]:
     """
     program = program_of(config)
     step = lowered(config).compile(compiler_options=program.compiler_options())
-    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.abstract)
-    state = jax.device_put(state._replace(params=params_of(program)), shardings_of(program.abstract))
+    state = state_with(program, params_of(program))
     batch = program.train_feed().shard_batch(batch_of(config))
     state, metrics = step(state, program.step_inputs(), batch)
     values = {name: float(value) for name, value in metrics.items() if value.ndim == 0}
