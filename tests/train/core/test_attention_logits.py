@@ -28,6 +28,7 @@ from mupax.train.config.run import (
 )
 from mupax.train.core import step as steps
 from mupax.train.core.program import Program, assemble
+from mupax.train.core.state import shardings_of
 from mupax.zoo.configs import (
     ComputeConfig,
     ConfigError,
@@ -39,6 +40,7 @@ from mupax.zoo.configs import (
 from mupax.zoo.encoder_decoder import model as encoder_decoder
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.statistics import largest_logits
+from tests.fixtures.tiny import random_params, state_with
 
 BATCH = 8
 PAIRS_TOLERANCE = 2e-6
@@ -123,16 +125,18 @@ def batch_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     return batch
 
 
-def loud(params: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters whose queries and keys differ by head, so that logits are not all alike."""
-    changed = dict(params)
+def params_of(program: Program) -> dict[str, np.ndarray]:
+    """Return random parameters.
+
+    Queries and keys differ by head and layer, so that logits are not all alike.
+    """
+    params = random_params(program)
     for name, w in params.items():
-        attention, _, last = name.rpartition(".")
-        if last in ("query", "key") and attention:
+        if name.rpartition(".")[2] in ("query", "key"):
             heads = np.linspace(1, 3, w.shape[2], dtype=np.float32)[:, None]
             layers = np.linspace(1, 2, w.shape[0], dtype=np.float32)[:, None, None, None]
-            changed[name] = w * heads * layers
-    return changed
+            params[name] = w * heads * layers
+    return params
 
 
 def plain_logits(
@@ -215,8 +219,7 @@ def measured(program: Program, batch: dict[str, Any], recorder: Recorder) -> dic
             arrays.append({n: a for n, a in call.items() if isinstance(a, jax.Array)})
         return sums.attention_logits, arrays
 
-    params = loud(program.initial_state().params)
-    result, arrays = jax.device_get(jax.jit(sums)(params, batch))
+    result, arrays = jax.device_get(jax.jit(sums)(params_of(program), batch))
     for call, concrete in zip(recorder.calls, arrays, strict=True):
         call.update(concrete)
     return result
@@ -268,7 +271,7 @@ def test_a_decoder_in_numpy_has_the_same_logits() -> None:
     batch = batch_of(config)
     inputs = program.inputs
     weights = {}
-    for name, w in loud(program.initial_state().params).items():
+    for name, w in params_of(program).items():
         multiplier = np.asarray(inputs.factors.multiplier[name], np.float64)
         w = np.asarray(w, np.float64)
         weights[name] = w * multiplier.reshape(multiplier.shape + (1,) * (w.ndim - multiplier.ndim))
@@ -325,41 +328,87 @@ def test_no_array_of_all_pairs_exists() -> None:
 
 
 @functools.cache
+def lowered(config: Config) -> Any:
+    return program_of(config).trace_train().lower()
+
+
+@functools.cache
 def stepped(config: Config) -> tuple[Any, dict[str, float]]:
     """Return the parameters after one step, and the metrics of the step.
 
     Later steps would compare how rounding grows under an attention that is nearly an argmax.
     """
     program = program_of(config)
-    step = program.compile_train()
-    state = program.initial_state()
-    params = {name: jax.device_put(w, state.params[name].sharding) for name, w in loud(state.params).items()}  # fmt: skip
-    state = state._replace(params=params)
-    step_inputs = program.step_inputs()
+    step = lowered(config).compile(compiler_options=program.compiler_options())
+    state = state_with(program, params_of(program))
     batch = program.train_feed().shard_batch(batch_of(config))
-    state, metrics = step(state, step_inputs, batch)
+    state, metrics = step(state, program.step_inputs(), batch)
     values = {name: float(value) for name, value in metrics.items() if value.ndim == 0}
     return jax.device_get(state.params), values
 
 
+def logits_and_loss(
+    config: Config, params: dict[str, Any], batch: dict[str, Any]
+) -> tuple[dict[str, np.ndarray], float]:
+    """Return the largest logits of each attention, [layers, heads], and the mean loss on a mesh.
+
+    They come from the step's own function of gradients. Only the readout has a gradient, because
+    the backward pass of the others would be most of what is compiled.
+    """
+    program = program_of(replace(config, train_only=("readout",)))
+
+    @jax.jit
+    def compute(params: Any, batch: Any) -> Any:
+        _, sums = steps.gradients(
+            program.definition,
+            params,
+            program.inputs,
+            batch,
+            config.accumulation_steps,
+            measure_logits=True,
+            layout=program.layout,
+        )
+        return sums.attention_logits, sums.loss / sums.weight
+
+    placed = jax.device_put(params, shardings_of(program.abstract).params)
+    return jax.device_get(compute(placed, program.train_feed().shard_batch(batch)))
+
+
+@functools.cache
+def measured_on_mesh(config: Config) -> tuple[dict[str, np.ndarray], float]:
+    return logits_and_loss(config, params_of(program_of(config)), batch_of(config))
+
+
+def assert_same_measurements(config: Config, other: Config) -> None:
+    logits, loss = measured_on_mesh(config)
+    other_logits, other_loss = measured_on_mesh(other)
+    assert other_logits.keys() == logits.keys()
+    for attention, largest in logits.items():
+        np.testing.assert_allclose(other_logits[attention], largest, rtol=MODEL_TOLERANCE)
+    np.testing.assert_allclose(other_loss, loss, rtol=MODEL_TOLERANCE)
+
+
 SCAN = ComputeConfig(layers="scan")
 """Compiles much faster on a mesh than layers that are written out."""
-EVEN = replace(DECODER, num_heads=4, num_kv_heads=2, head_dim=8, width=32, seq_len=16, depth=2, mlp_ratio=2)  # fmt: skip
+EVEN = replace(
+    DECODER, num_heads=4, num_kv_heads=2, head_dim=8, width=32, seq_len=16, depth=2, mlp_ratio=2,
+    bias=False, norm_gain=False,
+)  # fmt: skip
 EVEN_SCAN = replace(EVEN, compute=SCAN)
 EVEN_VIT = replace(
-    VIT, num_heads=4, head_dim=8, width=32, mlp_ratio=2, registers=None, image_size=12, pool="mean"
-)
+    VIT, num_heads=4, head_dim=8, width=32, mlp_ratio=2, registers=None, image_size=12, pool="mean",
+    compute=SCAN,
+)  # fmt: skip
 EVEN_SPANS = replace(
-    ENCODER_DECODER, num_heads=4, head_dim=8, width=32, seq_len=16, target_len=8, mlp_ratio=2, compute=SCAN
+    ENCODER_DECODER, num_heads=4, head_dim=8, width=32, seq_len=16, target_len=8, mlp_ratio=2,
+    bias=False, norm_gain=False, tied=False, compute=SCAN,
 )  # fmt: skip
 EVEN_MODELS: dict[str, ModelConfig] = {
     "decoder": EVEN_SCAN,
     "unrolled": EVEN,
-    "rotary": replace(EVEN_SCAN, positions="rotary"),
-    "scanned": replace(EVEN, window=5, full_every=2, depth=3, compute=ComputeConfig(layers="scan", remat="block")),
-    "vit": EVEN_VIT,
+    "window": replace(EVEN_SCAN, window=5, full_every=2, depth=3),
     "encoder-decoder": EVEN_SPANS,
-}  # fmt: skip
+}
 MESHES = {
     "data 8": MeshConfig(data=8),
     "fsdp 8": MeshConfig(data=1, fsdp=8),
@@ -373,8 +422,8 @@ ON_MESHES = [
     ("unrolled", "fsdp 8"),
     ("decoder", "tensor 2"),
     ("decoder", "all"),
-    ("scanned", "data 2 fsdp 4"),
-    ("scanned", "sequence 2"),
+    ("window", "data 2 fsdp 4"),
+    ("window", "sequence 2"),
     ("encoder-decoder", "fsdp 8"),
     ("encoder-decoder", "all"),
 ]
@@ -383,50 +432,48 @@ ON_MESHES = [
 @pytest.mark.parametrize(("model", "mesh"), ON_MESHES)
 def test_every_mesh_measures_the_same(model: str, mesh: str) -> None:
     config = config_of(EVEN_MODELS[model])
-    _, one = stepped(config)
-    _, many = stepped(replace(config, mesh=MESHES[mesh]))
-    assert one["attention_logit_max"] == pytest.approx(
-        many["attention_logit_max"], rel=MODEL_TOLERANCE
-    )
-    assert one["loss"] == pytest.approx(many["loss"], rel=MODEL_TOLERANCE)
+    assert_same_measurements(config, replace(config, mesh=MESHES[mesh]))
 
 
 @pytest.mark.parametrize("model", ["rotary", "vit"])
 def test_ring_attention_and_images_on_a_mesh(model: str) -> None:
     """The ring holds positions in another order, so its masks go by the positions themselves."""
-    config = config_of(EVEN_MODELS[model])
-    _, one = stepped(config)
-    split = config.model
+    split = EVEN_VIT
+    config = config_of(EVEN_VIT)
     if model == "rotary":
-        split = replace(split, compute=replace(SCAN, attention="ring"))
-    _, many = stepped(replace(config, model=split, mesh=MESHES["sequence 2"]))
-    assert one["attention_logit_max"] == pytest.approx(
-        many["attention_logit_max"], rel=MODEL_TOLERANCE
-    )
+        rotary = replace(EVEN_SCAN, positions="rotary")
+        split = replace(rotary, compute=replace(SCAN, attention="ring"))
+        config = config_of(rotary)
+    assert_same_measurements(config, replace(config, model=split, mesh=MESHES["sequence 2"]))
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("layers", "remat"), [("scan", "none"), ("scan", "block"), ("unrolled", "dots")]
+    ("layers", "remat", "mesh"),
+    [
+        ("scan", "none", "one"),
+        ("scan", "block", "one"),
+        ("unrolled", "dots", "one"),
+        ("scan", "block", "data 2 fsdp 4"),
+    ],
 )
-def test_scan_and_remat_measure_the_same(layers: Any, remat: Any) -> None:
+def test_scan_and_remat_measure_the_same_in_a_step(layers: Any, remat: Any, mesh: str) -> None:
     config = config_of(EVEN)
     _, plain = stepped(config)
-    compute = ComputeConfig(layers=layers, remat=remat)
-    _, other = stepped(replace(config, model=replace(EVEN, compute=compute)))
-    assert plain["attention_logit_max"] == pytest.approx(
-        other["attention_logit_max"], rel=MODEL_TOLERANCE
-    )
+    model = replace(EVEN, compute=ComputeConfig(layers=layers, remat=remat))
+    mesh_config = MESHES.get(mesh, config.mesh)
+    _, other = stepped(replace(config, model=model, mesh=mesh_config))
+    for metric in ("attention_logit_max", "loss"):
+        assert plain[metric] == pytest.approx(other[metric], rel=MODEL_TOLERANCE)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("mesh", ["one", "data 2 fsdp 4"])
 def test_microbatches_give_the_maximum_over_all_of_them(mesh: str) -> None:
     """All logits are negative here, so that a maximum that begins at 0 would be wrong."""
-    config = config_of(EVEN, mesh=MESHES.get(mesh, MeshConfig(data=1)))
+    config = config_of(EVEN_SCAN, mesh=MESHES.get(mesh, MeshConfig(data=1)))
     config = replace(config, data=replace(config.data, batch_size=16))
-    program = program_of(config)
-    params = jax.device_get(program.initial_state().params)
+    params = params_of(program_of(config))
     # Positions of an example are alike, and a query is its key times -1.
     params["position"] = 0 * params["position"]
     key = params["block.attention.key"]
@@ -437,20 +484,8 @@ def test_microbatches_give_the_maximum_over_all_of_them(mesh: str) -> None:
 
     results = []
     for count in (1, 2):
-
-        def gradients(params: Any, batch: Any, count: int = count) -> Any:
-            return steps.gradients(
-                program.definition,
-                params,
-                program.inputs,
-                batch,
-                count,
-                measure_logits=True,
-                layout=program.layout,
-            )
-
-        _, sums = jax.jit(gradients)(params, batch)
-        (largest,) = jax.device_get(sums.attention_logits).values()
+        split = replace(config, accumulation_steps=count)
+        (largest,) = logits_and_loss(split, params, batch)[0].values()
         assert (largest < 0).all()
         results.append(largest)
     np.testing.assert_allclose(results[1], results[0], rtol=MODEL_TOLERANCE)
@@ -460,13 +495,12 @@ def test_microbatches_give_the_maximum_over_all_of_them(mesh: str) -> None:
 def test_a_run_without_the_flag_pays_nothing() -> None:
     config = config_of(EVEN)
     off = replace(config, log=LogConfig())
-    texts = [program_of(c).trace_train().lower().as_text() for c in (off, config)]
     # As many products as before: one for each matrix, the logits and the values, and no more.
-    counts = [text.count("stablehlo.dot_general") for text in texts]
+    counts = [lowered(c).as_text().count("stablehlo.dot_general") for c in (off, config)]
     assert counts[1] == counts[0] + EVEN.depth
-    assert "attention_logit_max" not in stepped(off)[1]
+    plain_params, plain_metrics = stepped(off)
     measured_params, _ = stepped(config)
-    plain_params, _ = stepped(off)
+    assert "attention_logit_max" not in plain_metrics
     for name, w in plain_params.items():
         np.testing.assert_array_equal(w, measured_params[name])
 

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.core
 
 WORDS = (
     "--model.width 16 --model.num-heads 2 --model.depth 2 --model.seq-len 8 --data.batch-size 8 "
-    "--optimizer.name muon --optimizer.peak-lr 0.02 --steps 3 --optimizer.warmup-steps 1"
+    "--optimizer.name muon --optimizer.peak-lr 0.02 --steps 3 --optimizer.warmup-steps 1 "
+    "--data.eval-batch-size 8 --data.eval-examples 8 --log.no-samples --log.no-tensorboard"
 )
 EVIDENCE = {
     "sizes": [{"embed": 16}],
@@ -107,9 +108,13 @@ def test_points_with_other_peaks_share_a_program() -> None:
     assert other != shapes[0]
 
 
-def test_a_run_trains_with_both(tmp_path: Path) -> None:
+def test_a_run_trains_with_both_and_the_screen_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shipped = losses("", tmp_path / "shipped")
+    assert "Adam at" not in capsys.readouterr().out
     raised = losses("--optimizer.adam-lr 0.16", tmp_path / "raised")
+    assert "muon at 0.02 and Adam at 0.16" in capsys.readouterr().out.replace("\n", " ")
     assert raised[0] == shipped[0]
     assert raised[-1] != shipped[-1]
 
@@ -164,8 +169,3 @@ def test_a_tuned_preset_with_one_peak_replaces_a_recipes_two(
     config = cli.parse("two-peaks", recipe, ["--preset", word]).config
     assert config.optimizer.adam_lr is None
     assert config.optimizer.orthogonalizer == "newton_schulz"
-
-
-def test_the_screen_names_both_peaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    losses("--optimizer.adam-lr 0.16", tmp_path / "run")
-    assert "muon at 0.02 and Adam at 0.16" in capsys.readouterr().out.replace("\n", " ")

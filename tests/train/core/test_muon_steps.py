@@ -17,7 +17,7 @@ import pytest
 
 from mupax import presets, train
 from mupax.presets import ParamSpec, PresetError, Role
-from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps, MuonRule
+from mupax.presets.muon import MatrixSteps, MuonRule
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, MeshConfig, OptimizerConfig
@@ -41,6 +41,7 @@ from mupax.train.reuse import runs
 from mupax.train.studies.sweep.sweep import shape_of
 from mupax.zoo.definition import definition
 from mupax.zoo.partition import ONE_DEVICE
+from tests.fixtures.programs import shared_programs
 from tests.train.core.test_muon import (
     COLLECTIVES,
     MESHES,
@@ -49,6 +50,8 @@ from tests.train.core.test_muon import (
     momenta,
     specs_of,
 )
+
+__all__ = ["shared_programs"]  # a fixture
 
 pytestmark = pytest.mark.core
 
@@ -67,48 +70,76 @@ def steps_of(model: str, **choices: Any) -> MatrixSteps:
     return preset.matrix_steps(specs_of(model), sizes_of(model), "muon")
 
 
-def applied(
-    model: str, layout: MeshLayout, steps: MatrixSteps, num_iterations: int = 40
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
-    """Return the steps of all matrices and the next vectors, on a mesh."""
-    specs = specs_of(model)
-    placed = {
-        name: jax.device_put(array, layout.sharding(specs[name].axes, array.shape))
-        for name, array in momenta(model).items()
-    }
-    vectors = None
-    if steps.measured:
-        sizes = sizes_of(model)
-        state: Any = muon(OptimizerConfig(name="muon"), specs, steps).init(momenta(model))
-        vectors = state.vectors
-        assert all(
-            vectors[name].size < np.prod([sizes[a] for a in s.axes]) for name, s in specs.items()
-        )
-
-    def apply(arrays: Any, vectors: Any) -> Any:
-        return matrix_steps(
-            arrays, specs, layout=layout, coefficients=NEWTON_SCHULZ, blocks=steps.blocks,
-            vectors=vectors, num_iterations=None if vectors is None else jnp.int32(num_iterations),
-        )  # fmt: skip
-
-    results, new_vectors = jax.jit(apply)(placed, vectors)
-    for name, result in results.items():
-        assert result.sharding.is_equivalent_to(placed[name].sharding, result.ndim), name
-    return jax.device_get((results, new_vectors))
-
-
+COEFFICIENTS = NEWTON_SCHULZ[:3]
+"""Compile faster than all five. The last one comes after the restart of Gram matrices."""
 CHOICES: Mapping[str, dict[str, Any]] = {
+    "whole": {},
     "measured": {"muon_scale": "measured"},
     "heads": {"muon_blocks": "heads"},
     "tiles": {"muon_blocks": "tiles"},
     "measured heads": {"muon_scale": "measured", "muon_blocks": "heads"},
 }
+MESH_CONFIGS = {
+    **MESHES,
+    "one": MeshConfig(data=1),
+    "fsdp 4, experts 2": MeshConfig(fsdp=4, experts=2, data=1),
+}
+
+
+def vectors_of(model: str, steps: MatrixSteps) -> Any:
+    if not steps.measured:
+        return None
+    specs = specs_of(model)
+    sizes = sizes_of(model)
+    state: Any = muon(OptimizerConfig(name="muon"), specs, steps).init(momenta(model))
+    for name, spec in specs.items():
+        assert state.vectors[name].size < np.prod([sizes[axis] for axis in spec.axes])
+    return state.vectors
 
 
 @functools.cache
-def on_one_device(model: str, choice: str) -> Any:
-    layout = layout_of(MeshConfig(data=1), devices=1)
-    return applied(model, layout, steps_of(model, **CHOICES[choice]))
+def mesh_layout(mesh: str) -> MeshLayout:
+    return layout_of(MESH_CONFIGS[mesh], devices=1 if mesh == "one" else 8)
+
+
+def placed_momenta(model: str, mesh: str) -> dict[str, jax.Array]:
+    placed = {}
+    for name, array in momenta(model).items():
+        sharding = mesh_layout(mesh).sharding(specs_of(model)[name].axes, array.shape)
+        placed[name] = jax.device_put(array, sharding)
+    return placed
+
+
+@functools.cache
+def lowered(model: str, mesh: str, choice: str) -> Any:
+    steps = steps_of(model, **CHOICES[choice])
+
+    def apply(arrays: Any, vectors: Any) -> Any:
+        return matrix_steps(
+            arrays, specs_of(model), layout=mesh_layout(mesh), coefficients=COEFFICIENTS,
+            blocks=steps.blocks, vectors=vectors,
+            num_iterations=jnp.int32(40) if steps.measured else None,
+        )  # fmt: skip
+
+    return jax.jit(apply).lower(placed_momenta(model, mesh), vectors_of(model, steps))
+
+
+@functools.cache
+def compiled(model: str, mesh: str, choice: str) -> Any:
+    return lowered(model, mesh, choice).compile()
+
+
+@functools.cache
+def applied(
+    model: str, mesh: str, choice: str
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
+    """Return the steps of all matrices and the next vectors, on a mesh."""
+    placed = placed_momenta(model, mesh)
+    vectors = vectors_of(model, steps_of(model, **CHOICES[choice]))
+    results, new_vectors = compiled(model, mesh, choice)(placed, vectors)
+    for name, result in results.items():
+        assert result.sharding.is_equivalent_to(placed[name].sharding, result.ndim), name
+    return jax.device_get((results, new_vectors))
 
 
 @pytest.mark.parametrize(
@@ -119,24 +150,15 @@ def on_one_device(model: str, choice: str) -> Any:
         ("measured heads", "scanned", "data 2, fsdp 2, tensor 2"),
         ("measured heads", "experts", "data 2, fsdp 4"),
         ("tiles", "experts", "data 2, fsdp 4"),
+        # Experts keep their vectors on their devices.
+        ("measured heads", "experts", "fsdp 4, experts 2"),
     ],
 )
 def test_every_mesh_has_the_bits_of_one_device(model: str, mesh: str, choice: str) -> None:
-    steps = steps_of(model, **CHOICES[choice])
-    results = applied(model, layout_of(MESHES[mesh]), steps)
-    for one, other in zip(
-        jax.tree.leaves(results), jax.tree.leaves(on_one_device(model, choice)), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_experts_keep_their_vectors_on_their_devices() -> None:
-    layout = layout_of(MeshConfig(fsdp=4, experts=2, data=1))
-    results = applied("experts", layout, steps_of("experts", muon_scale="measured"))
-    for one, other in zip(
-        jax.tree.leaves(results), jax.tree.leaves(on_one_device("experts", "measured")), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    results = jax.tree.leaves(applied(model, mesh, choice))
+    expected = jax.tree.leaves(applied(model, "one", choice))
+    for result, of_one_device in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result, of_one_device)
 
 
 # Blocks
@@ -156,7 +178,7 @@ def blocks_by_hand(array: np.ndarray, spec: ParamSpec, block: tuple[int, ...]) -
         )
         one = array[where].transpose(order)
         rows = int(np.prod([block[i] for i in fan_in]))
-        orthogonal = np.asarray(newton_schulz(jnp.asarray(one.reshape(rows, -1))))
+        orthogonal = np.asarray(newton_schulz(jnp.asarray(one.reshape(rows, -1)), COEFFICIENTS))
         result[where] = orthogonal.reshape(one.shape).transpose(np.argsort(order))
     return result
 
@@ -166,8 +188,8 @@ def blocks_by_hand(array: np.ndarray, spec: ParamSpec, block: tuple[int, ...]) -
 )
 def test_each_block_is_orthogonalized_apart(model: str, choice: str) -> None:
     steps = steps_of(model, **CHOICES[choice])
-    whole, _ = applied(model, layout_of(MeshConfig(data=1), devices=1), WHOLE_MATRICES)
-    results, vectors = on_one_device(model, choice)
+    whole, _ = applied(model, "one", "whole")
+    results, vectors = applied(model, "one", choice)
     assert vectors is None
     for name, spec in specs_of(model).items():
         if name not in steps.blocks:
@@ -210,10 +232,10 @@ def test_blocks_of_a_rank_one_gradient_add_up_as_the_theory_says(blocks: str, ro
         block = rule.block(spec, sizes, {"embed": 16, "heads": 2, "head_dim": 8}.__getitem__)
         assert block is not None
         # Of rank one, so that Newton-Schulz acts on one singular value, which begins at 1.
-        step = orthogonalize(
-            {name: jnp.asarray(matrix.reshape(shape))}, {name: spec}, layout=ONE_DEVICE,
-            blocks={name: block},
-        )[name]  # fmt: skip
+        orthogonalize_blocks = functools.partial(
+            orthogonalize, specs={name: spec}, layout=ONE_DEVICE, blocks={name: block}
+        )
+        step = jax.jit(orthogonalize_blocks)({name: matrix.reshape(shape)})[name]
         norms.append(np.linalg.norm(np.asarray(step).reshape(fan_in, fan_out), ord=2))
     growth = {"embed": 1.0, "heads": 1.0}
     exponent = rule.coherence(spec).growth(growth)
@@ -226,24 +248,30 @@ def test_blocks_of_a_rank_one_gradient_add_up_as_the_theory_says(blocks: str, ro
 # Measured norms
 
 
-@pytest.mark.parametrize("model", ["scanned", "experts"])
-def test_each_matrix_of_a_stack_has_spectral_norm_one(model: str) -> None:
-    """Blocks alone do not have it: heads add up, and Newton-Schulz leaves 0.7 to 1.2."""
-    results, _ = on_one_device(model, "measured heads")
-    control, _ = on_one_device(model, "heads")
-    worst = {"measured": 0.0, "control": 0.0}
+def worst_deviation(model: str, arrays: Mapping[str, np.ndarray]) -> float:
+    """Return the largest distance from 1 of the spectral norm of any matrix."""
+    worst = 0.0
     for name, spec in specs_of(model).items():
         fan_in = [spec.axes.index(axis) for axis in spec.fan_in]
         stack = [i for i, axis in enumerate(spec.axes) if axis not in (*spec.fan_in, *spec.fan_out)]
         fan_out = [i for i in range(len(spec.axes)) if i not in (*fan_in, *stack)]
-        for label, arrays in (("measured", results), ("control", control)):
-            ordered = arrays[name].transpose(*stack, *fan_in, *fan_out)
-            rows = int(np.prod([arrays[name].shape[i] for i in fan_in]))
-            count = int(np.prod([arrays[name].shape[i] for i in stack]))
-            norms = np.linalg.norm(ordered.reshape(count, rows, -1), ord=2, axis=(1, 2))
-            worst[label] = max(worst[label], np.abs(norms - 1).max())
-    assert worst["measured"] < 0.02
-    assert worst["control"] > 0.1
+        ordered = arrays[name].transpose(*stack, *fan_in, *fan_out)
+        rows = int(np.prod([arrays[name].shape[i] for i in fan_in]))
+        count = int(np.prod([arrays[name].shape[i] for i in stack]))
+        norms = np.linalg.norm(ordered.reshape(count, rows, -1), ord=2, axis=(1, 2))
+        worst = max(worst, np.abs(norms - 1).max())
+    return worst
+
+
+@pytest.mark.parametrize("model", ["scanned", "experts"])
+def test_each_matrix_of_a_stack_has_spectral_norm_one(model: str) -> None:
+    """Blocks alone do not have it: heads add up, and Newton-Schulz leaves 0.7 to 1.2."""
+    deviation = worst_deviation(model, applied(model, "one", "measured heads")[0])
+    assert deviation < 0.02
+
+
+def test_control_blocks_alone_have_another_norm() -> None:
+    assert worst_deviation("experts", applied("experts", "one", "tiles")[0]) > 0.1
 
 
 def test_the_norm_of_a_matrix_is_found() -> None:
@@ -292,35 +320,19 @@ def test_first_steps_have_five_iterations_and_later_ones_one() -> None:
     assert np.abs(vectors[0] - vectors[WARMUP_STEPS]).max() > 1e-3
 
 
-@pytest.mark.parametrize("mesh", ["fsdp 8", "data 2, fsdp 2, tensor 2"])
-def test_no_power_iteration_communicates_and_a_stack_has_one_more_collective(mesh: str) -> None:
-    layout = layout_of(MESHES[mesh])
-    specs = specs_of("scanned")
-    shapes = {
-        name: jax.ShapeDtypeStruct(
-            array.shape, array.dtype, sharding=layout.sharding(specs[name].axes, array.shape)
-        )
-        for name, array in momenta("scanned").items()
-    }
-
-    def texts(steps: MatrixSteps) -> tuple[str, str]:
-        state: Any = muon(OptimizerConfig(name="muon"), specs, steps).init(momenta("scanned"))
-        vectors = getattr(state, "vectors", None)
-
-        def apply(arrays: Any, vectors: Any) -> Any:
-            return matrix_steps(
-                arrays, specs, layout=layout, coefficients=NEWTON_SCHULZ, blocks=steps.blocks,
-                vectors=vectors, num_iterations=jnp.int32(1) if steps.measured else None,
-            )  # fmt: skip
-
-        program = jax.jit(apply).lower(shapes, vectors)
-        return program.as_text(), program.compile().as_text() or ""
-
-    stable, compiled = texts(steps_of("scanned", muon_scale="measured"))
-    lines = [line for line in compiled.splitlines() if f"{POWER_ITERATIONS}/" in line]
+@pytest.mark.parametrize(
+    ("mesh", "choice", "unmeasured"),
+    [("fsdp 8", "measured", "whole"), ("data 2, fsdp 2, tensor 2", "measured heads", "heads")],
+)
+def test_no_power_iteration_communicates_and_a_stack_has_one_more_collective(
+    mesh: str, choice: str, unmeasured: str
+) -> None:
+    text = compiled("scanned", mesh, choice).as_text()
+    lines = [line for line in text.splitlines() if f"{POWER_ITERATIONS}/" in line]
     assert lines
     assert not [line for line in lines if any(f" {name}" in line for name in COLLECTIVES)]
-    usual, _ = texts(WHOLE_MATRICES)
+    stable = lowered("scanned", mesh, choice).as_text()
+    usual = lowered("scanned", mesh, unmeasured).as_text()
 
     def count(text: str, collective: str) -> int:
         return len(re.findall(rf"stablehlo\.{collective}", text))
@@ -337,7 +349,8 @@ def test_no_power_iteration_communicates_and_a_stack_has_one_more_collective(mes
 WORDS = (
     "--model.width 32 --model.num-heads 4 --model.depth 2 --model.seq-len 8 --data.batch-size 8 "
     "--optimizer.name muon --optimizer.peak-lr 0.02 --steps 4 --optimizer.warmup-steps 1 "
-    "--preset.base embed=16,heads=2,kv_heads=2,head_dim=8,mlp=40,layers=2"
+    "--preset.base embed=16,heads=2,kv_heads=2,head_dim=8,mlp=40,layers=2 "
+    "--data.eval-batch-size 8 --data.eval-examples 8 --log.no-samples --log.no-tensorboard"
 )
 
 
@@ -391,33 +404,38 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) 
     assert not np.array_equal(np.asarray(vectors["block.attention.query"]), np.asarray(first))
 
 
-def test_a_run_takes_the_blocks_of_its_preset() -> None:
+@pytest.mark.parametrize("blocks", ["heads", "tiles", "matrix"])
+def test_a_run_takes_the_blocks_of_its_preset(blocks: str) -> None:
     """The first update of a run is the blocks' one times the preset's rates, and no other's."""
-    for constants in (("muon_blocks=heads",), ("muon_blocks=tiles",), ()):
-        program = assemble(config_of(*constants), jax.devices()[:1])
-        rng = np.random.default_rng(0)
-        grads = {
-            name: jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
-            for name, leaf in program.abstract.params.items()
-        }
-        hyper = optimizer.OptimizerHyperparams(1.0, 1.0, 0.0, 1e-8)
-        first_step = functools.partial(
-            optimizer.first_step, program.tx, "muon", factors=program.inputs.factors, hyper=hyper
+    config = config_of(f"muon_blocks={blocks}")
+    model = dataclasses.replace(config.model, depth=1)
+    program = assemble(dataclasses.replace(config, model=model), jax.devices()[:1])
+    rng = np.random.default_rng(0)
+    grads = {
+        name: jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
+        for name, leaf in program.abstract.params.items()
+    }
+    factors = program.inputs.factors
+    hyper = optimizer.OptimizerHyperparams(1.0, 1.0, 0.0, 1e-8)
+    steps = program.preset.matrix_steps(program.definition.specs, program.definition.sizes, "muon")
+    matrices = hidden_matrices(program.definition.specs)
+
+    @jax.jit
+    def compute(grads: Any) -> Any:
+        updates, _ = optimizer.first_step(
+            program.tx, "muon", grads, grads, factors=factors, hyper=hyper
         )
-        updates, _ = jax.jit(first_step)(grads, grads)
-        steps = program.preset.matrix_steps(
-            program.definition.specs, program.definition.sizes, "muon"
-        )
-        matrices = hidden_matrices(program.definition.specs)
-        clipped = {name: grads[name] for name in matrices}
-        orthogonalized = functools.partial(
-            orthogonalize, specs=matrices, layout=ONE_DEVICE, blocks=steps.blocks
-        )
-        expected = jax.jit(orthogonalized)(clipped)
-        for name, step in expected.items():
-            lr = program.inputs.factors.lr[name]
-            factor = -np.reshape(lr, np.shape(lr) + (1,) * (step.ndim - np.ndim(lr)))
-            np.testing.assert_allclose(updates[name], factor * step, atol=1e-3, err_msg=name)
+        expected = orthogonalize(
+            {name: grads[name] for name in matrices}, matrices, layout=ONE_DEVICE,
+            blocks=steps.blocks,
+        )  # fmt: skip
+        return updates, expected
+
+    updates, expected = compute(grads)
+    for name, step in expected.items():
+        lr = factors.lr[name]
+        factor = -np.reshape(lr, np.shape(lr) + (1,) * (step.ndim - np.ndim(lr)))
+        np.testing.assert_allclose(updates[name], factor * step, atol=1e-3, err_msg=name)
 
 
 def test_points_of_one_program_share_what_it_computes() -> None:
