@@ -224,18 +224,20 @@ def test_a_limit_that_no_logit_reaches_changes_nothing() -> None:
     assert_close(unreached, without)
 
 
-def test_a_mesh_clips_with_the_same_bits() -> None:
-    """The factors depend on logits alone, which each device computes for its own examples."""
+def test_a_mesh_that_splits_the_batch_clips_by_the_largest_logit_of_all() -> None:
+    """Only logits decide the factors, and a device computes those of its own examples.
+
+    Not to the bit: a logit may differ from one device's in the last bit, since XLA fuses its sum
+    in another way. 1e-6 is eight such bits.
+    """
     config = with_optimizer(replace(RUN, model=EVEN), eps=1e-2, peak_lr=0.0)
-    # Those of other seeds have logits that differ in the last bit.
-    params = jax.device_get(program_of(config).initial_state().params)
-    before, one, one_rows = stepped(config, 2, params=params)
-    mesh = MeshConfig(data=2, fsdp=4)
-    _, many, many_rows = stepped(replace(config, mesh=mesh), 2, params=params)
-    assert one_rows[0]["attention_logit_max"] == many_rows[0]["attention_logit_max"]
+    before, one, one_rows = stepped(config, 2)
+    _, many, many_rows = stepped(replace(config, mesh=MeshConfig(data=2, fsdp=4)), 2)
+    largest = many_rows[0]["attention_logit_max"]
+    np.testing.assert_allclose(largest, one_rows[0]["attention_logit_max"], rtol=1e-6)
     assert (one.params["block.attention.query"] != before.params["block.attention.query"]).any()
     for name, w in one.params.items():
-        np.testing.assert_array_equal(many.params[name], w, err_msg=name)
+        np.testing.assert_allclose(many.params[name], w, rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
