@@ -1,6 +1,6 @@
 """Model configs in the form of Hugging Face's `transformers`, both ways.
 
-Read and written are GPT-2, decoders with rotary positions (`decoders`, `gemma`), ViTs and
+Read and written are GPT-2, decoders with rotary positions (`decoders`), ViTs and
 encoder-decoders. A decoder with learned positions is a GPT-2. An encoder-decoder with learned
 positions is an MBart, and one with relative positions a T5. If a family's code cannot compute a
 model, or our code cannot compute theirs, the config is refused with the reasons.
@@ -16,7 +16,7 @@ from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.fields import Fields
-from mupax.zoo.huggingface import decoders, encoder_decoder, experts, gemma
+from mupax.zoo.huggingface import decoders, encoder_decoder, experts
 from mupax.zoo.huggingface.architectures import (
     ACTIVATION_NAMES,
     ACTIVATIONS,
@@ -95,7 +95,7 @@ def to_huggingface(
         return fields
     assert isinstance(model, DecoderConfig)
     if family in GEMMA:
-        return fields | gemma.fields_of(model, family)
+        return fields | decoders.fields_of_gemma(model, family)
     return fields | decoders.fields_of(model, family)
 
 
@@ -215,7 +215,7 @@ def _read(config: Fields, model_type: str) -> Published:
     if family == "gpt_neox":
         return decoders.read_gpt_neox(config)
     if family in GEMMA:
-        return gemma.read_gemma(config, family)
+        return decoders.read_gemma(config, family)
     if family in _VITS:
         return _read_vit(config, family)
     assert family == "mbart"
@@ -232,7 +232,7 @@ def _reasons(model: TransformerConfig) -> list[str]:
     if isinstance(model, EncoderDecoderConfig):
         return problems + encoder_decoder.reasons(model)
     if isinstance(model, DecoderConfig) and family in GEMMA:
-        return problems + gemma.reasons(model, family)
+        return problems + decoders.reasons_of_gemma(model, family)
     if isinstance(model, DecoderConfig) and model.rotary_theta is not None:
         return problems + decoders.reasons(model, family)
     if isinstance(model, ViTConfig):
