@@ -13,7 +13,7 @@ from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
 from mupax.train.config.sections import Step
 from mupax.train.reuse.generate.sampling import Sampling
-from mupax.train.reuse.harness.texts import MAX_TOKENS, Texts
+from mupax.train.reuse.generate.texts import MAX_TOKENS, Texts
 
 
 class Harness(LM):

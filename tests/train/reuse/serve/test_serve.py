@@ -25,8 +25,8 @@ from mupax.train.config.preset import PresetConfig
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.generate.decode import Scores
 from mupax.train.reuse.generate.sampling import Sampling
+from mupax.train.reuse.generate.texts import Texts
 from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText
-from mupax.train.reuse.harness.texts import Texts
 from mupax.train.reuse.huggingface.files import write_imported
 from mupax.train.reuse.serve import worker
 from mupax.train.reuse.serve.fields import request as requested
