@@ -608,16 +608,15 @@ def _with_flags(config: Config, flags: Sequence[str]) -> Config:
 def main(argv: Sequence[str]) -> int:
     """Run `mupax plan` and return its exit code.
 
-    `plan score` compares a forecast with its run. A table of runs as `--from` is planned by
-    `mupax.train.studies.tables.command`. A model without a study is planned from evidence. All else
-    is planned as a run of a recipe or study.
+    A table of runs as `--from` is planned by `mupax.train.studies.tables.command`. A model without
+    a study is planned from evidence. All else is planned as a run of a recipe or study.
 
     Args:
         argv: Words of the command line after `plan`.
 
     Returns:
-        0, or 1 if the run does not fit the chips. `plan score` and a table of runs return the code
-        of their own commands.
+        0, or 1 if the run does not fit the chips. A table of runs returns the code of its own
+        command.
 
     Raises:
         ConfigError: As for `run_of`.
@@ -625,11 +624,7 @@ def main(argv: Sequence[str]) -> int:
         PresetError: As for `run_of`.
         PointsError: A folder behind `--from` has no rows.
     """
-    # Asked before the words are parsed, because each of these commands has flags of its own.
-    if argv[:1] == ["score"]:
-        from mupax.train.studies.plan import score
-
-        return score.main(argv[1:])
+    # Asked before the words are parsed, because planning by a table has flags of its own.
     if tables_command.asks_for_table(argv):
         return tables_command.main(argv)
 
