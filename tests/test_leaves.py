@@ -59,11 +59,10 @@ LEAVES: dict[str, tuple[str, ...]] = {
     "train/studies/transfer": ("train/studies", "train/studies/sweep", "presets/tuned"),
     "train/studies/forecast": ("train/studies", "train/studies/transfer", "train/studies/sweep"),
     "train/studies/tune": ("train/studies", "train/studies/transfer", "train/studies/sweep"),
-    "train/studies/tables": ("train/studies",),
+    "train/studies/tables": ("train/studies", "presets/tuned"),
     "train/studies/plan": (
         "train/studies",
         "train/studies/tables",
-        "presets/tuned",
         "train/studies/forecast",
         "train/studies/transfer",
         "train/studies/sweep",

@@ -741,7 +741,7 @@ def _plan_from_evidence(model: str, args: Plan, recipe_flags: Sequence[str]) -> 
         ConfigError: There is another flag of the recipe or of the cost, `--tokens` is missing, or
             no evidence applies.
     """
-    from mupax.train.studies.plan import evidence
+    from mupax.train.studies.tables import evidence
 
     words, _ = without_flags(recipe_flags, ("--model",))
     words += _cost_flags(args)
