@@ -37,7 +37,7 @@ LEAVES: dict[str, tuple[str, ...]] = {
     "train/reuse/generate": ("train/reuse", "train/data/text"),
     "train/reuse/serve": ("train/reuse/generate", "train/reuse", "train/data/text"),
     "train/reuse/predict": ("train/reuse", "train/data/text", "train/data/sources"),
-    "train/reuse/harness": ("train/reuse/generate", "train/reuse"),
+    "train/reuse/harness": ("train/reuse/generate",),
     "train/reuse/start": (
         "train/reuse",
         "zoo/huggingface",
