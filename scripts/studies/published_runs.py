@@ -27,9 +27,8 @@ import tyro
 from scipy import stats
 
 from mupax import disk
-from mupax.train.studies.tables import stored
 from mupax.train.studies.tables import table as tables
-from mupax.train.studies.tables.forecast import Forecaster
+from mupax.train.studies.tables.forecast import DENSE, Forecaster, to_json
 from mupax.train.studies.tables.law import Form, form_of, settings_of
 from mupax.train.studies.tables.table import RunTable
 from scripts import ROOT
@@ -555,8 +554,8 @@ def main() -> None:
         path = FORECAST
         content: Any = forecast(table)
     elif options.part == "law":
-        path = stored.DENSE
-        content = stored.to_json(Forecaster.of_table(table))
+        path = DENSE
+        content = to_json(Forecaster.of_table(table))
     else:
         path = RESULT
         content = study(table)

@@ -20,7 +20,7 @@ from mupax.presets.tuned.find import FAR, Tuned
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.studies import report
-from mupax.train.studies.tables import stored
+from mupax.train.studies.tables import forecast
 from mupax.train.studies.tables.forecast import Interval
 from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS, ConfigError
@@ -164,7 +164,7 @@ def _law(model: ModelConfig, tokens: float) -> Evidence | None:
     """
     if not _is_dense_decoder(model):
         return None
-    forecaster = stored.load()
+    forecaster = forecast.load()
     place = {"parameters": float(body_parameters(model)), "tokens": float(tokens)}
     best = forecaster.best(place)
     doublings = max(forecaster.distance(place).values())
