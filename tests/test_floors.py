@@ -57,7 +57,6 @@ OWN_IDEAS = {
     "train/studies/check/balance.py": _LIGHT,
     "train/studies/check/joint_run.py": "a study of a run's optimizer; with the command of coordinate checks 600 lines",
     "train/studies/tables/evidence.py": "what comes with mupax for a model without a study; with the command 790 lines",
-    "train/studies/plan/numbers.py": "the numbers and their intervals; with the command that prints them 790 lines",
     "train/studies/roles/matrices.py": "how matrices meet activations; with the declarations made of it 670 lines",
     "train/studies/transfer/frugal.py": _LIGHT,
     "train/studies/tune/report.py": _LIGHT,
@@ -66,7 +65,7 @@ OWN_IDEAS = {
     "zoo/vit/model.py": _LIGHT,
 }
 """Files that only one file of their folder imports, with the reason why they are not part of it."""
-MOST_OWN_IDEAS = 19
+MOST_OWN_IDEAS = 18
 ENTRIES: dict[str, tuple[str, ...]] = {
     "presets/optimizers.py": (
         "mupax.train.core.muon",

@@ -57,7 +57,12 @@ LEAVES: dict[str, tuple[str, ...]] = {
     "train/studies/infinite": ("presets/infinite",),
     "train/studies/sweep": (),
     "train/studies/transfer": ("train/studies", "train/studies/sweep", "presets/tuned"),
-    "train/studies/forecast": ("train/studies", "train/studies/transfer", "train/studies/sweep"),
+    "train/studies/forecast": (
+        "train/studies",
+        "train/studies/transfer",
+        "train/studies/sweep",
+        "train/pods",
+    ),
     "train/studies/tune": ("train/studies", "train/studies/transfer", "train/studies/sweep"),
     "train/studies/tables": ("train/studies", "presets/tuned"),
     "train/studies/plan": (

@@ -25,9 +25,9 @@ from mupax.train.config.preset import rules_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import command_of, words_of
 from mupax.train.config.run import Config
+from mupax.train.studies.forecast import ranges
 from mupax.train.studies.forecast.points import Points
-from mupax.train.studies.plan import ranges
-from mupax.train.studies.plan.ranges import PlanRow
+from mupax.train.studies.forecast.ranges import PlanRow
 from mupax.train.studies.report import Report, Section, Step, write_json
 from mupax.train.studies.sweep.grids import without_flags
 from mupax.train.studies.tables import command as tables_command
@@ -655,8 +655,7 @@ def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> i
     Returns:
         0, or 1 if the run does not fit the chips.
     """
-    from mupax.train.studies.forecast import points
-    from mupax.train.studies.plan import numbers
+    from mupax.train.studies.forecast import numbers, points
 
     studies = points.load([Path(folder) for folder in args.studies]) if args.studies else []
     request = run_of(args, recipe_flags, studies)
