@@ -56,7 +56,6 @@ OWN_IDEAS = {
     "train/run/resume.py": "comparisons with earlier parts and other processes; with the start of a run 740 lines",
     "train/studies/check/balance.py": _LIGHT,
     "train/studies/check/joint_run.py": "a study of a run's optimizer; with the command of coordinate checks 600 lines",
-    "train/studies/tables/evidence.py": "what comes with mupax for a model without a study; with the command 790 lines",
     "train/studies/roles/matrices.py": "how matrices meet activations; with the declarations made of it 670 lines",
     "train/studies/transfer/frugal.py": _LIGHT,
     "train/studies/tune/report.py": _LIGHT,

@@ -27,8 +27,9 @@ import tyro
 from scipy import stats
 
 from mupax import disk
+from mupax.train.studies.tables import evidence
 from mupax.train.studies.tables import table as tables
-from mupax.train.studies.tables.forecast import DENSE, Forecaster, to_json
+from mupax.train.studies.tables.forecast import Forecaster
 from mupax.train.studies.tables.law import Form, form_of, settings_of
 from mupax.train.studies.tables.table import RunTable
 from scripts import ROOT
@@ -554,8 +555,8 @@ def main() -> None:
         path = FORECAST
         content: Any = forecast(table)
     elif options.part == "law":
-        path = DENSE
-        content = to_json(Forecaster.of_table(table))
+        path = evidence.DENSE
+        content = evidence.to_json(Forecaster.of_table(table))
     else:
         path = RESULT
         content = study(table)
