@@ -84,7 +84,7 @@ An entry imports inside a function, for those who use the entry, so the file doe
 """
 IMPORTERS = {
     "mupax/plugins.py": "modules of the user's own, by the name that the user gives",
-    "mupax/table.py": "MODULE:FUNCTION that a user writes into a table or as a command's word",
+    "mupax/mappings.py": "MODULE:FUNCTION that a user writes into a table or as a command's word",
     "train/__init__.py": "names of the Python interface, which `if TYPE_CHECKING` imports too",
     "zoo/__init__.py": "names of the Python interface, which `if TYPE_CHECKING` imports too",
 }

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mupax.mappings import LazyRegistry
 from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
-from mupax.table import LazyRegistry
 
 
 def _import_sp():

@@ -8,7 +8,7 @@ in `RECIPES`.
 
 from __future__ import annotations
 
-from mupax.table import LazyRegistry
+from mupax.mappings import LazyRegistry
 from mupax.train.config.run import Config
 
 
