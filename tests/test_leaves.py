@@ -96,7 +96,7 @@ REACHED_FROM: dict[str, tuple[str, ...]] = {
     "train/core/state.py": ("zoo/experts",),
     "train/core/factors.py": ("presets/analysis",),
     "train/data/__init__.py": ("train/data/sources", "train/data/text"),
-    "train/data/assets.py": ("train/data/text",),
+    "train/checkpoints/assets.py": ("train/data/text",),
     "train/data/named_sets.py": ("train/data/sources",),
     "train/data/show.py": ("train/data/text",),
     "train/run/dry_run.py": ("presets/tuned",),

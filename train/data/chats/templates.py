@@ -30,7 +30,7 @@ from mupax.train.data.interface import DataError
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 ASSETS = "assets.json"
-"""File next to the tokenizer of a run (`mupax.train.data.assets`)."""
+"""File next to the tokenizer of a run (`mupax.train.checkpoints.assets`)."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKS = "\ufdd0\ufdd1"
 """Characters that begin and end an answer in a marked text.

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mupax import terminal
+from mupax.train.checkpoints.assets import end_ids
 from mupax.train.data import DataError
-from mupax.train.data.assets import end_ids
 from mupax.train.data.chats import templates
 from mupax.train.data.chats.answers import prompt_encoder
 from mupax.train.data.chats.templates import Template
