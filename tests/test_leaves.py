@@ -87,7 +87,6 @@ REACHED_FROM: dict[str, tuple[str, ...]] = {
     "zoo/__init__.py": ("zoo/functional",),
     "zoo/encoder_decoder/config.py": ("zoo/encoder_decoder",),
     "zoo/layers/stack.py": ("zoo/experts",),
-    "zoo/layers/statistics.py": ("zoo/experts",),
     "zoo/transformer.py": ("zoo/lora",),
     "train/config/data.py": ("train/data/sources", "train/data/text"),
     "train/config/preset.py": ("presets/tuned",),
