@@ -24,9 +24,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mupax import process
+from mupax import MupaxError, MupaxFailure, process
 from mupax.disk import system_error
-from mupax.errors import MupaxError, MupaxFailure
 from mupax.memory import exhausted
 from mupax.memory import gib as gib
 from mupax.process import Interrupts, open_closed_streams

@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from mupax import command_line, terminal
-from mupax.errors import MupaxError
+from mupax import MupaxError, command_line, terminal
 
 T = TypeVar("T")
 

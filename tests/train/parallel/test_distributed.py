@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.train.checkpoints import workdir
 from mupax.train.config.recipes import lm_tiny
 from mupax.train.config.run import Config, DataConfig, DistributedConfig

@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.presets import VECTORS, ParamSpec, Role
 from mupax.presets.roles import ENCODER
 from mupax.train.reuse import transplant

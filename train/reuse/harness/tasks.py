@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax import extras
-from mupax.errors import MupaxError
+from mupax import MupaxError, extras
 from mupax.train.config.sections import Step
 from mupax.train.reuse.generate.sampling import Sampling
 from mupax.train.reuse.generate.texts import MAX_TOKENS, Texts

@@ -53,9 +53,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupax import disk, terminal
+from mupax import MupaxError, disk, terminal
 from mupax.disk import DiskError, path_of
-from mupax.errors import MupaxError
 from mupax.train.config.metrics import METRICS, row_name
 from mupax.train.config.run import Config
 from mupax.train.config.sections import METRIC, LogConfig, cost, metrics_of
