@@ -21,7 +21,7 @@ except ImportError:
     LM = object
 
 
-class Harness(LM):
+class Harness(LM):  # pyright: ignore[reportGeneralTypeIssues]
     """Decoder with the interface of a language model of the lm-eval harness.
 
         lm_eval.simple_evaluate(model=Harness("runs/lm-laptop"), tasks=["lambada_openai"])
