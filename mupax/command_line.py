@@ -37,9 +37,8 @@ import tyro._strings
 from tyro import conf
 from tyro.constructors import PrimitiveConstructorSpec
 
-from mupax import terminal
+from mupax import MupaxError, terminal
 from mupax.disk import path_of
-from mupax.errors import MupaxError
 
 T = TypeVar("T")
 Switch = Annotated[bool, conf.FlagCreatePairsOff]

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from mupax.errors import MupaxError, MupaxFailure
+from mupax import MupaxError, MupaxFailure
 
 ADDRESS = re.compile(r"(?:\w+:)?([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 """Beginning of an address, such as `gs://`. A prefix such as `text:` may stand before it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 
 MODULES = {
     "cuda": ("jax_plugins",),  # has the plugins of all accelerators, also of ROCm

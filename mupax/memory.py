@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mupax.errors import MupaxError, MupaxFailure
+from mupax import MupaxError, MupaxFailure
 
 VARIABLE = "MUPAX_MEMORY_CHECK"
 """Environment variable. `off` turns the checks of this module off."""

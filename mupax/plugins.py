@@ -19,9 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mupax import disk
+from mupax import MupaxError, disk
 from mupax.disk import user_folder
-from mupax.errors import MupaxError
 
 FLAG = "--plugin"
 _importing: list[str] = []

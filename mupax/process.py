@@ -26,7 +26,7 @@ from pathlib import PurePath
 from types import FrameType
 from typing import Any, NoReturn
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 
 XLA_FLAGS = "XLA_FLAGS"
 _TRUE = ("1", "true", "t", "yes", "y", "on")

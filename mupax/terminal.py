@@ -1,6 +1,9 @@
 """Output of every command: wrapped text, tables, counts, error messages and the exit code.
 
 In a terminal, lines are wrapped between words. In a pipe or a file, nothing is wrapped or cut.
+
+Old spellings of commands still run when they are typed. In recorded commands, which are never
+rewritten on disk (`python -m train sweep lm-tiny`), they are replaced when the command is shown.
 """
 
 from __future__ import annotations
@@ -21,9 +24,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mupax import process, spellings
+from mupax import MupaxError, MupaxFailure, process
 from mupax.disk import system_error
-from mupax.errors import MupaxError, MupaxFailure
 from mupax.memory import exhausted
 from mupax.memory import gib as gib
 from mupax.process import Interrupts, open_closed_streams
@@ -109,7 +111,7 @@ def command(line: str) -> str:
     Args:
         line: Command that begins with `mupax`, or an older spelling that a file recorded.
     """
-    words = _SHELL_WORD.findall(_reachable(spellings.current(line)))
+    words = _SHELL_WORD.findall(_reachable(current_spelling(line)))
 
     # A part is a flag with its values. Lines are broken only between parts.
     parts: list[str] = []
@@ -567,3 +569,69 @@ def si(number: float) -> str:
         return f"{number:.0f}"
     digits = max(0, 3 - len(f"{abs(number):.0f}"))
     return f"{number:.{digits}f} {letter}"
+
+
+OLD_SPELLINGS: dict[str, str] = {
+    "train check": "check",
+    "train sweep": "sweep",
+    "train tune": "tune",
+    "train transfer": "transfer",
+    "train plan": "plan",
+    "train compile": "compile",
+    "train roles": "models roles",
+    "train balance": "presets balance",
+    "train checkpoints": "checkpoints",
+    "train grow": "grow",
+    "train eval": "eval",
+    "train finetune": "finetune",
+    "train predict": "predict",
+    "train noise": "noise",
+    "train generate": "generate",
+    "train serve": "serve",
+    "train push": "push",
+    "train convert": "convert",
+    "presets verify": "verify",
+    "zoo import": "import",
+    "zoo export": "export",
+    "zoo": "models",
+}
+"""Old first words after `mupax` to the present ones.
+
+They come from the time of four programs: `python -m train`, `presets`, `zoo` and `train.data`.
+"""
+_OLD_MODULE = re.compile(
+    r"\bpython -m (?:mupax\.)?(?:train\.(?=data\b))?(?=(?:train|presets|zoo|data)\b)"
+)
+"""Beginning of a command that starts a package as a module. It is replaced by `mupax `."""
+_COMMAND = re.compile(r"\bmupax (\w[\w-]*)(?: (\w[\w-]*))?")
+"""A command in a text: `mupax` and the next one or two words."""
+
+
+def old_spelling(words: Sequence[str]) -> str | None:
+    """Return the key of `OLD_SPELLINGS` with which the words after `mupax` begin, or `None`."""
+    # The longer spelling comes first: `zoo import` before `zoo`.
+    for count in (2, 1):
+        typed = " ".join(words[:count])
+        if typed in OLD_SPELLINGS:
+            return typed
+    return None
+
+
+def current_words(words: Sequence[str]) -> list[str]:
+    """Return the words after `mupax` with an old spelling replaced by the present one."""
+    typed = old_spelling(words)
+    if typed is None:
+        return list(words)
+    arguments = words[len(typed.split()) :]
+    return [*OLD_SPELLINGS[typed].split(), *arguments]
+
+
+def current_spelling(text: str) -> str:
+    """Return a text, such as a recorded command, with every old spelling replaced."""
+    return _COMMAND.sub(_current_command, _OLD_MODULE.sub("mupax ", text))
+
+
+def _current_command(match: re.Match[str]) -> str:
+    """Return the present spelling of a command that `_COMMAND` matched."""
+    words = [word for word in match.groups() if word is not None]
+    return " ".join(["mupax", *current_words(words)])

@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
-from mupax.presets.papers import ALIASES, PRESETS, make
+from mupax.presets.papers import ALIASES, PRESETS
 from mupax.presets.preset import Preset
 from mupax.presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import FORMS, Decay, Form, Power, Rule, Scales
+
+CONSTANT_FLAGS = ("alpha_a", "alpha_l", "gamma0", "beta0")
+"""Constants that have a flag of their own."""
 
 
 def get(
@@ -72,7 +75,12 @@ def get(
 
     if name.startswith("measured:") or name.endswith(".json"):
         preset = _measured(name.removeprefix("measured:"), [*constants], zero_readout)
+    elif name in PRESETS and not constants:
+        preset = PRESETS[name]()
     elif name in PRESETS:
+        # Imported late: most runs set no constants.
+        from mupax.presets.papers.choices import make
+
         preset = make(name, constants)
     else:
         near = difflib.get_close_matches(name, PRESETS, n=1)
@@ -94,6 +102,34 @@ def get(
             "leave the base out (base=None, --preset.base None)"
         )
     return dataclasses.replace(preset, base=base, zero_readout=zero_readout)
+
+
+def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]) -> dict[str, Any]:
+    """Return the constants of a command line by name. Values of `pairs` stay texts.
+
+    Args:
+        pairs: Texts NAME=VALUE. A hyphen in NAME is read as an underscore.
+        flags: Values of the flags in `CONSTANT_FLAGS`. `None` is a flag that was left out.
+
+    Raises:
+        PresetError: A text is not NAME=VALUE, or a constant is given twice, in `pairs` or by a flag
+            and a pair.
+    """
+    values: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        value = value.strip()
+        if not (equals and name and value):
+            raise PresetError(
+                f"the constant {pair!r}: write NAME=VALUE, such as s=0.5 or eps_scope=everywhere"
+            )
+        if name in values:
+            raise PresetError(
+                f"the constant {name} is given twice, as {values[name]} and {value}; write it once"
+            )
+        values[name] = value
+    return values
 
 
 class Sized(Protocol):

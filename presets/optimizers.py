@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from mupax.mappings import Lazy
 from mupax.presets.roles import ParamSpec
-from mupax.table import Lazy
 
 if TYPE_CHECKING:
     from mupax.train.config.run import OptimizerConfig

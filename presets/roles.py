@@ -14,7 +14,7 @@ import functools
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 
 
 class PresetError(MupaxError):

@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from mupax import command_line, terminal
+from mupax import MupaxError, command_line, terminal
 from mupax.disk import write_whole
-from mupax.errors import MupaxError
 
 if TYPE_CHECKING:
     from mupax.train.parallel.processes import StopRequest

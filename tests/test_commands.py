@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mupax import spellings
+from mupax import terminal
 from mupax.__main__ import main
 from mupax.commands import completion, dispatch, table
 from mupax.commands.table import Command
@@ -158,13 +158,13 @@ def test_an_old_spelling_runs_and_names_the_new_one(
     assert main([*words, "--flag", "value"]) == 0
     out, err = capsys.readouterr()
     assert not out
-    old = spellings.old(words)
+    old = terminal.old_spelling(words)
     assert old is not None
-    assert err == f"note: `mupax {old}` is now `mupax {spellings.OLD[old]}`\n"
+    assert err == f"note: `mupax {old}` is now `mupax {terminal.OLD_SPELLINGS[old]}`\n"
     door = DOORS[words[0]]
     assert door([*words[1:], "--flag", "value"]) == 0
     assert capsys.readouterr().err == err
-    assert main([*spellings.current_words(words), "--flag", "value"]) == 0
+    assert main([*terminal.current_words(words), "--flag", "value"]) == 0
     assert capsys.readouterr().err == ""  # control: the new spelling is quiet
     assert ran == [(function, ["--flag", "value"])] * 3
 
@@ -181,7 +181,7 @@ def test_a_spelling_that_stays_is_quiet(
 
 
 def test_every_old_spelling_is_tried() -> None:
-    assert spellings.OLD.keys() <= WORKED.keys()
+    assert terminal.OLD_SPELLINGS.keys() <= WORKED.keys()
     rows = {row.run for row in ROWS.values() if row.run is not None}
     assert {*WORKED.values(), *STILL_WORK.values()} <= rows
 
@@ -198,7 +198,7 @@ def test_every_old_spelling_is_tried() -> None:
     ],
 )
 def test_a_recorded_command_is_shown_as_it_is_typed_now(text: str, now: str) -> None:
-    assert spellings.current(text) == now
+    assert terminal.current_spelling(text) == now
 
 
 @pytest.mark.parametrize(

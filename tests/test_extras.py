@@ -13,9 +13,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from mupax import extras
+from mupax import MupaxError, extras
 from mupax.__main__ import main
-from mupax.errors import MupaxError
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.sections import LogConfig
 from mupax.train.run import loop

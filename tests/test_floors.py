@@ -44,36 +44,24 @@ PURE = ("presets", "presets/papers", "presets/tuned", "presets/analysis", "prese
 """Rooms that import none of `HEAVY`: theory needs neither arrays nor a device."""
 _LIGHT = "the command answers --help without it, and it imports JAX or NumPy"
 OWN_IDEAS = {
-    "presets/verify/findings.py": "sentences about a dump; with the command that prints them 890 lines",
-    "train/data/chats/sandbox.py": "jinja2's sandbox with bounds; with the templates that run in it 600 lines",
-    "train/data/text/untrusted.py": "checks of a stranger's tokenizer.json; with the tokenizer 660 lines",
-    "train/pods/hlo.py": "a parser of the compiler's text; with the compiled step 990 lines",
-    "train/reuse/generate/chat.py": "a command line of its own, `generate --chat`",
-    "train/reuse/grow/axes.py": "how each axis of a model grows; with the plan made of it 450 lines",
+    "presets/verify/findings.py": "sentences about a dump; with the command that prints them 1,300 lines",
+    "train/pods/hlo.py": "a parser of the compiler's text; with the compiled step 1,700 lines",
     "train/reuse/grow/grow.py": _LIGHT,
-    "train/reuse/harness/lm.py": "a class of lm_eval, which is an extra",
-    "train/reuse/harness/texts.py": "works without the extra lm_eval, which the class over it needs",
     "train/reuse/serve/server.py": "imports uvicorn, which is an extra; `serve --help` answers without it",
-    "train/reuse/serve/worker.py": "the thread that has the device; with the service 940 lines",
+    "train/reuse/serve/worker.py": "the thread that has the device; with the service 1,200 lines",
     "train/run/dry_run.py": _LIGHT,
-    "train/run/eval_command.py": "a command of its own, of which `noise` takes the opening of a run",
-    "train/run/resume.py": "comparisons with earlier parts and other processes; with the start of a run 740 lines",
+    "train/run/resume.py": "comparisons with earlier parts and other processes; with the start of a run 1,000 lines",
     "train/studies/check/balance.py": _LIGHT,
-    "train/studies/check/joint_run.py": "a study of a run's optimizer; with the command of coordinate checks 600 lines",
-    "train/studies/plan/evidence.py": "what comes with mupax for a model without a study; with the command 790 lines",
-    "train/studies/plan/numbers.py": "the numbers and their intervals; with the command that prints them 790 lines",
-    "train/studies/plan/score.py": "a command of its own, `plan score`",
-    "train/studies/roles/matrices.py": "how matrices meet activations; with the declarations made of it 670 lines",
+    "train/studies/check/joint_run.py": "a study of a run's optimizer; with the command of coordinate checks 1,000 lines",
+    "train/studies/roles/matrices.py": "how matrices meet activations; with the declarations made of it 1,400 lines",
     "train/studies/transfer/frugal.py": _LIGHT,
     "train/studies/tune/report.py": _LIGHT,
     "zoo/decoder/model.py": _LIGHT,
     "zoo/encoder_decoder/model.py": _LIGHT,
-    "zoo/huggingface/encoder_decoder.py": "a published family of its own",
-    "zoo/huggingface/gemma.py": "a published family of its own",
     "zoo/vit/model.py": _LIGHT,
 }
 """Files that only one file of their folder imports, with the reason why they are not part of it."""
-MOST_OWN_IDEAS = 27
+MOST_OWN_IDEAS = 15
 ENTRIES: dict[str, tuple[str, ...]] = {
     "presets/optimizers.py": (
         "mupax.train.core.muon",
@@ -96,7 +84,7 @@ An entry imports inside a function, for those who use the entry, so the file doe
 """
 IMPORTERS = {
     "mupax/plugins.py": "modules of the user's own, by the name that the user gives",
-    "mupax/table.py": "MODULE:FUNCTION that a user writes into a table or as a command's word",
+    "mupax/mappings.py": "MODULE:FUNCTION that a user writes into a table or as a command's word",
     "train/__init__.py": "names of the Python interface, which `if TYPE_CHECKING` imports too",
     "zoo/__init__.py": "names of the Python interface, which `if TYPE_CHECKING` imports too",
 }

@@ -152,7 +152,7 @@ def test_a_command_line_of_python_leaves_signals_alone() -> None:
 PRINTS = """
 import os, sys
 from mupax import terminal
-from mupax.errors import MupaxError
+from mupax import MupaxError
 def command(argv):
     print("a line")
     if "bad" in argv:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.train.config import run, sizes
 from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.sweep import grids

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
+from mupax.mappings import function_of
 from mupax.plugins import loaded_module
-from mupax.table import function_of
 from mupax.zoo.decoder.config import DecoderConfig
 from mupax.zoo.encoder_decoder.config import NAMED, EncoderDecoderConfig
 from mupax.zoo.families import ComputeConfig, ConfigError, ModelConfig

@@ -18,8 +18,8 @@ import dataclasses
 import math
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from mupax import MupaxError
 from mupax.config_fields import Affects, Listed
-from mupax.errors import MupaxError
 from mupax.plugins import importable_name
 from mupax.presets.roles import ENCODER, EXPERTS, OWN, FactorSpec, ParamSpec, Role, Stack
 

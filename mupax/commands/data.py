@@ -18,7 +18,7 @@ from tyro import conf
 from mupax import terminal
 from mupax.command_line import UsageError
 from mupax.disk import lasting_name
-from mupax.table import function_of
+from mupax.mappings import function_of
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import DataError
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mupax import command_line, memory, plugins, process, spellings, terminal
+from mupax import command_line, memory, plugins, process, terminal
 from mupax.commands import table
 from mupax.commands.table import Command
 
@@ -34,12 +34,12 @@ def run(argv: Sequence[str]) -> int:
         PluginError: A module of `--plugin` cannot be imported.
     """
     modules, words = plugins.split(argv)
-    old = spellings.old(words)
+    old = terminal.old_spelling(words)
     if old is not None:
-        words = spellings.current_words(words)
+        words = terminal.current_words(words)
         # The command runs even if standard error is closed or full.
         with contextlib.suppress(OSError, ValueError):
-            terminal.note(f"note: `mupax {old}` is now `mupax {spellings.OLD[old]}`")
+            terminal.note(f"note: `mupax {old}` is now `mupax {terminal.OLD_SPELLINGS[old]}`")
     if not words or words[0] in _HELP:
         print(overview())
         return 0

@@ -1,13 +1,20 @@
-"""Constants on which sources disagree: each value with its rule, its source and its status.
+"""Constants of presets: how they are read, and the values on which sources disagree.
 
 `mupax presets constants PRESET` prints them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Literal
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
 
+from mupax.presets.constants import read
+from mupax.presets.papers import PRESETS
+from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 
 Status = Literal["verified", "reported", "derived"]
@@ -408,3 +415,70 @@ def listed(preset: str, **constants: float | str) -> None:
 
 def _text(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
+
+
+def make(preset: str, constants: Mapping[str, Any]) -> Preset:
+    """Return a preset in its absolute form.
+
+    Args:
+        preset: Name in `PRESETS`.
+        constants: Values by name. A number may be given as a text. Constants of parameter groups
+            are named COLUMN.GROUP.
+
+    Raises:
+        PresetError: The preset has no such constant, or a value is not allowed.
+    """
+    parameters = inspect.signature(PRESETS[preset]).parameters
+    named, groups = read(constants)
+    checked: dict[str, float | str] = {}
+    for name, value in named.items():
+        if name not in parameters:
+            raise PresetError(_unknown_constant(preset, name))
+        # Annotations are texts here: "float", "str" or "str | None".
+        if str(parameters[name].annotation).startswith("str"):
+            checked[name] = str(value)
+        else:
+            checked[name] = _number(preset, name, value, parameters[name].default)
+    listed(preset, **checked)
+    absolute = PRESETS[preset](**checked)
+    if not groups:
+        return absolute
+    return dataclasses.replace(absolute, constants=groups, choices={**absolute.choices, **groups})
+
+
+def _unknown_constant(preset: str, name: str) -> str:
+    """Return the error message for a constant that a preset does not have.
+
+    The message lists the preset's constants and the presets that have this one.
+    """
+    owners = []
+    for other, function in PRESETS.items():
+        if name in inspect.signature(function).parameters:
+            owners.append(other)
+    hint = f"; {name} is a constant of {', '.join(owners)}" if owners else ""
+    parameters = inspect.signature(PRESETS[preset]).parameters
+    return f"{preset} takes {', '.join(parameters) or 'no constants'}, not {name}{hint}"
+
+
+def _number(preset: str, name: str, value: Any, default: Any) -> float:
+    """Return a constant as a finite number.
+
+    Args:
+        preset: Name of the preset, for the message.
+        name: Name of the constant, for the message.
+        default: Number that the message gives as an example.
+
+    Raises:
+        PresetError: The value is not a finite number.
+    """
+    # float(True) is 1.0, which nobody means.
+    number = math.nan
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):
+            number = float(value)
+    if not math.isfinite(number):
+        raise PresetError(
+            f"{preset}: {name}={value} is not a finite number; "
+            f"write one, such as {name}={default:g}"
+        )
+    return number

@@ -33,7 +33,7 @@ L^(al-1) on Adam lr and L^-al on eps:
 * Coupled weight decay is 1/lr on every matrix and embedding, so that lr*wd stays fixed. It is 0 on
   gains and biases.
 * Muon (derived): every block matrix (out/in)^1/2 L^(al-1), query and key also N^(aa-1), and the
-  factor of its blocks (`mupax.presets.muon`). The rest stays on Adam. Lion follows Adam.
+  factor of its blocks (`MuonRule`). The rest stays on Adam. Lion follows Adam.
 * Forms: plain (TP-V Table 3), readout-multiplier (TP-V Table 8, the native form), table-9, and
   mean-field (section 2.1 of the paper).
 
@@ -74,9 +74,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, cast, get_args
 
-from mupax.presets.muon import Blocks, MuonRule, Scale, Shape
 from mupax.presets.optimizers import Family
-from mupax.presets.preset import Preset
+from mupax.presets.preset import Blocks, MuonRule, Preset, Scale, Shape
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import ONE, Power, Rule, axis, changed, product
 
@@ -460,7 +459,7 @@ def _with_larger_readout(spec: ParamSpec, row: Rule, factor: Power) -> Rule:
 def infinite_limits(name: str, constants: Constants) -> Preset:
     """Return the preset for an infinite limit of a transformer (2405.15712) at given constants.
 
-    Constants that are texts, such as `mlp_out`, are not checked here: `mupax.presets.papers.make`
+    Constants that are texts, such as `mlp_out`, are not checked here: `mupax.presets.papers.choices.make`
     refuses unknown ones.
 
     Args:

@@ -30,7 +30,7 @@ def spectral(*, kv_norm: str = "operator") -> Preset:
 
     Args:
         kv_norm: Norm of key and value, "operator" or "expected". Any other text counts as
-            "operator"; `mupax.presets.papers.make` refuses it.
+            "operator"; `mupax.presets.papers.choices.make` refuses it.
     """
 
     def rule(spec: ParamSpec) -> Rule:

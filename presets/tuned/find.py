@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mupax import disk, spellings, terminal
+from mupax import disk, terminal
 from mupax.disk import user_folder as settings_folder
 from mupax.mappings import drop_keys
 from mupax.presets.roles import PresetError
@@ -285,7 +285,7 @@ def described(tuned: Tuned) -> str:
         lines.append(("grown", f"{growth['axis']} {sizes}: {verdict(growth)}"))
     lines += [
         ("run", f"{study['recipe']}, {study['steps']} steps of batch {study['batch']}"),
-        ("command", spellings.current(study["command"])),
+        ("command", terminal.current_spelling(study["command"])),
         ("versions", f"{_pairs(study['versions'])}, {study['date']}"),
     ]
     if search:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from mupax import disk
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.papers import PRESETS, make
+from mupax.presets.papers import PRESETS
+from mupax.presets.papers.choices import make
 from mupax.presets.roles import AXES, PresetError
 from mupax.presets.rule import FORMS
 

@@ -16,10 +16,10 @@ from tyro import conf
 
 from mupax import command_line, presets, terminal
 from mupax.command_line import Place, Repeated, Switch
+from mupax.presets import read_constants
 from mupax.presets.analysis.batch_command import print_json
 from mupax.presets.analysis.verdicts import cell
 from mupax.presets.optimizers import OPTIMIZERS, Family
-from mupax.presets.papers import read_constants
 from mupax.presets.roles import PresetError, Role
 from mupax.presets.rule import Decay
 from mupax.presets.verify import axes, differences, fit, formats, names, reference

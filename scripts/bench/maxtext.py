@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.train.config import cli
 from mupax.train.parallel.chips import GPUS
 from mupax.train.pods import topology

@@ -119,7 +119,7 @@ def read_within_limits(target: Target, place: Path, row: dict[str, Any]) -> None
         TooLarge: The process grew by more than `MEMORY`.
         AssertionError: The message of a refusal is longer than `LONGEST_MESSAGE`.
     """
-    from mupax.errors import MupaxError, MupaxFailure
+    from mupax import MupaxError, MupaxFailure
 
     message = ""
     memory_before = peak_bytes()

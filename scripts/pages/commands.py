@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
-from mupax import spellings
+from mupax import terminal
 from mupax.commands import completion, table
 from mupax.commands.table import Command
 from scripts import ROOT, harness
@@ -62,11 +62,11 @@ def document() -> str:
         parts.append(f"| {shell} | `{code}` in {place} |\n")
     parts += ["\n", OLD]
     shortened = []
-    for typed, spelling in spellings.OLD.items():
+    for typed, spelling in terminal.OLD_SPELLINGS.items():
         if typed == f"train {spelling}":
             shortened.append(spelling)
     parts.append(f"| `mupax train` and {', '.join(shortened)} | `mupax` and the same word |\n")
-    for typed, spelling in spellings.OLD.items():
+    for typed, spelling in terminal.OLD_SPELLINGS.items():
         if spelling not in shortened:
             parts.append(f"| `mupax {typed}` | `mupax {spelling}` |\n")
     return "".join(parts)

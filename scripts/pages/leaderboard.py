@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mupax import presets
-from mupax.errors import MupaxError
+from mupax import MupaxError, presets
 from scripts import ROOT
 from scripts.pages import markdown
 from scripts.studies.transfer import compact, interval_text, judge_again, loss_text

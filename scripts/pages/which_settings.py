@@ -6,7 +6,7 @@ python -m scripts.pages.which_settings
 from __future__ import annotations
 
 from mupax import disk
-from mupax.train.studies.plan import evidence
+from mupax.train.studies.tables import evidence
 from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS
 from mupax.zoo.families import ModelConfig

@@ -27,7 +27,7 @@ import tyro
 from scipy import stats
 
 from mupax import disk
-from mupax.train.studies.tables import stored
+from mupax.train.studies.tables import evidence
 from mupax.train.studies.tables import table as tables
 from mupax.train.studies.tables.forecast import Forecaster
 from mupax.train.studies.tables.law import Form, form_of, settings_of
@@ -555,8 +555,8 @@ def main() -> None:
         path = FORECAST
         content: Any = forecast(table)
     elif options.part == "law":
-        path = stored.DENSE
-        content = stored.to_json(Forecaster.of_table(table))
+        path = evidence.DENSE
+        content = evidence.to_json(Forecaster.of_table(table))
     else:
         path = RESULT
         content = study(table)

@@ -14,7 +14,7 @@ from mupax.__main__ import main
 from mupax.presets import Preset, PresetError
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.verdicts import verdicts
-from mupax.presets.muon import WHOLE_MATRICES
+from mupax.presets.preset import WHOLE_MATRICES
 from mupax.presets.roles import EXPERT_MATRICES, MATRICES
 
 pytestmark = pytest.mark.core

@@ -28,9 +28,8 @@ from typing import Any
 import xxhash
 from orbax.checkpoint import v1 as ocp
 
-from mupax import disk
+from mupax import MupaxFailure, disk
 from mupax.disk import is_remote, plainly_named
-from mupax.errors import MupaxFailure
 from mupax.train.checkpoints import assets, folder, layout
 from mupax.train.checkpoints.folder import CHECKPOINTS, CheckpointFolder, WorkdirError, steps
 from mupax.train.checkpoints.layout import DamagedError, Manifest, counts, renames_folders

@@ -21,9 +21,8 @@ from typing import Any
 
 import xxhash
 
-from mupax import disk
+from mupax import MupaxError, MupaxFailure, disk
 from mupax.disk import plainly_named, remove_tree, storage_url, without_stand_ins
-from mupax.errors import MupaxError, MupaxFailure
 from mupax.train.checkpoints import layout
 from mupax.train.checkpoints.layout import (
     DamagedError,

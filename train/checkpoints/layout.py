@@ -35,9 +35,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from mupax import disk
+from mupax import MupaxError, disk
 from mupax.disk import JsonError, copy, delete_tree, is_remote, read_json, remove_tree
-from mupax.errors import MupaxError
 
 FORMAT = "mupax-checkpoint-3"
 _FIELDS = {

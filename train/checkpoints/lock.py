@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mupax import terminal
+from mupax import MupaxError, terminal
 from mupax.disk import is_remote, plainly_named, storage_url
-from mupax.errors import MupaxError
 from mupax.train.checkpoints.folder import WorkdirError
 
 BEAT_S = 10.0

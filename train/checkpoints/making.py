@@ -23,9 +23,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mupax import disk, terminal
+from mupax import MupaxError, disk, terminal
 from mupax.disk import copy, is_remote, remove_tree
-from mupax.errors import MupaxError
 from mupax.train.checkpoints import lock, workdir
 from mupax.train.checkpoints.layout import locks_files
 from mupax.train.checkpoints.workdir import MARK, HalfMadeError

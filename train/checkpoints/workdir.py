@@ -23,10 +23,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mupax import __version__, disk, spellings, terminal
+from mupax import MupaxError, __version__, disk, terminal
 from mupax.config_fields import config_fields, declared
 from mupax.disk import is_remote, path_of, remove_tree
-from mupax.errors import MupaxError
 from mupax.train.checkpoints import folder
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record, wrong_entry
 from mupax.train.checkpoints.layout import PROBES, locks_files, missing_capabilities
@@ -110,7 +109,7 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
         )
     # A command that an earlier version began is finished by the same command, which may have
     # another spelling now.
-    return {**content, "command": spellings.current(content["command"])}
+    return {**content, "command": terminal.current_spelling(content["command"])}
 
 
 def check_complete(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from tyro import conf
 
 from mupax.config_fields import Affects, Listed
-from mupax.table import Lazy, function_of
+from mupax.mappings import Lazy, function_of
 from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import ArraySpec, ModelConfig, Task, nearest_divisor

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 
 if TYPE_CHECKING:
     import jax

@@ -15,7 +15,7 @@ from tyro import conf
 from mupax import presets
 from mupax.command_line import UsageError, repeated
 from mupax.config_fields import Affects, Listed
-from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
+from mupax.presets import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.presets.roles import FOLLOWS, RUN_AXES
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
@@ -237,9 +237,11 @@ def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | No
         # Sizes that are written after the name replace those of the named model.
         base = {**_with_experts_of(model, base_model).base_sizes(), **base}
 
-    missing = sorted(_EXPERTS & model.sizes().keys() - base.keys())
+    # Numbers and sizes of experts grow, so they are among the base sizes.
+    model_sizes = model.base_sizes()
+    missing = sorted(_EXPERTS & model_sizes.keys() - base.keys())
     if missing:
-        added = base_text({axis: model.sizes()[axis] for axis in missing})
+        added = base_text({axis: model_sizes[axis] for axis in missing})
         raise ConfigError(
             f"preset.base {config.base} has no {', '.join(missing)} and the model has experts; "
             f"write {config.base},{added}, those of the base"

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mupax import spellings, terminal
+from mupax import terminal
 from mupax.config_fields import config_fields
-from mupax.mappings import drop_keys
+from mupax.mappings import drop_keys, module_of
 from mupax.plugins import (
     FLAG,
     PluginError,
@@ -37,7 +37,6 @@ from mupax.plugins import (
 )
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS
-from mupax.table import module_of
 from mupax.train.config.data import SIZES_OF_IMAGES, SOURCES, PixelsConfig, source, source_key
 from mupax.train.config.metrics import METRICS, metric_name
 from mupax.train.config.preset import PresetConfig
@@ -631,7 +630,7 @@ def words_of(command: str) -> list[str]:
         recorded = recorded[1:]
     elif program != "mupax":
         return []
-    return spellings.current_words(recorded)
+    return terminal.current_words(recorded)
 
 
 def words(config: Config) -> list[str] | None:

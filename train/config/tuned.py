@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from mupax import terminal
 from mupax.mappings import drop_none
+from mupax.presets import CONSTANT_FLAGS, PRESETS
 from mupax.presets.constants import means_something, read
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.papers import CONSTANT_FLAGS, PRESETS
 from mupax.train.config.preset import base_parts, base_text
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, PresetConfig

@@ -6,7 +6,7 @@ twice: their parts are exchanged by an all-to-all before the iterations, and the
 one after them.
 
 A preset may have blocks of a matrix orthogonalized apart, or each step divided by its measured
-spectral norm (`mupax.presets.muon`). The device that has the whole matrix does both. Measuring
+spectral norm (`MuonRule` of the presets). The device that has the whole matrix does both. Measuring
 takes (4 k + 2) m n FLOPs for k iterations and a matrix with the sides m <= n. Orthogonalizing the
 matrix takes 20 m^2 n + 10 m^3, or 8 m^2 n + 28 m^3 by Gram matrices, so measuring adds less than
 1 / m of that at k = 1. The vectors of the power iterations are a part of the state. One all-gather
@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from mupax.mappings import drop_keys, select_keys
 from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Role
-from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps
+from mupax.presets.preset import WHOLE_MATRICES, MatrixSteps
 from mupax.presets.roles import ADAPTERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.optimizer import Specs, adam

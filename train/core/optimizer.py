@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mupax.mappings import function_of
 from mupax.presets import ParamSpec
-from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.table import function_of
+from mupax.presets.preset import WHOLE_MATRICES, MatrixSteps
 from mupax.train.config.run import OptimizerConfig
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.partition import ONE_DEVICE, Layout

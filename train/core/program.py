@@ -47,7 +47,7 @@ from mupax import terminal
 from mupax.presets import Preset
 from mupax.train.config import checks
 from mupax.train.config.preset import preset_of
-from mupax.train.config.run import Config, FaultsConfig, parse_rules
+from mupax.train.config.run import Config, FaultsConfig, OptimizerConfig, parse_rules
 from mupax.train.core import optimizer
 from mupax.train.core.factors import (
     ParamValues,
@@ -394,7 +394,7 @@ class Program:
         """
         preset = preset_of(config)
         stds = init_stds(preset, self.definition)
-        inputs = _inputs(config, preset, self.definition, self.trained)
+        inputs = _inputs(config, config.scaled_optimizer, preset, self.definition, self.trained)
         return dataclasses.replace(self, config=config, preset=preset, stds=stds, inputs=inputs)
 
     @property
@@ -615,7 +615,7 @@ def assemble(
     scaled = config.scaled_optimizer
     matrix_steps = preset.matrix_steps(trained, model.sizes, scaled.name)
     tx = optimizer.build(scaled, trained, matrix_steps)
-    inputs = _inputs(config, preset, model, trained)
+    inputs = _inputs(config, scaled, preset, model, trained)
 
     has_average = config.ema.decay is not None
     abstract = abstract_state(model, tx, layout, averaged=has_average, trained=trained)
@@ -659,7 +659,11 @@ def _stores_bfloat16(model: Definition) -> bool:
 
 
 def _inputs(
-    config: Config, preset: Preset, model: Definition, trained: Collection[str]
+    config: Config,
+    scaled: OptimizerConfig,
+    preset: Preset,
+    model: Definition,
+    trained: Collection[str],
 ) -> StepInputs:
     """Return the step inputs of a config on the host, without reference parameters.
 
@@ -667,9 +671,9 @@ def _inputs(
     decay are applied.
 
     Args:
+        scaled: Optimizer of the config, scaled by the preset's joint rule if it has one.
         trained: Names of the parameters that are not frozen.
     """
-    scaled = config.scaled_optimizer
     factors = resolve(preset, model, scaled.name, scaled.decay).moving(trained)
     # `None` leaves a part of the step out of the compiled program. A 0 would be an input like any
     # other, and the part would be computed.

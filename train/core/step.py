@@ -509,7 +509,7 @@ def make_train_step(
     * `Routing.metrics`, for a model with experts.
     * logit_z_loss: Mean squared log-partition, if there is a z-loss.
     * attention_logit_max: Largest attention logit over batch, heads and layers, before the update,
-      if it is measured (`mupax.zoo.layers.statistics`).
+      if it is measured (`mupax.zoo.layers.kernels`).
     * lr: Peak learning rate times the schedule.
     * verdict: int32 [3]: whether the update was skipped, whether the loss is a spike, and the
       number of skipped updates in a row.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mupax.table import function_of
+from mupax.mappings import function_of
 from mupax.train.config.data import source
 from mupax.train.data.interface import Data, DataError, ReadError, Reference, reading
 

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from mupax import disk
+from mupax import MupaxError, disk
 from mupax.disk import copy, is_remote, remove_tree
-from mupax.errors import MupaxError
 from mupax.train.config.checks import check_local
 from mupax.train.data.interface import DataError
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from mupax.errors import MupaxError, MupaxFailure
+from mupax import MupaxError, MupaxFailure
 
 if TYPE_CHECKING:
     import numpy as np

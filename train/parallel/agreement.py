@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 import mupax
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.train.config.record import differences, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel import environment

@@ -28,8 +28,7 @@ from typing import Any
 import jax
 from jax._src import distributed as _distributed  # the store has no public name
 
-from mupax import terminal
-from mupax.errors import MupaxError, MupaxFailure
+from mupax import MupaxError, MupaxFailure, terminal
 from mupax.terminal import leave
 from mupax.train.config.run import DistributedConfig
 from mupax.train.parallel.processes import DistributedError, Processes

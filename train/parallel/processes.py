@@ -32,8 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TextIO
 
-from mupax import terminal
-from mupax.errors import MupaxError
+from mupax import MupaxError, terminal
 from mupax.terminal import leave
 from mupax.train.config.run import DistributedConfig
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.train.config.data import DataConfig
 from mupax.train.config.run import (
     DEFAULT,

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.terminal import gib
 from mupax.train.config.run import Config
 from mupax.train.core import loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 
 _MAX_CHARACTERS = 500
 """Most characters of the compiler's message that are shown."""

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from mupax import extras
-from mupax.errors import MupaxError
+from mupax import MupaxError, extras
 from mupax.train.parallel.chips import CHIPS, Chip
 
 EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16, v7x:4x4x4, v4:4x4x4, h100:8 or h100:2x8"

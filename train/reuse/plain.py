@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.presets import Preset, Role
 from mupax.presets.roles import ParamSpec
 from mupax.train.config.run import PresetConfig

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mupax import memory
-from mupax.errors import MupaxError
+from mupax import MupaxError, memory
 from mupax.train.checkpoints.assets import Assets
 from mupax.train.checkpoints.folder import first_of
 from mupax.train.checkpoints.saved_run import LoadedRun

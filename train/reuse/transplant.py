@@ -21,8 +21,7 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from mupax import terminal
-from mupax.errors import MupaxError
+from mupax import MupaxError, terminal
 from mupax.presets import ParamSpec, Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig

@@ -21,9 +21,6 @@ from mupax.train.config.run import Config
 if TYPE_CHECKING:
     from mupax.train.reuse.trained import TrainedModel
 
-READ = ("--data.", "--mesh.", "--model.compute.")
-"""Flags of a run that an evaluation reads."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate(ModelFlags):
@@ -84,14 +81,14 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.source import WeightsError
 
-    check_read("eval", "--step, --ema, --json", run_flags)
+    trained.check_read("eval", "--step, --ema, --json", run_flags)
     saved = trained.open_model(hub.local(args.workdir, args.revision), args.step, args.average)
     if saved.run is None and saved.model.denoises:
         raise WeightsError(
             f"{saved.path} holds an {saved.model.family}, and not what noise it was trained on; "
             "start `mupax train ed-tiny` with --init-from and --data.noise, and use that run"
         )
-    saved = with_flags("eval", saved, run_flags)
+    saved = trained.with_flags("eval", saved, run_flags)
     flags = [word.partition("=")[0] for word in run_flags]
     if "--data.eval-examples" not in flags and "--data.eval_examples" not in flags:
         saved = _on_all_images(saved)
@@ -154,53 +151,6 @@ def _run_tasks(args: Evaluate, run_flags: Sequence[str]) -> int:
     return 0
 
 
-def check_read(command: str, takes: str, run_flags: Sequence[str]) -> None:
-    """Refuse a flag that a measuring command does not read.
-
-    Args:
-        command: Name of the command, such as `eval`.
-        takes: Flags of the command itself, as the message lists them.
-        run_flags: Words of the command line without the flags in `takes`.
-
-    Raises:
-        UsageError: A flag does not begin with one of `READ`.
-    """
-    for word in run_flags:
-        if word.startswith("--") and not word.startswith(READ):
-            flag = word.partition("=")[0]
-            raise command_line.UsageError(
-                f"{command} does not read {flag}; it takes {takes}, and a run's {', '.join(READ)}*"
-            )
-
-
-def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> TrainedModel:
-    """Return the model to measure, with its config changed by the run's flags of a command line.
-
-    If `--data.tokenizer` names the recorded tokenizer of the run, the run's own file is used. For
-    weights without a run, `--data.tokenizer` also drops their `data.separator`. If `--data.name`
-    names other data, `data.mix` and perhaps `data.field` are dropped (`with_other_data`).
-
-    Args:
-        command: Name of the command, such as `eval`.
-        run_flags: Flags of a run (`READ`), without the command's own flags.
-
-    Raises:
-        UsageError, ConfigError: A flag does not exist, or a value does not fit.
-    """
-    start = with_other_data(saved.config, run_flags)
-    tokenizer = cli.value_of("--data.tokenizer", run_flags)
-    if tokenizer is not None and saved.step is None:
-        # The separator of weights is a token of their own tokenizer.
-        start = dataclasses.replace(start, data=dataclasses.replace(start.data, separator=None))
-    config = cli.parse(command, lambda: start, run_flags, infers_sizes=False).config
-    is_run = saved.step is not None
-    if tokenizer is not None and is_run and tokenizer == recorded_tokenizer(saved.workdir):
-        # The flag names the run's own tokenizer. `bpe:SIZE` would make another one from other text.
-        data = dataclasses.replace(config.data, tokenizer=saved.config.data.tokenizer)
-        config = dataclasses.replace(config, data=data)
-    return dataclasses.replace(saved, config=config)
-
-
 def _on_all_images(saved: TrainedModel) -> TrainedModel:
     """Return the model with `data.eval_examples` set to `None` if its data is another image folder.
 
@@ -211,40 +161,6 @@ def _on_all_images(saved: TrainedModel) -> TrainedModel:
         return saved
     config = dataclasses.replace(saved.config, data=dataclasses.replace(data, eval_examples=None))
     return dataclasses.replace(saved, config=config)
-
-
-def recorded_tokenizer(workdir: Path) -> str | None:
-    """Return `data.tokenizer` as config.json of the run has it, or `None` if it has none.
-
-    Raises:
-        WorkdirError: The folder holds no run.
-    """
-    from mupax.train.checkpoints.workdir import read_record
-
-    return read_record(workdir)["config"].get("data", {}).get("tokenizer")
-
-
-def with_other_data(config: Config, words: Sequence[str]) -> Config:
-    """Return the config without settings that fit only the run's data, if flags name other data.
-
-    These are `data.mix`, and `data.field` if the new kind of data has another or none. The name
-    itself is not changed. Without such flags the config is returned unchanged.
-
-    Args:
-        words: Flags of the command. `--data.name` names the data.
-    """
-    data = config.data
-    name = cli.value_of("--data.name", words)
-    if name is None or name == data.name:
-        return config
-    kind = name.partition(":")[0]
-    run_kind = data.name.partition(":")[0]
-    field = data.field
-    # The field of the run then does not fit: plain text has no fields, and chats have a field of
-    # their own.
-    if kind != run_kind and (kind == "text" or run_kind == "chat"):
-        field = type(data).field
-    return dataclasses.replace(config, data=dataclasses.replace(data, mix=(), field=field))
 
 
 def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, Any]:

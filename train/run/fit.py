@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mupax import MupaxFailure
 from mupax.disk import path_of
-from mupax.errors import MupaxFailure
 from mupax.train.checkpoints.folder import CHECKPOINTS, steps
 from mupax.train.config.run import Config
 from mupax.train.run import loop

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.train.config.run import Config
 from mupax.train.core.state import TrainState
 from mupax.train.run.report.metrics import OWN_NAMES, is_own_name

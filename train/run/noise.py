@@ -26,7 +26,6 @@ from tyro import conf
 from mupax import command_line, disk, terminal
 from mupax.train.checkpoints.command import CheckpointFlags
 from mupax.train.config.checks import at_least
-from mupax.train.run.eval_command import check_read, with_flags
 
 if TYPE_CHECKING:
     from mupax.train.reuse.trained import TrainedModel
@@ -118,9 +117,9 @@ def main(argv: Sequence[str]) -> int:
     args, run_flags = command_line.parse_known(Noise, "mupax noise", argv)
     from mupax.train.reuse import trained
 
-    check_read("noise", "--step, --ema, --batches, --json", run_flags)
+    trained.check_read("noise", "--step, --ema, --batches, --json", run_flags)
     opened = trained.open_model(args.workdir, args.step, args.ema, needs_run=True)
-    saved = with_flags("noise", opened, run_flags)
+    saved = trained.with_flags("noise", opened, run_flags)
     products, groups = measured(saved, args.batches)
     batch = saved.config.data.batch_size
     no_products = np.zeros([args.batches] * 2)

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
+from mupax import MupaxError, MupaxFailure
 from mupax.config_fields import Affects, config_fields
-from mupax.errors import MupaxError, MupaxFailure
 from mupax.train.checkpoints import workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import CheckpointFolder

@@ -23,8 +23,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from mupax import MupaxFailure
 from mupax.disk import is_remote
-from mupax.errors import MupaxFailure
 from mupax.terminal import rich_console
 from mupax.train.checkpoints import workdir
 from mupax.train.config.metrics import metric_values

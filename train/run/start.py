@@ -27,7 +27,6 @@ from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs
 from mupax.train.data import Data, DataError
-from mupax.train.data import assets as data_assets
 from mupax.train.parallel import environment
 from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
@@ -581,7 +580,7 @@ def _write_record(
         step,
         environment_facts,
     )
-    asset_files = data_assets.files_of(data, program.config.data, context.console.print)
+    asset_files = assets.files_of(data, program.config.data, context.console.print)
     checkpoints.assets = assets.write(context.folder, asset_files, step)
 
 

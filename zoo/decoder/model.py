@@ -17,8 +17,15 @@ from mupax.zoo.definition import Init
 from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.layers.linear import Norm, ReadoutInputs
-from mupax.zoo.layers.stack import Block, named_logits, over_layers, run_stack, runs_as_scan
-from mupax.zoo.layers.statistics import NO_STATISTICS, BlockStatistics
+from mupax.zoo.layers.stack import (
+    NO_STATISTICS,
+    Block,
+    BlockStatistics,
+    named_logits,
+    over_layers,
+    run_stack,
+    runs_as_scan,
+)
 from mupax.zoo.partition import ONE_DEVICE, Layout, place
 
 

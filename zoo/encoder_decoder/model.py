@@ -18,8 +18,14 @@ from mupax.zoo.definition import Init
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.layers.linear import Norm, ReadoutInputs, biased, project
 from mupax.zoo.layers.masked import attend
-from mupax.zoo.layers.stack import MLP, Attention, measured_stack, named_logits, residual_stack
-from mupax.zoo.layers.statistics import BlockStatistics
+from mupax.zoo.layers.stack import (
+    MLP,
+    Attention,
+    BlockStatistics,
+    measured_stack,
+    named_logits,
+    residual_stack,
+)
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:

@@ -1,13 +1,17 @@
 """Model configs in the form of Hugging Face's `transformers`, both ways.
 
-Read and written are GPT-2, decoders with rotary positions (`decoders`, `gemma`), ViTs and
+Read and written are GPT-2, decoders with rotary positions (`decoders`), ViTs and
 encoder-decoders. A decoder with learned positions is a GPT-2. An encoder-decoder with learned
 positions is an MBart, and one with relative positions a T5. If a family's code cannot compute a
 model, or our code cannot compute theirs, the config is refused with the reasons.
+
+MBart is BART with its norms before the branches. T5's code does not scale attention logits, and
+divides a tied readout by width^1/2. `names` folds both factors into queries and the last norm.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -16,17 +20,20 @@ from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.fields import Fields
-from mupax.zoo.huggingface import decoders, encoder_decoder, experts, gemma
+from mupax.zoo.huggingface import decoders, experts
 from mupax.zoo.huggingface.architectures import (
     ACTIVATION_NAMES,
     ACTIVATIONS,
     ARCHITECTURES,
+    DEFAULTS,
     DINO,
     DROPOUTS,
     FIELDS,
     GEMMA,
+    MT5_DEFAULTS,
     Family,
     Published,
+    StackDefaults,
     read_stack,
 )
 from mupax.zoo.huggingface.names import family_of
@@ -82,7 +89,7 @@ def to_huggingface(
     fields["vocab_size"] = model.sizes().get("vocab")
     fields["tie_word_embeddings"] = model.tied_readout is not None
     if isinstance(model, EncoderDecoderConfig):
-        fields |= encoder_decoder.fields_of(model)
+        fields |= _encoder_decoder_fields(model)
         fields |= _no_token_ids("bos", "eos", "pad", "decoder_start", "forced_eos")
         return fields | dict(tokens or {})
 
@@ -95,7 +102,7 @@ def to_huggingface(
         return fields
     assert isinstance(model, DecoderConfig)
     if family in GEMMA:
-        return fields | gemma.fields_of(model, family)
+        return fields | decoders.fields_of_gemma(model, family)
     return fields | decoders.fields_of(model, family)
 
 
@@ -186,7 +193,7 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
             "not read; take the weights before it"
         )
     if model_type == "bart":
-        raise ConfigError(f"config.json: {encoder_decoder.POST_NORM}")
+        raise ConfigError(f"config.json: {_POST_NORM}")
     if not isinstance(model_type, str) or model_type not in _READABLE:
         raise ConfigError(
             f"config.json: model_type is {shown(model_type)}; only {', '.join(_READABLE)} are read"
@@ -205,7 +212,7 @@ def _read(config: Fields, model_type: str) -> Published:
         model_type: One of `_READABLE`.
     """
     if model_type in ("t5", "mt5"):
-        return encoder_decoder.read_t5(config, is_mt5=model_type == "mt5")
+        return _read_t5(config, is_mt5=model_type == "mt5")
     # Apart from T5 and mT5, the model_type is the name of the family.
     family = cast("Family", model_type)
     if family == "gpt2":
@@ -215,11 +222,11 @@ def _read(config: Fields, model_type: str) -> Published:
     if family == "gpt_neox":
         return decoders.read_gpt_neox(config)
     if family in GEMMA:
-        return gemma.read_gemma(config, family)
+        return decoders.read_gemma(config, family)
     if family in _VITS:
         return _read_vit(config, family)
     assert family == "mbart"
-    return encoder_decoder.read_mbart(config)
+    return _read_mbart(config)
 
 
 def _reasons(model: TransformerConfig) -> list[str]:
@@ -230,9 +237,9 @@ def _reasons(model: TransformerConfig) -> list[str]:
     family = family_of(model)
     problems = _common_reasons(model, family)
     if isinstance(model, EncoderDecoderConfig):
-        return problems + encoder_decoder.reasons(model)
+        return problems + _encoder_decoder_reasons(model)
     if isinstance(model, DecoderConfig) and family in GEMMA:
-        return problems + gemma.reasons(model, family)
+        return problems + decoders.reasons_of_gemma(model, family)
     if isinstance(model, DecoderConfig) and model.rotary_theta is not None:
         return problems + decoders.reasons(model, family)
     if isinstance(model, ViTConfig):
@@ -446,3 +453,229 @@ def _read_vit(config: Fields, family: Family) -> Published:
     # SigLIP always has biases of queries, keys and values.
     has_qkv_bias = family == "siglip" or config.read("qkv_bias", True)
     return Published(model, frozenset() if has_qkv_bias else _QKV_BIASES)
+
+
+_POST_NORM = (
+    "bart has a norm after every branch, and our blocks have it before; mbart is the same model "
+    "with our order (its code reads what is exported here)"
+)
+"""Reason why a BART is refused."""
+
+_PROJECTIONS = {
+    "relu": "relu",
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gated-gelu": "geglu",
+    "gated-silu": "swiglu",
+}
+"""Our activation by T5's feed_forward_proj. In gated-gelu the GELU has the tanh form."""
+_PROJECTION_NAMES = {activation: name for name, activation in _PROJECTIONS.items()}
+
+_EPS = 1e-5
+"""Number that MBart's norms add to the variance. Its config.json has no field for it."""
+
+
+def _encoder_decoder_reasons(model: EncoderDecoderConfig) -> list[str]:
+    """Return the reasons why the code of MBart or T5 cannot compute a model, `[]` if it can.
+
+    A model with relative positions is compared with T5, any other with MBart.
+    """
+    problems = []
+    if model.kv_heads != model.num_heads:
+        problems.append(
+            "it has no grouped queries, and model.num_kv_heads is "
+            f"{model.kv_heads} of {model.num_heads} heads"
+        )
+    if not model.shared:
+        problems.append(
+            "encoder and decoder read one table of embeddings; train with --model.shared to export"
+        )
+    if model.positions == "relative":
+        return problems + _reasons_of_t5(model)
+    return problems + _reasons_of_mbart(model)
+
+
+def _reasons_of_t5(model: EncoderDecoderConfig) -> list[str]:
+    """Return the reasons why T5's code cannot compute a model, `[]` if it can."""
+    problems = []
+    if model.norm != "rmsnorm":
+        problems.append(f"it has rmsnorm, and model.norm is {model.norm}")
+    if model.bias or model.qkv_bias:
+        problems.append("it has no biases; train with --model.no-bias to export")
+    if model.embedding_norm:
+        problems.append(
+            "it has no norms after the embeddings; train with --model.no-embedding-norm to export"
+        )
+    return problems
+
+
+def _reasons_of_mbart(model: EncoderDecoderConfig) -> list[str]:
+    """Return the reasons why MBart's code cannot compute a model, `[]` if it can."""
+    width = model.width
+    heads = model.num_heads
+    size = model.heads_dim
+    problems = []
+    if model.positions == "rotary":
+        problems.append(
+            "it has no rotary positions; train with --model.positions learned "
+            "--model.norm layernorm, which is an MBart, or with --model.positions relative "
+            "--model.norm rmsnorm --model.no-embedding-norm, which is a T5, to export"
+        )
+    if model.norm != "layernorm":
+        problems.append(
+            f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}"
+        )
+    if model.norm_eps != _EPS:
+        problems.append(f"its norms add 1e-05, and model.norm_eps is {model.norm_eps:g}")
+    if model.gated:
+        problems.append(f"its MLP has no gate, and model.activation is {model.activation}")
+    if heads * size != width:
+        problems.append(f"its heads fill the width, and {heads} heads of {size} are not {width}")
+    if not model.embedding_norm:
+        problems.append(
+            "it has norms after the embeddings; train with --model.embedding-norm to export"
+        )
+    if model.targets != model.seq_len:
+        problems.append(
+            f"it has as many positions in both stacks, not {model.seq_len} and {model.targets}"
+        )
+    return problems
+
+
+def _encoder_decoder_fields(model: EncoderDecoderConfig) -> dict[str, Any]:
+    """Return the fields of config.json that only T5 (relative positions) or MBart (others) has."""
+    if model.positions == "relative":
+        return {
+            "is_encoder_decoder": True,
+            "num_layers": model.encoder_blocks,
+            "d_kv": model.heads_dim,
+            "feed_forward_proj": _PROJECTION_NAMES[model.activation],
+            "relative_attention_num_buckets": model.distance_buckets,
+            "relative_attention_max_distance": model.longest_distance,
+            "n_positions": model.seq_len,
+            "n_target_positions": model.targets,
+        }
+    return {
+        "is_encoder_decoder": True,
+        "encoder_layers": model.encoder_blocks,
+        "encoder_attention_heads": model.num_heads,
+        "encoder_ffn_dim": model.mlp_dim,
+        "activation_function": ACTIVATION_NAMES[model.activation],
+        "max_position_embeddings": model.seq_len,
+        "scale_embedding": False,
+    }
+
+
+def _read_mbart(config: Fields) -> Published:
+    """Return the model that the config.json of an MBart describes.
+
+    Raises:
+        ConfigError: Encoder and decoder have different sizes, or a field is wrong.
+    """
+    stack = _read_stack(config, "mbart")
+    # In our models, encoder and decoder may differ in depth only.
+    defaults = DEFAULTS["mbart"]
+    mlp_dim = round(stack["mlp_ratio"] * stack["width"])
+    _check_encoder_size(config, "attention_heads", stack["num_heads"], defaults.num_heads)
+    _check_encoder_size(config, "ffn_dim", mlp_dim, int(defaults.mlp_dim))
+    encoder_depth = config.read("encoder_layers", 12)
+    model = EncoderDecoderConfig(
+        **stack,
+        encoder_depth=_none_if_equal(encoder_depth, stack["depth"]),
+        activation=config.choice("activation_function", "gelu", ACTIVATIONS),
+        norm_eps=_EPS,
+        vocab_size=config.read("vocab_size", 50265),
+        seq_len=config.read("max_position_embeddings", 1024),
+        tied=config.read("tie_word_embeddings", True),
+    )
+    # With scale_embedding, the code of MBart multiplies looked-up embeddings by width^1/2.
+    scales_embeddings = config.read("scale_embedding", False)
+    return Published(model, embedding_scale=math.sqrt(model.width) if scales_embeddings else 1.0)
+
+
+def _check_encoder_size(config: Fields, field: str, decoder_size: int, default: int) -> None:
+    """Raise ConfigError if an MBart's encoder has another size than its decoder.
+
+    Args:
+        field: Name of the field without `encoder_` or `decoder_`.
+        decoder_size: Value that the decoder's field has, for comparison.
+        default: Value of the encoder's field if config.json leaves it out.
+    """
+    encoder_size = config.read(f"encoder_{field}", default)
+    if encoder_size != decoder_size:
+        raise ConfigError(
+            f"config.json: encoder_{field} is {encoder_size} and decoder_{field} {decoder_size}; "
+            "our stacks have one size"
+        )
+
+
+def _read_t5(config: Fields, *, is_mt5: bool) -> Published:
+    """Return the model that the config.json of a T5 or an mT5 describes.
+
+    Args:
+        is_mt5: `True` for an mT5, whose fields have other defaults, and whose readout never shares
+            the embedding's table.
+
+    Raises:
+        ConfigError: The file is of an encoder alone, or a field is wrong.
+    """
+    config.refuse("is_encoder_decoder", True, "an encoder alone")
+    defaults = MT5_DEFAULTS if is_mt5 else DEFAULTS["t5"]
+    encoder_depth = config.read("num_layers", defaults.depth)
+    # The decoder has the depth of the encoder unless a field says otherwise.
+    stack = _read_stack(config, "t5", defaults._replace(depth=encoder_depth))
+    seq_len = config.read("n_positions", 512)
+    head_dim = config.read("d_kv", 64)
+    heads_fill_width = head_dim * stack["num_heads"] == stack["width"]
+    activation = config.choice(
+        "feed_forward_proj", "gated-gelu" if is_mt5 else "relu", _PROJECTIONS
+    )
+    distance_buckets = config.read("relative_attention_num_buckets", 32)
+    longest_distance = config.read("relative_attention_max_distance", 128)
+    vocab_size = config.read("vocab_size", 250112 if is_mt5 else 32128)
+    target_len = config.read("n_target_positions", seq_len)
+    tied = False
+    if not is_mt5:
+        # T5 v1.1 does not scale the decoder output by width^-1/2, and its readout is a table of its
+        # own. transformers 5 sets tie_word_embeddings in both versions, so `scale_decoder_outputs`
+        # decides if it is there.
+        default = config.read("tie_word_embeddings", True)
+        tied = config.read("scale_decoder_outputs", default)
+    model = EncoderDecoderConfig(
+        **stack,
+        encoder_depth=_none_if_equal(encoder_depth, stack["depth"]),
+        head_dim=None if heads_fill_width else head_dim,
+        activation=activation,
+        norm="rmsnorm",
+        bias=False,
+        positions="relative",
+        distance_buckets=distance_buckets,
+        longest_distance=longest_distance,
+        embedding_norm=False,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        target_len=_none_if_equal(target_len, seq_len),
+        tied=tied,
+    )
+    return Published(model)
+
+
+def _read_stack(
+    config: Fields, family: Family, defaults: StackDefaults | None = None
+) -> dict[str, Any]:
+    """Return the fields of our config that describe the decoder's stack.
+
+    The hidden size of the MLP is returned as its ratio to the width, `mlp_ratio`.
+
+    Args:
+        family: "mbart" or "t5".
+        defaults: Values of fields that are left out. `None` is those of the family.
+    """
+    stack = read_stack(config, family, defaults)
+    stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
+    return stack
+
+
+def _none_if_equal(size: int, default: int) -> int | None:
+    """Return `None` if the size equals our config's default, otherwise the size."""
+    return None if size == default else size

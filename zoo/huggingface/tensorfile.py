@@ -23,8 +23,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from mupax import MupaxError
 from mupax.disk import copy, is_remote, read_json, shown
-from mupax.errors import MupaxError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mupax.zoo.definition import Init
 from mupax.zoo.families import AttentionName, ComputeConfig
 from mupax.zoo.layers import kernels
+from mupax.zoo.layers.kernels import largest_logits
 from mupax.zoo.layers.linear import (
     GATES,
     SAVED,
@@ -31,7 +32,6 @@ from mupax.zoo.layers.linear import (
     project,
     rotary,
 )
-from mupax.zoo.layers.statistics import NO_STATISTICS, BlockStatistics, largest_logits
 from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.transformer import TransformerConfig
 
@@ -57,6 +57,25 @@ CUDNN = "dot_product_attention_fwd_wrapper"
 """Name of the JAX primitive of cuDNN's forward kernel."""
 
 _policies = jax.checkpoint_policies
+
+
+class BlockStatistics(NamedTuple):
+    """Measurements of a block or, with a leading axis of layers, of all blocks.
+
+    `run_stack` reduces `routing` over the blocks.
+    """
+
+    routing: Routing | None = None
+    """Routing statistics. `None` without experts."""
+    attention_logits: dict[str, jax.Array] | None = None
+    """Largest attention logit of each head by attention, float32 [H]. `None` if not measured.
+
+    The keys are the names of a block's attentions, "attention" and "cross".
+    """
+
+
+NO_STATISTICS = BlockStatistics()
+"""Statistics of blocks that measure nothing and have no experts."""
 
 
 class Attention(nnx.Module):

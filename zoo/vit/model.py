@@ -13,8 +13,7 @@ from flax import nnx
 
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.linear import Norm, ReadoutInputs, biased, project
-from mupax.zoo.layers.stack import Block, named_logits, run_stack
-from mupax.zoo.layers.statistics import NO_STATISTICS, BlockStatistics
+from mupax.zoo.layers.stack import NO_STATISTICS, Block, BlockStatistics, named_logits, run_stack
 from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.vit.config import Convolution, ViTConfig
 

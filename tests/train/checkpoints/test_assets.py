@@ -18,9 +18,9 @@ from PIL import Image
 from mupax.disk import path_of
 from mupax.train import data as data_sources
 from mupax.train.checkpoints import assets, layout
+from mupax.train.checkpoints import assets as data_assets
 from mupax.train.config.data import DataConfig
 from mupax.train.config.recipes import RECIPES
-from mupax.train.data import assets as data_assets
 from mupax.train.data.chats import templates
 from mupax.train.data.text.tokenizer import Subwords
 from mupax.train.reuse import trained

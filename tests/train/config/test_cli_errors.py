@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from mupax import MupaxError
 from mupax.__main__ import main
-from mupax.errors import MupaxError
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config

@@ -10,8 +10,8 @@ import types
 
 import pytest
 
+from mupax import MupaxError, MupaxFailure
 from mupax.__main__ import main
-from mupax.errors import MupaxError, MupaxFailure
 from mupax.presets import PresetError
 from mupax.train import run as train_run
 from mupax.train.config.run import Config

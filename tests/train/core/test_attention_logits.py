@@ -39,7 +39,7 @@ from mupax.zoo.configs import (
 )
 from mupax.zoo.encoder_decoder import model as encoder_decoder
 from mupax.zoo.layers import kernels
-from mupax.zoo.layers.statistics import largest_logits
+from mupax.zoo.layers.kernels import largest_logits
 from tests.fixtures.tiny import random_params, state_with
 
 BATCH = 8

@@ -17,7 +17,7 @@ import pytest
 
 from mupax import presets, train
 from mupax.presets import ParamSpec, PresetError, Role
-from mupax.presets.muon import MatrixSteps, MuonRule
+from mupax.presets.preset import MatrixSteps, MuonRule
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, MeshConfig, OptimizerConfig

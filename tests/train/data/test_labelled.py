@@ -11,7 +11,7 @@ import pytest
 from mupax.__main__ import main
 from mupax.train import data
 from mupax.train.config.data import TransformsConfig
-from mupax.train.config.recipes.laptop import vit_endless
+from mupax.train.config.recipes import vit_endless
 from mupax.train.config.run import DataConfig
 from mupax.train.data.images import Mix, drawn, soft_labels
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_is_one_line_before_work(
 
 
 def test_a_python_config_of_text_is_refused_too() -> None:
-    from mupax.train.config.recipes.laptop import lm_tiny
+    from mupax.train.config.recipes import lm_tiny
     from mupax.zoo.configs import ConfigError
 
     run = lm_tiny()

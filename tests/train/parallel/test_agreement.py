@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from mupax.train.config.recipes.laptop import lm_tiny
+from mupax.train.config.recipes import lm_tiny
 from mupax.train.parallel import agreement, environment
 from mupax.train.parallel.processes import Processes
 from tests.train.parallel.test_distributed import on_two_processes

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.train.checkpoints import workdir
-from mupax.train.config.recipes.laptop import lm_tiny
+from mupax.train.config.recipes import lm_tiny
 from mupax.train.config.run import Config, DataConfig, DistributedConfig
 from mupax.train.data import Data, DataError
 from mupax.train.data.interface import ALL_ROWS, Batch

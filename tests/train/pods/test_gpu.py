@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import pytest
 
+from mupax import MupaxError
 from mupax.__main__ import main
-from mupax.errors import MupaxError
 from mupax.train.config import cli
 from mupax.train.config.run import MeshConfig
 from mupax.train.core import muon

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.presets.tuned import find
 from mupax.train import load
 from mupax.train.checkpoints.workdir import write_mark

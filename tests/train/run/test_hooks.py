@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from mupax import train
-from mupax.errors import MupaxError
+from mupax import MupaxError, train
 from mupax.train.config.run import CheckpointConfig, Config, LogConfig
 from mupax.train.run import hooks as run_hooks
 from mupax.train.run import loop

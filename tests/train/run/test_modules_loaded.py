@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MODULES = 77
+MODULES = 70
 """Largest number of modules with code. Raise it for a new idea that every run needs, not for a split file."""
 UNREAD = (
     "buckets",

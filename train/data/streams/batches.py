@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 from mupax.train.data import cache, interface
 from mupax.train.data.streams.lanes import POLL_S, StreamShard
 from mupax.train.data.text.batches import TextWindows, check_length

@@ -97,10 +97,10 @@ def main(argv: Sequence[str]) -> int:
         path, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator
     )
     if args.chat:
-        from mupax.train.reuse.generate import chat
+        from mupax.train.reuse.generate import writing
 
         run.check_decoder("generate --chat")
-        return chat.main(args, run, sampling)
+        return writing.converse(args, run, sampling)
     run.check_writes("generate")
     if run.model.denoises:
         from mupax.train.reuse.generate import denoised

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 
 
 class DecodingError(MupaxError):

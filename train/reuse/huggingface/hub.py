@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mupax import command_line, terminal
+from mupax import MupaxError, MupaxFailure, command_line, terminal
 from mupax.disk import is_remote, read_json
-from mupax.errors import MupaxError, MupaxFailure
 from mupax.train.checkpoints.workdir import CHECKPOINTS
 from mupax.train.reuse.huggingface import tokenizer_files
 from mupax.train.reuse.source import CONFIG

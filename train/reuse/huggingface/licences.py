@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 
 _TABLE = (
     "afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m "

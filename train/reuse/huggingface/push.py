@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import MupaxError, MupaxFailure, command_line, terminal
 from mupax.command_line import Switch
 from mupax.disk import links_outside
-from mupax.errors import MupaxError, MupaxFailure
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

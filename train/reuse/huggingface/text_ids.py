@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mupax import MupaxError
 from mupax.disk import read_json
-from mupax.errors import MupaxError
 
 FILE = "generation_config.json"
 _FIELDS = (

@@ -104,7 +104,7 @@ def opened_service(args: Serve) -> Service:
     A model of the Hugging Face hub is downloaded first. A model or template that does not fit
     raises an error before weights are read.
     """
-    from mupax.train.data.assets import end_ids
+    from mupax.train.checkpoints.assets import end_ids
     from mupax.train.reuse import runs, trained
     from mupax.train.reuse.generate.decode import Generator
     from mupax.train.reuse.huggingface import hub

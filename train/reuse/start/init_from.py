@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mupax import MupaxError
 from mupax.disk import path_of
-from mupax.errors import MupaxError
 from mupax.presets import ParamSpec
 from mupax.train.checkpoints.folder import first_of
 from mupax.train.checkpoints.workdir import read_record, with_tokenizer_of_source

@@ -20,7 +20,7 @@ and at the end:
 * stopped: reason why the run ended before its last step, in a row of its own.
 * logit_z_loss: with --z-loss, mean of logsumexp(logits)^2, before its weight. loss is without it.
 * attention_logit_max: with --log.attention-logits or --optimizer.qk-clip, largest attention logit
-  over batch, heads and layers, before the update (`mupax.zoo.layers.statistics`).
+  over batch, heads and layers, before the update (`mupax.zoo.layers.kernels`).
 * lr: learning rate of the step, at base size.
 * grad_norm: norm of the gradient of all parameters, before clipping.
 * tokens or images: targets of the step that count.
@@ -53,9 +53,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupax import disk, terminal
+from mupax import MupaxError, disk, terminal
 from mupax.disk import DiskError, path_of
-from mupax.errors import MupaxError
 from mupax.train.config.metrics import METRICS, row_name
 from mupax.train.config.run import Config
 from mupax.train.config.sections import METRIC, LogConfig, cost, metrics_of

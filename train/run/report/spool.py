@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from mupax import disk
-from mupax.errors import MupaxFailure
+from mupax import MupaxFailure, disk
 
 _CONTINUED = ("metrics.jsonl", "wandb_id", "trackio_name")
 """Files that a resumed run goes on writing, so that they are fetched first."""

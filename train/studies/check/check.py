@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from mupax.presets import Preset, PresetError
-from mupax.presets.muon import WHOLE_MATRICES, MatrixSteps
 from mupax.presets.optimizers import OPTIMIZERS
+from mupax.presets.preset import WHOLE_MATRICES, MatrixSteps
 from mupax.train.config import sizes
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors, optimizer

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tyro import conf
 
-from mupax import command_line, disk, terminal
+from mupax import MupaxError, command_line, disk, terminal
 from mupax.command_line import Switch
-from mupax.errors import MupaxError
 from mupax.presets import Preset, horizon
 from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli

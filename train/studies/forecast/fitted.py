@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mupax.errors import MupaxFailure
+from mupax import MupaxFailure
 from mupax.train.studies.forecast.law import (
     PRIORS,
     RATE,

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mupax import disk
-from mupax.errors import MupaxError
+from mupax import MupaxError, disk
 from mupax.train.config import cli
 from mupax.train.config.preset import rules_of, same_preset
 from mupax.train.config.record import differences, to_json, words_of

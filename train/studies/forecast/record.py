@@ -9,8 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mupax import __version__, disk
-from mupax.errors import MupaxError
+from mupax import MupaxError, __version__, disk
 from mupax.mappings import drop_keys
 from mupax.train.config.record import command_of, from_json, to_json
 from mupax.train.config.run import Config

@@ -25,9 +25,9 @@ from mupax.train.config.preset import rules_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import command_of, words_of
 from mupax.train.config.run import Config
+from mupax.train.studies.forecast import ranges
 from mupax.train.studies.forecast.points import Points
-from mupax.train.studies.plan import ranges
-from mupax.train.studies.plan.ranges import PlanRow
+from mupax.train.studies.forecast.ranges import PlanRow
 from mupax.train.studies.report import Report, Section, Step, write_json
 from mupax.train.studies.sweep.grids import without_flags
 from mupax.train.studies.tables import command as tables_command
@@ -608,16 +608,15 @@ def _with_flags(config: Config, flags: Sequence[str]) -> Config:
 def main(argv: Sequence[str]) -> int:
     """Run `mupax plan` and return its exit code.
 
-    `plan score` compares a forecast with its run. A table of runs as `--from` is planned by
-    `mupax.train.studies.tables.command`. A model without a study is planned from evidence. All else
-    is planned as a run of a recipe or study.
+    A table of runs as `--from` is planned by `mupax.train.studies.tables.command`. A model without
+    a study is planned from evidence. All else is planned as a run of a recipe or study.
 
     Args:
         argv: Words of the command line after `plan`.
 
     Returns:
-        0, or 1 if the run does not fit the chips. `plan score` and a table of runs return the code
-        of their own commands.
+        0, or 1 if the run does not fit the chips. A table of runs returns the code of its own
+        command.
 
     Raises:
         ConfigError: As for `run_of`.
@@ -625,11 +624,7 @@ def main(argv: Sequence[str]) -> int:
         PresetError: As for `run_of`.
         PointsError: A folder behind `--from` has no rows.
     """
-    # Asked before the words are parsed, because each of these commands has flags of its own.
-    if argv[:1] == ["score"]:
-        from mupax.train.studies.plan import score
-
-        return score.main(argv[1:])
+    # Asked before the words are parsed, because planning by a table has flags of its own.
     if tables_command.asks_for_table(argv):
         return tables_command.main(argv)
 
@@ -660,8 +655,7 @@ def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> i
     Returns:
         0, or 1 if the run does not fit the chips.
     """
-    from mupax.train.studies.forecast import points
-    from mupax.train.studies.plan import numbers
+    from mupax.train.studies.forecast import numbers, points
 
     studies = points.load([Path(folder) for folder in args.studies]) if args.studies else []
     request = run_of(args, recipe_flags, studies)
@@ -746,7 +740,7 @@ def _plan_from_evidence(model: str, args: Plan, recipe_flags: Sequence[str]) -> 
         ConfigError: There is another flag of the recipe or of the cost, `--tokens` is missing, or
             no evidence applies.
     """
-    from mupax.train.studies.plan import evidence
+    from mupax.train.studies.tables import evidence
 
     words, _ = without_flags(recipe_flags, ("--model",))
     words += _cost_flags(args)

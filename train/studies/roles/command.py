@@ -13,8 +13,8 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch, UsageError
+from mupax.mappings import function_of
 from mupax.presets.roles import ParamSpec
-from mupax.table import function_of
 from mupax.train.config import cli
 from mupax.zoo import configs
 

@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from mupax import disk
-from mupax.errors import MupaxError
+from mupax import MupaxError, disk
 
 FILE_NAME = "points.jsonl"
 COMPRESSED_NAME = f"{FILE_NAME}.gz"

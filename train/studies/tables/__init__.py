@@ -1,1 +1,1 @@
-"""A law of runs that stand in a table, whoever trained them: `mupax plan --from TABLE.csv`."""
+"""Plans without a study: by a law of runs in a table, `--from TABLE.csv`, or by evidence in mupax."""

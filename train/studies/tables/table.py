@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mupax import disk
-from mupax.errors import MupaxError
+from mupax import MupaxError, disk
 
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")
 """Ends of the names of files that are tables."""

@@ -11,8 +11,7 @@ from tyro import conf
 
 from mupax import command_line
 from mupax.command_line import Repeated
-from mupax.presets import PresetError, horizon
-from mupax.presets.papers import CONSTANT_FLAGS
+from mupax.presets import CONSTANT_FLAGS, PresetError, horizon
 from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli, sizes
 from mupax.train.config.preset import preset_of

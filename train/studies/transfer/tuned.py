@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax import terminal
-from mupax.errors import MupaxFailure
+from mupax import MupaxFailure, terminal
 from mupax.presets import PRESETS
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.tuned import find

@@ -24,10 +24,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mupax.presets import CONSTANT_FLAGS, PRESETS, read_constants
 from mupax.presets.constants import COLUMNS
 from mupax.presets.constants import check as check_constants
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.papers import CONSTANT_FLAGS, PRESETS, read_constants
 from mupax.presets.roles import ParamSpec, PresetError, Role
 from mupax.presets.rule import names as group_names
 from mupax.train.config.preset import PresetConfig, preset_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.train.config.recipes.laptop import vit_fashion
+from mupax.train.config.recipes import vit_fashion
 from mupax.train.data.sources import idx
 from tests.train.data import loading
 from tests.train.data.writing import write

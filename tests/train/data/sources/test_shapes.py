@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.train.config.recipes.laptop import vit_endless
+from mupax.train.config.recipes import vit_endless
 from mupax.train.data.sources import shapes
 from mupax.zoo import configs
 from tests.train.data import loading

@@ -16,7 +16,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.optimizer import build
 from mupax.train.reuse import transplant
 from mupax.train.reuse.grow import grow
-from mupax.train.reuse.grow.axes import GrowError
+from mupax.train.reuse.grow.grow import GrowError
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.transformer import RoutingConfig
 from tests.train.reuse.scaled_models import BASE, LM, PRESETS, TIED, VIT, changed, model_under

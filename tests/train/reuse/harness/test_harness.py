@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.train.reuse.harness.texts import Texts
+from mupax.train.reuse.generate.texts import Texts
 from tests.train.reuse.commands import call, read_json, succeed
 from tests.train.reuse.harness.test_texts import DECODER
 from tests.train.reuse.random_weights import published

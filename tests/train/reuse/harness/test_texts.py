@@ -13,8 +13,8 @@ import pytest
 from mupax.__main__ import main
 from mupax.train.reuse import runs, trained
 from mupax.train.reuse.generate.sampling import Sampling
+from mupax.train.reuse.generate.texts import TextError, Texts
 from mupax.train.reuse.harness import tasks
-from mupax.train.reuse.harness.texts import TextError, Texts
 from tests.train.reuse.commands import refuse
 from tests.train.reuse.random_weights import LLAMA, published
 

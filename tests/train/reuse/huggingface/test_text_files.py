@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from mupax.train.data.chats import templates
 from mupax.train.data.text import named_tokenizers
 from mupax.train.reuse import runs, trained
-from mupax.train.reuse.harness.texts import Texts
+from mupax.train.reuse.generate.texts import Texts
 from mupax.train.reuse.huggingface import tokenizer_files
 from mupax.train.reuse.serve.command import Serve, opened_service
 from tests.fixtures.generators import shared_generators

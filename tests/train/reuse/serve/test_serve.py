@@ -25,8 +25,8 @@ from mupax.train.config.preset import PresetConfig
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.generate.decode import Scores
 from mupax.train.reuse.generate.sampling import Sampling
+from mupax.train.reuse.generate.texts import Texts
 from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText
-from mupax.train.reuse.harness.texts import Texts
 from mupax.train.reuse.huggingface.files import write_imported
 from mupax.train.reuse.serve import worker
 from mupax.train.reuse.serve.fields import request as requested
@@ -317,7 +317,7 @@ def test_a_conversation_in_the_terminal_is_that_of_the_server(
     server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mupax.train.reuse.generate.chat.end_ids", lambda name, tokenizer: frozenset()
+        "mupax.train.reuse.generate.writing.end_ids", lambda name, tokenizer: frozenset()
     )
 
     def chat(text: str | io.StringIO, words: str = "--tokens 6") -> Result:
@@ -368,7 +368,7 @@ def test_a_message_whose_answer_diverges_is_forgotten(
     write_imported(source_of(MODEL, params), PresetConfig(name="sp"), out, "a test")
     (out / "chat.jinja").write_text(TEMPLATE)
     monkeypatch.setattr(
-        "mupax.train.reuse.generate.chat.end_ids", lambda name, tokenizer: frozenset()
+        "mupax.train.reuse.generate.writing.end_ids", lambda name, tokenizer: frozenset()
     )
 
     def chat(text: str) -> Result:

@@ -15,8 +15,7 @@ from PIL import Image
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, processors
 
-from mupax import train
-from mupax.errors import MupaxError
+from mupax import MupaxError, train
 from mupax.train.checkpoints import saved_run
 from mupax.train.config import cli
 from mupax.train.data.records import corpus

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mupax import disk
+from mupax import MupaxFailure, disk
 from mupax.disk import path_of
-from mupax.errors import MupaxFailure
 from mupax.train.run.report import spool
 from mupax.train.run.report.spool import UploadBuffer
 from tests.fixtures.emulator import bucket, emulator

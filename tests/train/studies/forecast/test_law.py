@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mupax.train.config import sizes
-from mupax.train.config.recipes.laptop import lm_tiny
+from mupax.train.config.recipes import lm_tiny
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import fitted as fits
 from mupax.train.studies.forecast.fitted import NoLaw, ScalingLaw, fitted, parameters

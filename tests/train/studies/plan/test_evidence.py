@@ -11,8 +11,8 @@ import pytest
 from mupax.__main__ import main
 from mupax.presets.tuned import find
 from mupax.train.config.cli import parse, recipe
-from mupax.train.studies.plan import evidence
-from mupax.train.studies.tables import stored
+from mupax.train.studies.tables import evidence
+from mupax.train.studies.tables import evidence as stored
 from mupax.zoo.configs import CONFIGS
 from scripts.pages import which_settings
 

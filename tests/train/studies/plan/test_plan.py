@@ -17,8 +17,8 @@ import pytest
 from mupax.__main__ import main
 from mupax.train.config.cli import parse, recipe
 from mupax.train.pods import search, topology
-from mupax.train.studies.forecast import record
-from mupax.train.studies.plan import command, ranges, score
+from mupax.train.studies.forecast import ranges, record
+from mupax.train.studies.plan import command, score
 from mupax.train.studies.sweep.rows import COMPRESSED_NAME, FILE_NAME
 from tests.train.studies.forecast.test_predict_command import Trained, least, study
 

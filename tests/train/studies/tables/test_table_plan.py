@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.train.studies.tables import stored, table
+from mupax.train.studies.tables import evidence as stored
+from mupax.train.studies.tables import table
 from mupax.train.studies.tables.forecast import Forecaster
 from mupax.train.studies.tables.law import Form, form_of
 from mupax.train.studies.tables.table import TableError

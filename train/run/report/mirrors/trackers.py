@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupax.errors import MupaxError
+from mupax import MupaxError
 
 if TYPE_CHECKING:
     import numpy as np

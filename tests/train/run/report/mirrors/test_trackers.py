@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from mupax import MupaxError
 from mupax.__main__ import main
-from mupax.errors import MupaxError
 from mupax.train.config.sections import LogConfig
 from mupax.train.run.report import metrics
 

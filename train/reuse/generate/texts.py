@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mupax import MupaxError
 from mupax.disk import path_of
-from mupax.errors import MupaxError
 from mupax.train.config.sections import Step
 from mupax.train.reuse import runs, trained
 from mupax.train.reuse.generate.decode import Generator

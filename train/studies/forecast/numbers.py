@@ -18,12 +18,11 @@ from mupax.train.config import joint
 from mupax.train.config.preset import preset_of, rules_of
 from mupax.train.config.record import differences, text_of, to_json
 from mupax.train.config.run import Config
-from mupax.train.studies.forecast import record
+from mupax.train.studies.forecast import ranges, record
 from mupax.train.studies.forecast.fitted import NoLaw, ScalingLaw, fitted
 from mupax.train.studies.forecast.points import METRICS, Points, Setting, field_differences
 from mupax.train.studies.forecast.predict import Prediction, predict
-from mupax.train.studies.plan import ranges
-from mupax.train.studies.plan.ranges import PlanRow
+from mupax.train.studies.forecast.ranges import PlanRow
 from mupax.train.studies.sweep.grids import at_rate
 from mupax.train.studies.transfer.fit import fit as fit_curve
 from mupax.train.studies.transfer.planned import label_of
