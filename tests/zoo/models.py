@@ -35,6 +35,7 @@ MODERN = dataclasses.replace(
 GEMMA = dataclasses.replace(
     MODERN,
     depth=3,
+    bias=False,
     qk_norm=False,
     window=3,
     window_theta=9.0,

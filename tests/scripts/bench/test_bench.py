@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -10,10 +11,16 @@ from typing import Any
 
 import pytest
 
+from mupax.zoo.configs import CONFIGS
 from scripts.bench import __main__ as bench
 from scripts.bench import in_turns
+from scripts.bench.step import devices
 
 TINY = ["--tiny", "--rounds", "1"]
+SMALL = dataclasses.replace(
+    CONFIGS["lm-tiny"], activation="relu", positions="learned", norm_gain=False
+)
+"""Decoder that compiles in less time than `lm-tiny`."""
 NEEDS_TORCH = [
     pytest.mark.skipif(
         importlib.util.find_spec("torch") is None, reason="PyTorch (extra torch) is not installed"
@@ -38,8 +45,15 @@ NEEDS_TORCH = [
     ],
 )
 def test_benchmark_runs_and_its_page_is_made(
-    name: str, words: list[str], tmp_path: Path, capsys: Any
+    name: str,
+    words: list[str],
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(CONFIGS, "lm-tiny", SMALL)
+    # tests/train/parallel/test_mesh.py compares all axes.
+    monkeypatch.setattr(devices, "MESHES", {"tensor": devices.MESHES["tensor"]})
     out = tmp_path / f"{name}.json"
     assert (
         importlib.import_module(f"scripts.bench.{bench.MODULES[name]}").main(

@@ -13,6 +13,9 @@ from mupax import __main__ as mupax
 from scripts.bench.pytorch import gpu_mfu, gpu_point
 from scripts.bench.pytorch.gpu_mfu import BATCHES, SWEEP, Point, measure, plan
 from scripts.bench.runs import sweep_cost
+from tests.fixtures.programs import shared_programs
+
+__all__ = ["shared_programs"]  # a fixture: runs beside the sweep share what is compiled
 
 
 def test_the_best_point_of_both_sides_counts() -> None:

@@ -32,18 +32,18 @@ TOLERANCE = 3e-5
 SCAN = ComputeConfig(cross_entropy="vocab", layers="scan")
 CHUNKED = ComputeConfig(cross_entropy="chunked", layers="scan")
 # Decoders loop over their blocks, as on accelerators. The vision transformer has one block, which
-# is not in a loop, and no biases, which compiles in less time.
+# is not in a loop. Models without biases compile in less time; test_mesh_experts has them.
 MODELS = {
     # Rotary positions, grouped queries, a vocabulary that tensor does not divide.
     "rotary": DecoderConfig(
         width=16, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=1.5, vocab_size=17,
-        seq_len=8, positions="rotary", norm="rmsnorm", activation="swiglu", qk_norm=True,
-        bias=False, compute=SCAN,
+        seq_len=8, positions="rotary", norm="rmsnorm", activation="swiglu", bias=False,
+        compute=SCAN,
     ),
     # Learned positions, a tied readout over a split vocabulary.
     "learned": DecoderConfig(
         width=16, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=18, seq_len=8, tied=True,
-        compute=CHUNKED,
+        bias=False, compute=CHUNKED,
     ),
     "vit": ViTConfig(
         width=16, depth=1, num_heads=2, mlp_ratio=1.5, image_size=6, patch_size=3, channels=2,
@@ -52,10 +52,8 @@ MODELS = {
 }  # fmt: skip
 MESHES = {
     "one": MeshConfig(data=1),
-    "sequence 8": MeshConfig(data=1, sequence=8),
     "data 2 x sequence 4": MeshConfig(data=2, sequence=4),
     "fsdp 2 x sequence 2 x tensor 2": MeshConfig(data=1, fsdp=2, sequence=2, tensor=2),
-    "fsdp 4 x tensor 2": MeshConfig(data=1, fsdp=4, tensor=2),
     "rules": MeshConfig(
         data=2,
         fsdp=2,
@@ -63,25 +61,23 @@ MESHES = {
         rules=("mlp=fsdp,tensor", "embed=none", "vocab=none", "batch=data"),
     ),
 }
+# Every mesh once. test_kernels has rings without a causal mask.
 CASES = [
     ("rotary", "data 2 x sequence 4"),
-    ("rotary", "fsdp 2 x sequence 2 x tensor 2"),
-    ("learned", "sequence 8"),
-    ("learned", "fsdp 4 x tensor 2"),
+    ("learned", "fsdp 2 x sequence 2 x tensor 2"),
     ("learned", "rules"),
     ("vit", "data 2 x sequence 4"),
-    ("vit", "fsdp 2 x sequence 2 x tensor 2"),
 ]
 
-RING = "data 2 x sequence 4"
-"""Mesh on which keys go round in a ring. On the others they are gathered."""
+RING = ("rotary", "data 2 x sequence 4")
+"""Case in which keys go round in a ring. In the others they are gathered."""
 
 
 @functools.cache
 def program_of(model: str, mesh: str) -> Program:
     devices = jax.devices()
     assert len(devices) == 8
-    attention = "ring" if mesh == RING else "auto"
+    attention = "ring" if (model, mesh) == RING else "auto"
     compute = dataclasses.replace(MODELS[model].compute, attention=attention)
     config = run_of(
         dataclasses.replace(MODELS[model], compute=compute),
@@ -90,7 +86,8 @@ def program_of(model: str, mesh: str) -> Program:
             peak_lr=0.01, eps=1e-2, warmup_steps=2, weight_decay=0.1, clip_norm=1.0
         ),
         mesh=MESHES[mesh],
-        accumulation_steps=2,
+        # A ring is the dearest to compile.
+        accumulation_steps=1 if model == "rotary" else 2,
     )
     return assemble(config, devices[:1] if mesh == "one" else devices)
 

@@ -20,7 +20,7 @@ from tests.fixtures.tiny import assert_close, relative_errors
 from tests.zoo.models import numbers as random_numbers
 
 GPT2 = DecoderConfig(
-    width=20, depth=2, num_heads=5, mlp_ratio=1.5, vocab_size=17, seq_len=11, tied=True
+    width=24, depth=2, num_heads=6, num_kv_heads=3, mlp_ratio=1.5, vocab_size=17, seq_len=11
 )
 LLAMA = DecoderConfig(
     width=24, depth=2, num_heads=6, num_kv_heads=2, mlp_ratio=1.25, vocab_size=17, seq_len=11,
@@ -29,10 +29,11 @@ LLAMA = DecoderConfig(
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
-    "qk-norm": dataclasses.replace(LLAMA, qk_norm=True, bias=True, head_dim=6, value_dim=4),
-    "learned-gqa": dataclasses.replace(GPT2, width=24, num_heads=6, num_kv_heads=3, tied=False),
+    "one-key-head": dataclasses.replace(
+        LLAMA, num_kv_heads=1, qk_norm=True, bias=True, head_dim=6, value_dim=4, tied=True
+    ),
     "parallel": dataclasses.replace(
-        GPT2, positions="rotary", rotary_fraction=0.5, parallel=True, tied=False
+        GPT2, num_kv_heads=6, positions="rotary", rotary_fraction=0.5, parallel=True
     ),
     "window": dataclasses.replace(
         LLAMA, window=3, rope_scaling="llama3", rope_original_len=6, rope_theta=20.0
@@ -49,7 +50,6 @@ MODELS = {
         activation="geglu",
         tied=True,
     ),
-    "one-key-head": dataclasses.replace(LLAMA, num_kv_heads=1, tied=True),
 }
 BATCH, PROMPT = 3, 4
 TOKENS = np.random.default_rng(0).integers(0, 17, (BATCH, 11), np.int32)
@@ -134,7 +134,7 @@ def test_a_scan_over_layers_has_the_same_cache(name: str) -> None:
 
 
 def test_every_presets_factors_reach_the_cached_model() -> None:
-    decoder = compiled("learned-gqa")
+    decoder = compiled("gpt2")
     for preset in presets.PRESETS:
         assert decoder.error(preset) < CLOSE, preset
 

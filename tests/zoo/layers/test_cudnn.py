@@ -166,9 +166,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **other: Any) -> None:
     monkeypatch.setattr(jax.nn, "dot_product_attention", products)
 
 
-@pytest.mark.parametrize(
-    "case", [CASES[0], CASES[3], CASES[7], CASES[8], CASES[13], CASES[-1]], ids=str
-)
+@pytest.mark.parametrize("case", [CASES[0], CASES[7], CASES[8], CASES[13], CASES[-1]], ids=str)
 def test_cases_hold_where_the_kernel_is_xla(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     errors = differences(case, OneGpu())
@@ -179,8 +177,8 @@ def test_cases_hold_where_the_kernel_is_xla(case: Case, monkeypatch: pytest.Monk
     ("case", "other"),
     [
         (CASES[0], {"is_causal": False}),
-        (CASES[2], {"is_causal": True}),
-        (CASES[1], {"mask": None}),
+        (CASES[7], {"is_causal": True}),
+        (CASES[7], {"mask": None}),
         (CASES[0], {"scale": 1.1}),
         (CASES[8], {"local_window_size": 200}),
     ],

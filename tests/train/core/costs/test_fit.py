@@ -18,7 +18,9 @@ from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # a fixture: each step is compiled once for all tests of this file
 
-MODEL = "--model.depth 1"
+SMALL = "--model.activation relu --model.positions learned --model.no-norm-gain"
+"""Flags of a model that compiles in less time."""
+MODEL = f"--model.depth 1 {SMALL}"
 FLAGS = f"{MODEL} --mesh.data 2 --mesh.fsdp 4 --data.batch-size 32"
 Advice = Callable[..., str | None]
 
@@ -72,9 +74,13 @@ def test_a_state_that_is_too_large_alone_is_split_over_the_present_devices(
     assert advice(limit, f"{flags} {advised(text)}") is None
 
 
-def test_more_devices_than_this_machine_has_divide_batch_and_sizes(advice: Advice) -> None:
+def test_more_devices_than_this_machine_has_divide_batch_and_sizes(
+    advice: Advice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Proposals for the present devices are refused, which one of them shows.
+    monkeypatch.setattr(fit, "_TRIES", 1)
     # Of one block, activations are too small a part for a larger mesh to help.
-    flags = "--model.depth 2 --data.batch-size 40 --mesh.fsdp 2"
+    flags = f"{SMALL} --model.depth 2 --data.batch-size 40 --mesh.fsdp 2"
     smallest = estimate(f"{flags} --model.compute.remat block --accumulation-steps 5")
     limit = smallest.peak * 0.85
     text = advice(limit, flags)  # the control: without the flags it does not fit
@@ -103,7 +109,10 @@ def test_a_dry_run_names_the_devices_that_are_missing(
     assert message in capsys.readouterr().err
 
 
-def test_advice_says_that_no_flags_make_it_fit(advice: Advice) -> None:
+def test_advice_says_that_no_flags_make_it_fit(
+    advice: Advice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "_TRIES", 1)
     text = advice(estimate(FLAGS).temporary / 4) or ""
     problem = "No flags make it fit these devices. On "
     assert re.search(

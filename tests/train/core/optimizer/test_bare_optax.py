@@ -20,7 +20,7 @@ from mupax.train.core import optimizer
 from mupax.train.core.factors import hyperparams, init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
-from mupax.zoo.configs import DecoderConfig, ViTConfig
+from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 from mupax.zoo.definition import Factor, definition, normals
 from tests.fixtures.xla import FUSIONS_OF_USERS
 
@@ -28,10 +28,15 @@ STEPS = 10
 PLAINLY: Any = {"xla_backend_optimization_level": 0, **FUSIONS_OF_USERS}
 """Compiler options without which LLVM joins multiplications and additions as the fusions of each program happen to fall."""
 
-LM = DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5, bias=True)
+# One has gains and the other biases: fewer parameters compile in less time.
+LM = DecoderConfig(
+    width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5, bias=False, activation="relu",
+    compute=ComputeConfig(layers="scan"),
+)  # fmt: skip
 VIT = ViTConfig(
-    width=12, num_heads=3, depth=1, image_size=6, patch_size=3, channels=1, num_classes=7
-)
+    width=12, num_heads=3, depth=1, image_size=6, patch_size=3, channels=1, num_classes=7,
+    norm_gain=False,
+)  # fmt: skip
 CHAINS = {
     "adamw": OptimizerConfig(
         name="adamw", peak_lr=0.01, weight_decay=0.1, b2=0.95, schedule="constant"
@@ -134,8 +139,8 @@ def trained(config: DecoderConfig | ViTConfig, name: str, preset_name: str, base
 
 @pytest.mark.parametrize(
     ("config", "name"),
-    [(LM, "adamw"), (VIT, "adamw"), (VIT, "sgd")],
-    ids=["decoder-adamw", "vit-adamw", "vit-sgd"],
+    [(LM, "adamw"), (VIT, "adamw"), (LM, "sgd")],
+    ids=["decoder-adamw", "vit-adamw", "decoder-sgd"],
 )
 def test_sp_trains_to_the_bits_of_bare_optax(config: DecoderConfig | ViTConfig, name: str):
     """Which parameters decay is of each model; SGD's chain reads nothing of a model but the numbers of the next test."""
@@ -176,6 +181,5 @@ def test_presets_at_their_base_train_to_the_bits_of_sp():
 
 def test_control_away_from_its_base_a_preset_is_not_sp():
     _, sp_params, _ = trained(LM, "adamw", "sp", based=True)
-    wider = dataclasses.replace(LM, depth=2)
-    _, params, _ = trained(wider, "adamw", "mup", based=False)
+    _, params, _ = trained(LM, "adamw", "mup", based=False)
     assert any((np.asarray(params[key]) != np.asarray(sp_params[key])).any() for key in params)
