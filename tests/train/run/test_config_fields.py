@@ -152,12 +152,14 @@ def same(observe: Callable[[Config], Any], one: Config, other: Config) -> bool:
     return all(part(one) == part(other) for part in (numbers, forward, train_step))
 
 
+@functools.cache
 def start(config: Config) -> bytes:
     """Return the initial parameters."""
     params = assemble(config).initial_state().params
     return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params))
 
 
+@functools.cache
 def data(config: Config) -> str:
     """Return a digest of the first training batch, all evaluation batches and the prepared files."""
     source = data_sources.load(
@@ -295,7 +297,7 @@ def test_a_run_whose_data_hang_is_reported_after_the_watchdogs_seconds() -> None
 @pytest.mark.parametrize("observe", [run, data, joined, start])
 def test_control_nothing_changed_is_nothing_seen(observe: Callable[[Config], Any]) -> None:
     config = SMALL_RUNS.get(observe, RUN)
-    # `run` keeps what it has seen; the second run is another.
+    # All but `joined` keep what they have seen; the second observation is another.
     again = getattr(observe, "__wrapped__", observe)
     assert again(changed(config, "recipe", config.recipe)) == observe(config)
 
