@@ -129,7 +129,9 @@ def recipe():
 
 RECIPES["own-recipe"] = recipe
 """
-TINY = "--model.width 16 --model.depth 1 --model.num-heads 2 --preset.base vit-proxy"
+TINY = (
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.no-bias --preset.base vit-proxy"
+)
 SHORT = (
     "--steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 "
     "--log.no-tensorboard --log.no-progress --log.no-samples"

@@ -61,14 +61,17 @@ TOKENS = Config(
     checkpoint=CheckpointConfig(every_steps=2),
     steps=6,
 )  # fmt: skip
+# All but `TOKENS` have no biases, since each of them is compiled into an update.
 RUN = dataclasses.replace(
-    TOKENS, model=dataclasses.replace(TOKENS.model, depth=1), log=LogConfig(samples=False)
+    TOKENS,
+    model=dataclasses.replace(TOKENS.model, depth=1, bias=False),
+    log=LogConfig(samples=False),
 )
 TEXT_TO_TEXT = dataclasses.replace(
     TOKENS,
     recipe="ed-tiny",
     model=EncoderDecoderConfig(
-        width=16, depth=2, num_heads=2, mlp_ratio=2, vocab_size=256, seq_len=16
+        width=16, depth=2, num_heads=2, mlp_ratio=2, bias=False, vocab_size=256, seq_len=16
     ),
     data=dataclasses.replace(TOKENS.data, noise="infilling"),
     preset=PresetConfig(name="mup"),
@@ -77,7 +80,8 @@ IMAGES = dataclasses.replace(
     TOKENS,
     recipe="vit-digits",
     model=ViTConfig(
-        width=16, depth=2, num_heads=2, mlp_ratio=2, image_size=8, patch_size=4, channels=1, num_classes=10
+        width=16, depth=2, num_heads=2, mlp_ratio=2, bias=False, image_size=8, patch_size=4,
+        channels=1, num_classes=10,
     ),
     data=DataConfig(name="digits", batch_size=8),
     preset=PresetConfig(name="mup", base="vit-proxy"),

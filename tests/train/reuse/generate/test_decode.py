@@ -34,7 +34,7 @@ GREEDY = Sampling(temperature=0)
 def drawn(sampling: Sampling, logits: Any = LOGITS, count: int = 4000) -> np.ndarray:
     keys = jax.random.split(jax.random.key(0), count)
     rows = jnp.broadcast_to(jnp.asarray(logits), (count, len(logits)))
-    return np.asarray(draw(rows, keys, sampling))  # each operation is compiled once for all cases
+    return np.asarray(jax.jit(lambda rows, keys: draw(rows, keys, sampling))(rows, keys))
 
 
 def distribution(probabilities: np.ndarray, top_k: int | None, top_p: float | None) -> np.ndarray:

@@ -41,7 +41,8 @@ LM = last_of_each_flag(
     "--ema.decay 0.5"
 )
 VIT = (
-    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 "
+    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --model.no-bias "
+    "--data.batch-size 16 "
     "--data.eval-batch-size 512 --optimizer.warmup-steps 1 --steps 2 --log.no-tensorboard "
     "--log.no-samples"
 )
