@@ -34,7 +34,8 @@ def code_is_read_once() -> Iterator[None]:
     reads the classes of flags, in 0.1 s.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "sources", functools.cache(environment.sources))
+        digests = functools.cache(environment.sources)
+        patch.setattr(environment, "sources", lambda: dict(digests()))  # tests change theirs
         patch.setattr(workdir, "_git_commit", functools.cache(workdir._git_commit))
         make = _docstrings._ClassTokenization.make
         patch.setattr(_docstrings._ClassTokenization, "make", functools.cache(make))
