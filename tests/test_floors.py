@@ -104,8 +104,9 @@ def imports(source: str) -> list[tuple[str, bool]]:
     modules: list[tuple[str, bool]] = []
 
     def visit(node: ast.AST, top: bool) -> None:
-        top = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        top = top and not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        top = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name):
+            top = top and node.test.id != "TYPE_CHECKING"
         if isinstance(node, ast.Import):
             modules.extend((alias.name, top) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -115,7 +116,8 @@ def imports(source: str) -> list[tuple[str, bool]]:
             if not all(map(file_of, names)):
                 modules.append((module, top))
         for child in ast.iter_child_nodes(node):
-            visit(child, top)
+            if not isinstance(child, ast.expr):  # an import is a statement
+                visit(child, top)
 
     visit(ast.parse(source), True)
     return modules
@@ -162,6 +164,8 @@ def is_entry(path: str, module: str, top: bool) -> bool:
 
 def dynamic_imports(source: str) -> list[str]:
     """Return the calls that import a module of mupax, or one whose name is computed."""
+    if "import_module" not in source and "__import__" not in source:
+        return []  # parsing all files takes seconds
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     wrong: list[str] = []
     for call in calls:

@@ -39,7 +39,11 @@ from mupax.train.reuse.huggingface import files
 from mupax.train.reuse.image_input import ImageInput
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
+from tests.fixtures.generators import shared_generators
 from tests.fixtures.hub import model_hub
+from tests.fixtures.programs import shared_programs
+
+__all__ = ["shared_generators", "shared_programs"]  # fixtures
 
 PAGE = Path(__file__).with_name("inputs.md")
 TEXTS = [f"document {i} says {'word ' * (i % 7 + 20)}" for i in range(60)]

@@ -24,12 +24,13 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.data.chats import templates
 from mupax.train.data.text.tokenizer import Subwords
 from mupax.train.reuse import trained
-from tests.fixtures.commands import command
+from tests.fixtures.commands import command, last_of_each_flag
 from tests.fixtures.emulator import bucket, emulator
+from tests.fixtures.generators import shared_generators
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import VOCABULARY, untrained, working_folder
 
-__all__ = ["bucket", "emulator", "shared_programs", "untrained"]  # fixtures
+__all__ = ["bucket", "emulator", "shared_generators", "shared_programs", "untrained"]  # fixtures
 
 MODEL = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 48 --model.vocab-size 300"
@@ -51,7 +52,7 @@ TOKENIZER = "assets/tokenizer.json"
 
 def succeeded(*words: str) -> str:
     """Return what a command prints that ends well."""
-    done = command(*words)
+    done = command(last_of_each_flag(*words))
     assert done.code == 0, done.err
     return done.out
 

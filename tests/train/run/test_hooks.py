@@ -24,7 +24,8 @@ STEPS = 6
 def config_of(workdir: Path, **changes: Any) -> Config:
     """Return the config of a small run that saves and evaluates after every second step."""
     recipe = train.RECIPES["vit-digits"]()
-    model = dataclasses.replace(recipe.model, width=16, num_heads=2, depth=1)  # pyright: ignore
+    small: Any = {"width": 16, "num_heads": 2, "depth": 1, "bias": False}
+    model = dataclasses.replace(recipe.model, **small)
     data = dataclasses.replace(recipe.data, batch_size=16, eval_examples=16, eval_batch_size=16)
     log = LogConfig(eval_every_steps=2, tensorboard=False, progress=False, samples=False)
     values = {

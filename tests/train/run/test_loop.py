@@ -8,8 +8,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +26,13 @@ from mupax.train.run.report import finish, metrics
 from mupax.train.run.report.finish import loss_plot
 from mupax.zoo import families
 from tests.fixtures import small_runs
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, command, last_of_each_flag
 from tests.fixtures.programs import own_programs, shared_programs
 from tests.fixtures.small_runs import folder, losses, record_of
 from tests.train.run.report.mirrors.test_media import shown
 
 __all__ = ["folder", "own_programs", "shared_programs"]  # fixtures
 
-ROOT = Path(__file__).resolve().parents[3]
 STEPS = 6
 RUN = f"{small_runs.RUN} --data.eval-examples 100 --log.eval-every-steps 4 --steps {STEPS}"
 """100 evaluation windows do not fill two batches of 64."""
@@ -43,7 +40,7 @@ RUN = f"{small_runs.RUN} --data.eval-examples 100 --log.eval-every-steps 4 --ste
 
 def train(*words: str) -> Done:
     """Run `mupax train` in this process, on its eight devices."""
-    return command("train", RUN, *words)
+    return command("train", last_of_each_flag(RUN, *words))
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +215,8 @@ def test_the_summary_has_the_references_and_the_files(plain: Done) -> None:
 
 
 def test_a_vision_run_leaves_a_picture(folder: Path) -> None:
-    model = "--model.width 16 --model.depth 1 --model.num-heads 2 --model.pool cls --model.centered"
+    model = "--model.width 16 --model.depth 1 --model.num-heads 2 --model.no-bias --model.pool cls"
+    model = f"{model} --model.centered"
     optimizer = "--optimizer.name sgd --optimizer.peak-lr 0.1 --optimizer.warmup-steps 2"
     words = "--data.batch-size 16 --steps 4 --checkpoint.every-steps 4 --workdir images"
     done = command("train vit-digits", model, optimizer, words)
@@ -234,7 +232,6 @@ def test_a_vision_run_leaves_a_picture(folder: Path) -> None:
 # Layouts
 
 
-@pytest.mark.usefixtures("own_programs")
 def test_a_state_that_lies_as_the_compiler_likes_trains_alike(
     plain: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,33 +298,17 @@ def test_control_a_second_trace_is_an_error() -> None:
 
 
 @pytest.mark.core
-def test_accumulation_from_the_command_line(plain: Done) -> None:
-    done = train("--workdir accumulated --accumulation-steps 2 --log.no-tensorboard")
+def test_accumulation_and_split_parameters_from_the_command_line(plain: Done) -> None:
+    words = "--accumulation-steps 2 --mesh.data 1 --mesh.fsdp 8"
+    done = train("--workdir split --log.no-tensorboard", words)
     assert done.code == 0, done.err
+    assert not done.err
+    assert "fsdp 8" in done.out
     # float32 sums in another order, five Adam steps long.
-    assert losses("accumulated") == pytest.approx(losses("plain"), rel=1e-3)
-    assert losses("accumulated")[0] == pytest.approx(losses("plain")[0], rel=1e-6)
-    assert [row["tokens"] for row in rows("accumulated")] == [256] * STEPS
-    assert not Path("accumulated/sample.txt").exists()
-
-
-def test_two_devices_from_the_command_line(plain: Done) -> None:
-    devices = "--xla_force_host_platform_device_count=2"
-    environment = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}", "PYTHONPATH": str(ROOT)}
-    words = f"train {RUN} --workdir two --mesh.data 1 --mesh.fsdp 2 --log.no-tensorboard"
-    done = subprocess.run(
-        [sys.executable, "-m", *words.split()],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    assert "fsdp 2" in done.stdout
-    assert losses("two") == pytest.approx(losses("plain"), rel=1e-3)
-    assert losses("two")[0] == pytest.approx(losses("plain")[0], rel=1e-6)
+    assert losses("split") == pytest.approx(losses("plain"), rel=1e-3)
+    assert losses("split")[0] == pytest.approx(losses("plain")[0], rel=1e-6)
+    assert [row["tokens"] for row in rows("split")] == [256] * STEPS
+    assert not Path("split/sample.txt").exists()
 
 
 @pytest.mark.parametrize("words", ["--seed 1", "--preset sp"])

@@ -31,7 +31,7 @@ __all__ = ["finished_run", "folder", "shared_programs", "whole"]  # fixtures
 pytestmark = pytest.mark.core
 
 VIT = (
-    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --model.num-classes 2 "
+    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --model.no-bias --model.num-classes 2 "
     "--data.batch-size 8 --data.eval-batch-size 8 --optimizer.warmup-steps 2 --steps 4 "
     "--checkpoint.every-steps 2 --log.no-samples --log.no-tensorboard"
 )

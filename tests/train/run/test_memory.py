@@ -19,7 +19,7 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.run import loop, start
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, command, last_of_each_flag
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import MODEL, folder, record_of
 
@@ -34,7 +34,7 @@ DEVICES = 8
 
 
 def train(*words: str) -> Done:
-    return command("train lm-tiny", TINY, *words)
+    return command(last_of_each_flag("train lm-tiny", TINY, *words))
 
 
 def check_refused(done: Done, message: str = "out of memory") -> None:

@@ -22,6 +22,7 @@ from mupax.train.data.streams.batches import Stream
 from mupax.train.data.streams.files import MOST_LANES
 from mupax.train.data.streams.lanes import StreamShard
 from mupax.train.data.text.tokenizer import Bytes
+from tests.fixtures.programs import shared_programs
 from tests.train.data import loading
 from tests.train.data.loading import (
     TEXT_MODEL,
@@ -31,6 +32,8 @@ from tests.train.data.loading import (
     token_ids,
 )
 from tests.train.data.writing import json_lines, write, write_rows
+
+__all__ = ["shared_programs"]  # a fixture
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("work_folder")]
 

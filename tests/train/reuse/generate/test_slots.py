@@ -17,7 +17,7 @@ from tests.train.reuse.generate.small_decoders import CENTERED, LLAMA, program_o
 
 MODELS = {
     "rotary": LLAMA,
-    "learned positions, centered": CENTERED,
+    "learned positions, centered": dataclasses.replace(CENTERED, depth=1),
     "windows and caps in a loop over layers": dataclasses.replace(
         LLAMA,
         window=3,
@@ -32,6 +32,7 @@ MODELS = {
         experts=4,
         active_experts=2,
         expert_dim=16,
+        depth=1,
         compute=dataclasses.replace(LLAMA.compute, dtype="bfloat16"),
     ),
 }

@@ -33,10 +33,13 @@ from mupax.train.reuse.serve.fields import request as requested
 from mupax.train.reuse.serve.server import Server, is_local, listening
 from mupax.train.reuse.serve.service import Probabilities
 from scripts.pages import browser
+from tests.fixtures.generators import shared_generators
 from tests.fixtures.small_tokenizers import sentencepiece, subwords
 from tests.train.reuse.commands import Result, call, refuse, succeed
 from tests.train.reuse.random_weights import imported, random_params, source_of
 from tests.train.reuse.serve.serving import CHAT, MODEL, request, service_of, serving
+
+__all__ = ["shared_generators"]  # a fixture
 
 SEQ_LEN = MODEL.seq_len
 PROMPT = "to be"

@@ -21,7 +21,8 @@ from mupax.train.config import cli
 from mupax.train.data.records import corpus
 from mupax.train.data.text.tokenizer import Bytes, Subwords
 from mupax.train.run.report import metrics
-from tests.fixtures.commands import Done, command
+from tests.fixtures.commands import Done, command, last_of_each_flag
+from tests.fixtures.generators import shared_generators
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import (
     RUN,
@@ -32,14 +33,15 @@ from tests.fixtures.small_runs import (
     write_text,
 )
 
-__all__ = ["shared_programs"]  # a fixture
+__all__ = ["shared_generators", "shared_programs"]  # fixtures
 
-LM = (
+LM = last_of_each_flag(
     f"{RUN} --data.eval-examples 100 --steps 4 --log.eval-every-steps 2 --log.no-tensorboard "
     "--ema.decay 0.5"
 )
 VIT = (
-    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 "
+    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --model.no-bias "
+    "--data.batch-size 16 "
     "--data.eval-batch-size 512 --optimizer.warmup-steps 1 --steps 2 --log.no-tensorboard "
     "--log.no-samples"
 )
@@ -138,9 +140,8 @@ def test_bits_per_byte_are_those_of_the_targets_that_count(folder: Path) -> None
     data = (
         "--data.name text:documents --data.evaluate same=text:documents --data.eval-examples 1000"
     )
-    out = succeeded(
-        "train", LM, tokenizer, data, "--steps 2 --optimizer.warmup-steps 1 --workdir masked"
-    ).out
+    short = "--steps 2 --optimizer.warmup-steps 1 --workdir masked"
+    out = succeeded("train", last_of_each_flag(LM, tokenizer, data, short)).out
     library = Library.from_file(str(next(Path("cache/tokenizers").glob("*.json"))))
     files = sorted((folder / "documents").iterdir())
     texts = [path.read_text() for path in files if corpus.side(path.name) == "eval"]
