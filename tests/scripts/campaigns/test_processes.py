@@ -11,16 +11,24 @@ import pytest
 from scripts.campaigns import PAGE, kills, processes, tiny_runs
 from tests.scripts.campaigns.campaign import campaigns
 
+WITHOUT_PLOT = """
+from pathlib import Path
+from mupax.train.run.report import finish
+finish.loss_plot = lambda metrics, image, *_, **__: Path(image).touch()
+"""
+"""Drawing takes longer than the steps of a tiny run. The forks of the campaigns inherit this."""
+
 
 @pytest.mark.slow
 def test_killed_and_failing_runs_end_as_the_undisturbed_ones(tmp_path: Path) -> None:
     flags = f"--folder {tmp_path}"
     words = {
-        "kills": f"--kills 2 --most 2 --steps 80 --processes 1 --models decoder {flags}",
+        # tests/scripts/campaigns/test_operations.py kills a resumed run again.
+        "kills": f"--kills 1 --most 1 --steps 80 --processes 1 --models decoder {flags}",
         # Nobody else sees that a disk is full.
         "processes": f"--failures 1 --only 'full disk saving' {flags}",
     }
-    records = campaigns(tmp_path, words)
+    records = campaigns(tmp_path, words, WITHOUT_PLOT)
 
     rows = records["processes"]["rows"]
     facts = [(row["failure"], row["codes"], row["wrong"]) for row in rows]
@@ -28,7 +36,7 @@ def test_killed_and_failing_runs_end_as_the_undisturbed_ones(tmp_path: Path) -> 
     assert all(row["ended_s"] < processes.BOUND_S for row in rows)
 
     runs = records["kills"]["runs"]
-    assert sum(len(run["kills"]) for run in runs) >= 2
+    assert sum(len(run["kills"]) for run in runs) >= 1
     assert not any(run["differences"] for run in runs)
     assert f"**{len(runs)} of {len(runs)} runs ended" in (tmp_path / "kills.md").read_text()
 

@@ -23,10 +23,13 @@ WORDS = (
 OWN_WORDS = {"adamw": "--model.no-bias", "muon": "--ema.decay 0.5"}
 RESUME = """
 import sys
+from pathlib import Path
 from mupax.train.__main__ import main
 from mupax.train.core import muon
+from mupax.train.run.report import finish
 # The version before had no Gram matrices, which round in another order.
 muon.GRAM_RATIO = float("inf")
+finish.loss_plot = lambda metrics, image, *_, **__: Path(image).touch()  # drawing takes a second
 sys.exit(max(main(line.split()) for line in sys.argv[1:]))
 """
 

@@ -22,10 +22,11 @@ from mupax.train.data import images
 from mupax.train.reuse import runs
 from mupax.train.reuse.predict.scores import scores, table
 from mupax.zoo.definition import definition
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 from tests.train.reuse.commands import call, read_json, refuse, rows_with, succeed
 
-__all__ = ["shared_programs"]  # a fixture
+__all__ = ["one_device", "shared_programs"]  # fixtures
 
 QUIET = "--log.no-tensorboard --log.no-samples --log.no-progress"
 SMALL = f"--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 {QUIET}"
@@ -52,7 +53,9 @@ def digits() -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory, digits: Any) -> Iterator[Path]:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, digits: Any, one_device: None
+) -> Iterator[Path]:
     """Return the current folder, with the run `vit` and the images that tests name.
 
     `text` is a run on text whose checkpoint has no arrays.
@@ -320,17 +323,19 @@ def test_weights_without_a_rate_have_one_by_width(
 
 def test_weights_of_experts_alone_have_a_rate_by_width() -> None:
     """Their blocks have no MLP, whose matrix gives the rate otherwise."""
+    Path("verse").mkdir()
+    Path("verse/a.txt").write_text("once upon a time\n" * 999)
     succeed(
-        "train lm-tiny --steps 1 --optimizer.warmup-steps 0 --data.batch-size 8 --model.depth 1 "
-        "--model.experts 2 --model.routing.gate softmax --model.routing.capacity-factor None "
+        "train lm-tiny --data.name text:verse --steps 1 --optimizer.warmup-steps 0 "
+        "--data.batch-size 8 --data.eval-examples 8 --model.width 16 --model.num-heads 2 "
+        "--model.seq-len 16 --model.depth 1 --model.experts 2 --model.routing.gate softmax "
+        "--model.routing.capacity-factor None "
         "--preset.name sp --preset.base None --log.no-samples --log.no-tensorboard "
         "--workdir experts"
     )
     succeed("export experts --out experts-hf")
-    Path("verse").mkdir()
-    Path("verse/a.txt").write_text("once upon a time\n" * 99)
     err = succeed("finetune verse --from experts-hf --print-config").err
-    assert "rate 0.0003, so that matrices move at 5e-5 x 768 / width = 0.0003 under sp" in err
+    assert "rate 0.0024, so that matrices move at 5e-5 x 768 / width = 0.0024 under sp" in err
 
 
 def test_the_adam_part_of_muon_is_fine_tuned_at_the_same_share_of_its_rate() -> None:

@@ -21,7 +21,8 @@ UNREAD = (
 )
 """Modules that no plain run reads."""
 FLAGS = (
-    "vit-digits --steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-progress "
+    "vit-digits --model.width 8 --model.num-heads 2 --model.depth 1 --steps 2 "
+    "--optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-progress "
     "--log.no-samples --log.no-tensorboard --workdir"
 )
 PROGRAM = """

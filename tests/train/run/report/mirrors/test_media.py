@@ -19,13 +19,15 @@ from mupax.train.data import load
 from mupax.train.run.report import metrics
 from mupax.train.run.report.mirrors import snapshots
 from tests.fixtures.commands import command
+from tests.fixtures.devices import one_device
 from tests.fixtures.programs import shared_programs
 
-__all__ = ["shared_programs"]  # fixtures
+__all__ = ["one_device", "shared_programs"]  # fixtures
 
 SHOWN = 16
 DIGITS = (
-    f"vit-digits --model.depth 1 --steps 4 --optimizer.warmup-steps 1 --data.batch-size 16 --data.eval-examples {SHOWN} "
+    "vit-digits --model.depth 1 --model.width 16 --model.num-heads 2 --steps 4 "
+    f"--optimizer.warmup-steps 1 --data.batch-size 16 --data.eval-examples {SHOWN} "
     f"--data.eval-batch-size {SHOWN} --log.eval-every-steps 2 --log.no-samples"
 )
 
@@ -46,7 +48,7 @@ def shown(folder: Path) -> dict[tuple[str, int], Any]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, one_device: None) -> Path:
     """A run with both, none of whose programs is traced twice."""
     folder = tmp_path_factory.mktemp("media") / "run"
     builds: list[Any] = []
