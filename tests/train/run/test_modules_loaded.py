@@ -53,6 +53,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    # A run that nothing disturbs has nothing to say on standard error.
+    assert not done.stderr
     lines = json.loads((folder / "loaded.json").read_text())
     return [name for name, count in sorted(lines.items()) if count > 1]
 
