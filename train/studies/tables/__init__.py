@@ -1,1 +1,1 @@
-"""Plans without a study: by a law of runs in a table, `--from TABLE.csv`, or by evidence in mupax."""
+"""Plans without a study: by a law of runs in a table, `--from TABLE.csv`, or by mupax's evidence."""
