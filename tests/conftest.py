@@ -20,9 +20,9 @@ DEVICES = 8
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = Path(__file__).with_name("costs.json")
 """Processor seconds of each test file with its children; `pytest --costs` measures them."""
-QUICK_SECONDS = 4.5
+QUICK_SECONDS = 2.5
 """Cost of a file up to which `make quick` has its core tests."""
-OTHER_VERSIONS_SECONDS = 10.0
+OTHER_VERSIONS_SECONDS = 5.5
 """Cost of a file up to which `make core` has its core tests; the Makefile names more folders."""
 
 # Read once, when JAX or a BLAS is first imported; the tests' own threads are enough for the cores.
