@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from mupax.mappings import drop_keys
 from mupax.train.config.run import MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.sharding import MeshError, make_mesh
@@ -54,7 +55,7 @@ DECODER = DecoderConfig(
 VIT = ViTConfig(
     width=64, depth=1, num_heads=2, head_dim=16, mlp_ratio=1.5, image_size=9, patch_size=3,
     channels=2, num_classes=7, pool="cls-mean", registers=1, layer_scale=0.5, centered=True,
-    pre_logits=True, distribution="flax", bias=False,
+    pre_logits=True, distribution="flax",
 )  # fmt: skip
 ODD = dataclasses.replace(DECODER, width=20, head_dim=4, mlp_ratio=1.1)
 PRESET = PresetConfig(name="depth-mup", base="lm-proxy", alpha_l=0.75)
@@ -100,7 +101,11 @@ def test_initialization_is_the_same_to_the_bit(run: str, mesh: str) -> None:
 def test_five_steps_agree_with_one_device(run: str, mesh: str) -> None:
     expected = trained(run, "one")
     actual = trained(run, mesh)
-    for got, want in zip(actual.rows, expected.rows, strict=True):
+    for step, (got, want) in enumerate(zip(actual.rows, expected.rows, strict=True)):
+        # Logits of a centred model begin at 0, and rounding decides which of them is the largest.
+        if step == 0 and RUNS[run].model.centered:
+            got = drop_keys(got, ["accuracy"])
+            want = drop_keys(want, ["accuracy"])
         assert got == pytest.approx(want, rel=TOLERANCE / 10)
     assert_moved_alike(actual.last.params, expected, TOLERANCE)
 
