@@ -421,7 +421,6 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
     """Return a preset in its absolute form.
 
     Args:
-        preset: Name in `PRESETS`.
         constants: Values by name. A number may be given as a text. Constants of parameter groups
             are named COLUMN.GROUP.
 
@@ -452,9 +451,9 @@ def _unknown_constant(preset: str, name: str) -> str:
     The message lists the preset's constants and the presets that have this one.
     """
     owners = []
-    for other, function in PRESETS.items():
+    for owner, function in PRESETS.items():
         if name in inspect.signature(function).parameters:
-            owners.append(other)
+            owners.append(owner)
     hint = f"; {name} is a constant of {', '.join(owners)}" if owners else ""
     parameters = inspect.signature(PRESETS[preset]).parameters
     return f"{preset} takes {', '.join(parameters) or 'no constants'}, not {name}{hint}"

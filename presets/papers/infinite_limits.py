@@ -459,8 +459,8 @@ def _with_larger_readout(spec: ParamSpec, row: Rule, factor: Power) -> Rule:
 def infinite_limits(name: str, constants: Constants) -> Preset:
     """Return the preset for an infinite limit of a transformer (2405.15712) at given constants.
 
-    Constants that are texts, such as `mlp_out`, are not checked here: `mupax.presets.papers.choices.make`
-    refuses unknown ones.
+    Constants that are texts, such as `mlp_out`, are not checked here.
+    `mupax.presets.papers.choices.make` refuses unknown ones.
 
     Args:
         name: Name that the preset prints and that messages have.

@@ -668,7 +668,7 @@ def _read_stack(
     The hidden size of the MLP is returned as its ratio to the width, `mlp_ratio`.
 
     Args:
-        family: "mbart" or "t5".
+        family: "mbart" or "t5", whose names of fields are read.
         defaults: Values of fields that are left out. `None` is those of the family.
     """
     stack = read_stack(config, family, defaults)

@@ -57,7 +57,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     config = recipe.config
     studies, control = planned(args, config, config.preset.base if relative else None)
     if not relative:
-        _note_other_base(config, studies[0].configs[0])
+        _note_other_base(config, studies)
     # Checked now, or a mistake would show only after the training.
     if args.predict:
         from mupax.train.studies.forecast import of_study
@@ -96,24 +96,25 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     return _report(args, folder, measured, control, command, label_of(config.preset))
 
 
-def _note_other_base(config: Config, smallest: Config) -> None:
-    """Print that the constants belong to another base than that of the study, if they do.
+def _note_other_base(config: Config, studies: Sequence[Study]) -> None:
+    """Print a note if a preset has constants and its study has another base than the recipe.
 
     A constant is a factor at the base. `mupax tune` finds constants at the base of the recipe, and
     a study takes its smallest size.
 
     Args:
         config: Run of the recipe, with the base of the recipe.
-        smallest: Run of the study's smallest size, whose preset has the base of the study.
     """
-    preset = preset_of(config)
-    if not preset.constants or preset.base == preset_of(smallest).base:
-        return
-    base = config.preset.base
-    terminal.note(
-        f"the constants of the preset count from the study's smallest size, and the recipe's base "
-        f"is {base}; if they were tuned at {base}, add --preset.base {base}"
-    )
+    recipe_base = preset_of(config).base
+    for study in studies:
+        preset = preset_of(study.configs[0])
+        if preset.constants and preset.base != recipe_base:
+            base = config.preset.base
+            terminal.note(
+                f"the constants of {study.label} are factors at the study's smallest size, and the "
+                f"recipe's base is {base}; if they were tuned at {base}, add --preset.base {base}"
+            )
+            return
 
 
 def _dry_run(studies: Sequence[Study], args: Transfer) -> None:

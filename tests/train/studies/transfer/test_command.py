@@ -112,10 +112,12 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_constants_of_another_base_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     constants = ["--preset.constants", "rates.token_embedding=8"]
-    assert command(tmp_path, "--dry-run", *constants) == 0
-    noted = " ".join(capsys.readouterr().err.split())
-    assert "the recipe's base is lm-proxy" in noted
-    assert "add --preset.base lm-proxy" in noted
+    for words in (constants, ["--compare", "mup,rates.token_embedding=8"]):
+        assert command(tmp_path, "--dry-run", *words) == 0
+        noted = " ".join(capsys.readouterr().err.split())
+        assert noted.startswith("the constants of mup rates.token_embedding=8 are factors at")
+        assert "the recipe's base is lm-proxy" in noted
+        assert "add --preset.base lm-proxy" in noted
     # Without constants no number depends on the base, and a base that is typed is the study's own.
     for words in ([], [*constants, "--preset.base", "lm-proxy"]):
         assert command(tmp_path, "--dry-run", *words) == 0
