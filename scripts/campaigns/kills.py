@@ -136,8 +136,8 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     num_identical = len(runs) - len(differing)
     text = (
         f"{len(runs)} training runs were killed {num_kills} times at random moments, and resumed "
-        f"until their last step. **{num_identical} of {len(runs)} runs ended bitwise as an "
-        "undisturbed run did**: their metrics are equal, except for times, and so are the digests "
+        f"until their last step. **{num_identical} of {len(runs)} runs ended bitwise equal to an "
+        "undisturbed run**: their metrics are equal, except for times, and so are the digests "
         "of parameters, optimizer state, moving average and counters in the last checkpoint. "
         f"`{COMMAND}`"
     )

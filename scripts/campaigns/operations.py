@@ -217,7 +217,7 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
         f"{len(runs)} training runs were killed {num_kills} times, before or after a chosen "
         "operation on a file of the work folder or on an object of a bucket. For a write to a "
         'file, "killed after" means halfway through it. Each run was resumed until its last step. '
-        f"**{num_identical} of {len(runs)} runs ended bitwise as an undisturbed run did.** "
+        f"**{num_identical} of {len(runs)} runs ended bitwise equal to an undisturbed run.** "
         f"`{COMMAND} disk`, `... bucket`"
     )
 

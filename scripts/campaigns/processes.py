@@ -350,8 +350,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         f"{len(rows)} runs ended as they must**: the other processes printed the reason (or, before all had "
         "joined, that they waited for process 0) and ended "
         f"within {BOUND_S:.0f} s, with exit code 1, or 2 for bad input. After a failure that "
-        "passes, such as a slow disk, they trained on. The resumed run ended bitwise as an "
-        f"undisturbed run did. `{COMMAND}`"
+        "passes, such as a slow disk, they trained on. The resumed run ended bitwise equal to an "
+        f"undisturbed run. `{COMMAND}`"
     )
 
     seconds = "median, most seconds until all but a stopped process ended"

@@ -119,8 +119,8 @@ def _allowed(group: str) -> str:
     observable = f"movement/{group} @1"
     below, above = allowances.get(observable, (0.0, 0.0))
     return (
-        f"`{observable}` lies up to {below:g} below theory and {above:g} above, so the check accepts "
-        "this range (`allowances.json`)"
+        f"`{observable}` lies between {below:g} below theory and {above:g} above, so the check "
+        "accepts this range (`allowances.json`)"
     )
 
 

@@ -169,7 +169,7 @@ def _right_presets(rows: list[dict[str, Any]]) -> list[str]:
         "twice the one before. They are `lm-proxy`, `vit-proxy` and variants with one change each:",
         "QK-norm, GQA, the other model's activation, biases added (with LayerNorm) or removed, a tied readout.",
         "",
-        f"{_lazy(rows)} have `--accept lazy`: by their sources, features may move",
+        f"{_lazy(rows)} run with `--accept lazy`: by their sources, features may move",
         f"less as the model grows. `{COMMAND}`",
         "writes this section, the next two and `structures.json`.",
         "",

@@ -644,7 +644,7 @@ def over_layers(
     def period_body(carry: Any, group: Any) -> tuple[Any, Any]:
         return consecutive(carry, group, period)
 
-    # Inside the loop arrays have the axes (groups, period) in place of the axis of layers.
+    # Layers within a period may differ, so the loop is over groups of `period` layers.
     def grouped(array: jax.Array) -> jax.Array:
         return array[:looped_depth].reshape(-1, period, *array.shape[1:])
 

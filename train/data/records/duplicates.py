@@ -109,7 +109,8 @@ def _keys(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarr
     factor = np.uint64(0x9E3779B97F4A7C15)
     keys = (stops - starts).astype(np.uint64)
     for i in range(_KEY_TOKENS):
-        # A document of fewer than `_KEY_TOKENS` tokens repeats one. Its copies repeat the same one.
+        # A document of fewer than `_KEY_TOKENS` tokens counts its end more than once. That is
+        # harmless, because its copies count the same tokens as often.
         first_tokens = tokens[np.minimum(starts + i, stops - 1)]
         keys = keys * factor + first_tokens.astype(np.uint64)
         last_tokens = tokens[np.maximum(stops - 1 - i, starts)]
