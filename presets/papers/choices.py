@@ -407,7 +407,9 @@ def listed(preset: str, **constants: float | str) -> None:
         values = [choice.value for choice in of(preset, constant)]
         if values and value not in values and constant != "decay_width":
             texts = [_text(listed_value) for listed_value in values]
-            alternatives = f"{', '.join(texts[:-1])} or {texts[-1]}"
+            alternatives = texts[-1]
+            if len(texts) > 1:
+                alternatives = f"{', '.join(texts[:-1])} or {alternatives}"
             raise PresetError(
                 f"{preset}: {constant}={_text(value)} is not a choice; write {alternatives}"
             )

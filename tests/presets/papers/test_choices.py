@@ -83,6 +83,11 @@ def test_every_constant_that_is_listed_is_one_and_its_default_is_listed():
         ),
         ("sp", {"embedding_width": -0.5}, "sp: embedding_width=-0.5 is not a choice; write 0 or 1"),
         (
+            "mup-half",
+            {"key_start": "copied"},
+            "mup-half: key_start=copied is not a choice; write own",
+        ),
+        (
             "mup",
             {"mlp_out": "fan-out"},
             "mup: mlp_out=fan-out is not a choice; write fan-in or mean-field",
