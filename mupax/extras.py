@@ -28,7 +28,7 @@ def require(extra: str, user: str, error: type[MupaxError] = MupaxError) -> None
     Args:
         extra: Key of `MODULES`.
         user: Flag, value or command that needs the extra. The message begins with it.
-        error: Class of the error to raise.
+        error: Class of the error to raise, `MupaxError` by default.
     """
     absent = [name for name in MODULES[extra] if not _is_installed(name)]
     if absent:

@@ -220,7 +220,7 @@ class ModelConfig(abc.ABC):
         return {}
 
     def applications(self, spec: ParamSpec) -> float:
-        """Return how often one unit (token or image) goes through a matrix.
+        """Return how often one unit (token or image) goes through a matrix, for counts of FLOPs.
 
         By default this is the number of positions of the residual stream per unit, 1 for a token.
         """
@@ -387,7 +387,7 @@ class Blocks(NamedTuple):
     memory: int
     """Number of positions in the encoder output that every block reads. 0 without an encoder."""
     specs: tuple[ParamSpec, ...]
-    """Declarations of the blocks' parameters, each stacked over depth."""
+    """Declarations of the parameters in the stack's blocks."""
 
 
 def stacks(model: ModelConfig) -> tuple[Blocks, ...]:

@@ -54,7 +54,7 @@ class Layout:
     """
 
     gradient_dtype: str | None = None
-    """Type in which gradients are sent (`mesh.gradient_dtype`). `None` sends them in their own."""
+    """Type in which gradients are sent (`mesh.gradient_dtype`). `None` does not convert them."""
     exchange: Callable[..., jax.Array]
     matrix_dtype: Any = None
     """Type in which Muon exchanges and orthogonalizes matrices. `None` keeps the matrices' type."""

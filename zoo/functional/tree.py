@@ -195,7 +195,7 @@ def _learn(axes: dict[str, _AxisSize], axis: str, size: int, name: str) -> None:
     """Record in `axes` an axis size that was found in an array, or compare it with a known one.
 
     Args:
-        name: Name of the array, for messages.
+        name: Name of the array in which the size was found, for messages.
 
     Raises:
         PresetError: If the axis has another size already.

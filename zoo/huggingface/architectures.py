@@ -50,7 +50,7 @@ ARCHITECTURES: dict[Family, str] = {
     "mbart": "MBartForConditionalGeneration",
     "t5": "T5ForConditionalGeneration",
 }
-"""Class of `transformers` by family."""
+"""Name of the model class of `transformers` by family."""
 
 ACTIVATIONS = {
     "gelu_new": "gelu",

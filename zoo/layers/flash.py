@@ -400,8 +400,8 @@ def _with_heads_alike(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries, keys and values such that devices split query heads and key heads alike.
 
-    Key and value heads are repeated, one for every query head, if devices cannot split them or if
-    other mesh axes split them than split the query heads.
+    If devices cannot split key heads, or split them along other mesh axes than query heads, keys
+    and values are repeated, so that every query head has a key head of its own.
     """
     groups = q_BTHN.shape[2] // k_BSKN.shape[2]
     divides = k_BSKN.shape[2] % layout.num_shards("kv_heads") == 0

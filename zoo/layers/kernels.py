@@ -248,7 +248,7 @@ def widened(*heads_BTHN: jax.Array) -> list[jax.Array]:
     Kernels need queries, keys and values of one size. The zeros change no product.
 
     Args:
-        *heads_BTHN: Arrays whose last dimension can differ.
+        *heads_BTHN: Queries, keys and values, [B, T, heads, N], whose N can differ.
     """
     largest = max(x_BTHN.shape[-1] for x_BTHN in heads_BTHN)
     padded = []

@@ -393,7 +393,7 @@ def _materialized(x: Any, width: int, platform: str) -> Any:
 
     Args:
         x: One array, or a pytree of several arrays.
-        width: Width of the model, D.
+        width: Width D of the model, for the comparison with `WIDE`.
     """
     if platform != "tpu" or width < WIDE:
         return x
