@@ -53,7 +53,7 @@ _PAUSES_S = (0.1, 5.0)
 _LARGEST_FILE = 64 * 2**20
 """Maximum size of a JSON file, in bytes."""
 DEEPEST = 100
-"""Maximum nesting of lists and objects in a JSON file. Python reads and writes them recursively."""
+"""Maximum nesting of lists and objects in a JSON or YAML file. Python reads them recursively."""
 _LONGEST_NAME = 255
 """Maximum length of a file's name in bytes, on every common disk."""
 _DIGITS = 60
