@@ -10,11 +10,11 @@ __version__ = "0.1.0"
 
 
 class MupaxError(ValueError):
-    """Bad input. Its text is printed without a traceback, and the exit code is 2."""
+    """Error about bad input. Its text is printed without a traceback, and the exit code is 2."""
 
 
 class MupaxFailure(RuntimeError):
-    """A failure of the machine, such as a full disk.
+    """Error about a failure of the machine, such as a full disk.
 
     Its text is printed without a traceback, and the exit code is 1.
     """

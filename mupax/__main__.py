@@ -41,9 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: list[str]) -> int:
-    """Run a command line and return its exit code.
+    """Run the command that the words after `mupax` name, and return its exit code.
 
-    `--version` prints the version, and `--completion SHELL` a shell's completion script.
+    `--version` prints the version, and `--completion SHELL` a shell's completion script. Exceptions
+    of a command are raised.
     """
     if argv == ["--version"]:
         print(f"mupax {__version__}")

@@ -33,7 +33,7 @@ def path_of(address: str) -> Path:
 
 
 class _Translated:
-    """Wrapper of an epath backend whose methods raise OSError if a request fails.
+    """Wrapper of an epath backend that turns failures of requests into OSError.
 
     `open` returns the opened file in a wrapper of the same kind. ValueError and
     NotImplementedError are raised unchanged.
@@ -97,7 +97,7 @@ class BucketPath(PosixGPath):
     """
 
     _listed: SimpleNamespace | None = None
-    """Status of a file that `rglob` listed, as it was then. It saves a request per file."""
+    """Size and time of a file from the listing that `rglob` made. They save a request per file."""
 
     @property
     def _backend(self) -> Any:

@@ -42,7 +42,7 @@ from mupax.disk import path_of
 
 T = TypeVar("T")
 Switch = Annotated[bool, conf.FlagCreatePairsOff]
-"""Type of a flag without a value."""
+"""Type of a boolean field whose flag has no value and no `--no-` form."""
 Place = Annotated[
     Path,
     PrimitiveConstructorSpec(
@@ -53,9 +53,9 @@ Place = Annotated[
         str_from_instance=lambda path: [str(path)],
     ),
 ]
-"""Type of a path on this machine or in a bucket."""
+"""Type of a field that holds a path, on this machine or in a bucket (gs://)."""
 Repeated = Annotated[tuple[str, ...], conf.UseAppendAction]
-"""Type of a flag that may be written several times."""
+"""Type of a field whose flag may be written several times. The field holds all values."""
 
 BOX = "│╭╮╰╯─ "
 """Characters that tyro draws around its messages."""
@@ -68,18 +68,21 @@ PLUGIN_HELP = (
 _DESCRIPTION = "(description)"
 """Placeholder for the description in tyro's help."""
 FLAG_OF_BOX = re.compile(r"^[│| ] (?:-h, )?(--[a-z][\w.-]*)")
-"""First line of a flag in tyro's help."""
+"""Pattern of the line in tyro's help with which the help of a flag begins."""
 BOX_TITLE = re.compile(r"^╭|^ (?:\S+ )?options *$")
-"""First line of a box in tyro's help.
+"""Pattern of the line with which a box begins, a group of flags in tyro's help.
 
-In a terminal that has only ASCII, the first line is a title, and an empty line ends the box.
+In a terminal that has only ASCII, this line is a title, and an empty line ends the box.
 """
 MISSING = re.compile(r"^[│| ] {5}(\S.*?) *[│|]?$", re.MULTILINE)
-"""A flag or word in tyro's list of missing flags or unread words. Help is indented further."""
+"""Pattern of an entry in tyro's lists of missing flags and of words that it did not read.
+
+Help below an entry is indented further and does not match.
+"""
 
 
 def _choices(match: re.Match[str]) -> str:
-    """Return a message for a value that is none of a flag's choices, which are listed sorted.
+    """Return the error message for a value that a flag does not allow, with all allowed values.
 
     Args:
         match: Match of tyro's own message. Its groups are the value, the flag and the choices.
@@ -124,7 +127,7 @@ class Runnable(Protocol):
 
 
 class UsageError(MupaxError):
-    """A command line with an unknown command, flag or word, or with a value of the wrong kind."""
+    """Error about an unknown command, flag or word, or about a value of the wrong kind."""
 
 
 class FlagHelp(NamedTuple):
@@ -445,15 +448,15 @@ class FlagField(NamedTuple):
     """A field of a command, and the flags that set it."""
 
     names: list[str]
-    """Flags with their dashes, the field's own name before aliases."""
+    """Flags with their dashes: first the field's own name, then aliases, last the `--no-` form."""
     hint: Any
     """Type of the field, with all annotations."""
     path: tuple[str, ...]
     """Names of the fields that lead from the command to this field."""
     default: Any
-    """Value of an instance's field. For a class, the default, or `None` without one."""
+    """Value of the field in an instance. For a class, its default, or `None` without a default."""
     is_pair: bool
-    """`True` if the last of the names sets False."""
+    """`True` if the last of `names` sets False, as `--no-resume` does."""
 
 
 @functools.cache
@@ -561,15 +564,15 @@ def _refuse_repeated(command: Any, argv: Sequence[str]) -> None:
 
 
 def repeated(flag: str) -> UsageError:
-    """Return the error of a flag of several values that is written twice.
+    """Return the error for a flag of several values that is written twice.
 
-    tyro would take the last use alone, so that the values of the first were lost without a word.
+    tyro would silently take the values of the last use only.
     """
     return UsageError(f"{flag} is written twice; write all of its values behind one {flag}")
 
 
 def _takes_many(hint: Any) -> bool:
-    """Return whether a type is a tuple of any length, or a union with one."""
+    """Return whether a type is a tuple of any length, or a union with such a tuple."""
     bare = _bare(hint)
     if get_origin(bare) in (Union, UnionType):
         return any(_takes_many(option) for option in get_args(bare))

@@ -1,7 +1,7 @@
-"""Declarations of the part of a run that a config field affects, and a walk over all fields.
+"""Annotations that say which part of a run a config field affects, and a walk over all fields.
 
 A field is declared as `Annotated[T, Affects(...)]`. Resume, the names of sweep points, help,
-tests/train/inputs.md and tests read the declaration, so that a new field is declared only once.
+tests/train/inputs.md and tests read the annotation, so that a new field is declared only once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Effect = Literal[
 
 
 class Consequence(NamedTuple):
-    """Consequences of another value of a field: in the documentation, on resume, in a sweep."""
+    """Consequences of changing a field's value: for the run, on resume, and in a sweep."""
 
     meaning: str
-    """Part of the run that changes, for the documentation."""
+    """Part of the run that changes, in words for the documentation."""
     on_resume: Literal["refused", "announced", "silent"]
     """Reaction of a resume to a value that differs from the recorded one."""
     names_point: bool
-    """`True` if another value makes another point of a sweep. Otherwise points have the default."""
+    """`True` if runs with different values are different points of a sweep, with other names."""
 
 
 CONSEQUENCES: dict[Effect, Consequence] = {
@@ -45,7 +45,7 @@ CONSEQUENCES: dict[Effect, Consequence] = {
     "session": Consequence("where a run lies, and how it goes on", "silent", False),
     "processes": Consequence("how processes find each other", "silent", False),
 }
-"""Effect to the treatment of fields with this effect."""
+"""Consequence of changing a field, by the effect that the field declares (`Affects.effect`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +53,10 @@ class Affects:
     """Annotation of a config field: the effect of its value, and how tests show the effect.
 
     Args:
-        effect: Part of a run that another value changes.
-        example: Value with an effect: neither the default nor the value of the tests' small runs.
-        given: Dotted path of other fields to the values that they need for this field to be read.
+        effect: Part of a run that changes with the value.
+        example: Value with which tests show the effect. It is neither the default nor the value of
+            the tests' small runs.
+        given: Values of other fields, by dotted path, without which this field is not read.
         test: File below tests/ that tests the field by its flag, if an example is not enough.
     """
 
@@ -67,7 +68,7 @@ class Affects:
 
     @property
     def consequence(self) -> Consequence:
-        """Consequence of another value of the field, which its effect determines."""
+        """Consequence of changing the field's value, from `CONSEQUENCES`."""
         return CONSEQUENCES[self.effect]
 
 
@@ -133,9 +134,9 @@ def with_defaults(config: T, effects: Collection[Effect]) -> T:
 
 
 def names_with(owner: type, effect: Effect) -> frozenset[str]:
-    """Return the names of the dataclass's fields that declare this effect.
+    """Return the names of a dataclass's fields whose `Affects` declares this effect.
 
-    Fields of its sections are left out.
+    Fields of sections (fields that are dataclasses themselves) are left out.
     """
     return frozenset(name for name, mark in declared(owner).items() if mark.effect == effect)
 
@@ -154,7 +155,7 @@ def affects_of(hint: Any) -> Affects | None:
 def declared(owner: type) -> dict[str, Affects]:
     """Return the `Affects` of a dataclass's fields by name. The result is cached.
 
-    Fields without one are left out, and so are the fields of sections.
+    Fields without an `Affects` are left out, and so are the fields of sections.
     """
     hints = get_type_hints(owner, include_extras=True)
     marks = {name: affects_of(hint) for name, hint in hints.items()}

@@ -32,19 +32,19 @@ ADDRESS = re.compile(r"(?:\w+:)?([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 """Beginning of an address, such as `gs://`. A prefix such as `text:` may stand before it."""
 
 _PLAIN = re.compile(r"[\w./=,+@ -]*", re.ASCII)
-"""A path that orbax and tensorstore take unchanged."""
+"""Pattern of a path that orbax and tensorstore take unchanged."""
 _PATTERN = re.compile(r"[#?\[\]*]")
 """Characters that a path in a bucket must not have. `gs://bucket/*` would name every run there."""
 _OPEN_FOLDERS = Path("/proc/self/fd")
-"""Folder in which Linux lists the open files and folders of this process by number."""
+"""Folder in which Linux lists this process's open files and folders by file descriptor."""
 _FIRST_NUMBER = 300
-"""Lowest number that an open folder gets, far above the numbers that the system gives out."""
+"""Lowest file descriptor that `_stand_in` gives a folder, far above those of the system."""
 _NUMBERS = 600
-"""Count of numbers for open folders. They stay below 1,024, the usual limit of a process."""
+"""Number of file descriptors for `_stand_in`. They stay below 1,024, a process's usual limit."""
 _LINK = "plainly-named"
-"""Name of the link that stands in for a folder on systems without /proc."""
+"""Name of the symbolic link that `_stand_in` makes on systems without /proc."""
 _STAND_IN = re.compile(rf"(?:{_OPEN_FOLDERS}/\d+|/[^\s\"']*/{_LINK})/")
-"""A folder that `plainly_named` made up, in the text of a message."""
+"""Pattern of a folder that `_stand_in` made, in the text of a message."""
 
 PATIENCE_S = 30.0
 """Seconds for which a failed read is tried again."""
@@ -53,13 +53,13 @@ _PAUSES_S = (0.1, 5.0)
 _LARGEST_FILE = 64 * 2**20
 """Maximum size of a JSON file, in bytes."""
 DEEPEST = 100
-"""Maximum nesting of lists and objects in a file. Python's functions for them are recursive."""
+"""Maximum nesting of lists and objects in a JSON or YAML file. Python reads them recursively."""
 _LONGEST_NAME = 255
 """Maximum length of a file's name in bytes, on every common disk."""
 _DIGITS = 60
-"""Maximum number of digits of an integer. Python refuses to convert very long ones."""
+"""Maximum number of digits of an integer in a JSON file. Python cannot convert very long ones."""
 _NESTED = re.compile(r"os_error_code='(\d+)'")
-"""Error number of the system in a message of tensorstore."""
+"""Pattern of the system's error number in a message of tensorstore."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a disk that is full, or of a quota or file-size limit that is reached."""
 ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 
 class PathError(MupaxError):
-    """A path or address that mupax cannot use. The text says what to write instead."""
+    """Error about a path or address that mupax cannot use. The text says what to write instead."""
 
 
 def path_of(word: str | Path) -> Path:
@@ -141,8 +141,8 @@ def plainly_named(path: Path) -> Iterator[str]:
 def lasting_name(folder: Path) -> Path:
     """Return a path to an existing folder that storage libraries accept until the process ends.
 
-    This is a path with plain characters if the folder's own path has others. A folder in a bucket
-    is returned unchanged.
+    If the folder's own path has unusual characters, the result is another path to the folder with
+    plain characters only. A folder in a bucket is returned unchanged.
     """
     if is_remote(folder):
         return folder
@@ -158,7 +158,8 @@ def lasting_name(folder: Path) -> Path:
 def _stand_in(folder: Path) -> Iterator[Path]:
     """Yield another path to a folder, with plain characters only. It is valid while entered.
 
-    It leads through /proc/self/fd, or through a temporary symbolic link on systems without /proc.
+    The path is that of an open file descriptor in /proc/self/fd. On systems without /proc it is a
+    temporary symbolic link.
     """
     if _OPEN_FOLDERS.is_dir():
         number = os.open(folder, os.O_PATH | os.O_DIRECTORY)

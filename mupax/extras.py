@@ -19,7 +19,7 @@ MODULES = {
     "tune": ("sklearn",),
     "wandb": ("wandb",),
 }
-"""Extra of pyproject.toml to the modules that it installs and commands import."""
+"""Modules that tell whether an extra is installed, by the name of the extra in pyproject.toml."""
 
 
 def require(extra: str, user: str, error: type[MupaxError] = MupaxError) -> None:
@@ -27,7 +27,8 @@ def require(extra: str, user: str, error: type[MupaxError] = MupaxError) -> None
 
     Args:
         extra: Key of `MODULES`.
-        user: Flag, value or command that needs the extra, with which the message begins.
+        user: Flag, value or command that needs the extra. The message begins with it.
+        error: Class of the error to raise, `MupaxError` by default.
     """
     absent = [name for name in MODULES[extra] if not _is_installed(name)]
     if absent:

@@ -1,8 +1,8 @@
-"""Mappings: parts of them, and registries of plug-ins, such as presets and recipes.
+"""Functions that select entries of mappings, and registries of plug-ins such as presets.
 
-Parts keep the order of the mapping, not of the keys asked for. The modules of a registry are
-imported only when they are needed: each entry is a function with an import inside, so that editors
-and the type checker can follow it.
+Selected entries keep the order of the mapping, not of the keys asked for. The modules of a registry
+are imported only when they are needed: each entry is a function with an import inside, so that
+editors and the type checker can follow it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LazyRegistry(UserDict[str, Callable[P, R]]):
     Functions that are set later are returned unchanged.
 
     Args:
-        entries: Name to a function that does the import and returns the imported function.
+        entries: Functions by name. Each does an import and returns the imported function.
     """
 
     def __init__(self, entries: Mapping[str, Callable[[], Callable[P, R]]]) -> None:
@@ -72,7 +72,9 @@ class LazyRegistry(UserDict[str, Callable[P, R]]):
 
 
 def function_of(entry: F | str) -> F:
-    """Return the function of an entry. An entry `MODULE:FUNCTION` is imported.
+    """Return the function that an entry of a registry is, or names as `MODULE:FUNCTION`.
+
+    The module of a named function is imported.
 
     Raises:
         ImportError: There is no such module.
@@ -85,7 +87,7 @@ def function_of(entry: F | str) -> F:
 
 
 def module_of(entry: object) -> str:
-    """Return the name of the module that defines an entry.
+    """Return the name of the module that defines the function or class of a registry's entry.
 
     The result is "__main__" for an object that does not name its module.
 

@@ -48,11 +48,11 @@ class Room(NamedTuple):
 
 
 class MemoryLimitError(MupaxError):
-    """Work that was refused because it needs too much memory. The text says what would fit."""
+    """Error about work that was refused because it needs too much memory. The text has advice."""
 
 
 class OutOfMemory(MupaxFailure):
-    """Work that failed because memory ran out. The text says what would fit."""
+    """Error about work that failed because memory ran out. The text says what to do."""
 
 
 def room() -> Room:
@@ -103,12 +103,12 @@ def check(needed: int, purpose: str, advice: str) -> None:
 
 @contextlib.contextmanager
 def explained(advice: str) -> Iterator[None]:
-    """Turn an exception of memory that ran out, while entered, into `OutOfMemory` with advice.
+    """Turn an exception that says that memory ran out, while entered, into `OutOfMemory`.
 
     Other exceptions, and mupax's own, are raised unchanged.
 
     Args:
-        advice: Sentence that says what to write instead.
+        advice: Sentence that says what to write instead. It ends the message.
 
     Raises:
         OutOfMemory: Memory ran out.
@@ -145,12 +145,12 @@ def check_compiler() -> None:
 
 
 def checks() -> bool:
-    """Return True unless `MUPAX_MEMORY_CHECK` is `off`, `0`, `false` or `no`."""
+    """Return whether memory is checked: True unless `MUPAX_MEMORY_CHECK` is off, 0, false or no."""
     return os.environ.get(VARIABLE, "").lower() not in ("off", "0", "false", "no")
 
 
 def exhausted(error: BaseException) -> str | None:
-    """Return a message with the memory that is left, if an exception says that memory ran out.
+    """Return a message for an exception that says that memory ran out, with the memory left.
 
     The result is `None` for other exceptions, and for mupax's own, whose text is complete.
     """

@@ -28,7 +28,7 @@ _importing: list[str] = []
 
 
 class PluginError(MupaxError):
-    """A plug-in that cannot be imported or must not be. The text says what to write."""
+    """Error about a plug-in that cannot be imported or must not be. The text says what to write."""
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -188,12 +188,13 @@ def import_folder(module: ModuleType) -> str | None:
 def remember(run: str, modules: Mapping[str, str]) -> None:
     """Record in the user's folder that this account trained a run with certain plug-ins.
 
-    They are added to those that are recorded for the run already. Nothing is recorded, and no error
-    raised, if the folder cannot be written.
+    Later commands may then import these modules without being told to (`trusted`). Modules that are
+    recorded for the run already stay in the record. If the folder cannot be written, nothing is
+    recorded, and no error is raised.
 
     Args:
         run: Random name of the run, letters and digits.
-        modules: Name of each module to the folder that it is imported from.
+        modules: Folder from which each module is imported, by the module's name.
     """
     # If the home folder cannot be written, the user has to write `--plugin` again later.
     with contextlib.suppress(OSError, disk.DiskError):
@@ -204,7 +205,7 @@ def remember(run: str, modules: Mapping[str, str]) -> None:
 
 
 def trusted(run: object) -> dict[str, str]:
-    """Return the plug-ins with which this account trained a run, and the folder of each.
+    """Return the folder of each plug-in with which this account trained a run, by module name.
 
     Args:
         run: Name of the run in its record, which may be a stranger's. The result is `{}` for a

@@ -54,7 +54,7 @@ _REFUSED = {
     "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE": (_NO_TRANSFERS, _TRANSFERS),
     "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": (_NO_TRANSFERS, _TRANSFERS),
 }
-"""Variable to the values that mupax refuses, and the reason."""
+"""Values that mupax refuses, and the reason, by environment variable."""
 _CHECKS = (
     "JAX_DEBUG_NANS",
     "JAX_DEBUG_INFS",
@@ -65,7 +65,7 @@ _CHECKS = (
 )
 """Variables that make JAX raise additional errors or compute with other types."""
 _KNOWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=[1-9]\d{0,3}")
-"""Flag of XLA that needs no trial. A trial takes a quarter of a second."""
+"""Flag of XLA that is not tried in another process (`_try_flags`), which takes 0.25 seconds."""
 _TRIAL = "import jaxlib.xla_client; jaxlib.xla_client.CompileOptions()"
 _LOG_PREFIX = re.compile(r"^[EFWI]\d{4} \S+ +\d+ \S+\] ")
 """Prefix of a message from C++: time, thread, file and line."""
@@ -86,7 +86,7 @@ Trial = Callable[[], dict[str, float]]
 _STREAMS = ("stdin", "stdout", "stderr")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INSISTING = (signal.SIGINT, signal.SIGTERM)
-"""Signals of which a second one ends the process. A closed terminal sends SIGHUP twice."""
+"""Signals of which a second one ends the process at once. A closed terminal sends SIGHUP twice."""
 ONE_S = 0.3
 """Seconds within which two signals count as one. `timeout` sends its signal twice."""
 _REACH_S = 1.0
@@ -120,7 +120,7 @@ _NO_UNWINDING = frozenset(
 
 
 class VariableError(MupaxError):
-    """An environment variable of JAX or XLA that mupax cannot work under.
+    """Error about an environment variable of JAX or XLA under which mupax cannot work.
 
     The text names the variable and says what to write.
     """
@@ -134,8 +134,9 @@ def check(
     Unusual XLA_FLAGS are tried in another process, unless jaxlib is imported already.
 
     Args:
-        remembered: Function that returns the cached result of a trial, or runs the trial
-            (`mupax.train.data.cache.remembered`). The first argument is the cache's key.
+        remembered: Function (cache key, trial) -> result, which returns the cached result of an
+            earlier trial or calls `trial` (`mupax.train.data.cache.remembered`). The trial starts
+            the other process.
         variables: Environment variables. The default is the environment of this process.
 
     Raises:
@@ -250,7 +251,10 @@ def _settings(names: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 def _named_variable(text: str, variables: Mapping[str, str]) -> str:
-    """Return the variable that a message of JAX names, or a text that lists all that are set."""
+    """Return the environment variable that a message of JAX names.
+
+    If it names none, return a text that lists all variables of JAX that are set.
+    """
     jax_names = [name for name in variables if name.startswith("JAX_")]
     words = re.findall(r"\bjax[._]\w+", text, re.IGNORECASE)
     for word in words:
@@ -411,9 +415,10 @@ class Interrupts:
         leave(128 + (self.received or signal.SIGINT))
 
     def _unless_interrupted(self, hook: Any) -> Any:
-        """Return a hook for exceptions that calls `hook` only if no signal was received.
+        """Return a hook for unhandled exceptions that calls `hook` only if no signal was received.
 
-        After a signal, a KeyboardInterrupt that reaches the hook was lost, and is raised again.
+        After a signal it prints nothing. A KeyboardInterrupt that reaches it was dropped by a
+        callback or thread, so it makes `_handle` raise the exception again.
         """
 
         def show(report: Any) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 GAP = 2
 """Spaces between columns."""
 PROSE = 36
-"""Narrowest width at which a last column of prose still stands beside the other columns."""
+"""Fewest characters per line in which a table wraps prose of its last column beside the others."""
 MESSAGE_LINES = 10
 """Maximum number of lines of a message about bad input."""
 UNBOUNDED = 1_000_000
@@ -232,7 +232,7 @@ def _printable(character: str) -> str:
 
 
 class EntryPoint:
-    """Callable command line that turns every exception into a message and an exit code.
+    """Callable that runs a command line and turns exceptions into a message and an exit code.
 
     Exit code 1 is a failure, 2 is bad input (one message on stderr), 130 is Ctrl-C, and 141 is a
     closed pipe, such as `| head`.
@@ -487,12 +487,14 @@ def _column_blocks(
 
 
 def _start_of_next(block: Sequence[int], widths: Sequence[int]) -> int:
-    """Return the position on the line at which a column after those of a block starts."""
+    """Return the number of characters before a column that follows the columns of a block."""
     return sum(widths[index] + GAP for index in block)
 
 
 def filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the rows without columns that are empty below their head; `[]` if all are empty.
+    """Return the rows of a table without the columns that are empty below their head.
+
+    The result is `[]` if all columns are empty.
 
     Args:
         rows: Cells of each row. The first row is the head.
@@ -595,14 +597,14 @@ OLD_SPELLINGS: dict[str, str] = {
     "zoo export": "export",
     "zoo": "models",
 }
-"""Old first words after `mupax` to the present ones.
+"""Present first words of a command after `mupax`, by the old ones.
 
-They come from the time of four programs: `python -m train`, `presets`, `zoo` and `train.data`.
+The old ones are from four earlier programs: `python -m train`, `presets`, `zoo` and `train.data`.
 """
 _OLD_MODULE = re.compile(
     r"\bpython -m (?:mupax\.)?(?:train\.(?=data\b))?(?=(?:train|presets|zoo|data)\b)"
 )
-"""Beginning of a command that starts a package as a module. It is replaced by `mupax `."""
+"""Beginning of an old command that starts a package as a module. `mupax ` replaces it."""
 _COMMAND = re.compile(r"\bmupax (\w[\w-]*)(?: (\w[\w-]*))?")
 """A command in a text: `mupax` and the next one or two words."""
 

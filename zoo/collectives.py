@@ -18,8 +18,8 @@ def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Arra
     """Return an array gathered along a dimension that mesh axes split. Call inside `shard_map`.
 
     Args:
-        x: Part of the array on this device, whose dimensions are otherwise those of the array.
-        names: Mesh axes that split the dimension, the outermost first. The result is x without any.
+        x: Part of the array on this device, of full size along all other dimensions.
+        names: Mesh axes that split the dimension, the outermost first. For `()` the result is x.
         dimension: Index of the dimension that these mesh axes split.
     """
     # One collective per mesh axis. The TPU compiler turns an all-gather over several axes into an
@@ -40,8 +40,9 @@ def reduce_scatter(
 
     Args:
         x: Summand of this device, of full size along the dimension.
-        names: Mesh axes to sum over, the outermost first. Without any, the result is x.
-        dimension: Index of the dimension that is split. The devices must divide its size.
+        names: Mesh axes to sum over, the outermost first. For `()` the result is x.
+        dimension: Index of the dimension that is split. The number of devices along the mesh axes
+            must divide its size.
         layout: Layout whose mesh has these axes. It also chooses the type that is sent.
     """
     if names and layout.gradient_dtype:
@@ -90,10 +91,10 @@ def _rings(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[str, list[list[int]
 
 
 def torus(devices: np.ndarray) -> tuple[int, ...]:
-    """Return the sizes of the torus that a row of devices fills, the slowest dimension first.
+    """Return the sizes of the torus of chips that a row of devices fills, in row-major order.
 
-    The result is (len(devices),) if the devices have no coordinates, or do not fill a torus in
-    order.
+    The first size is of the torus dimension along which the coordinate changes last. The result is
+    (len(devices),) if the devices have no coordinates, or do not fill a torus in this order.
 
     Args:
         devices: Devices along one mesh axis, [n].

@@ -29,9 +29,9 @@ FAMILIES: dict[str, type[ModelConfig] | str] = {
     "decoder": DecoderConfig,
     "encoder-decoder": EncoderDecoderConfig,
 }
-"""Config class of each family, or its place as MODULE:CLASS.
+"""Config class of each family of models by name, or its import path as MODULE:CLASS.
 
-A family that is not listed is named by its place.
+A family without an entry is named by its import path.
 """
 
 
@@ -180,8 +180,8 @@ def get(name: str) -> ModelConfig:
     """Return the config of a named model (`CONFIGS`).
 
     Raises:
-        ConfigError: If no model has this name, with the nearest names, or if it is no config of a
-            model.
+        ConfigError: If no model has this name, or if a plug-in gave the name to an object that is
+            no `ModelConfig`. In the first case the message suggests similar names.
     """
     if name in CONFIGS:
         model = CONFIGS[name]

@@ -26,15 +26,15 @@ from mupax.zoo.partition import ONE_DEVICE, Layout, place
 
 _BLOCK_BITS = 14
 _BLOCK = 1 << _BLOCK_BITS
-"""Number of draws in one iteration of the loop of `normals`."""
+"""Number of random numbers that one iteration of the loop in `normals` draws."""
 
 Arrays = dict[str, Any]
 """Arrays, or their shapes, by name of the parameter or factor."""
 SHARED_INIT = "like "
-"""Prefix of a key in the `stds` of `Definition.initialize`.
+"""Prefix of keys in the `stds` of `Definition.initialize` that let parameters share random draws.
 
-`stds["like NAME"]` is the `zlib.crc32` of the name of another parameter. Parameter NAME is then
-drawn from the key of that parameter.
+`stds["like NAME"]` is the `zlib.crc32` hash of another parameter's name. Parameter NAME is then
+drawn with the random key of that other parameter.
 """
 
 
@@ -49,11 +49,11 @@ def initial_value(
     """Draw a parameter's initial value: std times unit-variance noise of the declared distribution.
 
     Gains and biases are not random: every entry is std. With a leading "layers" axis, every layer
-    draws from its own key, folded from `key` by its index. A stacked parameter therefore has the
-    values of separate layers, on any mesh.
+    draws from its own key, folded from `key` by its index. A layer's values therefore depend
+    neither on the number of layers nor on the mesh.
 
     Args:
-        key: Random key that no other parameter has, [].
+        key: Random key of this parameter, [].
         shape: One size for every axis of `spec`.
         std: Standard deviation (gain: value) [], or [layers] for a stacked parameter; 0 for a bias.
         dtype: Storage type. Draws are float32.
@@ -111,7 +111,7 @@ class _Rows(NamedTuple):
     size: int
     """Numbers in a row."""
     blocks: int
-    """Blocks that a row is drawn in. The last one may have more numbers than the row needs."""
+    """Number of blocks of `_BLOCK` numbers that cover a row. The last may have some to spare."""
 
 
 def normals(
@@ -121,9 +121,11 @@ def normals(
 ) -> dict[str, jax.Array]:
     """Draw the standard normal numbers of all parameters in one loop, float32 by name.
 
-    The numbers equal those that `initial_value` draws from the same keys, bit for bit. Gains and
-    biases, which are not random, are left out. The result is empty if JAX does not use its default
-    generator, Threefry with independent bits for every position (`jax_threefry_partitionable`).
+    One loop compiles faster than a draw per parameter. `initial_value` makes initial values from
+    the numbers. They equal those that it would draw from the same keys itself, bit for bit. Gains
+    and biases, which are not random, are left out. The result is empty if JAX does not use its
+    default generator, Threefry with independent bits for every position
+    (`jax_threefry_partitionable`).
 
     Args:
         keys: Random keys by parameter name, each [].
@@ -181,6 +183,9 @@ def normals(
 def _block_bits(key_and_index: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Return the random bits of one block of a row, uint32 [_BLOCK].
 
+    A row is all numbers that one random key draws, and a block is `_BLOCK` consecutive ones. The
+    bits equal those that JAX's default generator makes for the row.
+
     Args:
         key_and_index: Data of the row's key, uint32 [2], and index of the block in its row, [].
     """
@@ -221,7 +226,8 @@ class Init:
     Args:
         config: Config that declares parameters, factors and sizes.
         rngs: Source of the `params` stream. `None` makes shapes instead of arrays.
-        prefix: Path of the scope with a dot at its end, such as "block.attention.".
+        prefix: Path of the scope, a submodule, with a dot at its end: "block.attention.". The empty
+            prefix is the whole model.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs | None, prefix: str = "") -> None:
@@ -239,7 +245,7 @@ class Init:
     def param(self, name: str) -> nnx.Param:
         """Make the declared parameter of this name, with the initial value used without a preset.
 
-        A matrix has standard deviation fan_in^-1/2, an embedding 1. Gains start at `spec.start`,
+        A matrix has standard deviation fan_in^-1/2, an embedding 1. Gains begin at `spec.start`,
         biases and the second matrix of an adapter (LoRA) at 0. Without `rngs`, the parameter holds
         a shape.
 
@@ -324,7 +330,8 @@ class Definition:
         graph: NNX graph definition.
         specs: Declaration of every parameter, by name.
         abstract: Shape and dtype of every parameter, by name.
-        factors: Metadata of every `Factor` by name, with keys "kind", "shape", "spec" and "stack".
+        factors: Metadata of every `Factor` by name. The keys "kind", "shape", "spec" and "stack"
+            have the meaning of the fields of `mupax.presets.roles.FactorSpec`.
         sizes: Size of every logical axis.
     """
 
@@ -425,8 +432,8 @@ class Definition:
         Args:
             seed: uint32 [].
             stds: Standard deviations (gains: values) by name, float32 [] or [layers]. An entry
-                `SHARED_INIT` + NAME is the hash of the name of the parameter whose draws NAME
-                shares.
+                `SHARED_INIT` + NAME makes parameter NAME share the random draws of another one. Its
+                value is the `zlib.crc32` of the other one's name.
             draw: `normals`, to draw all numbers in one loop. By default every parameter is drawn by
                 itself.
         """
@@ -465,7 +472,7 @@ class Definition:
         return None
 
     def count(self) -> int:
-        """Return the number of parameter entries."""
+        """Return the number of entries of all parameters together."""
         return sum(leaf.size for leaf in self.abstract.values())
 
 

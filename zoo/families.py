@@ -51,7 +51,7 @@ _MAX_FACTORED = 2**40
 
 
 class ConfigError(MupaxError):
-    """A model config that cannot be built. The text says what to write instead."""
+    """Error about a model config that cannot be built. The text says what to write instead."""
 
 
 def nearest_divisor(number: int, limit: int) -> int:
@@ -134,7 +134,7 @@ class ModelConfig(abc.ABC):
     family: ClassVar[str]
     """Name in `mupax.zoo.configs.FAMILIES`, or module:Class for a family that is not listed."""
     task: ClassVar[Task]
-    """Kind of the model's inputs. It fits data of this kind."""
+    """Kind of the model's inputs, and of the data that it can be trained on."""
     output_axis: ClassVar[str]
     """Logical axis of the logits."""
     causal: ClassVar[bool] = False
@@ -182,12 +182,15 @@ class ModelConfig(abc.ABC):
 
     @abc.abstractmethod
     def base_sizes(self) -> dict[str, int]:
-        """Return the sizes that a parameterization takes to infinity, by logical axis."""
+        """Return the sizes that a parameterization scales with, such as width and depth.
+
+        The keys are logical axes, such as "embed" and "layers".
+        """
 
     def finite_sizes(self) -> dict[str, int]:
-        """Return sizes that a parameterization keeps fixed, by logical axis. None by default.
+        """Return sizes that a parameterization treats as fixed, by logical axis. `{}` by default.
 
-        Sizes of inputs and outputs, which are fixed too, are not among them.
+        The sizes of inputs and outputs, such as "vocab", are fixed too, but are not in the result.
         """
         return {}
 
@@ -199,14 +202,14 @@ class ModelConfig(abc.ABC):
     def example(self) -> dict[str, ArraySpec]:
         """Return shape and dtype of each array of one example, without the batch dimension.
 
-        The keys are `inputs`, `targets` and `weights` (of the targets), and further inputs if the
-        model has them.
+        The keys are `inputs`, `targets`, `weights` (weight of each target in the loss), and the
+        names of further inputs if the model has any.
         """
 
     @property
     @abc.abstractmethod
     def input_text(self) -> str:
-        """Description of the model's input in a few words."""
+        """Description of the model's input in a few words, for lists of models."""
 
     def factors(self) -> dict[str, FactorSpec]:
         """Return the declarations of constant factors in the forward pass, by path in the module.
@@ -217,7 +220,7 @@ class ModelConfig(abc.ABC):
         return {}
 
     def applications(self, spec: ParamSpec) -> float:
-        """Return how often one unit (token or image) goes through a matrix.
+        """Return how often one unit (token or image) goes through a matrix, for counts of FLOPs.
 
         By default this is the number of positions of the residual stream per unit, 1 for a token.
         """
@@ -231,10 +234,10 @@ class ModelConfig(abc.ABC):
         return 0.0
 
     def splitting_hint(self, num_shards: int) -> tuple[str, str]:
-        """Return words for a message that positions do not split evenly over devices.
+        """Return two parts of the error message for positions that devices cannot split evenly.
 
-        The first text says what the positions are made of, in parentheses. The second one says
-        which flags to write instead.
+        The first part says in parentheses what the positions are, and may be empty. The second one
+        says which flags to write instead.
 
         Args:
             num_shards: Number of parts into which devices split the positions.
@@ -253,12 +256,12 @@ class ModelConfig(abc.ABC):
 
     @property
     def position_grid(self) -> int:
-        """Number of patches on a side of the square image grid. 0 if positions are on a line."""
+        """Number of patches on a side of an image's square grid. 0 for a model of tokens."""
         return 0
 
     @property
     def absorbs_logit_scale(self) -> bool:
-        """True if some parameter can absorb a factor on the attention logits, as by default."""
+        """True if some parameter can absorb a factor on the attention logits. True by default."""
         return True
 
     @property
@@ -375,22 +378,23 @@ class ImageModel(ModelConfig):
 
 
 class Blocks(NamedTuple):
-    """Size and parameters of one residual stack."""
+    """Size and parameters of one residual stack, such as the encoder of an encoder-decoder."""
 
     stack: Stack
     depth: int
     length: int
-    """Number of positions in its residual stream."""
+    """Number of positions in the stack's residual stream."""
     memory: int
     """Number of positions in the encoder output that every block reads. 0 without an encoder."""
     specs: tuple[ParamSpec, ...]
-    """Parameters of one block."""
+    """Declarations of the parameters in the stack's blocks."""
 
 
 def stacks(model: ModelConfig) -> tuple[Blocks, ...]:
-    """Return the residual stacks of a model, the one that ends in the readout last.
+    """Return the residual stacks of a model. The last one ends in the readout.
 
-    A model without factors has one stack, of attention and MLP.
+    The stacks are those for which `ModelConfig.factors` declares a "branch" factor. A model that
+    declares none has one stack, whose blocks are attention and MLP.
     """
     sizes = model.sizes()
     # Every residual stack declares branch factors of its own, so these name the stacks.
@@ -440,15 +444,16 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def params(model: ModelConfig) -> int:
-    """Return the number of parameter entries of the built model."""
+    """Return the number of entries of all parameters of a model together."""
     return sum(math.prod(shape) for shape in shapes(model).values())
 
 
 def forward_terms(model: ModelConfig) -> dict[str, float]:
     """Return the FLOPs of one forward pass by kind of matrix product.
 
-    The kinds are those of `KINDS`, and "attention" for products without a parameter. FLOPs are per
-    token at full context, or per image. Kinds with 0 FLOPs are left out.
+    The keys are kinds of matrices (values of `KINDS`, such as "read-in"), and "attention" for the
+    products of attention, which have no parameter. FLOPs are per token at full context, or per
+    image. Kinds with 0 FLOPs are left out.
     """
     sizes = model.sizes()
     terms = dict.fromkeys(KINDS.values(), 0.0)

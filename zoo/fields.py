@@ -19,7 +19,7 @@ _DESCRIPTIONS: dict[type, str] = {
     float: "a number above 0",
     str: "a text",
 }
-"""Description of the values that a field of a type may have, for messages."""
+"""Description of the values that a field may have, by the field's type, for error messages."""
 
 
 def _is_valid(value: Any, kind: type) -> bool:
@@ -92,11 +92,11 @@ class Fields:
         return Fields({name: value[0]}).read(name, default)
 
     def choice(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
-        """Return the value that a mapping has for the text of a field.
+        """Return the value in `choices` for the text that a field holds.
 
         Args:
-            default: Text of a missing or null field.
-            choices: Result by allowed text. `default` is one of the texts.
+            default: Text that stands for a missing or null field. It must be a key of `choices`.
+            choices: Allowed texts, each with the value to return.
         """
         value = self.read(name, default)
         if value not in choices:
@@ -106,10 +106,10 @@ class Fields:
         return choices[value]
 
     def refuse(self, name: str, plain: bool, feature: str) -> None:
-        """Raise ConfigError if a switch turns on a feature that our models do not have.
+        """Raise ConfigError if a boolean field turns on a feature that our models do not have.
 
         Args:
-            plain: Value without the feature, and default of a missing or null field.
+            plain: Value that means "without the feature". It stands for a missing or null field.
             feature: Name of the feature, for the message.
         """
         if self.read(name, plain) is not plain:

@@ -29,11 +29,12 @@ Splits = tuple[tuple[str, ...], ...]
 
 
 def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
-    """Return the layout for manual FSDP, or `None` if the compiler is to shard the gradients.
+    """Return the layout for manual FSDP, or `None` if the compiler must shard the gradients.
 
-    The result is `None` if the devices of the batch split no parameter, if devices split anything
-    besides examples (such as positions or heads), or if the module lacks the field `layout` or the
-    method `readout_inputs`. A module with the deprecated attribute `gathers` in their place warns.
+    The result is `None` if the devices that split the batch split no parameter, if devices split
+    anything besides examples (such as positions or heads), or if the module lacks the field
+    `layout` or the method `readout_inputs`. A deprecation warning is issued for a module that has
+    the attribute `gathers` instead.
 
     Args:
         layout: Layout outside of `shard_map`.
@@ -270,8 +271,10 @@ def _gather_primal(
 ) -> jax.Array:
     """Return w with every dimension gathered over its mesh axes in `splits`.
 
+    `_gather` is this function with a backward pass that sums and splits the gradient.
+
     Args:
-        batch: Mesh axes over which the gradient of w is summed.
+        batch: Mesh axes over which the backward pass sums the gradient of w.
     """
     del layout, batch  # Only the gradient needs them.
     for dimension, names in enumerate(splits):

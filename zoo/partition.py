@@ -54,14 +54,14 @@ class Layout:
     """
 
     gradient_dtype: str | None = None
-    """Type in which `exchange` sends gradients (`mesh.gradient_dtype`). `None` does not use it."""
+    """Type in which gradients are sent (`mesh.gradient_dtype`). `None` does not convert them."""
     exchange: Callable[..., jax.Array]
     matrix_dtype: Any = None
-    """Type in which an optimizer exchanges and orthogonalizes matrices. `None` keeps theirs."""
+    """Type in which Muon exchanges and orthogonalizes matrices. `None` keeps the matrices' type."""
     room: int | None = None
-    """Bytes of a device that a loss may use without raising the step's peak memory."""
+    """Bytes per device that the loss may take without raising the step's peak. `None`: unknown."""
     policy: Callable[..., bool] | None = None
-    """Remat policy of layers that recompute nothing. `None` keeps everything."""
+    """Checkpoint policy of layers if `compute.remat` is none. `None` keeps every activation."""
 
     def __init__(self, mesh: Mesh | None, rules: Mapping[str, tuple[str, ...]]) -> None:
         self.rules = rules
@@ -202,10 +202,10 @@ class Layout:
         return state
 
     def by_layer(self, spec: Any) -> bool:
-        """Return False: no parameter is read through `layer` only.
+        """Return whether `layer` applies the parameter's multiplier, one layer at a time.
 
-        `manual.ManualFsdpLayout` returns True for stacked matrices. Their multipliers are applied
-        in `layer`, one layer at a time.
+        The result is False here, where multipliers are applied before the loop over layers.
+        `manual.ManualFsdpLayout` returns True for stacked matrices.
 
         Args:
             spec: Declaration of the parameter (`ParamSpec`).
@@ -250,7 +250,7 @@ class Layout:
         Args:
             axes: Logical axes of the readout matrix, such as ("embed", "vocab").
             width: Number of rows of the matrix, `D`.
-            tokens: Mesh axes that split the readout's inputs, of the axes "batch" and "sequence".
+            tokens: Mesh axes that split the readout's inputs along "batch" and "sequence".
         """
         rows = self.mesh_axes(axes[0])
         if not set(rows) <= set(tokens) or width % self.num_shards(axes[0]):

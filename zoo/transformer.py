@@ -102,9 +102,10 @@ class WithExperts(Protocol):
 def check_experts(model: WithExperts) -> None:
     """Raise ConfigError if the fields about experts contradict each other.
 
-    A model without experts must leave all of these fields at their defaults. With experts, there
-    may be no more active ones than experts. Their number must divide the MLP's hidden size, unless
-    `expert_dim` is given. `compute.product_dtype` must be `None`.
+    A model without experts must leave `active_experts`, `expert_dim`, `shared_experts` and
+    `routing` at their defaults. With experts, the number of active ones may not be above that of
+    experts, and must divide the MLP's hidden size unless `expert_dim` is given. In addition,
+    `compute.product_dtype` must be `None`.
     """
     if model.experts is None:
         values = {
@@ -214,7 +215,7 @@ class LoraConfig:
         return adapters
 
     def modules(self, init: Any, *names: str) -> tuple[Any, ...]:
-        """Return an adapter (`mupax.zoo.lora.layer.Lora`), or `None`, for each of some matrices.
+        """Build the adapter (`mupax.zoo.lora.layer.Lora`) of each named matrix. `None` without one.
 
         Args:
             init: `mupax.zoo.definition.Init` in the scope of the matrices' module.

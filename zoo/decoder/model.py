@@ -56,9 +56,9 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Embed tokens, with learned positions if the model has them. Return [B, T, D].
 
-        Without learned positions, `start` and `positions_BT` are not read. With them, positions
-        must be below the model's seq_len. Larger ones that `start` or `positions_BT` give get
-        wrong embeddings without an error.
+        Without learned positions, `start` and `positions_BT` are not read. With learned positions,
+        every position must be below the model's seq_len. Larger ones that `start` or
+        `positions_BT` give get wrong embeddings without an error.
 
         Args:
             tokens_BT: int32 [batch, position].

@@ -33,7 +33,7 @@ _RELATIVE = {"model.positions": "relative"}
 class EncoderDecoderConfig(TokenModel, TransformerConfig):
     """Config of a pre-norm encoder-decoder. `depth` counts the blocks of the decoder.
 
-    The model takes tokens [B, S] for the encoder and [B, T] for the decoder to logits
+    The model maps tokens [B, S] of the encoder and [B, T] of the decoder to logits
     [B, T, vocab].
     """
 
@@ -212,10 +212,10 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
         return factors
 
     def applications(self, spec: ParamSpec) -> float:
-        """Return how often a matrix is applied per target.
+        """Return how often a matrix is applied per target token, for counts of FLOPs.
 
-        It is input positions / targets for the encoder and for matrices that read its output,
-        else 1.
+        This is the number of encoder positions divided by the number of decoder positions for
+        matrices of the encoder and for those that read its output. It is 1 for all others.
         """
         if spec.part == "encoder" or "memory" in spec.axes:
             return self.seq_len / self.targets

@@ -45,7 +45,7 @@ def buckets(
     bidirectional: bool,
     start: jax.Array | int = 0,
 ) -> jax.Array:
-    """Return the bucket of every pair of a query and a key, int32 [T, S].
+    """Return T5's relative-position bucket of every pair of a query and a key, int32 [T, S].
 
     In each direction, distances below half of the direction's buckets have a bucket each. Longer
     distances share buckets on a logarithmic scale up to `longest`.
@@ -53,11 +53,11 @@ def buckets(
     Args:
         queries: Number of queries T. Their positions begin at `start`.
         keys: Number of keys S. Their positions begin at 0.
-        count: Number of buckets K of both directions together, a multiple of 4.
+        count: Number of buckets K, a multiple of 4.
         longest: Distance from which all pairs share the last bucket of their direction. It must be
             above half of a direction's buckets.
-        bidirectional: Give half of the buckets to keys after the query. Otherwise such keys are in
-            the bucket of distance 0.
+        bidirectional: `True` gives half of the buckets to keys after the query. `False` gives all
+            to keys before the query, and puts keys after the query into the bucket of distance 0.
         start: Position of the first query, by default 0.
     """
     key_1S = jnp.arange(keys)[None, :]
@@ -125,13 +125,15 @@ class SelfAttention(Attention):
     ) -> tuple[jax.Array, Cache]:
         """Return the attention output [B, T, D] of T new positions, and the updated cache.
 
-        The returned cache has their keys and values, but the length of the given one.
+        The returned cache also holds the keys and values of the new positions. Its `length` is not
+        increased yet, because other layers still write to the same positions.
 
         Args:
             x_BTD: Residual stream after the block's norm, at the positions after those in `cache`.
             cache: Keys and values of self-attention in all layers.
             layer: Index of this layer in the cache.
-            bias_HTS: Bias of the attention logits. S counts all positions the cache has room for.
+            bias_HTS: Bias of the attention logits. S is the number of positions that the cache can
+                hold.
         """
         q_BTHN, k_BTKN, v_BTKN = self.heads(x_BTD, cache.length)
         cache = cache.put(layer, k_BTKN, v_BTKN)
@@ -370,7 +372,8 @@ class DecoderBlock(EncoderBlock):
     ) -> tuple[jax.Array, Cache]:
         """Return the residual stream after the block at T new positions, and the updated cache.
 
-        The returned cache has their keys and values, but the length of the given one.
+        The returned cache also holds the keys and values of the new positions. Its `length` is not
+        increased yet, because other layers still write to the same positions.
 
         Args:
             h_BTD: Residual stream before the block, at the positions after those in `cache`.
@@ -378,8 +381,8 @@ class DecoderBlock(EncoderBlock):
             layer: Index of this layer in the cache.
             keys_and_values: Result of `CrossAttention.keys` in this layer, two arrays [B, S, K, N].
             mask_BS: Bool [B, S], False at padding of the encoder.
-            bias_HTS: Bias of the self-attention logits. S counts all positions the cache has room
-                for.
+            bias_HTS: Bias of the self-attention logits. S is the number of positions that the cache
+                can hold.
         """
         x_BTD = self.attention_norm(h_BTD)
         attention_BTD, cache = self.attention.cached(x_BTD, cache, layer, bias_HTS)
@@ -448,13 +451,14 @@ class StackInputOutput(nnx.Module):
     ) -> jax.Array:
         """Embed tokens. Return the residual stream before the first block, [B, T, D].
 
-        Learned positions are added, and the sum is normalized, if the config has it so.
+        Learned positions are added if the model has them. The sum is normalized if the config sets
+        `embedding_norm`.
 
         Args:
             table: Token embeddings [V, D].
             tokens_BT: Token ids, int32 [B, T].
-            start: Position of the first token, int32 []. The default is 0. Learned positions must
-                have room for `start` + T, otherwise wrong ones are added without an error.
+            start: Position of the first token, int32 []. The default is 0. With fewer than
+                `start` + T learned positions, wrong ones are added without an error.
         """
         table_VD = table[...].astype(self.config.compute.dtype)
         h_BTD = self.layout.lookup(table_VD, tokens_BT, ("vocab", "embed"))
@@ -662,7 +666,9 @@ class EncoderDecoder(StackInputOutput):
         return h_BSD, (input_mask > 0, encoder.bias(length, length))
 
     def remember(self, inputs: jax.Array, input_mask: jax.Array) -> EncoderOutput:
-        """Run the encoder once and compute the keys and values that every decoder layer reads.
+        """Run the encoder, and compute from its output each decoder layer's cross-attention inputs.
+
+        These are keys and values, which stay the same while an answer is decoded token by token.
 
         Args:
             inputs: Tokens of the encoder, int32 [B, S].
@@ -683,7 +689,7 @@ class EncoderDecoder(StackInputOutput):
         """Run all decoder blocks, without the readout, on the tokens that follow the cached ones.
 
         Args:
-            tokens_BT: Next tokens, int32. T is at most the room that is left in the cache.
+            tokens_BT: Next tokens, int32. The cache must have T free positions.
             cache: Keys and values of earlier tokens (`mupax.zoo.layers.cache.empty` has none).
             memory: Encoder output, from `remember`.
 

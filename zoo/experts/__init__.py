@@ -1,1 +1,1 @@
-"""Layers of experts, a few of which read each token: the router, the exchanges, the products."""
+"""Mixture of experts: the router, exchanges of tokens between devices, and products by expert."""

@@ -42,14 +42,14 @@ AXES = {
     "gate_bias": ("experts", "expert_dim"),
     "down_bias": ("experts", None),
 }
-"""Logical axes of the weights as products take them, gathered over the devices of fsdp."""
+"""Logical axes that split each weight where a product reads it. `None` is an axis of full size."""
 
 BLOCK = 64
-"""Rows of one group that a CPU multiplies at once."""
+"""Number of rows of one group (tokens of one expert) that a CPU multiplies at once."""
 TILE = 512
-"""Rows that a TPU kernel multiplies at once."""
+"""Number of rows that a TPU kernel multiplies at once, if their number is a multiple of it."""
 SIDE_BYTES = 2048
-"""Bytes of a row's inputs or outputs that a TPU kernel multiplies at once."""
+"""Largest part of a row's inputs or outputs that a TPU kernel multiplies at once, in bytes."""
 
 
 class Experts(nnx.Module):
@@ -58,8 +58,8 @@ class Experts(nnx.Module):
     The hidden layer of an expert has a gate if the model's activation has one.
 
     Attributes:
-        balance: Bias that is added to the scores for the choice of experts alone. `None` without
-            one.
+        balance: Bias that is added to the router's scores when experts are chosen, but not to the
+            weights of their outputs. `None` for a model without it.
     """
 
     layout: Layout = ONE_DEVICE
@@ -155,8 +155,8 @@ class Experts(nnx.Module):
     def _with_capacity(self, x_BTD: jax.Array, choice: Choice, capacity: int) -> jax.Array:
         """Return the weighted sum of the outputs of each token's experts that have room for it.
 
-        Every expert has `capacity` slots for every example. The output is 0 for a token that finds
-        no room with any of its experts.
+        Every expert takes at most `capacity` tokens of every example. The output is 0 for a token
+        that none of its experts takes.
 
         Args:
             choice: Experts of every token, weights of their outputs and slots, from `route`.
@@ -253,7 +253,8 @@ def by_slots(
 ) -> jax.Array:
     """Put tokens into slots of experts, apply the experts, and sum the outputs of every token.
 
-    Outputs of experts that have no slot left for a token are left out of its sum.
+    Every expert has `capacity` slots for each example. A slot holds one token. An expert that has
+    no slot left for a token adds nothing to the token's sum.
 
     Args:
         expert: Function of tokens in slots [N, E, C, D], their gates [N, E, C] and the weights of E
@@ -357,22 +358,23 @@ _all_to_all.defvjp(_all_to_all_forward, _all_to_all_backward)
 class Slots(NamedTuple):
     """Assignment of rows to slots, and its inverse, both int32.
 
-    Tokens go into slots and back by lookups only, in both passes: no gradient is scattered.
+    A row is a pair of a token and one of its A experts. A slot is a place for one token at one
+    expert. Tokens go into slots and back by lookups only, in both passes: no gradient is scattered.
     """
 
     slots_TA: jax.Array
-    """Slot of every row. The number of slots S stands for a row without room."""
+    """Slot of every row. The value S, the number of slots, marks a row that has no slot."""
     rows_S: jax.Array
-    """Row in every slot. The number of rows R stands for an empty slot."""
+    """Row in every slot. The value R, the number of rows, marks an empty slot."""
 
     @staticmethod
     def from_places(slots_TA: jax.Array, num_slots: int) -> Slots:
-        """Return the assignment that has every row in a given slot.
+        """Return the assignment in both directions, computed from the slot of every row.
 
         Args:
-            slots_TA: Slot of every row, `num_slots` for a row without room. No two rows have the
-                same slot.
-            num_slots: Number of slots S of all experts, with those for other devices.
+            slots_TA: Slot of every row, `num_slots` for a row that has no slot. No two other rows
+                have the same slot.
+            num_slots: Number of slots S of all experts, including experts of other devices.
         """
         num_rows = slots_TA.size
         empty_S = jnp.full(num_slots, num_rows, jnp.int32)
@@ -396,9 +398,9 @@ class Slots(NamedTuple):
         return weights_S1[:, 0]
 
     def collected(self, y_SD: jax.Array) -> jax.Array:
-        """Return the sum of every token's slots, [T, D].
+        """Return the sum of the outputs in every token's slots, [T, D].
 
-        The gradient of an empty slot is that of the last token, and not 0.
+        An empty slot gets the gradient of the last token instead of 0.
 
         Args:
             y_SD: Outputs of experts in every slot, multiplied by `weights` already.
@@ -406,7 +408,7 @@ class Slots(NamedTuple):
         return _sum_rows(("fill", "clip"), y_SD, self.slots_TA, self._tokens())
 
     def _tokens(self) -> jax.Array:
-        """Return the token in every slot, int32 [S, 1]. Empty slots have the number of tokens."""
+        """Return the index of the token in every slot, int32 [S, 1]. It is T for an empty slot."""
         active = self.slots_TA.shape[1]
         return (self.rows_S // active)[:, None]
 
@@ -415,16 +417,16 @@ class Slots(NamedTuple):
 def _sum_rows(
     modes: tuple[str, str], x_ID: jax.Array, rows_OK: jax.Array, sums_IK: jax.Array
 ) -> jax.Array:
-    """Return sums of K rows of x each, [O, D].
+    """Return O sums of K rows of x each, [O, D], with a gradient that is no scatter.
 
     Args:
-        modes: Treatment of an index past the last row, here and in the gradient. "fill" adds
-            nothing, and for K = 1 takes a pass of its own over the result. "clip" adds the last
-            row.
+        modes: Treatment of an index past the last row, in this function and in its gradient. "fill"
+            adds nothing, and for K = 1 takes a pass of its own over the result. "clip" adds the
+            last row.
         x_ID: Rows to sum, [I, D].
         rows_OK: Indices of the rows in each sum, [O, K].
-        sums_IK: Indices of the sums that each row is in. By these the gradient of x is a sum of
-            rows, too, rather than a scatter.
+        sums_IK: Indices of the sums that each row of x is in. The gradient of x is the sum of the
+            gradients of these sums. Its K can differ from that of `rows_OK`.
     """
     return jnp.sum(x_ID.at[rows_OK].get(mode=modes[0], fill_value=0), axis=1)
 
@@ -458,13 +460,13 @@ def by_rows(
     *,
     layout: Layout,
 ) -> jax.Array:
-    """Sort the rows of tokens by expert, apply the experts, and sum the outputs of every token.
+    """Sort tokens by expert, apply the experts, and sum the outputs of every token.
 
-    No token is dropped.
+    No token is dropped. A token has one row for each of its A experts.
 
     Args:
-        expert: Function of rows in the order of experts [R, D], the weights of a device's experts,
-            and the number of rows of each (`sizes_E` of `in_groups`). It returns outputs [R, D].
+        expert: Function of rows sorted by expert [R, D], the weights of a device's experts, and the
+            number of rows of each expert (`sizes_E` of `in_groups`). It returns outputs [R, D].
         x_BTD: Tokens, [B, T, D].
         choice: Experts of the tokens and weights of their outputs.
         weights: Weights of all experts, [E, ...] by name.
@@ -528,9 +530,9 @@ def by_rows(
 
 
 def _layout_for_batch(layout: Layout, batch_size: int) -> Layout:
-    """Return the layout, or `ONE_DEVICE` if its devices do not divide the batch.
+    """Return the layout, or `ONE_DEVICE` if its devices do not divide the batch evenly.
 
-    Batches that text generation reads need not be a multiple of the devices.
+    The batch size in text generation need not be a multiple of the number of devices.
     """
     if batch_size % layout.num_shards("batch"):
         return ONE_DEVICE
@@ -570,6 +572,8 @@ def _sum_over_devices(y: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
 def in_groups(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, *, platform: str) -> jax.Array:
     """Return the product of every row with its group's matrix, [R, O].
 
+    In a layer of experts, rows are tokens, and a group is the rows of one expert.
+
     Args:
         x_RI: Rows sorted by group, [R, I].
         w_EIO: Matrices of the groups, [E, I, O].
@@ -595,7 +599,7 @@ def in_groups(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, *, platform
 def _megablox(
     x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """Return the product of `in_groups` by JAX's TPU kernel.
+    """Compute `in_groups` by JAX's TPU kernel megablox.
 
     Args:
         x_RI: Rows sorted by group, [R, I].
@@ -634,10 +638,10 @@ def _megablox(
 
 
 def _side_tile(size: int, itemsize: int) -> int:
-    """Return the number of inputs or outputs that a TPU kernel multiplies at once.
+    """Return the number of inputs or outputs of a row that a TPU kernel multiplies at once.
 
-    The number is the largest multiple of `LANES` that divides `size` and fits `SIDE_BYTES`. If none
-    divides `size`, the last tile is only partly used.
+    The number is the largest multiple of `LANES` (128) that divides `size` and takes at most
+    `SIDE_BYTES`. If none divides `size`, the last tile is only partly used.
 
     Args:
         size: Number of inputs or outputs of a row.
@@ -652,9 +656,9 @@ def _side_tile(size: int, itemsize: int) -> int:
 
 
 def _in_blocks(x_RI: jax.Array, w_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """Return the product of `in_groups` by blocks of rows that belong to one group each.
+    """Compute `in_groups` for a CPU, by blocks of `BLOCK` rows that belong to one group each.
 
-    The last block of a group is filled up with zeros.
+    The last block of a group is filled up with rows of zeros.
 
     Args:
         x_RI: Rows sorted by group, [R, I].

@@ -22,14 +22,19 @@ class Routing(NamedTuple):
     """Routing statistics, float32 [], or [blocks] with one entry per block."""
 
     penalty: jax.Array
-    """Weighted sum of the router's losses, for the training loss. The others have no gradient."""
-    balance: jax.Array
-    """E times the sum over experts of load times mean share of the gates (Switch).
+    """Weighted sum of the router's losses, added to the training loss.
 
-    The value is 1 if all experts are used alike, and E if one expert takes all tokens.
+    The other fields have no gradient.
+    """
+    balance: jax.Array
+    """Balance loss of Switch: E / A times the sum over experts of load times share.
+
+    The load of an expert is the fraction of tokens that chose it. Its share is the mean over tokens
+    of its gate, divided by the sum of the token's gates. The value is 1 if all experts are used
+    alike, and grows up to E / A with the imbalance.
     """
     z: jax.Array
-    """Mean square of the log-sum-exp of a token's scores."""
+    """Mean over tokens of the squared log-sum-exp of the router's scores, the z-loss of ST-MoE."""
     dropped: jax.Array
     """Number of times that a chosen expert had no room for a token, among this device's tokens."""
 
@@ -43,7 +48,7 @@ class Routing(NamedTuple):
         )
 
     def weighed(self, weight: jax.Array) -> Routing:
-        """Return the statistics multiplied by the number of targets, except dropped tokens.
+        """Return the statistics with all fields but `dropped` multiplied by the number of targets.
 
         The results of several batches can then be added up.
 
@@ -58,10 +63,12 @@ class Routing(NamedTuple):
         )
 
     def metrics(self, weight: jax.Array) -> dict[str, jax.Array]:
-        """Return balance_loss and z_loss without their loss weights, and dropped_tokens.
+        """Return the metrics balance_loss, z_loss and dropped_tokens of several batches.
+
+        The losses are not multiplied by their weights in the training loss.
 
         Args:
-            weight: Sum of the weights that `weighed` multiplied the added statistics by.
+            weight: Number of targets of all batches whose `weighed` statistics were added up.
         """
         return {
             "balance_loss": self.balance / weight,
@@ -78,14 +85,15 @@ class Choice(NamedTuple):
     weights_BTA: jax.Array
     """Factor on the output of each expert. It is 0 where the expert has no room for the token."""
     slots_BTA: jax.Array | None
-    """Rank of the token among those of its example that chose the same expert.
+    """Number of earlier tokens of the example that chose the same expert.
 
-    The expert has no room for ranks from its capacity on. `None` if experts take all tokens.
+    The expert has no room for the token if this is its capacity or more. `None` if experts take all
+    tokens.
     """
 
 
 def single_expert_routing() -> Routing:
-    """Return the statistics of a layer with one expert: balance 1, and 0 for all others."""
+    """Return the statistics of a layer with one expert: `balance` is 1, all other fields are 0."""
     zero = jnp.zeros(())
     one = jnp.ones(())
     return Routing(penalty=zero, balance=one, z=zero, dropped=zero)
@@ -109,8 +117,9 @@ def route(
         bias_E: Balance bias, added to the scores for the choice only. `None` without one.
         config: Kind of the gates, and weights of the router's losses.
         active: Number of experts A that a token goes to.
-        capacity: Number of tokens of an example that an expert takes. `None` takes all tokens.
-        layout: Layout whose devices the loads of experts are averaged over.
+        capacity: Largest number of tokens of an example that an expert takes, the earliest ones.
+            `None` takes all tokens.
+        layout: Layout over whose devices the loads of experts are averaged.
     """
     logits_BTE = jnp.matmul(
         x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), precision="highest"

@@ -25,7 +25,7 @@ from mupax.zoo.partition import ONE_DEVICE, Layout
 Apply = Callable[..., Any]
 """Function (parameters, *inputs) -> logits."""
 _WRITES = {Role.ATTENTION_OUT: 0, Role.MLP_OUT: 1, Role.EXPERT_OUT: 1}
-"""Roles of matrices that write a branch into the stream, and the index of their branch."""
+"""Index of the residual branch (0 attention, 1 MLP) by the role of the matrix that ends it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,9 @@ class FunctionDefinition(Definition):
     inside: Apply | None
 
     def arrays(self, params: Any) -> Arrays:
-        """Return the arrays of a tree by name, with one dimension for each axis.
+        """Return the arrays of a tree by name, reshaped to one dimension per declared axis.
+
+        `tree` is the inverse.
 
         Raises:
             PresetError: If the tree does not have the declared arrays.
@@ -60,12 +62,12 @@ class FunctionDefinition(Definition):
         return {name: jnp.reshape(leaves[name], self.abstract[name].shape) for name in self.specs}
 
     def tree(self, arrays: Mapping[str, Any], like: Any = None) -> Any:
-        """Return a tree of arrays in the shapes of the model.
+        """Return the tree that the model's function takes, made of arrays by name.
 
         Args:
             arrays: Arrays by name, in any shape with the same number of entries.
-            like: Tree whose structure to use, with as many arrays in the same order. Default: that
-                of the model.
+            like: Tree whose structure the result has, with as many arrays in the same order. By
+                default the result has the structure of the model's own tree.
         """
         structure = self.structure
         if like is not None:
@@ -213,11 +215,11 @@ def define_function(
 def _factors(
     specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], tied_readout: ParamSpec | None
 ) -> dict[str, dict[str, Any]]:
-    """Return the metadata of the model's forward multipliers, as `Definition.factors` has them.
+    """Return the metadata of the model's forward multipliers, in the form of `Definition.factors`.
 
     Raises:
-        PresetError: If blocks have no number or no parameter that writes into the stream, or if no
-            parameter can hold a multiplier.
+        PresetError: If there are residual blocks and `sizes` lacks their number, if no parameter
+            writes into the residual stream, or if no parameter can absorb a multiplier.
     """
     factors: dict[str, dict[str, Any]] = {}
     if tied_readout is not None:
@@ -249,13 +251,13 @@ def _factors(
 
 
 def _holders(specs: Mapping[str, ParamSpec], role: Role) -> list[str]:
-    """Return the names of the parameters that scale the output of the matrices of a role.
+    """Return the names of the parameters into which a factor on a role's output is multiplied.
 
-    These are the gains after the matrices if there are any, otherwise the matrices and their
+    These are the gains after the role's matrices if there are any, otherwise the matrices and their
     biases.
 
     Raises:
-        PresetError: If there are both gains and biases.
+        PresetError: If the matrices have both gains and biases.
     """
     matrices = []
     biases = []
@@ -277,17 +279,17 @@ def _holders(specs: Mapping[str, ParamSpec], role: Role) -> list[str]:
 
 
 def _layers(specs: Mapping[str, ParamSpec], role: Role, depth: int) -> dict[str, Any]:
-    """Return the layer of every parameter that a branch's scale is multiplied into, by name.
+    """Return the layer of every parameter into which a branch's scale is multiplied, by name.
 
-    These are the parameters of blocks that scale the output of a role's matrices (`_holders`): the
-    gains after the matrices if there are any, otherwise the matrices and their biases.
+    The parameters are those of residual blocks that `_holders` returns: the gains after the role's
+    matrices if there are any, otherwise the matrices and their biases.
 
     The layer is an index into an axis of layers: `slice(None)` for a stacked array, which has all
     layers, otherwise a number. Arrays that are not stacked are sorted by the numbers in their
     names and split evenly over the layers, so that a layer may have several.
 
     Args:
-        role: Role of the matrices, such as `Role.MLP_OUT`.
+        role: Role of the matrices that end the branch, such as `Role.MLP_OUT`.
         depth: Number of layers that arrays are split over if they are not stacked.
 
     Raises:
@@ -317,7 +319,7 @@ def _layers(specs: Mapping[str, ParamSpec], role: Role, depth: int) -> dict[str,
 
 
 def _natural_order(name: str) -> list[int | str]:
-    """Return a sorting key that orders numbers within names by their value."""
+    """Return a sorting key that orders numbers in names by value: block_2 before block_10."""
     words = re.split(r"(\d+)", name)
     return [int(word) if word.isdigit() else word for word in words]
 

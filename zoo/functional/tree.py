@@ -138,11 +138,12 @@ def sizes(
 ) -> dict[str, int]:
     """Return the size of every axis, from the shapes of arrays and the extra sizes.
 
-    An array with one dimension per axis shows all of its axes. Any other array shows the only axis
-    that is still unknown, because the product of its axes is its number of entries.
+    An array with one dimension per axis gives the sizes of all of its axes. Any other array, such
+    as one with heads * head_dim in one dimension, gives the size of one axis if those of its other
+    axes are known: the product of its axes is its number of entries.
 
     Args:
-        extra_sizes: Sizes by axis. They must include every axis that no array shows.
+        extra_sizes: Sizes by axis. They must include every axis whose size no array gives.
 
     Raises:
         PresetError: If an axis has two sizes or none, or if the axes of an array do not multiply to
@@ -191,10 +192,10 @@ def sizes(
 
 
 def _learn(axes: dict[str, _AxisSize], axis: str, size: int, name: str) -> None:
-    """Add the size that an array shows to `axes`, or check it if the axis is known.
+    """Record in `axes` an axis size that was found in an array, or compare it with a known one.
 
     Args:
-        name: Name of the array that shows the size, for messages.
+        name: Name of the array in which the size was found, for messages.
 
     Raises:
         PresetError: If the axis has another size already.
@@ -210,10 +211,10 @@ def _unknown_axes(spec: ParamSpec, axes: Mapping[str, _AxisSize]) -> list[str]:
 
 
 def _regroups(dimensions: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    """Return whether dimensions and axes are equal up to multiplying neighbours.
+    """Return whether merging or splitting neighbouring dimensions gives the sizes of the axes.
 
-    Each group of neighbours must be a single number on one of the two sides, so that several axes
-    make one dimension or several dimensions one axis.
+    Several axes may make one dimension, as in (512,) for axes of 8 and 64. Several dimensions may
+    make one axis. A group with several dimensions and several axes is not allowed.
     """
     i = 0
     j = 0

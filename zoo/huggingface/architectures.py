@@ -50,7 +50,7 @@ ARCHITECTURES: dict[Family, str] = {
     "mbart": "MBartForConditionalGeneration",
     "t5": "T5ForConditionalGeneration",
 }
-"""Class of `transformers` by family."""
+"""Name of the model class of `transformers` by family."""
 
 ACTIVATIONS = {
     "gelu_new": "gelu",
@@ -176,21 +176,22 @@ class Published(NamedTuple):
     zeros: frozenset[str] = frozenset()
     """Parameters of our model that the file does not hold, because they are zero."""
     embedding_scale: float = 1.0
-    """Factor of the code on looked-up embeddings, before positions are added."""
+    """Factor by which the code multiplies looked-up embeddings, before positions are added."""
     query_scale: float = 1.0
-    """Factor of the code on attention logits, times head_dim^1/2."""
+    """Factor of the code on attention logits, divided by head_dim^-1/2, which is ours."""
 
 
 def read_stack(
     config: Fields, family: Family, defaults: StackDefaults | None = None
 ) -> dict[str, Any]:
-    """Return the values that a config.json has for a stack, by the names of `StackFields`.
+    """Return width, depth and other sizes of a residual stack that a config.json describes.
 
-    A field that the family does not have is left out.
+    The keys are the names of the fields of `StackFields`, such as "num_heads". A field that the
+    family does not have is left out.
 
     Args:
         family: Key of `FIELDS`.
-        defaults: Values of fields that config.json leaves out. `None` is those of the family.
+        defaults: Values of fields that config.json leaves out. `None` takes them from `DEFAULTS`.
 
     Raises:
         ConfigError: A value is of the wrong kind.

@@ -47,7 +47,7 @@ UNLIKE = {
     "siglip_vision_model": "no classifier, and pools by attention (vision_use_head); "
     "SiglipForImageClassification, of model_type siglip, has the mean",
 }
-"""Feature because of which a model_type is refused, by model_type."""
+"""Reason why a model_type is refused, such as a missing or additional feature, by model_type."""
 
 DISTILLED = "DeiTForImageClassificationWithTeacher"
 
@@ -302,7 +302,7 @@ def _common_reasons(model: TransformerConfig, family: Family) -> list[str]:
 def _gpt2_and_vit_reasons(model: TransformerConfig) -> list[str]:
     """Return the reasons why the code of GPT-2 or a ViT cannot compute a model, `[]` if it can.
 
-    Those of `_common_reasons` and `_image_reasons` are not among them.
+    Reasons that `_common_reasons` and `_image_reasons` return are left out.
     """
     width = model.width
     heads = model.num_heads
@@ -669,7 +669,7 @@ def _read_stack(
 
     Args:
         family: "mbart" or "t5", whose names of fields are read.
-        defaults: Values of fields that are left out. `None` is those of the family.
+        defaults: Values of fields that config.json leaves out. `None` takes those of the family.
     """
     stack = read_stack(config, family, defaults)
     stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]

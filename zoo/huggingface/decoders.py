@@ -60,9 +60,10 @@ LIKE_LLAMA: dict[Family, Defaults] = {
 
 
 def family_of(model: DecoderConfig) -> Family:
-    """Return the family whose files are to hold a decoder with rotary positions.
+    """Return the family in whose layout a decoder with rotary positions is written.
 
-    It is the plainest one with the decoder's main features. `reasons` has those that it lacks.
+    It is the plainest family that has the decoder's main features. It may lack other features of
+    the decoder, which `reasons` then names.
     """
     is_layernorm_without_gate = model.norm == "layernorm" and not model.gated
     if model.parallel or model.rotary_fraction != 1 or is_layernorm_without_gate:
@@ -583,8 +584,8 @@ def _read_rope_by_layer_type(config: Fields, windows: dict[str, Any]) -> dict[st
         windows: Fields of our config that say which layers have a window (`_read_windows`).
 
     Raises:
-        ConfigError: The object for a type of layer is missing or wrong, or our config cannot hold
-            both.
+        ConfigError: The object for a type of layer is missing or wrong, or layers with a window
+            have scaled frequencies, which our config cannot express.
     """
     parameters = config.fields.get("rope_parameters")
     if parameters is None:
@@ -635,8 +636,8 @@ def _read_windows(config: Fields, depth: int, default_period: int) -> dict[str, 
     These are `window`, in positions or `None`, and `full_every` if some layers have no window.
 
     Args:
-        default_period: Every so many layers, one has no window. `sliding_window_pattern` overrides
-            the number, and `layer_types` overrides both.
+        default_period: Number n, if every n-th layer has no window. `sliding_window_pattern` of
+            config.json overrides it, and `layer_types` overrides both.
 
     Raises:
         ConfigError: The layers without a window are not every n-th layer.

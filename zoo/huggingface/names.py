@@ -27,7 +27,7 @@ HEADS = (
     "classifier.weight",
     "classifier.bias",
 )
-"""Tensors whose names have no prefix."""
+"""Tensors whose names in files have no prefix (`tables.PREFIX`): readouts and their biases."""
 
 _COMPLETE_ENDINGS = (
     ".weight",
@@ -38,7 +38,7 @@ _COMPLETE_ENDINGS = (
     "_embeddings",
     "_logits_bias",
 )
-"""Ends of names in a table that are complete. Other names stand for a weight and a bias."""
+"""Ends of complete names in `tables`. Any other name there stands for a .weight and a .bias."""
 
 
 def family_of(model: TransformerConfig) -> Family:
@@ -60,27 +60,27 @@ def family_of(model: TransformerConfig) -> Family:
 
 
 class Part(NamedTuple):
-    """Parameter of ours, of one layer, as it lies in a tensor of a file.
+    """Conversion between one layer of a parameter of ours and the tensor of a file that holds it.
 
-    With W in the file, ours is scale * (W + shift).
+    With W in the file, our parameter is scale * (W + shift), reshaped and transposed.
     """
 
     name: str
     """Name of our parameter."""
     shape: tuple[int, ...]
-    """Shape of our parameter."""
+    """Shape of our parameter, in one layer."""
     matrix: tuple[int, ...]
-    """Shape with the dimensions of the tensor in the order of our parameter."""
+    """Shape to which our parameter is reshaped before its dimensions are transposed."""
     axes: tuple[int, ...]
-    """Dimensions of `matrix` in the order of the tensor."""
+    """Permutation by which `matrix` is then transposed to the order of the tensor."""
     skipped_rows: int = 0
     """Number of rows at the start of the tensor that nothing reads."""
     scale: float = 1.0
-    """Factor that the code of `transformers` has in its forward pass and ours has not."""
+    """Factor that is in the forward pass of `transformers`, and in our parameter instead."""
     shift: float = 0.0
-    """Number that the code of `transformers` adds to the tensor."""
+    """Number that the code of `transformers` adds to the tensor, 1 for the gains of a Gemma."""
     joined: bool = False
-    """Whether the tensor has all dimensions but the first in one."""
+    """Whether all dimensions but the first are merged into one after the transposition."""
 
     def to_huggingface(self, value: np.ndarray) -> np.ndarray:
         """Convert a value of our parameter, of one layer, to the tensor that holds it in a file.
@@ -111,16 +111,17 @@ class Part(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """Tensor of a file, and our parameters that it holds side by side along its last axis."""
+    """Tensor of a file, and the parameters of ours that it holds, one after another in an axis."""
 
     name: str
     """Name with {i} for the index of the layer and {j} for that of the expert, if there are any."""
     parts: tuple[Part, ...]
     """Our parameters in the tensor."""
     fused: bool = False
-    """Whether the parts lie side by side within each head (GPT-NeoX).
+    """Whether the parts lie side by side within each head, as in GPT-NeoX.
 
-    The tensor is then [out, in], with heads in the first axis.
+    The tensor is then [out, in], and its first axis is ordered by head. Otherwise the parts lie
+    along the last axis.
     """
 
     def to_huggingface(self, values: Sequence[np.ndarray]) -> np.ndarray:
@@ -160,7 +161,7 @@ class Tensor(NamedTuple):
 
     @property
     def widths(self) -> list[int]:
-        """Size of the last axis of each part."""
+        """Number of entries that each part takes along the axis in which the parts lie."""
         widths = []
         for part in self.parts:
             last_axes = part.axes[1:] if part.joined else part.axes[-1:]
@@ -190,10 +191,10 @@ class Tensor(NamedTuple):
         return model.depth
 
     def sizes(self, model: TransformerConfig) -> tuple[int, ...]:
-        """Return the numbers of layers and of experts that have a tensor of this name in a file.
+        """Return the numbers of layers and of experts for which a file has a tensor of this name.
 
-        These are the leading dimensions of our parameters, before the shape of a part. A number is
-        left out if the name has no index for it.
+        They are the leading dimensions of our stacked parameter, in front of `Part.shape`. The
+        number of layers is left out if the name has no {i}, that of experts if it has no {j}.
         """
         sizes = []
         if self.stacked:
@@ -203,10 +204,10 @@ class Tensor(NamedTuple):
         return tuple(sizes)
 
     def named(self, index: Sequence[int]) -> str:
-        """Return the name in a file.
+        """Return the name in a file of the tensor of one layer and expert.
 
         Args:
-            index: Index of the layer and of the expert, as many numbers as `sizes` has.
+            index: Index of the layer and of the expert, with as many numbers as `sizes` returns.
         """
         # Tensors outside of layers have an empty index, and format() leaves their names as they
         # are.
@@ -217,10 +218,10 @@ def _part(model: TransformerConfig, specs: Mapping[str, Any], name: str, layout:
     """Return the `Part` for a parameter of ours in a layout of `tables`, without scale and shift.
 
     Args:
-        specs: Parameters of the model. If they lack the parameter, a bias has the shape of its
-            matrix' output, and a parameter of a norm is [D].
+        specs: Declarations of the model's parameters. If they lack the parameter, a bias has the
+            shape of its matrix's output, and a parameter of a norm is [D].
         name: Name of our parameter, without an index of the layer.
-        layout: Layout as the header of `tables` describes it.
+        layout: Name of the layout, such as "linear", from the table in the docstring of `tables`.
     """
     sizes = model.sizes()
     spec = specs.get(name)
@@ -268,9 +269,10 @@ def _part(model: TransformerConfig, specs: Mapping[str, Any], name: str, layout:
 
 
 def _scale(model: TransformerConfig, family: Family, name: str) -> float:
-    """Return the factor on a parameter that the code of `transformers` has and ours has not.
+    """Return the factor by which our parameter must be larger than the one in a file.
 
-    T5's code does not scale attention logits, and divides a tied readout by width^1/2. Gemma's code
+    It makes up for factors in the forward pass that `transformers` and our code do not share. T5's
+    code does not scale attention logits, and divides a tied readout by width^1/2. Gemma's code
     multiplies looked-up embeddings by width^1/2.
 
     Args:

@@ -31,9 +31,10 @@ INDEX = "model.safetensors.index.json"
 
 DType = Literal["float32", "bfloat16", "float16"]
 READABLE = ("F32", "BF16", "F16")
-"""Types that weights are stored in.
+"""Types of tensors that are read, by their names in safetensors.
 
-Whole numbers and 8-bit floats are quantized weights, which mean nothing without their scales.
+Whole numbers and 8-bit floats are refused: they are quantized weights, which mean nothing without
+their scales.
 """
 
 SHARD_BYTES = 5 * 10**9

@@ -32,13 +32,13 @@ WITHOUT_MEANING = (
     ".rotary_emb.inv_freq",
     "embeddings.mask_token",
 )
-"""Ends of names of tensors that are no weights of the model, in files of older versions.
+"""Ends of the names of tensors in older files that are no weights of the model.
 
-They are masks, tables of positions, and the token of another training task.
+They are masks, tables of positions, and the token of another training task. A reader skips them.
 """
 
 POOLER = ("pooler.", "head.")
-"""Prefixes of layers after the bare ViT and SigLIP's vision tower that no classifier reads."""
+"""Prefixes of layers after a ViT's or SigLIP's last block that a classifier does not read."""
 
 LM_HEAD = "lm_head.weight"
 """Name of a language model's readout."""
@@ -47,16 +47,16 @@ NEOX_HEAD = "embed_out.weight"
 """Name of the readout in GPT-NeoX' files."""
 
 COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-"""Names under which older files hold `shared.weight` again."""
+"""Names under which older files hold a copy of the token embedding `shared.weight`."""
 
 REGISTERS = "registers"
-"""Name of the registers while they are apart from the positions.
+"""Name of a ViT's register tokens while they are read or written as a parameter of their own.
 
-In ours, registers are rows of the positions. In the files they are tensors of their own.
+In files they are tensors of their own. In our models they are rows of the parameter "position".
 """
 
 _LARGEST_ZEROS = 2**28
-"""Largest classifier of zeros that is added to a file without one, in numbers."""
+"""Most entries of a classifier of zeros that is added to the parameters of a file without one."""
 
 
 class Loaded(NamedTuple):
@@ -155,7 +155,7 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
 
 
 def _without_prefix(files: Tensors, family: Family) -> dict[str, str]:
-    """Return the name of every tensor in the file, by its name without the prefix.
+    """Return the full name of every tensor in the file, by its name without the family's prefix.
 
     Raises:
         TensorFileError: Two tensors have the same name without the prefix.
@@ -178,7 +178,7 @@ def _without_prefix(files: Tensors, family: Family) -> dict[str, str]:
 def _check_number_of_layers(
     files: Tensors, model: TransformerConfig, names_in_file: Mapping[str, str]
 ) -> None:
-    """Raise an error if a config has more layers, or layers times experts, than tensors exist.
+    """Raise an error if a config has more layers, or layers times experts, than the file tensors.
 
     This comes before any loop over layers, because a config may claim millions of them.
 
@@ -186,7 +186,7 @@ def _check_number_of_layers(
         names_in_file: Name in the file by the name without the prefix.
 
     Raises:
-        TensorFileError: The file has fewer tensors than that number.
+        TensorFileError: The file has too few tensors.
     """
     largest = max((tensor.sizes(model) for tensor in tensors(model)), key=math.prod)
     if math.prod(largest) > len(names_in_file):
@@ -326,7 +326,8 @@ def _check_unread(
 ) -> list[str]:
     """Return the names of unread tensors that may be dropped, because they change no output.
 
-    Copies of the token embedding are compared with it. Of these only a readout is returned.
+    These are tensors without meaning for the model, and a tied readout that the file also holds as
+    a tensor. Copies of the token embedding, of which the readout is one, are compared with it.
 
     Args:
         files: Tensors of the file, for the values of copies.
@@ -377,9 +378,9 @@ def _check_unread(
 
 
 def _separate_registers(params: Mapping[str, np.ndarray], model: TransformerConfig) -> Params:
-    """Return a copy of the parameters with the registers' rows moved out of "position".
+    """Return the parameters with the rows of a ViT's registers moved out of "position".
 
-    They become a parameter of their own, `REGISTERS`.
+    The rows become a parameter of their own, `REGISTERS`. The given mapping is not changed.
     """
     assert isinstance(model, ViTConfig)
     # Row 0 of the positions is that of the CLS token.
@@ -389,13 +390,13 @@ def _separate_registers(params: Mapping[str, np.ndarray], model: TransformerConf
 
 
 def _put_registers(params: Params, registers: np.ndarray, *, own_rows: bool) -> None:
-    """Add the registers to the positions, in the rows after that of the CLS token.
+    """Add a ViT's register tokens to "position", in the rows after that of the CLS token.
 
     Args:
         params: Parameters with "position", which is changed in place.
         registers: Vectors of the registers, [registers, D].
-        own_rows: The positions have rows for the registers already (DeiT). Otherwise the rows are
-            inserted.
+        own_rows: `True` if "position" has rows for the registers already, as in DeiT. `False`
+            inserts the rows.
     """
     count = len(registers)
     if not own_rows:
@@ -404,12 +405,12 @@ def _put_registers(params: Params, registers: np.ndarray, *, own_rows: bool) -> 
 
 
 def _scale_embeddings(params: Params, scale: float, *, tied: bool) -> None:
-    """Multiply the token embeddings by the factor that `transformers` has on looked-up rows.
+    """Multiply the token embeddings by the factor that `transformers` applies to looked-up rows.
 
     Args:
         params: Parameters with "token" and the last norm, which are changed in place.
-        tied: The table is also the readout, where the factor is not wanted. The norm before the
-            readout is divided by `scale`.
+        tied: Whether the table is also the readout, to which the factor does not apply. The norm
+            before the readout is then divided by `scale`.
     """
     # Rounded to float32 once, after a product in float64.
     params["token"] = (params["token"] * np.float64(scale)).astype(np.float32)

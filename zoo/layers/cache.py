@@ -33,7 +33,7 @@ class Cache(NamedTuple):
         """Return the cache with T more positions of one layer, written from `length` on.
 
         The positions must fit into the cache, otherwise they overwrite earlier ones without an
-        error. `length` does not change, so that all layers can be written before it does.
+        error. `length` does not change. The caller increases it once all layers are written.
 
         Args:
             layer: Index of the layer, from 0.
@@ -74,8 +74,9 @@ class Cache(NamedTuple):
     ) -> jax.Array:
         """Return causal attention of T queries at the positions from `length` on, [B, T, H, N].
 
-        A query sees all cached positions up to its own. `put` has already written them; `length` is
-        still the number of positions before them. The softmax is in float32.
+        A query sees all cached positions up to its own. `put` must have written the keys and values
+        of the T queries already, while `length` is still the number of positions before them. The
+        softmax is in float32.
 
         Args:
             layer: Index of the layer, from 0.

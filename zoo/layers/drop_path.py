@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 BRANCHES = 2
-"""Number of branches of a block, attention and MLP. Each is left out by itself, as in timm."""
+"""Number of branches of a block, attention and MLP. Each is dropped independently, as in timm."""
 _STREAM = 0x64726F70
-"""Number folded into the key, so that these draws differ from those of the initialization."""
+"""Number folded into the key, so that drop path does not reuse draws of the initialization."""
 
 
 class Drop(NamedTuple):
-    """Seed and rates of drop path, as data of the training step."""
+    """Seed and rates of drop path, which the compiled training step gets as arrays."""
 
     seed: Any
     """uint32 []."""

@@ -19,32 +19,35 @@ import jax.numpy as jnp
 from mupax.zoo.partition import LANES, ONE_DEVICE, Axes, Layout
 
 BLOCK = 512
-"""Positions on a side of a splash block."""
+"""Default side of a splash block: the number of queries, and of keys, that are read at a time."""
 BLOCKS = {"TPU v6 lite": 1024}
-"""Larger sides of a splash block, by device kind.
+"""Larger sides of a splash block for some chips, in positions, by `jax.Device.device_kind`.
 
-A kernel does as many products per byte of keys and values as the side of its block. It waits for
-memory if that is less than the chip's FLOPs per byte of main memory (560 on v6e, at most 330 on
-other chips).
+The number of FLOPs that a kernel does per byte of keys and values equals the side of its block. If
+it is below the FLOPs that the chip can do per byte of memory traffic (560 on v6e, at most 330 on
+other chips), the kernel waits for memory.
 """
 
 FUSED = 2048
-"""Side of a block from which one kernel computes the gradients of queries, keys and values.
+"""Side of a splash block, in positions, from which a single kernel computes all gradients.
 
-One kernel saves two products of seven, as in MaxText's settings. It writes the gradients of queries
-once per block of keys, which with blocks of 1024 costs 3 % of a step's cycles on v5e.
+With smaller blocks, one kernel computes the gradient of queries and another those of keys and
+values. A single kernel saves two products of seven, as in MaxText's settings. It writes the
+gradients of queries once per block of keys, which with blocks of 1024 costs 3 % of a step's cycles
+on v5e.
 """
 
 
 def block_of(length: int, kind: str, limit: int | None = None, *, causal: bool) -> int:
-    """Return the number of positions on a side of a splash block.
+    """Return the number of queries or keys that a splash kernel reads at a time.
 
     It is the largest multiple of 128 within the limit that divides the length, or 128 if none does.
 
     Args:
         length: Number of positions on one device, a multiple of 128.
         kind: `jax.Device.device_kind` of the chip.
-        limit: Largest side. Default: the chip's own side, at most half of the length if causal.
+        limit: Largest result. Default: the chip's own (`BLOCKS`), at most half of the length if
+            causal.
         causal: Whether query t sees keys 0..t only.
     """
     largest = limit
@@ -77,8 +80,9 @@ def cudnn_attention(
         k_BSKN: Keys, [B, S, K, N]. H is a multiple of K.
         v_BSKN: Values, [B, S, K, N].
         causal: `True` lets query t see keys 0..t, `False` all keys.
-        segments_BT: Document of each position, int32. Positions see only their own document. The
-            kernel reads this as a mask of all pairs from memory. Default: one document.
+        segments_BT: Index of the document of each position, int32. Positions see only their own
+            document. The kernel gets a mask of all pairs, which it reads from memory. Default: one
+            document.
         layout: Layout of the arrays, `ONE_DEVICE` by default.
     """
     # The kernel's causal mask begins at position 0. Devices that split positions therefore exchange
@@ -119,17 +123,17 @@ def _cudnn_by_heads(
     segments: tuple[jax.Array, ...],
     mesh_axes: tuple[str, ...],
 ) -> jax.Array:
-    """Return causal attention of one device's positions, with positions exchanged for heads.
+    """Return causal attention of one device's positions, computed by heads instead of positions.
 
-    Queries and results are exchanged between devices. Of keys and values, each device takes the
-    heads that it needs.
+    Devices exchange queries, so that each has all positions of a part of the heads. Each slices the
+    keys and values of these heads. Results are exchanged back. Call inside `shard_map`.
 
     Args:
         q_BTHN: Queries at this device's T positions, with all of its heads, and the logit scale in
             them. The number of devices divides H.
         k_BSKN: Keys at all S positions. S is T times the number of devices.
         v_BSKN: Values, [B, S, K, N].
-        segments: Segments of queries [B, T] and of keys [B, S], or an empty tuple.
+        segments: Document indices of queries [B, T] and of keys [B, S], or an empty tuple.
         mesh_axes: Mesh axes that split positions, over which queries and results are exchanged.
     """
     num_devices = jax.lax.axis_size(mesh_axes)
@@ -258,16 +262,16 @@ def ring_attention(
     interpret: bool = False,
     layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Return attention [B, T, H, N] where devices split positions and keys go round in a ring.
+    """Return attention [B, T, H, N] where devices split positions and send keys round a ring.
 
-    Every device holds the queries, keys and values of its own positions (`mupax.zoo.layers.ring`).
-    On TPU splash attends to each part of the keys, elsewhere plain products do. T and S are equal.
-    With D devices that split positions, T is a multiple of 2D if causal, otherwise of D, and on TPU
-    of 128 times that.
+    Every device begins with the queries, keys and values of its own positions, and receives those
+    of the others in turn (`mupax.zoo.layers.ring`). Attention to each part of the keys is computed
+    by splash on TPU, and by plain matrix products elsewhere. T and S are equal. With D devices that
+    split positions, T is a multiple of 2D if causal, otherwise of D, and on TPU of 128 times that.
 
     Args:
         q_BTHN, k_BSKN, v_BSKN, causal, block, segments_BT, interpret, layout: Same as in
-            `splash_attention`. Segments go round with their keys.
+            `splash_attention`.
     """
     from mupax.zoo.layers.ring import products, ring
 
@@ -304,7 +308,7 @@ def ring_attention(
 
 
 def _block_sizes(length: int, source: int, *, kind: str, limit: int | None, causal: bool) -> Any:
-    """Return the `BlockSizes` of a splash kernel.
+    """Return the `BlockSizes` of a splash kernel, for its forward and backward pass.
 
     Args:
         length: Number of queries, a multiple of 128.
@@ -342,7 +346,7 @@ def _block_sizes(length: int, source: int, *, kind: str, limit: int | None, caus
 def _segment_mask(
     query_segments_BT: jax.Array | None = None, key_segments_BS: jax.Array | None = None
 ) -> jax.Array | None:
-    """Return which keys are in a query's segment, bool [B, 1, T, S], or `None` without segments."""
+    """Return a mask of keys in the query's document, bool [B, 1, T, S]. `None` without segments."""
     if query_segments_BT is None or key_segments_BS is None:
         return None
     mask_BTS = query_segments_BT[:, :, None] == key_segments_BS[:, None, :]
@@ -350,9 +354,10 @@ def _segment_mask(
 
 
 def _segments(segments_BT: jax.Array | None) -> tuple[tuple[jax.Array, ...], tuple[Axes, ...]]:
-    """Return the segments of queries and of keys, and their logical axes.
+    """Return the document indices of queries and of keys, and the logical axes of both arrays.
 
-    Devices split the queries' positions, not the keys'. Both tuples are empty without segments.
+    Both are `segments_BT`, of which devices split the queries' positions, but not the keys'. The
+    two tuples are empty if `segments_BT` is `None`.
     """
     if segments_BT is None:
         return (), ()
@@ -393,9 +398,10 @@ def _on_devices(
 def _with_heads_alike(
     layout: Layout, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return queries, keys and values whose heads devices split in the same way.
+    """Return queries, keys and values such that devices split query heads and key heads alike.
 
-    If key heads do not divide as query heads do, every query head gets a key head of its own.
+    If devices cannot split key heads, or split them along other mesh axes than query heads, keys
+    and values are repeated, so that every query head has a key head of its own.
     """
     groups = q_BTHN.shape[2] // k_BSKN.shape[2]
     divides = k_BSKN.shape[2] % layout.num_shards("kv_heads") == 0

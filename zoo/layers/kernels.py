@@ -26,9 +26,9 @@ from mupax.zoo.layers.linear import SAVED, softcapped
 from mupax.zoo.partition import LANES, ONE_DEVICE, Layout
 
 TILE = 64
-"""Fewest queries of a tile. Below this number, products with masked keys cost less than tiles."""
+"""Fewest queries in a tile of `tiled_attention`. Smaller tiles cost more than masked products."""
 MAX_TILES = 8
-"""Largest number of tiles. Every tile is compiled separately."""
+"""Largest number of tiles in `tiled_attention`. Every tile is compiled separately."""
 
 ArrayOrShape = jax.Array | jax.ShapeDtypeStruct
 
@@ -40,11 +40,11 @@ kernel then sees all positions at once.
 """
 
 RING = 4096
-"""Fewest positions per device for which auto uses a ring on TPU.
+"""Fewest positions per device for which `compute.attention` auto takes a ring on TPU.
 
-The time that a ring saves grows with the square of the positions, and the cost of combining its
-parts only with their number. Both are equal at about 2000 positions on v5p and 2800 on v5e (lm-8b
-at 131,072 and 32,768 tokens).
+The time that a ring saves grows with the square of the number of positions, and the cost of
+combining its parts only linearly. Both are equal at about 2000 positions per device on v5p and 2800
+on v5e (lm-8b at 131,072 and 32,768 tokens).
 """
 
 _HIDDEN = jnp.finfo(jnp.float32).min
@@ -114,9 +114,9 @@ def tiled_attention(
 ) -> jax.Array:
     """Return causal attention [B, T, H, N], computed by tiles of queries.
 
-    A tile is not multiplied with keys that none of its queries sees. Its weights are recomputed for
-    the gradient. Tiles are plain operations under `jax.checkpoint`, so derivatives of every kind
-    and order work.
+    A tile is a range of queries. It is not multiplied with keys that none of its queries sees. The
+    backward pass recomputes its attention weights. Tiles are plain operations under
+    `jax.checkpoint`, so derivatives of every kind and order work.
 
     Args:
         q_BTHN, k_BSKN, v_BSKN, window, cap, segments_BT: Same as in `merged_attention`.
@@ -200,15 +200,16 @@ def _tile(
 
 
 def _same_segment(segments_BT: jax.Array) -> jax.Array:
-    """Return which pairs of positions are of one segment, bool [B, T, T]."""
+    """Return a mask, bool [B, T, T], that is True for pairs of positions of the same document."""
     return segments_BT[:, :, None] == segments_BT[:, None, :]
 
 
 def _causal_mask(queries: int, keys: int, window: int | None) -> jax.Array:
-    """Return which keys each query sees, bool [T, S]: at most `window`, up to its own position.
+    """Return a mask, bool [T, S], that is True for keys that a query sees.
 
     Args:
-        window: Number of keys that a query sees. `None` is all keys up to its own position.
+        window: Number of keys that a query sees, its own and those before it. `None` is all keys up
+            to its own.
     """
     mask_TS = jnp.tri(queries, keys, dtype=bool)
     if window is not None:
@@ -244,7 +245,10 @@ def _split_batch_and_heads(y_RTN: jax.Array, heads: int) -> jax.Array:
 def widened(*heads_BTHN: jax.Array) -> list[jax.Array]:
     """Return the arrays padded with zeros to the largest head dimension among them.
 
-    The zeros change no product.
+    Kernels need queries, keys and values of one size. The zeros change no product.
+
+    Args:
+        *heads_BTHN: Queries, keys and values, [B, T, heads, N], whose N can differ.
     """
     largest = max(x_BTHN.shape[-1] for x_BTHN in heads_BTHN)
     padded = []
@@ -370,8 +374,8 @@ def _xla_attention(
 ) -> jax.Array:
     """Return attention [B, T, H, N] by XLA's products, of queries that already include the scale.
 
-    It goes in tiles of queries (`tiled`), with batch and heads merged into one dimension
-    (`merges_heads`), or with all dimensions separate.
+    It is computed in tiles of queries if `tiled` returns True, otherwise with batch and heads
+    merged into one dimension if `merges_heads` returns True, otherwise with dimensions as they are.
     """
     if tiled(causal, q_BTHN.shape[1], layout=layout):
         return tiled_attention(
@@ -396,9 +400,9 @@ def split_attention(
     cap: float | None = None,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Return attention [B, T, H, N] by XLA, with no dimensions merged.
+    """Return attention [B, T, H, N] by XLA, with batch, positions and heads as separate dimensions.
 
-    Devices can split every dimension.
+    Devices can split every one of them.
 
     Args:
         q_BTHN, k_BSKN, v_BSKN, causal, window, cap, segments_BT: Same as in `attend`.
@@ -454,9 +458,10 @@ def tiled(causal: bool, length: int, *, layout: Layout = ONE_DEVICE) -> bool:
 
 
 def merges_heads(layout: Layout) -> bool:
-    """Return whether batch and heads can be merged into one dimension.
+    """Return whether XLA's attention merges batch and heads into one dimension.
 
-    They can on a CPU layout that splits neither heads nor positions.
+    It does on a CPU, if devices split neither heads nor positions. `merged_attention` and
+    `tiled_attention` then compute it.
     """
     if layout.platform != "cpu":
         return False
@@ -474,17 +479,18 @@ def chosen(
     *,
     layout: Layout = ONE_DEVICE,
 ) -> AttentionName:
-    """Return the implementation that computes an attention.
+    """Return the name of the implementation that computes an attention.
 
-    It is the named one or, with auto, the first one in `AUTO` that can compute it, and otherwise
-    XLA. On TPU, auto uses a ring only from `RING` positions per device on.
+    With auto, it is the first one of the platform in `AUTO` that can compute the attention, and
+    "xla" if none can. On TPU, auto takes a ring only from `RING` positions per device on.
 
     Args:
         implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout: Same as in `why_not`.
-            `implementation` can also be auto.
+            `implementation` can also be auto. Any other name is returned.
 
     Raises:
-        ConfigError: If the named implementation cannot compute it. The message has the reason.
+        ConfigError: If the named implementation cannot compute the attention. The message has the
+            reason.
     """
     if implementation != "auto":
         reason = why_not(implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout=layout)
@@ -605,7 +611,7 @@ def _why_not_cudnn(
 
 
 LOGITS_BLOCK = 256
-"""Number of queries, and of keys, whose logits exist at the same time."""
+"""Number of queries, and of keys, whose logits `largest_logits` has in memory at a time."""
 
 
 def largest_logits(
@@ -625,8 +631,8 @@ def largest_logits(
     attention are not part of it: both come after the product, and a cap would hide its growth. Only
     pairs that the softmax sees are counted.
 
-    No gradient flows through the result. Under manual FSDP it is over this device's examples. A
-    head without a visible pair has -inf.
+    No gradient flows through the result. Under manual FSDP the maximum is over this device's
+    examples only. A head without a visible pair has -inf.
 
     Args:
         q_BTHN: Queries, which already include the logit scale.
@@ -715,9 +721,9 @@ def largest_logits(
 
 
 def _starts(length: int, block: int) -> list[int]:
-    """Return the first positions of blocks that cover a length.
+    """Return the first positions of blocks of `block` positions that cover `length` positions.
 
-    The last block may overlap with the one before it, which changes no maximum.
+    The last block may overlap with the one before it, which changes no maximum over blocks.
     """
     return [min(start, length - block) for start in range(0, length, block)]
 
@@ -731,12 +737,12 @@ def _visible_blocks(
     causal: bool,
     window: int | None,
 ) -> list[tuple[int, int]]:
-    """Return the first query and key of every pair of blocks that a causal mask leaves.
+    """Return the first query and first key of every pair of blocks with a visible pair in it.
 
     Args:
         query_starts: First query of each block of `block` queries.
         key_starts: First key of each block of `key_block` keys.
-        causal: `False` keeps all pairs.
+        causal: Whether queries see no later keys. `False` keeps all pairs of blocks.
         window: Number of keys that a query sees. `None`: no window.
     """
     pairs = []

@@ -24,7 +24,7 @@ from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.transformer import RopeScaling
 
 GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
-"""Activation of an MLP's gate. GELU is its tanh approximation."""
+"""Function of an MLP's gate by the config's `activation`. GELU is in its tanh approximation."""
 
 FLOAT8_CAPABILITY = (8, 9)
 """Least compute capability of an NVIDIA GPU that multiplies numbers of float8."""
@@ -53,7 +53,8 @@ def project(
         w: Weights, [I, O]. I and O can each be several dimensions.
         inputs: Number of dimensions that I stands for.
         out_dtype: Dtype of the result, by default that of x.
-        kind: `product_dtype` of the model's compute config. The result then has the dtype of x.
+        kind: "int8" or "float8" to round both factors to 8 bits, from `product_kind`. The result
+            then has the dtype of x. `None` rounds nothing.
         layout: Layout of x. Its platform and its split of positions select the implementation.
 
     Raises:
@@ -85,10 +86,10 @@ def project(
 
 
 def _quantized_product(x: jax.Array, w: jax.Array, dimensions: Any, kind: str) -> jax.Array:
-    """Return a product of numbers rounded to 8 bits. Gradients are rounded in the same way.
+    """Return the product of x and w, both rounded to 8 bits. Gradients are rounded likewise.
 
     Each row of x and each column of w is divided by its largest entry before it is rounded. A
-    factor on x or w is therefore exactly a factor on the result, under every preset.
+    factor on x or w, such as a preset's multiplier, is therefore exactly a factor on the result.
 
     Args:
         w: Weights, which must have the dtype of x.
@@ -134,7 +135,7 @@ def _refuse_gpus_without_float8(layout: Layout) -> None:
 
 
 def product_kind(compute: ComputeConfig) -> str | None:
-    """Return the argument `kind` of `project` for a compute config.
+    """Return the argument `kind` of `project`: the 8-bit type of products, `None` for no rounding.
 
     Raises:
         ConfigError: If the config needs the extra `quantized` and it is not installed.
@@ -168,7 +169,7 @@ def adapted(
         y: Product of x and the matrix, [..., O].
         x: Inputs of the matrix, [..., I].
         lora: Adapter of the matrix (`mupax.zoo.lora.layer.Lora`). `None` returns y.
-        inputs: Number of dimensions that I stands for.
+        inputs: Number of trailing dimensions of x that make up I.
     """
     if lora is None:
         return y
@@ -334,7 +335,8 @@ def rotary(
         start: Position of the first entry along T, int32 [], or int32 [B] with one for each
             sequence. Default: positions of the layout, which begin at 0.
         scaling: Stretching of the frequencies for a longer context. `None` leaves them unscaled.
-        size: Number of entries of each head to rotate, from the first. Default: all.
+        size: Number of leading entries of each head to rotate, which is then N in the formula. The
+            other entries are returned unchanged. Default: all are rotated.
         layout: Layout of positions on devices. Its platform selects the implementation.
     """
     if size not in (None, x_BTHN.shape[-1]):

@@ -44,12 +44,13 @@ BLOCK_INPUT = "block_input"
 """Checkpoint name of the residual stream before a block."""
 
 UNROLLED_DEPTH = 16
-"""Deepest stack that auto unrolls on CPU. Compile time grows with every block."""
+"""Most blocks that `compute.layers` auto unrolls, on CPU. Compile time grows with every block."""
 
 WIDE = 4096
-"""Width from which an MLP's gate is computed outside of products on TPU (`_materialized`).
+"""Model width from which a gated MLP's hidden layer is stored in memory on TPU (`_materialized`).
 
-At 4096 (lm-8b, v5e:16x16) it saves 4.6 of 53.3 M cycles of a layer's backward pass. At 2048
+Below this width, the compiler may compute the gate again inside every product that reads it. At
+4096 (lm-8b, v5e:16x16) storing saves 4.6 of 53.3 M cycles of a layer's backward pass. At 2048
 (1.2 B, v5e:4x4) it would cost 3.7 of 36.8 M cycles of both passes.
 """
 
@@ -84,7 +85,8 @@ class Attention(nnx.Module):
     The preset's logit scale is applied here and nowhere else.
 
     Attributes:
-        attention_specs: Mask and soft cap of each layer of a period. `at` selects one of them.
+        attention_specs: Mask and soft cap of the first layers, up to the one after which the
+            pattern repeats (`TransformerConfig.attention_specs`). `at` selects one of them.
         block: Positions on a side of a splash block. `None` is the chip's own.
         fused: Whether one product computes queries, keys and values.
         kind: Number type of the products, `product_dtype` of the compute config.
@@ -129,7 +131,7 @@ class Attention(nnx.Module):
         """Set the module's mask, soft cap and rotary positions to those of one layer, in place.
 
         Args:
-            place: Index of a layer within the period, from 0.
+            place: Index into `attention_specs`.
         """
         spec = self.attention_specs[place]
         self.causal = spec.causal
@@ -189,13 +191,14 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Return the attention output [B, T, D] of T new positions, and the updated cache.
 
-        The new positions attend to the cached ones and to one another. The returned cache has their
-        keys and values, but the length of the given one.
+        The new positions attend to the cached ones and to one another. The returned cache also
+        holds the keys and values of the new positions. Its `length` is not increased yet, because
+        other layers still write to the same positions.
 
         Args:
             x_BTD: Normed residual stream at the T new positions, [B, T, D].
-            cache: Cache of all layers, to which this layer writes at index `layer`. It must have
-                room for T more positions.
+            cache: Cache of all layers, to which this layer writes at index `layer`. It must have T
+                free positions.
             layer: Index of this layer, from 0.
             fresh: `True` if the cache is empty. The new positions then see only one another.
         """
@@ -218,7 +221,8 @@ class Attention(nnx.Module):
 
         Args:
             x_BTD: Normed residual stream, [B, T, D].
-            start: Position of the first row of x, int32 [] or [B]. Default: 0.
+            start: Position of the first entry of x along T, int32 [], or int32 [B] with one for
+                each sequence. Default: positions of the layout, which begin at 0.
         """
         q_BTHN, k_BSKN, v_BSKN = self._projected(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
@@ -384,10 +388,12 @@ class MLP(nnx.Module):
 def _materialized(x: Any, width: int, platform: str) -> Any:
     """Return x behind a barrier that makes the TPU compiler store it in memory.
 
-    On other platforms, and for models whose width is below `WIDE`, x is returned unchanged.
+    Otherwise the compiler may compute x again inside every product that reads it. On other
+    platforms, and for models whose width is below `WIDE`, x is returned unchanged.
 
     Args:
         x: One array, or a pytree of several arrays.
+        width: Width D of the model, for the comparison with `WIDE`.
     """
     if platform != "tpu" or width < WIDE:
         return x
@@ -479,13 +485,14 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Apply the block to T new positions. Return their residual stream and the new cache.
 
-        The positions follow those in the cache. Experts drop no tokens here, whatever their
-        capacity, because a text that is written token by token has no complete example.
+        The positions follow those in the cache. The returned cache holds the keys and values of the
+        new positions, but its `length` is not increased yet. Experts drop no tokens here, whatever
+        their capacity, because a text that is written token by token has no complete example.
 
         Args:
             h_BTD: Residual stream at the T new positions, [B, T, D].
-            cache: Cache of all layers, to which this layer writes at index `layer`. It must have
-                room for T more positions.
+            cache: Cache of all layers, to which this layer writes at index `layer`. It must have T
+                free positions.
             layer: Index of this layer, from 0.
             fresh: `True` if the cache is empty. The new positions then see only one another.
         """
@@ -505,7 +512,7 @@ class Block(nnx.Module):
             h_BTD: Residual stream, [B, T, D].
             place: 0 for the attention branch, 1 for the MLP branch.
             y_BTD: Output of the branch, [B, T, D].
-            scale_B2: Factor on the two branches of every example. Default: 1.
+            scale_B2: Factor on the two branches of every example, from drop path. Default: 1.
         """
         skip = self.skip[...].astype(h_BTD.dtype)
         branch = self.branch[...].astype(h_BTD.dtype)
@@ -614,15 +621,17 @@ def over_layers(
 ) -> tuple[Any, Any]:
     """Apply a function to all layers in a loop. Return the last carry and all outputs, stacked.
 
-    The body of the loop is `period` layers, each with its own program. Layers that do not fill a
-    period follow after the loop.
+    The body of the loop (`jax.lax.scan`) is `period` consecutive layers, which may differ in what
+    they compute, for example in their attention window. Layers that do not fill a period follow
+    after the loop.
 
     Args:
-        layer: Function (carry, slice of `stacked`, place in the period) -> (carry, output).
+        layer: Function (carry, slice of `stacked`, index of the layer modulo `period`) -> (carry,
+            output).
         first: Carry into the first layer, such as the residual stream [B, T, D].
         stacked: Pytree of arrays with a leading axis of layers.
         depth: Number of layers, the size of the leading axis.
-        period: Number of layers after which their programs repeat.
+        period: Number of layers after which the computation repeats.
     """
     if period == 1:
 
@@ -837,7 +846,7 @@ def _unrolled(
     """Apply the layers one after another. Return the stream and the stacked statistics.
 
     Args:
-        layers: Function of each place in the period. Layer i uses the one at i modulo their number.
+        layers: Functions that layers use in turn: layer i uses `layers[i % len(layers)]`.
         stacked: Pytree of arrays with a leading axis of `depth` layers.
     """
     # The gradient of one split per stacked array is one concatenation. With an index per layer, the

@@ -1,1 +1,1 @@
-"""Low-rank adapters of a block's matrices: what they compute."""
+"""Low-rank adapters (LoRA) of a block's matrices."""

@@ -37,7 +37,7 @@ class Lora(nnx.Module):
 
         Args:
             x: Inputs of the matrix, [..., I].
-            inputs: Number of dimensions that I stands for.
+            inputs: Number of trailing dimensions of x that make up I.
         """
         low_rank = project(x, self.a[...], inputs=inputs, layout=self.layout)
         return self.scale * project(low_rank, self.b[...], layout=self.layout)

@@ -13,7 +13,7 @@ from mupax.zoo.transformer import TransformerConfig
 
 _CONVOLUTIONS = ("first", "second", "third")
 _TAPS = 9
-"""Pixels under the kernel of every convolution but the first."""
+"""Number of pixels that a kernel covers, 3 x 3, in every convolution of a stem but the first."""
 
 
 class Convolution(NamedTuple):
@@ -114,8 +114,9 @@ class ViTConfig(ImageModel, TransformerConfig):
     def convolutions(self) -> tuple[Convolution, ...]:
         """Convolutions of the stem in order. Empty for a model without a stem.
 
-        Beginning with the last one, each takes stride 2 while that divides what is left of
-        patch_size. The first takes the rest.
+        The product of their strides is patch_size. From the last convolution back to the second,
+        the stride is 2 if the factor that remains is even, otherwise 1. The first convolution has
+        the stride that remains.
         """
         if self.stem is None:
             return ()
@@ -264,10 +265,10 @@ class ViTConfig(ImageModel, TransformerConfig):
 
 
 def _as_flax(spec: ParamSpec) -> ParamSpec:
-    """Return the declaration with the distribution that Flax's initializers give its matrix.
+    """Return a parameter's declaration with the distribution of Flax's initializers.
 
-    That is uniform in blocks and truncated normal elsewhere. Declarations of vectors, embeddings
-    and adapters are returned unchanged.
+    The distribution is uniform for matrices in residual blocks, and truncated normal for other
+    matrices. Declarations of vectors, embeddings and adapters are returned unchanged.
     """
     if not spec.fan_in or spec.role in ADAPTERS:
         return spec

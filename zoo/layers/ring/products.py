@@ -1,4 +1,4 @@
-"""One part of a ring (`mupax.zoo.layers.ring`) by plain products, on every platform.
+"""Attention to one part of a ring's keys (`mupax.zoo.layers.ring`) by plain matrix products.
 
 B batch, T query and S key positions, H heads, K key heads, G query heads per key head, N head
 dimension, C number of tiles, t queries of a tile. Heads stand before positions.
@@ -25,7 +25,7 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 class _ForwardTile(NamedTuple):
-    """Queries of a tile. With a leading axis of tiles, the input of a loop."""
+    """Queries of one tile (a range of queries). With a leading axis of tiles, a loop's input."""
 
     start: jax.Array
     """Position of the first query, int32 []."""
@@ -34,7 +34,10 @@ class _ForwardTile(NamedTuple):
 
 
 class _BackwardTile(NamedTuple):
-    """Queries of a tile in the backward pass. With a leading axis of tiles, the input of a loop."""
+    """Queries of one tile, and their part of the outputs' gradient, for the backward pass.
+
+    With a leading axis of tiles, it is the input of a loop.
+    """
 
     start: jax.Array
     """Position of the first query, int32 []."""
@@ -42,7 +45,7 @@ class _BackwardTile(NamedTuple):
     lse_BKGt: jax.Array
     gradient_BKGtN: jax.Array
     dot_BKGt: jax.Array
-    """Inner product of outputs and their gradient."""
+    """Inner product of every query's output and the gradient of this output."""
     segments_BKGt: jax.Array | None
 
 
@@ -185,4 +188,4 @@ def _joined(tiles: jax.Array) -> jax.Array:
 
 
 PART = Part(_forward, _backward)
-"""Plain products as the part of a ring."""
+"""Attention to one part of a ring's keys by plain matrix products, on any platform."""

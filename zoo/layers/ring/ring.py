@@ -50,7 +50,7 @@ class Residuals(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Attention of queries to one part of the keys, forward and backward."""
+    """Implementation of attention to one part of the keys, which `ring` applies to each part."""
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     """Function (q, k, v, causal, segments or None) -> (outputs, log-sum-exp).
@@ -108,11 +108,12 @@ class _Saved(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """Attention of a part of the queries to all keys that it has seen up to a step of the ring."""
+    """Result of attention to some of the keys, which `_combined` joins with that of other keys."""
 
     y_BHTN: jax.Array
-    """float32."""
+    """Outputs. float32 once results are joined."""
     lse_BHT: jax.Array
+    """Log of the softmax sums over the same keys."""
 
 
 def ring(
@@ -126,8 +127,9 @@ def ring(
 
     Args:
         mesh_axes: Mesh axes that split positions, with at least 2 devices.
-        part: Attention of queries to one part of the keys.
-        causal: Whether a query sees only keys up to its own. Positions must then be in zig-zag.
+        part: Implementation of attention to one part of the keys.
+        causal: Whether a query sees only keys up to its own. Positions must then be in the order
+            that the function `zigzag` gives them.
         qkv: Queries (which include the logit scale), keys and values at this device's positions,
             [B, T, heads, N].
         segments_BT: Documents of this device's positions, int32. Default: one document.
@@ -201,7 +203,8 @@ def zigzag(*arrays: jax.Array, layout: Layout, back: bool = False) -> list[jax.A
 def zigzag_layout(layout: Layout) -> Layout:
     """Return a shallow copy of the layout with `zigzag` set to True.
 
-    It is for a stack whose attention is a ring. Only rotary positions read the order of positions.
+    A stack whose causal attention is a ring moves positions into zig-zag order once, and not in
+    every layer. Its layers then take positions for rotary embeddings from this layout.
     """
     zigzag_copy = copy.copy(layout)
     zigzag_copy.zigzag = True
@@ -246,6 +249,7 @@ def _forward(
         Args:
             totals: Attention to the keys of all earlier steps, for each part of the queries.
             keys: Keys of the device that is `step` devices before this one in the ring.
+            step: Distance to that device, int32 [].
         """
 
         def all_queries_see_first_part() -> list[_Output]:
@@ -365,9 +369,10 @@ def _attend(part: Part, queries: _Queries, keys: _Keys, *, masked: bool) -> _Out
     """Return attention of queries to one part of the keys.
 
     Args:
-        queries: Queries of this device, or of its second part.
-        keys: Keys that any device held first, or their first part.
-        masked: Whether query t sees keys 0..t only, with t counted from the first of both.
+        queries: Queries of this device, or only those of its second part in zig-zag.
+        keys: Keys of any one device, or only those of its first part in zig-zag.
+        masked: Whether query t sees keys 0..t only, with both counted from the first in the
+            arguments.
     """
     segments = _paired(queries.segments_B1T, keys.segments_B1S)
     y_BHTN, lse_BHT = part.forward(queries.q_BHTN, keys.k_BKSN, keys.v_BKSN, masked, segments)
@@ -393,10 +398,11 @@ def _sent(arrays: Any, mesh_axes: tuple[str, ...]) -> Any:
 
 
 def _parts(x: jax.Array, causal: bool) -> list[jax.Array]:
-    """Return the parts of a device's positions, the third axis: two if causal, otherwise one.
+    """Split x along positions, its third axis, into two halves if causal. Otherwise return [x].
 
-    Queries of the first part see the first part of earlier devices' keys. Queries of the second
-    part see every first part, and the second part of later devices' keys.
+    The halves are a device's two parts in zig-zag. Queries of the first part see the first part of
+    earlier devices' keys. Queries of the second part see every first part, and the second part of
+    later devices' keys.
     """
     if not causal:
         return [x]
@@ -404,7 +410,7 @@ def _parts(x: jax.Array, causal: bool) -> list[jax.Array]:
 
 
 def _output_parts(output: _Output, causal: bool) -> list[_Output]:
-    """Return the outputs of each part of a device's queries."""
+    """Split an output along positions, into two halves if causal, as `_parts` splits an array."""
     y_parts = _parts(output.y_BHTN, causal)
     lse_parts = _parts(output.lse_BHT, causal)
     return [_Output(y, lse) for y, lse in zip(y_parts, lse_parts, strict=True)]
@@ -428,7 +434,7 @@ def _plus(totals: list[jax.Array], terms: list[jax.Array]) -> list[jax.Array]:
 
 
 def _combined(total: _Output, new: _Output) -> _Output:
-    """Return the attention to two sets of keys from the attention to each."""
+    """Return the attention to two sets of keys together, computed from the attention to each."""
     lse_BHT = jnp.logaddexp(total.lse_BHT, new.lse_BHT)
     total_weight_BHT1 = jnp.exp(total.lse_BHT - lse_BHT)[..., None]
     new_weight_BHT1 = jnp.exp(new.lse_BHT - lse_BHT)[..., None]

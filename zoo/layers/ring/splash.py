@@ -109,11 +109,14 @@ def attention(
 
 
 def _library(options: dict[str, Any], lse: bool, mask: Any, *arrays: Any) -> Any:
-    """Call JAX's forward function. Return the outputs and, with `lse`, the log-sum-exps.
+    """Run the forward pass of JAX's splash kernel.
+
+    Return the outputs. With `lse`, return the outputs and the log-sum-exps.
 
     Args:
         options: Keyword arguments of the kernel, `Kernel.kwargs`.
         mask: Mask of the kernel's forward pass, `Kernel.fwd_mask_info`.
+        *arrays: Queries, keys, values and segments (or `None`), as in `forward`.
     """
     options = options | {"save_residuals": lse, "residual_checkpoint_name": None}
     return splash._splash_attention_forward(mask, *arrays, None, **options)  # pyright: ignore
@@ -147,7 +150,7 @@ _attended.defvjp(_attended_forward, _attended_backward)
 
 
 def part(blocks: Callable[..., splash.BlockSizes], interpret: bool) -> Part:
-    """Return the splash kernels as the part of a ring.
+    """Return an implementation of attention to one part of a ring's keys by splash kernels.
 
     Args:
         blocks: Function (number of queries, number of keys, causal=) -> block sizes.
