@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mupax.presets.roles import MATRICES, ParamSpec, PresetError, Role, of_cross, of_encoder
-from mupax.presets.verify import names
-from mupax.presets.verify.formats.dump import COLUMNS, Dump, Entry
+from mupax.presets.verify import layers, names
+from mupax.presets.verify.formats.dump import Dump, Entry
 from mupax.presets.verify.names import FUSED, SKIPPED, Label
 from mupax.presets.verify.sizes import Parameter, Shape, sizes_of
 
@@ -85,21 +85,29 @@ def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
     """
     for dump in dumps:
         _check_learning_rates(dump)
-    layer_entries = [_merge_layers(dump) for dump in dumps]
-    _check_same_parameters(dumps, layer_entries)
+    merged_dumps = layers.merge(dumps)
+    stacks = []
+    for parameters in merged_dumps:
+        stacks.append({name: list(own.values()) for name, own in parameters.items()})
+    _check_same_parameters(dumps, stacks)
     _check_same_readout(dumps)
 
     sources = [dump.source for dump in dumps]
     shapes = {}
-    for name in layer_entries[0]:
-        shapes[name] = [entries[name][0].shape for entries in layer_entries]
+    for name in stacks[0]:
+        shapes[name] = [entries[name][0].shape for entries in stacks]
     check_ranks(sources, shapes)
-    labels = _labels(sources[0], layer_entries[0], shapes, overrides)
+    labels = _labels(sources[0], stacks[0], shapes, overrides)
     check_widths(sources, shapes, labels)
 
+    judged = layers.split(merged_dumps)
+    for name in judged[0]:
+        # A layer that is judged by itself has the label of all layers.
+        if name not in labels:
+            labels[name] = labels[names.merged(name)]
     declared = []
-    for dump, entries in zip(dumps, layer_entries, strict=True):
-        declared.append(_model(dump, entries, labels))
+    for dump, entries, judged_entries in zip(dumps, stacks, judged, strict=True):
+        declared.append(_model(dump, judged_entries, labels, _count_layers(entries)))
     for model in declared[1:]:
         check_growth(declared[0], model)
     return declared
@@ -195,14 +203,17 @@ def check_widths(
 def check_growth(base: Model, model: Model) -> None:
     """Raise an error if a block's parameter does not grow as its axes do in other parameters.
 
-    Growth factors may differ by `ROUNDING`. Parameters with a role in `UNSHARED` are not checked.
+    Growth factors may differ by `ROUNDING`. Parameters with a role in `UNSHARED`, and their
+    biases, are not checked.
 
     Raises:
         PresetError: The message names the parameter, both shapes and the axes.
     """
     for name, parameter in model.parameters.items():
         spec = parameter.spec
-        if spec.role in UNSHARED or not spec.in_block:
+        # A bias grows as the output of its matrix does.
+        role = spec.of if spec.role is Role.BIAS else spec.role
+        if role in UNSHARED or not spec.in_block:
             continue
         shape = parameter.entry.shape
         base_shape = base.parameters[name].entry.shape
@@ -218,24 +229,6 @@ def check_growth(base: Model, model: Model) -> None:
                 f"other parameters {expected:.3g} times; write shapes of one model, or "
                 f"--role '{name}=ROLE' if it is no {spec.role.value}"
             )
-
-
-def _merge_layers(dump: Dump) -> dict[str, list[Entry]]:
-    """Return the entries of all layers by name, with a star for the number of a layer.
-
-    Raises:
-        PresetError: A parameter has different shapes in two layers.
-    """
-    layer_entries: dict[str, list[Entry]] = {}
-    for name, entry in dump.parameters.items():
-        entries = layer_entries.setdefault(names.merged(name), [])
-        if entries and entries[0].shape != entry.shape:
-            raise PresetError(
-                f"{dump.source}: {name} has the shape {list(entry.shape)} "
-                f"and other layers' {list(entries[0].shape)}"
-            )
-        entries.append(entry)
-    return layer_entries
 
 
 def _labels(
@@ -265,6 +258,8 @@ def _labels(
         role = names.chosen(name, overrides) or entries[0].role
         if role:
             label = _with_role(label, role, name, source)
+        if label.role == names.EMBEDDING:
+            label = label._replace(role=_role_of_embedding(name, label, shapes))
         if not label.role:
             role = _role_by_growth(name, label, shapes)
             # A bias has the role of its matrix, for which there is a note already.
@@ -338,6 +333,24 @@ def _with_role(label: Label, text: str, name: str, source: str) -> Label:
     return label._replace(role=role, in_block=in_block, leaf=leaf)
 
 
+def _role_of_embedding(name: str, label: Label, shapes: Mapping[str, Sequence[Shape]]) -> str:
+    """Return the role of a parameter that is called an embedding, or "" if only growth shows it.
+
+    A matrix that reads the width, or that writes it from inputs of another size, has a role by its
+    growth. Everything else is a table, such as [vocabulary, width].
+
+    Args:
+        shapes: Shapes of every parameter at all sizes, by name.
+    """
+    if label.leaf == "bias":
+        return ""
+    by_growth = _role_by_growth(name, label, shapes)
+    # A table of PyTorch, [vocabulary, width], has the shape of a readout's matrix.
+    if by_growth in ("hidden", "patch_embedding"):
+        return ""
+    return Role.TOKEN_EMBEDDING.value
+
+
 def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape]]) -> str:
     """Return the role that shapes at several sizes show, or "".
 
@@ -395,14 +408,26 @@ def _role_of_matrix(name: str, shapes: Mapping[str, Sequence[Shape]]) -> str:
         matrix = name[: -len("bias")] + leaf
         if matrix in shapes:
             label = names.label(matrix)
-            return label.role or _role_by_growth(matrix, label, shapes)
+            role = label.role
+            if role == names.EMBEDDING:
+                role = _role_of_embedding(matrix, label, shapes)
+            return role or _role_by_growth(matrix, label, shapes)
     return ""
 
 
 def _model(
-    dump: Dump, layer_entries: Mapping[str, Sequence[Entry]], labels: Mapping[str, Label]
+    dump: Dump,
+    layer_entries: Mapping[str, Sequence[Entry]],
+    labels: Mapping[str, Label],
+    count: int | None,
 ) -> Model:
-    layers = dump.layers or _count_layers(layer_entries)
+    """Return a dump's model.
+
+    Args:
+        layer_entries: Entries of the layers that are judged together, by parameter.
+        count: Number of residual blocks that the names show, or `None`.
+    """
+    num_layers = dump.layers or count
     parameters: dict[str, Parameter] = {}
     skipped = []
     for name, entries in layer_entries.items():
@@ -410,22 +435,19 @@ def _model(
         if label.role == SKIPPED:
             skipped.append(name)
             continue
-        blocks = layers
+        blocks = num_layers
         if label.part == "encoder":
-            blocks = dump.encoder_layers or layers
+            blocks = dump.encoder_layers or num_layers
         parameters[name] = _parameter(name, entries, label, blocks)
 
     if not parameters:
         raise PresetError(f"{dump.source}: no parameter is left to judge")
     _check_readout(dump, parameters)
-    guessed = {}
-    for name in parameters:
-        if labels[name].guessed:
-            guessed[name] = labels[name].role
+    guessed = {name: labels[name].role for name in parameters if labels[name].guessed}
     return Model(
         dump=dump,
         parameters=parameters,
-        sizes=sizes_of(dump, parameters, labels, layers),
+        sizes=sizes_of(dump, parameters, labels, num_layers),
         skipped=tuple(skipped),
         guessed=guessed,
     )
@@ -444,14 +466,15 @@ def _parameter(name: str, entries: Sequence[Entry], label: Label, blocks: int | 
     """Return the parameter that several layers' entries are.
 
     Args:
-        name: Name with a star for the number of a layer.
+        name: Name with a star for the number of a layer, or the name of one layer's parameter.
         entries: Entries of the layers, all of one shape. An array that has all layers is one entry.
         blocks: Number of blocks in the parameter's stack. `None` if there are no blocks.
     """
-    entry = _average(entries)
+    entry = layers.average(entries)
     count = math.prod(entry.shape) * len(entries)
     # A table of relative positions is shared by all blocks: its first dimension is no layer.
-    may_be_stacked = label.in_block and "*" not in name and label.role != "relative_bias"
+    is_numbered = "*" in names.merged(name)
+    may_be_stacked = label.in_block and not is_numbered and label.role != "relative_bias"
     if may_be_stacked and entry.shape[:1] == (blocks,):
         entry = dataclasses.replace(entry, shape=entry.shape[1:])
     spec = _spec(name, label, entry)
@@ -521,35 +544,6 @@ def _own_sizes(spec: ParamSpec, shape: Shape, layout: str) -> dict[str, int]:
     if not layout:
         return {}
     return {"embed": fan_in}
-
-
-def _average(entries: Sequence[Entry]) -> Entry:
-    """Return geometric means over layers.
-
-    The mean is 0 if a layer's value is 0. If a layer's value is unknown, the first layer's value
-    stands for all.
-    """
-    if len(entries) == 1:
-        return entries[0]
-    means = {}
-    for column in COLUMNS:
-        mean = _geometric_mean([getattr(entry, column) for entry in entries])
-        if mean is not None:
-            means[column] = mean
-    return dataclasses.replace(entries[0], **means)
-
-
-def _geometric_mean(values: Sequence[float | None]) -> float | None:
-    logs = []
-    for value in values:
-        if value is None:
-            return None
-        if value:
-            logs.append(math.log(value))
-    if len(logs) < len(values):
-        return 0.0
-    # Geometric, because growth is judged by logarithms, of which this is the mean.
-    return math.exp(math.fsum(logs) / len(logs))
 
 
 def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:

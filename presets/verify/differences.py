@@ -12,11 +12,10 @@ from mupax.presets.roles import BIASES, VECTORS, ParamSpec, Role
 from mupax.presets.rule import Decay, Power
 from mupax.presets.verify.axes import Model
 from mupax.presets.verify.fit import TOLERANCE, GrowthSeries, Quantity, expected, observed, value
+from mupax.presets.verify.layers import OUTLIER
 from mupax.presets.verify.names import FUSED
 from mupax.presets.verify.sizes import Parameter
 
-OUTLIER = 1.3
-"""Smallest factor between one size and the law of the other sizes that counts as wrong."""
 # Names in reports of values that belong to no single parameter.
 LOGITS = "attention logits"
 BRANCH = "residual branches"

@@ -17,6 +17,9 @@ FUSED = "qkv"
 """Role of one matrix for queries, keys and values."""
 SKIPPED = "none"
 """Role of parameters that are not judged."""
+EMBEDDING = "embedding"
+"""Role of a name that only says that something is embedded. Shapes decide between a table, which is
+looked up, and a matrix, such as the projection of patches."""
 _NO_NAMES = (Role.BIAS, Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT)
 """Roles that `--role` does not take. The role of a bias follows from its matrix: `query.bias`."""
 ROLES = (*(role.value for role in Role if role not in _NO_NAMES), FUSED, SKIPPED)
@@ -45,8 +48,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ),
     (r"patch_emb\w*(\.proj\w*)?|patch|conv_proj", "patch_embedding"),
     (
-        r"wte|tok_?emb\w*|token_emb\w*|embed_tokens|word_embeddings?|embed_in|tokens?|"
-        r"shared|embed(der|_\d+)?",
+        r"wte|tok_?emb\w*|token_emb\w*|embed_tokens|word_embeddings?|embed_in|tokens?|shared",
         "token_embedding",
     ),
     (
@@ -81,6 +83,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         "mlp_in",
     ),
     (r"fc_?2|fc_out|down_proj|w2|linear2|linear_fc2|dense_4h_to_h|ff_out|lin2|down", "mlp_out"),
+    (r"((\w*_)?embs?(_\w+)?|\w*embed\w*)(\.\d+)?", EMBEDDING),
 )
 """Patterns for the last words of a name, with their roles. The first pattern that fits counts."""
 _NOT_JUDGED = re.compile(
@@ -123,7 +126,7 @@ class Label(NamedTuple):
     """Properties of a parameter that its name shows.
 
     Attributes:
-        role: A role of `ROLES`. Empty if the name shows none.
+        role: A role of `ROLES`, or `EMBEDDING`. Empty if the name shows none.
         leaf: "bias", "gain" or "matrix". Empty if only the shape can tell.
         in_block: Whether the parameter is in a residual block.
         part: Part of an encoder-decoder, as in `ParamSpec.part`.
@@ -205,9 +208,12 @@ def label(name: str, dual: bool = False, with_experts: Collection[str] = ()) -> 
     dotted = _dotted(name)
     module, leaf = _split_leaf(dotted)
     words = module.replace(".*", "")
-    starts_like_block = re.match(r"(encoder\.)?blocks?\.", dotted) is not None
+    # layers.0.attn.weight is in a block, but layers.0.weight is a layer itself, as in an MLP.
+    numbers = list(LAYER.finditer(f"{module}."))
+    in_numbered_block = bool(numbers) and numbers[-1].end() < len(module)
+    starts_like_block = re.match(r"(encoder\.)?blocks?\.[^\d]", dotted) is not None
     # A table of relative positions belongs to the attention of the blocks that share the table.
-    in_block = "*" in name or starts_like_block or "relative" in dotted
+    in_block = "*" in name or in_numbered_block or starts_like_block or "relative" in dotted
 
     kind = _LEAF_KINDS.get(leaf, "matrix" if leaf else "")
     # Patterns for modules at the top level begin with "root.".
@@ -216,6 +222,8 @@ def label(name: str, dual: bool = False, with_experts: Collection[str] = ()) -> 
     # outside of blocks the words after the first one.
     if "*" in name:
         inside = module.rpartition("*")[2]
+    elif in_numbered_block:
+        inside = module[numbers[-1].end() :]
     else:
         inside = module.partition(".")[2] or module
     is_gate_of_experts = any(dotted.startswith(f"{prefix}.gate.") for prefix in with_experts)
@@ -223,6 +231,9 @@ def label(name: str, dual: bool = False, with_experts: Collection[str] = ()) -> 
         role = SKIPPED
     if not role and kind == "gain":
         role = "norm_gain"
+    # Flax's Embed has one parameter, which is called "embedding".
+    if not role and leaf == "embedding":
+        role = EMBEDDING
 
     part = ""
     if in_block and _CROSS.search(words):

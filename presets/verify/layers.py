@@ -1,0 +1,180 @@
+"""Layers of a dump: parameters whose names differ in a layer's number are judged as one parameter.
+
+Layers that do not belong together are kept apart: those of different shapes, such as an MLP's in a
+list, and a layer whose values grow differently from those of the other layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from mupax.presets.verify import names
+from mupax.presets.verify.formats.dump import COLUMNS, Column, Dump, Entry
+
+OUTLIER = 1.3
+"""Smallest factor between one value and the law of the others that counts as wrong."""
+
+Layers = dict[str, Entry]
+"""Entries of one parameter's layers, by their names in the file."""
+
+
+def merge(dumps: Sequence[Dump]) -> list[dict[str, Layers]]:
+    """Return each dump's parameters by name, with a star for the number of a layer.
+
+    Stacks in which a parameter has several shapes keep the numbers of their layers in all dumps, as
+    do all other parameters of these stacks.
+    """
+    uneven: set[str] = set()
+    for dump in dumps:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, entry in dump.parameters.items():
+            merged_name = names.merged(name)
+            if shapes.setdefault(merged_name, entry.shape) != entry.shape:
+                uneven.add(_stack(merged_name))
+
+    merged_dumps = []
+    for dump in dumps:
+        parameters: dict[str, Layers] = {}
+        for name, entry in dump.parameters.items():
+            merged_name = names.merged(name)
+            key = name if _stack(merged_name) in uneven else merged_name
+            parameters.setdefault(key, {})[name] = entry
+        merged_dumps.append(parameters)
+    return merged_dumps
+
+
+def _stack(merged_name: str) -> str:
+    """Return the part of a name before the number of a layer, "" without a number."""
+    stack, star, _ = merged_name.partition("*")
+    return stack if star else ""
+
+
+def split(merged_dumps: Sequence[Mapping[str, Layers]]) -> list[dict[str, list[Entry]]]:
+    """Return the entries that are judged as one parameter, by name, for each dump.
+
+    A layer one of whose values grows differently from that of the other layers gets an item of its
+    own, under its own name. If a dump has no such layer, because the depth grows, the mean of its
+    layers stands for it.
+
+    Args:
+        merged_dumps: Result of `merge`. The first dump is the base of growth.
+    """
+    split_dumps: list[dict[str, list[Entry]]] = [{} for _ in merged_dumps]
+    for name in merged_dumps[0]:
+        layers = [parameters[name] for parameters in merged_dumps]
+        apart = _different_layers(layers)
+        for split_dump, own_layers in zip(split_dumps, layers, strict=True):
+            together = [entry for own, entry in own_layers.items() if own not in apart]
+            if together:
+                split_dump[name] = together
+            for own in apart:
+                split_dump[own] = [own_layers.get(own) or average(list(own_layers.values()))]
+    return split_dumps
+
+
+def _different_layers(layers: Sequence[Layers]) -> list[str]:
+    """Return the names of layers with a value that grows differently from the other layers'.
+
+    Args:
+        layers: One parameter's layers in each dump.
+    """
+    different: dict[str, None] = {}
+    base = layers[0]
+    for larger in layers[1:]:
+        for column in COLUMNS:
+            if larger.keys() == base.keys():
+                growth = {}
+                for name, entry in larger.items():
+                    growth[name] = _growth(base[name], entry, column)
+            elif _is_uniform(base, column):
+                # Layers of two depths have no partners. Each is compared with the base's first.
+                first = next(iter(base.values()))
+                growth = {name: _growth(first, entry, column) for name, entry in larger.items()}
+            else:
+                # Values that differ between layers by design, such as rates that fall with depth.
+                continue
+            noise = _noise([*base.values(), *larger.values()], column)
+            different.update(dict.fromkeys(_outliers(growth, noise)))
+    return list(different)
+
+
+def _is_uniform(layers: Layers, column: Column) -> bool:
+    """Return whether a value is the same in all layers, up to the factor `OUTLIER`."""
+    first = next(iter(layers.values()))
+    growth = {name: _growth(first, entry, column) for name, entry in layers.items()}
+    return not _outliers(growth, _noise(layers.values(), column))
+
+
+def _growth(base: Entry, entry: Entry, column: Column) -> float | None:
+    """Return the logarithm of a value over the base's. `None` if one is unknown.
+
+    It is 0 if both are 0, and infinite if only one is.
+    """
+    first = getattr(base, column)
+    last = getattr(entry, column)
+    if first is None or last is None:
+        return None
+    if first == last == 0:
+        return 0.0
+    if first == 0 or last == 0:
+        return math.inf
+    return math.log(last / first)
+
+
+def _outliers(growth: Mapping[str, float | None], noise: float) -> list[str]:
+    """Return the names of layers whose growth is not that of most layers.
+
+    Args:
+        noise: Difference of logarithms that is allowed in addition to the factor `OUTLIER`.
+    """
+    known = [value for value in growth.values() if value is not None]
+    if not known:
+        return []
+    usual = statistics.median_low(known)
+    outliers = []
+    for name, value in growth.items():
+        if value is not None and value != usual and abs(value - usual) > math.log(OUTLIER) + noise:
+            outliers.append(name)
+    return outliers
+
+
+def _noise(entries: Iterable[Entry], column: Column) -> float:
+    """Return the noise of the logarithm of a measured standard deviation, 0 of other values."""
+    if column != "std":
+        return 0.0
+    smallest = min(math.prod(entry.shape) for entry in entries)
+    # The standard deviation of n numbers is known to 1/sqrt(2n) of itself. Four of these are
+    # allowed for both numbers of a ratio.
+    return 4 * math.hypot((2 * smallest) ** -0.5, (2 * smallest) ** -0.5)
+
+
+def average(entries: Sequence[Entry]) -> Entry:
+    """Return geometric means over layers.
+
+    The mean is 0 if a layer's value is 0. If a layer's value is unknown, the first layer's value
+    stands for all.
+    """
+    if len(entries) == 1:
+        return entries[0]
+    means = {}
+    for column in COLUMNS:
+        mean = _geometric_mean([getattr(entry, column) for entry in entries])
+        if mean is not None:
+            means[column] = mean
+    return dataclasses.replace(entries[0], **means)
+
+
+def _geometric_mean(values: Sequence[float | None]) -> float | None:
+    logs = []
+    for value in values:
+        if value is None:
+            return None
+        if value:
+            logs.append(math.log(value))
+    if len(logs) < len(values):
+        return 0.0
+    # Geometric, because growth is judged by logarithms, of which this is the mean.
+    return math.exp(math.fsum(logs) / len(logs))
