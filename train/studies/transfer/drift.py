@@ -366,8 +366,8 @@ def _measured_price(
     """Return the price of not retuning a size, in nats, by interpolation of measured losses.
 
     `_price` uses it if the smallest size's best learning rate lies outside of the size's fitted
-    rates. The loss there is interpolated between the two measured rates on either side. The price
-    is infinite if a seed diverged at either of the two.
+    rates. The loss there is interpolated between the nearest measured rate on each side. The price
+    is infinite if a seed diverged at either of these two rates.
 
     Args:
         curve: Losses of the size whose price is wanted.

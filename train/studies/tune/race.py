@@ -40,7 +40,7 @@ class Elimination:
             diverged, NaN where no seed was trained.
         dropped: Index of a better point for each dropped point, int [P]. A diverged point has its
             own index. -1 where the point stays.
-        sigma: Spread of a loss that neither point nor seed explains. NaN if unknown.
+        sigma: Standard deviation of what neither point nor seed explains of a loss. NaN if unknown.
         freedom: Degrees of freedom of sigma.
         critical: sqrt(n) times the least mean difference over n seeds by which a point is dropped.
             inf if sigma is unknown.
@@ -64,7 +64,7 @@ class Elimination:
 
 
 def race(losses: np.ndarray, looks: int) -> Elimination:
-    """Compare all points by the losses of trained seeds, and return means and dropped points.
+    """Compare all points of a search by their losses, and decide which are dropped.
 
     Args:
         losses: Losses, float [P, S]. inf where a seed diverged, NaN where it was not trained. The
@@ -116,7 +116,7 @@ class _Effects(NamedTuple):
 
     Attributes:
         means: Means of the points without the effects of seeds, [P]. NaN for a point without seeds.
-        sigma: Spread of the residuals. NaN without degrees of freedom.
+        sigma: Standard deviation of the residuals. NaN without degrees of freedom.
         freedom: Degrees of freedom of sigma.
     """
 
