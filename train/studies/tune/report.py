@@ -88,7 +88,8 @@ class SearchTable(LiveTable):
         """Return a line of text on the search so far, for the progress bar.
 
         It has the number of trained points and the mean losses of the best point and of the start,
-        the run with no constant changed. Before the first finite loss it has only the number of points.
+        the run with no constant changed. Before the first finite loss it has only the number of
+        points.
         """
         search = self._search
         standing = search.race()
