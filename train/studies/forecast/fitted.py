@@ -224,7 +224,7 @@ def _because(notes: Sequence[str]) -> str:
 
 
 class _Usable(NamedTuple):
-    """Settings that a law can use.
+    """Settings of a study to which a law can be fitted.
 
     Attributes:
         settings: Settings, in the order of the points.
@@ -238,7 +238,7 @@ class _Usable(NamedTuple):
 
 
 def _usable(points: Points) -> _Usable:
-    """Return the settings that a law can use, with their best rates.
+    """Return the settings of a study to which a law can be fitted, with their best rates.
 
     A setting is left out if all its rates diverged, or if it has three or more rates and its curve
     has no minimum.
@@ -477,14 +477,14 @@ def _error_growths(
     The law is fitted without the largest values of each axis and compared with what was left out.
     The noise that settings have inside of the rows does not count.
 
-    Returns:
-        Errors of the log of the loss, and of log2 of the best learning rate.
-
     Args:
         theta: Parameters from which the fits begin, [P].
         whitening: Matrix of `whitened` for the M rows, [M, M].
         setting_noise: Standard deviation of settings from the law, in the log of the loss.
         scatter: Standard deviation of settings' own best rates from the law, in octaves.
+
+    Returns:
+        Errors of the log of the loss, and of log2 of the best learning rate.
     """
     loss_squares: list[float] = []
     rate_squares: list[float] = []

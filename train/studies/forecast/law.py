@@ -43,7 +43,7 @@ PRIORS = {
     "q": (0.0, 0.5),
     "r": (0.0, 0.5),
 }
-"""Mean and standard deviation of each parameter, in the units of the fit.
+"""Mean and standard deviation of the normal prior of each parameter of the law.
 
 * E, A, a, C, b and c are natural logs. E, A and C are relative to the rows' median loss, at the
   rows' mean scale. The means of a and b are the exponents of Hoffmann et al.
@@ -51,9 +51,9 @@ PRIORS = {
 * p, q and r are octaves of rate per octave.
 """
 NEEDS = {"A": 0, "a": 0, "C": 1, "b": 1, "B_crit": 2, "p": 0, "q": 1, "r": 2}
-"""Index in `AXES` of the axis that must vary for a parameter. Other parameters need none."""
+"""Index in `AXES` of the axis that must vary for a parameter of the law. Others need none."""
 RATE = ("c", "x0", "p", "q", "r")
-"""Parameters of the learning rate's term."""
+"""Parameters of the law's term in the learning rate."""
 SIZE_DECIMALS = 6
 """Decimals of log2 of a size to which sizes are rounded to find equal ones."""
 ITERATIONS = 40
@@ -292,9 +292,6 @@ def fit(
 
     The fit stops after at most `ITERATIONS` steps, whether or not it has converged.
 
-    Returns:
-        Parameters [R, P], and costs [R]: Huber's loss plus the penalty of the priors.
-
     Args:
         rows: Rows whose scales and rates all samples share.
         start: Parameters from which the fit begins, [R, P].
@@ -303,6 +300,9 @@ def fit(
         whitening: Matrix of `whitened`, [M, M].
         weight: Weight of each row in each sample, [R, M]. 0 leaves a row out. The rows of a setting
             need the same weight.
+
+    Returns:
+        Parameters [R, P], and costs [R]: Huber's loss plus the penalty of the priors.
     """
     _, prior_deviation = rows.prior
     identity = np.eye(len(rows.names))

@@ -88,13 +88,13 @@ def write(folder: Path, by_preset: Mapping[str, Points], requests: Sequence[str]
 
     If a forecast cannot be made, the reason is printed, and the others are still made.
 
-    Returns:
-        True if all forecasts could be made.
-
     Args:
         folder: Folder that the forecasts are written to.
         by_preset: Rows by preset, from `points`.
         requests: Values of `--predict`.
+
+    Returns:
+        True if all forecasts could be made.
     """
     all_made = True
     for label, preset_points in by_preset.items():

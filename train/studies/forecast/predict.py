@@ -15,7 +15,7 @@ from mupax.train.studies.forecast.points import Setting, field_differences
 from mupax.train.studies.sweep.grids import at_rate
 
 DRAWS = 10
-"""Number of draws for each sample of the law's parameters."""
+"""Number of random draws of a prediction for each sample of the law's parameters."""
 QUANTILES = {"low90": 0.05, "low50": 0.25, "value": 0.5, "high50": 0.75, "high90": 0.95}
 """Quantiles of an interval, by the fields of `PredictionInterval`."""
 FARTHEST = 3.0

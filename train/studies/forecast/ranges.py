@@ -9,9 +9,9 @@ from mupax.terminal import gib
 from mupax.train.pods.topology import ROOM
 
 NONE = "no interval"
-"""Interval of a prediction whose error is unknown."""
+"""Text in place of an interval, for a value whose error is unknown."""
 NOT_PREDICTED = "not predicted"
-"""Value of a loss that no law predicts."""
+"""Text in place of a loss that no law predicts."""
 PUBLISHED_MFU = 0.213
 """Lowest model FLOPs utilization of the published large runs, that of GPT-3.
 

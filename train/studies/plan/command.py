@@ -612,8 +612,9 @@ def _with_flags(config: Config, flags: Sequence[str]) -> Config:
 def main(argv: Sequence[str]) -> int:
     """Run `mupax plan` and return its exit code.
 
-    A table of runs as `--from` is planned by `mupax.train.studies.tables.command`. A model without
-    a study is planned from evidence. All else is planned as a run of a recipe or study.
+    If `--from` names a table of runs, `mupax.train.studies.tables.command` makes the plan. A model
+    without a study is planned by evidence that comes with mupax. Any other run is planned as that
+    of a recipe or of a study.
 
     Args:
         argv: Words of the command line after `plan`.

@@ -92,8 +92,8 @@ def score(content: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
     """Return a run's loss and seed as plain values, with its error against the forecast.
 
     `error` is the relative difference of the run's loss from the forecast's median. If the run
-    diverged `error` is inf, and `loss` is `None`.
-    `inside90` and `inside50` are True if the loss lies inside the interval.
+    diverged, `error` is inf and `loss` is `None`. `inside90` and `inside50` are True if the loss
+    lies inside the 90 or 50 % interval.
 
     Args:
         content: Forecast, from `record.read`.

@@ -422,9 +422,8 @@ def judged(
 def _measured(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> Measured:
     """Return points as a finished study, whose best learning rates can then be fitted.
 
-    The points differ only in size, rate and seed.
-
-    If no size grows, the study's axis is the width, with the model's width as its only size.
+    The points differ only in size, rate and seed. If no size grows, the study's axis is the width,
+    with the model's width as its only size.
     """
     from mupax.train.studies.transfer.fit import STEP
     from mupax.train.studies.transfer.study import Measured, Study

@@ -49,7 +49,8 @@ from mupax.zoo.transformer import LoraConfig, RoutingConfig
 Mode = Literal["auto", "together", "in-turn"]
 """Execution of points that share a compiled program.
 
-`together` trains all at once, `in-turn` one after another, and `auto` whichever is faster.
+`together` trains all at once, and `in-turn` one after another. `auto` is together on GPU and TPU,
+and what a short trial shows to be faster on CPU.
 """
 TRIAL_STEPS = 3
 """Number of steps that a trial times, after one that it does not count."""
@@ -545,12 +546,15 @@ def shape_of(config: Config) -> Config:
 
 
 class Sweep:
-    """Engine that trains points in a folder, as they are asked for, and keeps compiled programs.
+    """Engine that trains runs, keeps their results as rows in a folder, and reuses programs.
+
+    Each run is called a point. A program is compiled for all points that differ only in numbers,
+    such as learning rate and seed.
 
     Args:
         folder: Folder of rows and unfinished points; created if it is missing.
-        how: Whether points of a program train all at once, one after another, or whichever a short
-            trial shows to be faster (`auto`, the default).
+        how: Execution of points that share a program, all at once or one after another, as in
+            `Mode`. `auto` by default.
         evaluated: True to evaluate each point after its last step.
         stop: Function called between steps. If it returns True, the points in training are saved
             and the sweep ends.

@@ -223,6 +223,6 @@ def _limits(measured: Measured, analysis: Analysis) -> list[tuple[int, int]]:
 
 
 def _run(measured: Measured, analysis: Analysis, index: int) -> str:
-    """Return the command that trains the largest size at the best rate of the size at `index`."""
+    """Return the command to train the largest size at the best learning rate of size `index`."""
     rate = float(f"{2.0 ** analysis.fits[index].optimum:.4g}")
     return record.command_of(at_rate(measured.study.configs[-1], rate))

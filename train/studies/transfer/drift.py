@@ -162,8 +162,8 @@ class Analysis:
         """Return the number of further seeds that would decide the verdict.
 
         The drift and the spread between seeds are assumed to stay as they are. The number is 0 if
-        the verdict is decided already. Return `None` if the smallest or largest size has
-        no optimum, there are fewer than two seeds, or more than `MOST_SEEDS` seeds would be needed.
+        the verdict is decided already. Return `None` if the smallest or largest size has no
+        optimum, there are fewer than two seeds, or more than `MOST_SEEDS` seeds would be needed.
         """
         if self.fits[0].trouble or self.fits[-1].trouble or self.seeds < 2:
             return None

@@ -104,7 +104,7 @@ def draw(
 
 
 def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None:
-    """Draw the curves and optima of one study into a panel.
+    """Draw loss against learning rate and the fitted best rates of one study into a panel.
 
     Args:
         curves: Losses of every size, the smallest first.

@@ -26,7 +26,7 @@ REACH = 1.5
 UNEVEN = 1.5
 """Distance from the best rate within which others are its neighbours, in multiples of the gap.
 
-The gap is that of `Curve.gap`. It is above 1 because a grid such as 0.001, 0.003, 0.01 is not even.
+The gap is `Curve.gap`. The factor is above 1 because a grid may be uneven: 0.001, 0.003, 0.01.
 """
 STEEP = 5.0
 """Greatest excess loss of a rate in the fit, in multiples of the median excess near the best rate.
@@ -66,9 +66,9 @@ class Curve:
 
     @functools.cached_property
     def mean(self) -> np.ndarray:
-        """Mean loss of each rate over those of the seeds before `first` that it has, [R].
+        """Mean loss of each rate over the seeds that it has, [R]. inf where one of them diverged.
 
-        It is inf where one of these seeds diverged.
+        Only the first `first` seeds count.
         """
         return np.nanmean(self.losses[:, : self.first], axis=1)
 
@@ -79,7 +79,7 @@ class Curve:
 
     @functools.cached_property
     def gap(self) -> float:
-        """Distance from the best rate to the nearest other rate, in octaves; `STEP` without one."""
+        """Octaves from the best rate to the nearest other rate; `STEP` if there is no other."""
         other_rates = np.delete(self.x, self.best)
         distances = np.abs(other_rates - self.x[self.best])
         return float(min(distances, default=STEP))
@@ -87,9 +87,8 @@ class Curve:
     def window(self) -> np.ndarray:
         """Return a mask of the rates near the best one, to which a parabola is fitted, bool [R].
 
-        All are false if every rate diverged.
-
-        The mask depends on the seeds before `first` alone, so that later seeds do not move it.
+        All are false if every rate diverged. The mask depends on the first `first` seeds alone, so
+        that later seeds do not move it.
         """
         return self._window
 

@@ -168,9 +168,9 @@ class Measured:
     _curves: dict[int, _CachedCurve] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
-    """Curves by index of the size, because a round asks for them several times."""
+    """Cached curves by index of the size. A round asks for each of them several times."""
     _analysed: _CachedAnalysis | None = dataclasses.field(default=None, init=False, repr=False)
-    """Last analysis, because a round asks for it several times."""
+    """Last analysis, cached. A round asks for it several times."""
 
     @property
     def seconds(self) -> float:
@@ -227,7 +227,7 @@ class Measured:
 
     @property
     def curves(self) -> list[Curve]:
-        """Curve of every size."""
+        """Losses of every size over the learning rates, in the order of the sizes."""
         return [self.curve(index) for index in range(len(self.study.sizes))]
 
     def analysis(self) -> Analysis | None:
@@ -280,7 +280,7 @@ class Measured:
         return []
 
     def _first(self, index: int) -> int:
-        """Return the number of seeds by which a size's rates are chosen."""
+        """Return the number of seeds whose mean losses choose a size's rates."""
         return self.chosen.get(index, self.first)
 
     def _rates(self) -> Sequence[Point]:
@@ -340,9 +340,9 @@ class Measured:
         return points
 
     def seed_points(self, analysis: Analysis) -> list[Point]:
-        """Return the points of one more seed, at the rates of every size's fit.
+        """Return the points of one more seed, at the rates near every size's best one.
 
-        Points that are trained are left out.
+        Points that are trained already are left out.
         """
         points: list[Point] = []
         for index, curve in enumerate(self.curves):
@@ -355,7 +355,8 @@ class Measured:
     def seconds_of(self, points: Sequence[Point]) -> float:
         """Return the expected training time of points in seconds.
 
-        It is the mean time of the rows of each size; a size without rows counts as 0.
+        A point is expected to take the mean time of the finished points of its size, or 0 if there
+        are none.
         """
         seconds = 0.0
         for index in {point[0] for point in points}:
@@ -520,8 +521,8 @@ def _requests(
 ) -> list[tuple[Measured, Point]]:
     """Return (study, point) for the points that all studies ask for next.
 
-    A study of a grid that would end first gets the rows of further seeds that an earlier command
-    has trained, which may change its verdict. The arguments are those of `measure`.
+    Before a study of a grid ends, the rows of further seeds that an earlier command has trained are
+    added to it. They may change its verdict. The arguments are those of `measure`.
     """
     requests: list[tuple[Measured, Point]] = []
     for measured in studies:

@@ -78,7 +78,7 @@ class Constant:
     """Constant that a search varies, with its flag, its range and the run's own value.
 
     Attributes:
-        word: Word of `--over` without its range.
+        word: Word of `--over` without its range, such as readout.lr.
         flag: Flag of a run, without dashes: optimizer.peak_lr, preset.rates.readout.
         start: The run's own value. It may lie outside the range.
         low: Least value.

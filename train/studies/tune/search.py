@@ -164,9 +164,10 @@ class Search:
         return (~np.isnan(self.losses)).sum(axis=1)
 
     def difference(self) -> Interval | None:
-        """Return the winner's loss less the start's on fresh seeds, with its 95 % interval.
+        """Return the best point's loss less that of the unchanged run, with its 95 % interval.
 
-        It is `None` with fewer than two fresh seeds, or if one is not trained or diverged.
+        The losses are those of the fresh seeds, which the search has not used. The result is `None`
+        with fewer than two fresh seeds, or if one is not trained or diverged.
         """
         winner = np.array(self.losses_of(self.winner, self.fresh_seeds))
         start = np.array(self.losses_of(self.start, self.fresh_seeds))
@@ -183,7 +184,8 @@ class Search:
         When the search has tried its points, or the minutes do not suffice for another round,
         `stopped` is set. Points that were not trained are then removed from `points`. The last
         round trains the best point and the start again, on fresh seeds, to compare them. If the
-        start itself is the best point, this round is left out. Then the list is empty.
+        start itself is the best point, this round is left out. The list is empty when nothing is
+        left to train.
         """
         if not self.stopped:
             runs = self._next_search_runs()
