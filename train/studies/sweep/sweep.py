@@ -93,7 +93,8 @@ _FIRST = {
 }
 """Config fields, by section, that are part of the name (`key_of`) of every point.
 
-They are the fields that existed when points got names. No new field belongs here.
+They are the fields that existed when points got names. No new field belongs here. Sections of
+`_unnamed_sections` are left out of a name.
 """
 
 __all__ = ["Mode", "Row", "Stopped", "Sweep", "SweepCallback", "engine", "grouped", "run"]

@@ -36,8 +36,8 @@ CONFIDENCE = 0.975
 EARLY = 0.99
 """Upper quantile of a two-sided interval of 98 %.
 
-A study ends before its last seed only if this interval gives the same verdict as that of 95 %. A
-look after every seed is one more chance to be wrong. With 95 % a drift of 0.30 would be called
+A verdict ends a study before its last seed only if this interval gives the same one as that of
+95 %. A look after every seed is one more chance to be wrong. With 95 % a drift of 0.30 would be called
 `transfers` in 6 % of the noisier studies.
 """
 MOST_SEEDS = 200

@@ -101,7 +101,7 @@ def replanned(command: str) -> list[Study]:
     """Return the studies that a `mupax transfer` command plans, such as one from transfer.json.
 
     Args:
-        command: Whole command line, "mupax transfer ...".
+        command: Whole command line, which begins with `mupax transfer`.
 
     Raises:
         UsageError: The command is no `mupax transfer`, or has flags that this version has not.
