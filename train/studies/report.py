@@ -41,8 +41,8 @@ class Section:
         rows: Cells of the table. The first row has the heads of the columns.
         title: Line above the table.
         lines: Sentences below the table.
-        left: Heads of the columns that are aligned left. `None` (the default) aligns all left, an
-            empty collection none.
+        left: Heads of the columns that are aligned left on the terminal. `None` (the default)
+            aligns all left, an empty collection none.
         picture: PNG file that a page shows above the table.
         verdict: "transfers", "drifts" or "undecided", which gives the first of the `lines` its
             colour on a page; "" for none.

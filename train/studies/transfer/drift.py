@@ -37,8 +37,8 @@ EARLY = 0.99
 """Upper quantile of a two-sided interval of 98 %.
 
 A verdict ends a study before its last seed only if this interval gives the same one as that of
-95 %. A look after every seed is one more chance to be wrong. With 95 % a drift of 0.30 would be called
-`transfers` in 6 % of the noisier studies.
+95 %. A look after every seed is one more chance to be wrong. With 95 % a drift of 0.30 would be
+called `transfers` in 6 % of the noisier studies.
 """
 MOST_SEEDS = 200
 """Greatest number of seeds in all that a report proposes to decide a verdict."""
