@@ -116,7 +116,7 @@ class Analysis:
             diverged.
         worse: (size, log2 of the rate, increase of the loss) wherever a size has a greater loss
             than the next smaller size at the same rate. Only rates within an octave of the smallest
-            size's best one are compared. The increase is in nats, infinite if the size diverged.
+            size's best one are compared. The increase is in nats, infinite if a seed diverged.
         compared: Number of pairs (size, rate) that were compared for `worse`.
         scatters: Spread between the seeds of every size.
     """
@@ -405,8 +405,9 @@ def _worse(
 ) -> tuple[tuple[tuple[int, float, Interval], ...], int]:
     """Return where a size has a greater loss than the next smaller one, as `Analysis.worse`.
 
-    The mean losses of two neighbouring sizes are compared at the same rates and seeds. A size that
-    diverged where the smaller one did not counts as worse.
+    The mean losses of two neighbouring sizes are compared at the same rates and seeds. Rates at
+    which one of the first seeds of the smaller size diverged are left out. At all others a seed
+    that diverged, at either size, counts as an infinite increase.
 
     Args:
         base: Fit of the smallest size. Rates within an octave of its optimum are compared.
