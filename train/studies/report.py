@@ -23,7 +23,11 @@ pre { padding: .6rem; overflow-x: auto } .transfers { color: #00704a } .drifts {
 
 
 class Step(NamedTuple):
-    """Sentence on what to do next, and the command to type, "" if there is none."""
+    """Proposal of what to do after a study: a sentence and a shell command.
+
+    Attributes:
+        command: Command line to type. "" (the default) if the step needs no command.
+    """
 
     sentence: str
     command: str = ""
@@ -31,14 +35,14 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Table with a title, and sentences below it.
+    """Section of a study's report: a table with a title above and sentences below.
 
     Attributes:
         rows: Cells of the table. The first row has the heads of the columns.
         title: Line above the table.
         lines: Sentences below the table.
-        left: Heads of the columns that are aligned left. `None` (the default) aligns all left, an
-            empty collection none.
+        left: Heads of the columns that are aligned left on the terminal. `None` (the default)
+            aligns all left, an empty collection none.
         picture: PNG file that a page shows above the table.
         verdict: "transfers", "drifts" or "undecided", which gives the first of the `lines` its
             colour on a page; "" for none.
@@ -52,7 +56,7 @@ class Section:
     verdict: str = ""
 
     def show(self) -> None:
-        """Print title, table and lines."""
+        """Print title, table and sentences to the terminal."""
         if self.title:
             terminal.say(self.title)
         print(terminal.table(self.rows, left=self.left, indent=1))
@@ -76,11 +80,11 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Report of a study.
+    """Report of a finished study, which can be printed or written as an HTML page.
 
     Attributes:
         answers: Answers of the study, a paragraph each.
-        steps: What to type next.
+        steps: Proposals of what to do next, most of them with a command.
         sections: Tables below the answers.
         remarks: Sentences below the tables.
     """
@@ -160,7 +164,7 @@ def html_table(rows: Iterable[Iterable[Any]]) -> str:
 def write_json(path: Path | str, content: Any) -> Path:
     """Write a value as an indented JSON file, make its folder if missing, and return the path.
 
-    An existing file is replaced. A number that is not finite is written as null (`json_text`).
+    An existing file is replaced. A number that is not finite is written as null.
 
     Raises:
         TypeError: `content` has a value that JSON cannot hold.

@@ -43,27 +43,33 @@ from mupax.train.studies.transfer.fit import fit as fit_curve
 SAMPLES = 400
 """Number of resamples of the rows, R."""
 PRIOR_FREEDOM = 2
-"""Degrees of freedom that the expected deviations below count for in an estimate."""
+"""Degrees of freedom that `MISSES`, `ROW_MISSES` and `SCATTER` each count for in an estimate."""
 MISSES = 0.004
-"""Expected deviation of settings from the law, as a share of the loss."""
+"""Expected standard deviation of a setting from the law, as a share of the loss.
+
+A setting is a model, batch and number of tokens, trained at one or more learning rates.
+"""
 ROW_MISSES = 0.003
-"""Expected deviation of single rates from their setting's curve, as a share of the loss."""
+"""Expected standard deviation of the loss at one learning rate, in addition to `MISSES`.
+
+It is a share of the loss. All learning rates of a setting share the deviation of `MISSES`.
+"""
 SCATTER = 0.1
-"""Expected deviation of settings' own best rates from the law, in octaves."""
+"""Expected standard deviation of measured best learning rates from the law, in octaves."""
 BEYOND = 0.003
-"""Expected error of the loss per octave beyond the rows, as a share."""
+"""Expected error of a forecast loss, as a share of it per octave beyond the measured sizes."""
 RATE_BEYOND = 0.05
-"""Expected error of the best rate per octave beyond the rows, in octaves."""
+"""Expected error of a forecast best rate, in octaves per octave beyond the measured sizes."""
 BEYOND_FREEDOM = 3
-"""Degrees of freedom that `BEYOND` and `RATE_BEYOND` count for."""
+"""Degrees of freedom that `BEYOND` and `RATE_BEYOND` count for in an estimate."""
 MISFIT = 0.03
-"""Least share of the loss by which a law that misses its own rows is refused."""
+"""Deviation from its own rows, as a share of the loss, above which a law is refused."""
 MIN_VALUES = 3
-"""Least number of values of an axis from which the law extrapolates."""
+"""Least number of values of an axis, such as model sizes, from which a law may extrapolate."""
 DETERMINED = 0.7
-"""Share of the prior's width below which the rows say more of a parameter than its prior."""
+"""Ratio of a parameter's deviation to its prior's below which the rows determine the parameter."""
 STARTS = tuple(itertools.product((-1.2, -0.3), (-1.5, -0.5), (-1.5, -0.5)))
-"""Values of E, a and b from which the first fit begins."""
+"""Logs of the parameters E, a and b from which the first fits begin, one fit from each."""
 
 
 class NoLaw(MupaxFailure):
@@ -71,9 +77,9 @@ class NoLaw(MupaxFailure):
 
 
 class ErrorGrowth(NamedTuple):
-    """Error of a law's log of the loss, or log2 of its best rate, as a Student's t.
+    """Growth of a law's error with the distance from its rows, as a Student's t per octave.
 
-    It is the error per octave of distance from the law's rows.
+    The error is of the natural log of the loss, or of log2 of the best learning rate.
 
     Attributes:
         deviation: Scale of the Student's t, per octave.
@@ -86,17 +92,22 @@ class ErrorGrowth(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScalingLaw:
-    """Fitted law with its intervals. Noise is a standard deviation of the log of the loss.
+    """Scaling law fitted to the rows of a study, with all that intervals of its forecasts need.
+
+    A setting is a model, batch and number of tokens, trained at one or more learning rates. Noise
+    is a standard deviation of the natural log of the loss. The fit is repeated on R resamples of
+    the rows.
 
     Attributes:
         points: Rows in the fit, without the settings that were left out.
         rows: The same rows as arrays.
-        theta: Parameters in the order of `rows.names` and in the units of `PRIORS`, [P].
+        theta: Values of the P parameters in the order of `rows.names` and in the units of `PRIORS`,
+            [P].
         samples: Parameters of each resample, [R, P].
         misses: Noise of settings around the law, in each resample, [R].
         seed: Noise of a single seed in addition to that of the mean over the seeds.
         loss_growth: Error of the log of the loss per octave beyond the rows.
-        scatter: Deviation of settings' own best rates from the law, in octaves.
+        scatter: Standard deviation of settings' own best rates from the law, in octaves.
         rate_growth: Error of log2 of the best rate per octave beyond the rows.
         notes: Terms and settings that were left out, a sentence each.
     """
@@ -213,7 +224,7 @@ def _because(notes: Sequence[str]) -> str:
 
 
 class _Usable(NamedTuple):
-    """Settings that a law can use.
+    """Settings of a study to which a law can be fitted.
 
     Attributes:
         settings: Settings, in the order of the points.
@@ -227,7 +238,7 @@ class _Usable(NamedTuple):
 
 
 def _usable(points: Points) -> _Usable:
-    """Return the settings that a law can use, with their best rates.
+    """Return the settings of a study to which a law can be fitted, with their best rates.
 
     A setting is left out if all its rates diverged, or if it has three or more rates and its curve
     has no minimum.
@@ -263,7 +274,13 @@ def _usable(points: Points) -> _Usable:
 
 
 def _missing_terms(rows: Rows, num_values: Sequence[int]) -> list[str]:
-    """Return a note on every axis, or the learning rate, that has no term in the law."""
+    """Return a sentence on each of model size, length, batch and learning rate without a term.
+
+    A law has no term in what does not vary in the rows.
+
+    Args:
+        num_values: Number of different model sizes, lengths and batches in the rows.
+    """
     notes = []
     for name, count in zip(("model size", "length of training", "batch"), num_values, strict=True):
         if count == 1:
@@ -274,12 +291,15 @@ def _missing_terms(rows: Rows, num_values: Sequence[int]) -> list[str]:
 
 
 class _CentralFit(NamedTuple):
-    """Fit to the rows themselves.
+    """Fit to the rows as they were measured, from which the fits to resamples begin.
+
+    A setting is a model, batch and number of tokens, with a row per learning rate. A residual is
+    the log of a row's loss less that of the law.
 
     Attributes:
-        theta: Parameters, [P].
-        setting_noise: Standard deviation of what the rows of a setting share.
-        row_noise: Standard deviation of what they do not share.
+        theta: Values of the P parameters, [P].
+        setting_noise: Standard deviation of the mean residual of a setting.
+        row_noise: Standard deviation of a row's residual from the mean of its setting.
     """
 
     theta: np.ndarray
@@ -288,11 +308,12 @@ class _CentralFit(NamedTuple):
 
 
 def _central_fit(rows: Rows, freedom: int, least_noise: float) -> _CentralFit:
-    """Fit parameters and noise in turns, three times each.
+    """Fit a law to the measured rows, by fits of its parameters and of the noise in turns.
 
     Args:
-        freedom: Degrees of freedom of the settings around the law.
-        least_noise: Noise of the mean over a setting's seeds.
+        freedom: Degrees of freedom of the settings' deviations from the law.
+        least_noise: Standard deviation of the mean over a setting's seeds, in the log of the loss.
+            The noise of settings is not taken as less.
     """
     num_settings = len(rows.scale)
     prior_mean = rows.prior[0][None]
@@ -330,19 +351,20 @@ def _first_fit(rows: Rows) -> np.ndarray:
 
 
 def _parts(rows: Rows, residual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean residual of each setting [K], and each row's deviation from it [M].
+    """Split residuals into the mean of each of K settings, [K], and each row's deviation, [M].
 
     Args:
-        residual: Residual of each row, [M].
+        residual: Log of each row's loss less that of the law, [M].
     """
     shared = np.bincount(rows.setting, residual) / np.bincount(rows.setting)
     return shared, residual - shared[rows.setting]
 
 
 def _rate_scatter(rows: Rows, theta: np.ndarray) -> float:
-    """Return the deviation of settings' own best rates from the law, in octaves.
+    """Return the standard deviation of settings' measured best rates from the law, in octaves.
 
-    It is pooled with the expected deviation `SCATTER`, which is all that counts without best rates.
+    It is pooled with the expected deviation `SCATTER`, and equals that if no setting has a best
+    rate.
     """
     rate_names = [name for name in ("x0", "p", "q", "r") if name in rows.names]
     deviations = np.zeros(0)
@@ -362,9 +384,12 @@ def _resampled_fits(
     whitening: np.ndarray,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Return the parameters of fits to resampled rows, [R, P].
+    """Return the parameters of fits to R resamples of the M rows, [R, P].
+
+    Their spread gives the intervals of the parameters.
 
     Args:
+        central: Fit to the rows themselves, from which all fits begin.
         misses: Noise of settings in each resample, [R].
         whitening: Matrix of `whitened`, [M, M].
     """
@@ -382,9 +407,10 @@ def _resampled_fits(
 
 
 def _row_draws(rows: Rows, row_noise: float, rng: np.random.Generator) -> np.ndarray:
-    """Return draws of what the rates of a setting do not share, [R, M].
+    """Draw random changes of the log losses of the M rows, for R resamples, [R, M].
 
-    A draw gives the seeds of a setting new weights, the same at all rates. A row with one seed gets
+    The rows of a setting are its learning rates. A draw gives the setting's seeds new weights, the
+    same at all rates, and leaves out the change that all rates share. A row with one seed gets
     normal noise.
 
     Args:
@@ -413,11 +439,12 @@ def _row_draws(rows: Rows, row_noise: float, rng: np.random.Generator) -> np.nda
 
 
 class _Fold(NamedTuple):
-    """Settings that a fit leaves out.
+    """Settings that a fit leaves out, to measure the law's error beyond the sizes in the fit.
 
     Attributes:
-        left_out: Mask of the settings, bool [K].
-        octaves: Distance of every setting from the largest value in the fit, [K].
+        left_out: Mask of the K settings, bool [K].
+        octaves: log2 of each setting's size along one axis less that of the largest in the fit,
+            [K]. Negative for smaller ones.
     """
 
     left_out: np.ndarray
@@ -425,9 +452,10 @@ class _Fold(NamedTuple):
 
 
 def _folds(rows: Rows) -> list[_Fold]:
-    """Return folds that leave out the largest value, or the two largest, of one axis.
+    """Return folds, each of which leaves out the largest value, or the two largest, of one axis.
 
-    An axis has a fold only if at least `MIN_VALUES` values are left.
+    The axes are parameters, tokens and batch. A fold must leave at least `MIN_VALUES` values of its
+    axis.
     """
     folds = []
     for column in rows.scale.T:
@@ -444,16 +472,19 @@ def _folds(rows: Rows) -> list[_Fold]:
 def _error_growths(
     rows: Rows, theta: np.ndarray, whitening: np.ndarray, setting_noise: float, scatter: float
 ) -> tuple[ErrorGrowth, ErrorGrowth]:
-    """Return the errors of the log of the loss and of log2 of the best rate, in this order.
+    """Measure how the law's errors grow beyond its rows, per octave of distance.
 
-    They are per octave beyond the rows, and come from fits without the largest values of each axis.
+    The law is fitted without the largest values of each axis and compared with what was left out.
     The noise that settings have inside of the rows does not count.
 
     Args:
         theta: Parameters from which the fits begin, [P].
-        whitening: Matrix of `whitened`, [M, M].
+        whitening: Matrix of `whitened` for the M rows, [M, M].
         setting_noise: Standard deviation of settings from the law, in the log of the loss.
-        scatter: Deviation of settings' own best rates, in octaves.
+        scatter: Standard deviation of settings' own best rates from the law, in octaves.
+
+    Returns:
+        Errors of the log of the loss, and of log2 of the best learning rate.
     """
     loss_squares: list[float] = []
     rate_squares: list[float] = []
@@ -485,11 +516,11 @@ def _error_growths(
 
 
 def _error_growth(squares: Sequence[float], expected: float) -> ErrorGrowth:
-    """Return an error per octave that pools squared errors with an expected error.
+    """Pool measured errors per octave with an expected one.
 
     Args:
-        squares: Squared error per octave of each fold.
-        expected: Error that is expected without folds. It counts for `BEYOND_FREEDOM` folds.
+        squares: Squared error per octave of each fold, a fit that left out the largest sizes.
+        expected: Error per octave that is expected. It counts as much as `BEYOND_FREEDOM` folds.
     """
     deviation = _deviation(np.array(squares), len(squares), expected, BEYOND_FREEDOM)
     return ErrorGrowth(deviation, BEYOND_FREEDOM + len(squares))
@@ -499,7 +530,7 @@ def parameters(law: ScalingLaw) -> dict[str, dict[str, float | bool]]:
     """Return the value and 90 % interval of every parameter of a law, in the units of `PRIORS`.
 
     The result has `value`, `low`, `high` and `of_rows` by name of the parameter. `of_rows` is true
-    if the rows say more of the parameter than its prior.
+    if the rows determine the parameter, and false if its interval is nearly that of the prior.
     """
     low, high = np.quantile(law.samples, [0.05, 0.95], axis=0)
     width = law.samples.std(axis=0)

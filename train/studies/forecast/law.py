@@ -43,7 +43,7 @@ PRIORS = {
     "q": (0.0, 0.5),
     "r": (0.0, 0.5),
 }
-"""Mean and standard deviation of each parameter, in the units of the fit.
+"""Mean and standard deviation of the normal prior of each parameter of the law.
 
 * E, A, a, C, b and c are natural logs. E, A and C are relative to the rows' median loss, at the
   rows' mean scale. The means of a and b are the exponents of Hoffmann et al.
@@ -51,24 +51,27 @@ PRIORS = {
 * p, q and r are octaves of rate per octave.
 """
 NEEDS = {"A": 0, "a": 0, "C": 1, "b": 1, "B_crit": 2, "p": 0, "q": 1, "r": 2}
-"""Index in `AXES` of the axis that must vary for a parameter. Other parameters need none."""
+"""Index in `AXES` of the axis that must vary for a parameter of the law. Others need none."""
 RATE = ("c", "x0", "p", "q", "r")
-"""Parameters of the learning rate's term."""
+"""Parameters of the law's term in the learning rate."""
 SIZE_DECIMALS = 6
-"""Decimals of log2 of a size to which equal sizes agree."""
+"""Decimals of log2 of a size to which sizes are rounded to find equal ones."""
 ITERATIONS = 40
-"""Most steps of a fit."""
+"""Greatest number of steps of a fit."""
 HUBER = 2.0
-"""Residual, in standard deviations, above which Huber's loss is linear."""
+"""Residual of a fit, in standard deviations, above which Huber's loss is linear."""
 DIFFERENCE = 1e-5
-"""Change of a parameter for its numerical slope."""
+"""Change of a parameter in the forward differences that give the law's derivatives."""
 CONVERGED = 1e-6
 """Relative change of the cost below which a fit has converged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of a study as arrays, at the rates near each setting's best rate (`Curve.window`).
+    """Measured losses of a study as arrays, to which a law is fitted.
+
+    K settings are models, batches and numbers of tokens. M rows are settings at single learning
+    rates, those near each setting's best one (`Curve.window`). S is the number of seeds.
 
     Attributes:
         scale: log2 of parameters, tokens and batch of each setting less their mean, [K, 3].
@@ -82,7 +85,8 @@ class Rows:
         seed_residuals: Log of each seed's loss less the mean over seeds, [M, S]. NaN where a seed
             was not run or diverged.
         optima: log2 of each setting's own best rate less `centre_log2_lr`, [K]. NaN without one.
-        names: Parameters of the law that the rows can determine.
+        names: Names of the law's parameters, in the order of `PRIORS`. A term is left out if its
+            axis does not vary in the rows.
     """
 
     scale: np.ndarray
@@ -98,7 +102,7 @@ class Rows:
 
     @property
     def prior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Means and standard deviations of the parameters' priors, [P] each.
+        """Means and standard deviations of the priors of the law's P parameters, [P] each.
 
         They are in the order of `names` and in the units of `PRIORS`, some of which are logs.
         """
@@ -156,10 +160,13 @@ def rows_of(settings: Sequence[Setting], optima: Sequence[float]) -> Rows:
 
 
 def _parameter_names(varies: Sequence[bool], has_optimum: bool) -> tuple[str, ...]:
-    """Return the parameters of the law for rows with these axes, in the order of `PRIORS`.
+    """Return the names of the parameters of a law for some rows, in the order of `PRIORS`.
+
+    A term is left out if its axis does not vary. The terms of the learning rate are left out if no
+    setting has a best rate. C and b stay if the batch varies, because B_crit acts on their term.
 
     Args:
-        varies: Whether each axis of `AXES` varies.
+        varies: Whether each axis of `AXES` varies in the rows.
         has_optimum: Whether any setting has a best rate.
     """
     names = set()
@@ -174,10 +181,12 @@ def _parameter_names(varies: Sequence[bool], has_optimum: bool) -> tuple[str, ..
 
 
 def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the natural log of the loss at the best rate divided by `Rows.centre_loss`, [R, n].
+    """Return the law's loss at the best rate, as natural log of its ratio to `Rows.centre_loss`.
+
+    The result is [R, n], for R samples of the law's P parameters and n sizes.
 
     Args:
-        names: Parameters of the law [P].
+        names: Names of the parameters, P of them.
         theta: Values of the parameters, [R, P].
         scale: log2 of parameters, tokens and batch less the rows' mean, [n, 3].
     """
@@ -201,10 +210,12 @@ def log_loss(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.n
 
 
 def best_rate(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return log2 of the best rate less `Rows.centre_log2_lr`, [R, n].
+    """Return log2 of the law's best learning rate less `Rows.centre_log2_lr`.
+
+    The result is [R, n], for R samples of the law's P parameters and n sizes.
 
     Args:
-        names: Parameters of the law [P], which must include `x0`.
+        names: Names of the parameters, P of them, which must include `x0`.
         theta: Values of the parameters, [R, P].
         scale: log2 of parameters, tokens and batch less the rows' mean, [n, 3].
     """
@@ -219,9 +230,10 @@ def best_rate(names: Sequence[str], theta: np.ndarray, scale: np.ndarray) -> np.
 
 
 def predicted(rows: Rows, theta: np.ndarray) -> np.ndarray:
-    """Return the natural log of the law's loss of every row divided by `Rows.centre_loss`, [R, M].
+    """Return the law's loss of every row, as natural log of its ratio to `Rows.centre_loss`.
 
-    It is the loss at the row's learning rate, or at the best rate if the law has no rate term `c`.
+    The result is [R, M], for R samples of the law's P parameters and M rows. The loss is that at
+    the row's learning rate, or at the best rate if the law has no rate term `c`.
 
     Args:
         rows: Rows to which the law is fitted.
@@ -237,12 +249,15 @@ def predicted(rows: Rows, theta: np.ndarray) -> np.ndarray:
 
 
 def whitened(rows: Rows, setting_noise: float, row_noise: float) -> np.ndarray:
-    """Return the matrix [M, M] that makes residuals uncorrelated and of unit variance.
+    """Return the matrix [M, M] that makes residuals of M rows uncorrelated and of unit variance.
+
+    A residual is the log of a row's loss less that of the law.
 
     Args:
-        rows: Rows to which the law is fitted.
-        setting_noise: Standard deviation of what the rows of a setting share.
-        row_noise: Standard deviation of what they do not share.
+        rows: Rows to which the law is fitted. Rows of one setting differ in the learning rate.
+        setting_noise: Standard deviation of the part of a residual that all rows of a setting
+            share.
+        row_noise: Standard deviation of the part that each row has for itself.
     """
     same_setting = rows.setting[:, None] == rows.setting[None, :]
     # All rates of a setting miss the law together, so a setting counts nearly as one observation.
@@ -252,7 +267,7 @@ def whitened(rows: Rows, setting_noise: float, row_noise: float) -> np.ndarray:
 
 
 class _Misfit(NamedTuple):
-    """Misfit of the law to each sample.
+    """Misfit of a law to each of R samples of the losses of M rows.
 
     Attributes:
         residuals: Whitened residuals, [R, M].
@@ -273,7 +288,7 @@ def fit(
     whitening: np.ndarray,
     weight: np.ndarray | float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fit the parameters to many samples at once. Return parameters [R, P] and costs [R].
+    """Fit the law's P parameters to each of R samples of the losses of M rows, all at once.
 
     The fit stops after at most `ITERATIONS` steps, whether or not it has converged.
 
@@ -285,6 +300,9 @@ def fit(
         whitening: Matrix of `whitened`, [M, M].
         weight: Weight of each row in each sample, [R, M]. 0 leaves a row out. The rows of a setting
             need the same weight.
+
+    Returns:
+        Parameters [R, P], and costs [R]: Huber's loss plus the penalty of the priors.
     """
     _, prior_deviation = rows.prior
     identity = np.eye(len(rows.names))
@@ -336,7 +354,7 @@ def fit(
 
 
 def _slopes(rows: Rows, theta: np.ndarray) -> np.ndarray:
-    """Return derivatives of `predicted` by each parameter, by forward differences, [R, M, P]."""
+    """Return derivatives of `predicted` by each of the P parameters, by differences, [R, M, P]."""
     num_parameters = theta.shape[1]
     base_RM = predicted(rows, theta)
     moved_RPP = theta[:, None, :] + DIFFERENCE * np.eye(num_parameters)

@@ -33,27 +33,28 @@ OPTIMIZER = ("name", "schedule", "clip_norm")
 APART = 1.0
 """Octaves between the rates of two published rules from which the rules contradict each other."""
 RECIPE = "the recipe"
-"""Source of a rate that no study gives."""
+"""Text for the source of a learning rate that no study gives."""
 REQUEST = "asked for"
-"""Source of a value that the command line gives."""
+"""Text for the source of a value that the command line gives."""
 
 
 class RateSource(NamedTuple):
-    """Interval and source of the learning rate, as in a `PlanRow`."""
+    """Interval and source of a plan's learning rate, as texts for a `PlanRow`."""
 
     interval: str
     source: str
 
 
 def transferred(config: Config, points: Points) -> tuple[float | None, list[str]]:
-    """Return log2 of the best peak rate of the largest comparable setting of a study, and cautions.
+    """Return the best learning rate of the largest comparable setting of a study, and cautions.
 
-    A setting counts if its best rate lies inside its grid and it agrees with the run in optimizer
-    name, schedule, clip norm, preset name and base (`rate_differences`).
+    A setting is a model, batch and number of tokens, trained at several learning rates. It is
+    comparable if its best rate lies inside its grid, and it agrees with the run in optimizer name,
+    schedule, clip norm, preset name and base (`rate_differences`).
 
     Returns:
-        log2 of the peak rate, and cautions as sentences. The rate is `None` if no setting counts;
-        the only caution then says why and which flags to write.
+        log2 of the peak rate, and cautions as sentences. The rate is `None` if no setting is
+        comparable; the only caution then says why and which flags to write.
     """
     best = _best(points)
     if not best:
@@ -155,9 +156,10 @@ def flags(fields: Sequence[tuple[str, Any]]) -> str:
 
 
 def contradictions(config: Config, points: Points) -> list[str]:
-    """Return the cautions of `horizons` for the study's largest setting with a best rate.
+    """Return a caution if published rules disagree on how to change a study's best learning rate.
 
-    The list is empty if no setting has its best rate inside its grid.
+    It is that of `horizons` for the study's largest setting whose best rate lies inside its grid.
+    Without such a setting the list is empty.
     """
     best = _best(points)
     if not best:
@@ -167,7 +169,7 @@ def contradictions(config: Config, points: Points) -> list[str]:
 
 
 def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
-    """Return a caution if published rules of batch and tokens disagree on the run's learning rate.
+    """Return a caution if published rules of batch and tokens disagree on a run's learning rate.
 
     Each rule for Adam extrapolates the measured rate to the run's batch and tokens. The list is
     empty if their rates are less than `APART` octaves apart. A run with a joint rule gets the
@@ -306,7 +308,7 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
 def _without_law(
     config: Config, points: Points, caution: str, *, keep_rate: bool
 ) -> StudyEstimates:
-    """Return the run at the rate of `transferred`, with no predicted loss.
+    """Return the estimates for a run without a law: the rate of `transferred`, and no loss.
 
     The run keeps its own rate if `keep_rate` is set or the study has no comparable rate.
 

@@ -22,12 +22,12 @@ from mupax.zoo.configs import ConfigError
 
 
 def target(config: Config, request: str) -> Config:
-    """Return the run that a `--predict` names.
+    """Return the config of the run that a value of `--predict` names.
 
     Args:
         config: Run of the study at its smallest size.
-        request: AXIS=N with commas between, applied to `config` in turn, or a recipe. A recipe gets
-            the study's preset.
+        request: Name of a recipe, which gets the study's preset. Or sizes such as
+            "depth=8,tokens=409600", to which the run of `config` is grown one after another.
 
     Raises:
         ConfigError: There is no such axis, or the size fits neither the run nor its joint rule.
@@ -49,7 +49,7 @@ def target(config: Config, request: str) -> Config:
 
 
 def check(config: Config, requests: Sequence[str]) -> None:
-    """Raise the errors of `target` for wrong `--predict` flags before anything is trained.
+    """Raise an error for a wrong `--predict` before anything is trained.
 
     Args:
         config: Run of the study at its smallest size.
@@ -68,7 +68,7 @@ def check(config: Config, requests: Sequence[str]) -> None:
 
 
 def points(measured: Sequence[Measured]) -> dict[str, Points]:
-    """Return the measured rows as `Points` by label of the preset.
+    """Return the rows of finished studies as `Points`, by label of the preset, to fit laws to.
 
     Studies of one preset along several axes are joined.
     """
@@ -86,13 +86,15 @@ def points(measured: Sequence[Measured]) -> dict[str, Points]:
 def write(folder: Path, by_preset: Mapping[str, Points], requests: Sequence[str]) -> bool:
     """Fit a law for each preset, and print and write a forecast for each request.
 
-    Return whether all forecasts could be made. For one that cannot be made, print the reason and
-    continue.
+    If a forecast cannot be made, the reason is printed, and the others are still made.
 
     Args:
         folder: Folder that the forecasts are written to.
         by_preset: Rows by preset, from `points`.
         requests: Values of `--predict`.
+
+    Returns:
+        True if all forecasts could be made.
     """
     all_made = True
     for label, preset_points in by_preset.items():

@@ -62,9 +62,9 @@ ELSEWHERE = (
     "accumulation_steps",
     "preset.noise_scale",
 )
-"""Beginnings of the fields that do not change what a run learns."""
+"""Beginnings of the names of config fields that do not change what a run learns."""
 PRESET = "preset."
-"""Beginning of the fields of the preset."""
+"""Beginning of the names of the preset's config fields."""
 
 
 class PointsError(MupaxError):
@@ -73,13 +73,13 @@ class PointsError(MupaxError):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One run at several learning rates, from several seeds.
+    """Losses of one run (model, batch and tokens) at several learning rates, from several seeds.
 
     Attributes:
         config: The run. Its rate and seed are those of one of the rows.
-        x: log2 of the peak rates [R], increasing.
-        losses: Losses [R, S], inf where a seed diverged, NaN where it was not run.
-        seconds: Median seconds of training of a row.
+        x: log2 of the peak learning rates [R], increasing.
+        losses: Losses [R, S] by rate and seed, inf where a seed diverged, NaN where it was not run.
+        seconds: Median training time over the setting's rates and seeds, in seconds.
         seeds: Seeds of the columns of `losses`.
     """
 
@@ -106,12 +106,15 @@ class Setting:
 
     @classmethod
     def bare(cls, config: Config) -> Setting:
-        """Return a setting without any rows."""
+        """Return a setting without losses, for a run that is still to be trained."""
         return cls(config, np.zeros(0), np.zeros((0, 0)))
 
     @property
     def curve(self) -> Curve:
-        """Losses over rates as a `Curve`. Rates are chosen by the seeds that every rate has."""
+        """Losses over learning rates as a `Curve`, which finds the best rate.
+
+        The seeds that were run at every rate decide which rate is best.
+        """
         # The third argument of `Curve` counts the first seeds, those that every rate has.
         at_every_rate = (~np.isnan(self.losses)).all(axis=0)
         return Curve(self.x, self.losses, max(1, int(at_every_rate.sum())))
@@ -119,11 +122,11 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Points:
-    """Rows of one preset.
+    """Rows (results of finished runs) of one preset, to which a law is fitted.
 
     Attributes:
         label: Name of the preset with its constants.
-        metric: Key of `METRICS` that says what a loss is.
+        metric: Kind of the losses, a key of `METRICS`.
         settings: Settings, the smallest first.
         digest: sha256 of every row's key and loss.
         rows: Number of rows.
@@ -147,7 +150,7 @@ class _LabelledRow(NamedTuple):
 
 
 def load(folders: Sequence[Path]) -> list[Points]:
-    """Return the rows of all folders by preset, in the order of each preset's first row.
+    """Return the rows of all folders, an entry per preset in the order of the presets' first rows.
 
     Presets with equal rules are joined under the first of their labels.
 
@@ -187,9 +190,10 @@ def load(folders: Sequence[Path]) -> list[Points]:
 def points_of(
     label: str, pairs: Sequence[tuple[Config, Row]], folders: Sequence[str] = ()
 ) -> Points:
-    """Return the rows of one preset as settings.
+    """Return the rows of one preset grouped into settings: runs that differ in rate and seed alone.
 
-    Losses are of evaluations if every row that did not diverge has one, otherwise of training.
+    The losses are evaluation losses if every row that did not diverge has one, otherwise training
+    losses.
 
     Args:
         label: Name of the preset with its constants.
@@ -264,10 +268,10 @@ def _without_rate(config: Config) -> str:
 
 
 def _loss(row: Row, evaluated: bool) -> float:
-    """Return the loss of a row, inf if it diverged or has no such loss.
+    """Return the loss of a row, inf if the row diverged or has no loss of this kind.
 
     Args:
-        evaluated: Return the loss of the evaluation and not of training.
+        evaluated: True for the evaluation loss, False for the training loss.
     """
     value = row.eval_loss if evaluated else row.loss
     return math.inf if value is None or row.diverged else value

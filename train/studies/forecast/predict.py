@@ -15,7 +15,7 @@ from mupax.train.studies.forecast.points import Setting, field_differences
 from mupax.train.studies.sweep.grids import at_rate
 
 DRAWS = 10
-"""Number of draws for each sample of the law's parameters."""
+"""Number of random draws of a prediction for each sample of the law's parameters."""
 QUANTILES = {"low90": 0.05, "low50": 0.25, "value": 0.5, "high50": 0.75, "high90": 0.95}
 """Quantiles of an interval, by the fields of `PredictionInterval`."""
 FARTHEST = 3.0
@@ -27,7 +27,7 @@ FARTHEST_ROW = {
     "tokens": ("longest run", "shortest run"),
     "batch": ("run of the largest batch", "run of the smallest batch"),
 }
-"""Names of the rows at the upper and lower end of each axis."""
+"""Names of the largest and the smallest measured run by axis, for warnings."""
 SHAPE = ("width", "depth", "encoder_depth", "num_heads", "head_dim", "num_kv_heads", "mlp_ratio")
 """Fields of a model that change its parameters. The law knows only their number."""
 
@@ -67,8 +67,8 @@ class Prediction:
         log2_lr: log2 of the best peak rate. `None` if the rows' rate does not vary.
         loss: Loss of the run at the rate of `config`, of the kind that the rows have.
         scale: Parameters, tokens and batch of the run, by the names in `AXES`.
-        size_ratios: Ratio of each of these to the nearest end of the rows. Above 1 if the run is
-            larger than all rows, below 1 if it is smaller, 1 if it lies between them.
+        size_ratios: Ratio of each entry of `scale` to the largest value of the law's rows if the
+            run is larger than all rows, to the smallest one if it is smaller. 1 in between.
         warnings: Reasons to doubt the prediction, a sentence each.
     """
 
@@ -146,7 +146,9 @@ def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Pred
 
 
 def _refuse_other_runs(law: ScalingLaw, target: Setting) -> None:
-    """Raise NoLaw for a run that differs from the nearest setting in more than its scale.
+    """Refuse a run that differs from the law's measured runs in more than its scale.
+
+    The run is compared with the measured one that is nearest in parameters, tokens and batch.
 
     Raises:
         NoLaw: The run differs. The text names up to four fields.
@@ -169,7 +171,9 @@ def _refuse_other_runs(law: ScalingLaw, target: Setting) -> None:
 
 
 def _octaves_beyond(law: ScalingLaw, scale: np.ndarray) -> np.ndarray:
-    """Return the octaves of each axis beyond the rows, negative below them, 0 inside, [3].
+    """Return how far a run lies outside of the law's rows, in octaves of each axis, [3].
+
+    A value is positive above the largest row, negative below the smallest one, and 0 in between.
 
     Args:
         scale: log2 of parameters, tokens and batch of the run less the rows' mean, [3].

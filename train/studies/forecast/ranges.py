@@ -9,9 +9,9 @@ from mupax.terminal import gib
 from mupax.train.pods.topology import ROOM
 
 NONE = "no interval"
-"""Interval of a prediction whose error is unknown."""
+"""Text in place of an interval, for a value whose error is unknown."""
 NOT_PREDICTED = "not predicted"
-"""Value of a loss that no law predicts."""
+"""Text in place of a loss that no law predicts."""
 PUBLISHED_MFU = 0.213
 """Lowest model FLOPs utilization of the published large runs, that of GPT-3.
 
@@ -60,14 +60,15 @@ def of_roofline(bound: float, utilization: float) -> tuple[Range, str]:
 
 
 def of_settings(step: float, speed: float, speeds: Sequence[float]) -> tuple[Range, str]:
-    """Return the range of a step's seconds over the speeds of a study's settings, and its source.
+    """Return the range of a step's seconds by the speeds of a study's runs, and its source as text.
 
-    With fewer than two speeds the range is `None` and the source is "".
+    It reaches from the fastest to the slowest speed. With fewer than two speeds the range is `None`
+    and the source is "".
 
     Args:
         step: Seconds of a step of the planned run at `speed`.
         speed: FLOP/s at which `step` was computed.
-        speeds: FLOP/s of each setting of the study.
+        speeds: FLOP/s of each setting (model, batch and tokens) of the study.
     """
     if len(speeds) < 2:
         return None, ""

@@ -34,7 +34,7 @@ class ForecastError(MupaxError):
 
 
 def forecast(law: ScalingLaw, prediction: Prediction, request: str) -> dict[str, Any]:
-    """Return a forecast as a JSON dict, dated now and with a digest of its content.
+    """Return a forecast of a run as plain values for JSON, dated now and with a digest of itself.
 
     Args:
         request: Words that asked for the forecast, such as "head_dim=128".
@@ -67,7 +67,7 @@ def forecast(law: ScalingLaw, prediction: Prediction, request: str) -> dict[str,
 
 
 def _law_json(law: ScalingLaw) -> dict[str, Any]:
-    """Return a law as JSON: its form, sources, parameters and errors."""
+    """Return a law as plain values for JSON: its form, sources, parameters and errors."""
     return {
         "form": FORM,
         "sources": SOURCES,
@@ -86,7 +86,7 @@ def _law_json(law: ScalingLaw) -> dict[str, Any]:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """Return the sha256 of a forecast without its own digest."""
+    """Return the sha256 of a forecast's content, apart from its entry `digest`."""
     # Keys are sorted, so that a file whose keys moved has the same digest.
     plain = drop_keys(content, ("digest",))
     # By way of the text that is written, in which null stands for a number that is not finite.

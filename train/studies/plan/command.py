@@ -102,11 +102,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Run that a command line asks for.
+    """Run to plan, as a command line asks for it.
 
     Attributes:
         config: The run.
-        source: Text such as "recipe NAME" or "study FOLDER": origin of settings without a flag.
+        source: Origin of the settings that no flag sets, such as "recipe NAME" or "study FOLDER".
     """
 
     config: Config
@@ -114,10 +114,11 @@ class Request:
 
 
 def with_name(argv: Sequence[str]) -> list[str]:
-    """Return the words with the value of `--model` added as the first word, if none is a name.
+    """Return the words of a command, beginning with the model of `--model` if no run is named.
 
-    The words are returned unchanged if there is no `--model`, if the first word is no flag, or if a
-    word that is not a flag's value is a recipe, model or file.
+    The words are returned unchanged if there is no `--model` or if they name a run already. They do
+    so if the first word is no flag, or if a word that is not a flag's value is a recipe, model or
+    file.
 
     Args:
         argv: Words of the command line after `plan`.
@@ -142,7 +143,8 @@ def run_of(args: Plan, recipe_flags: Sequence[str], studies: Sequence[Points]) -
         args: Flags of `mupax plan`.
         recipe_flags: Words of the command line that are flags of the recipe.
         studies: Rows by preset. A model without a recipe gets the settings of the first study whose
-            preset has the same rules after the flags, or of the first study if none has.
+            preset has equal rules in the study and in the run after the flags. If there is none, it
+            gets the settings of the first study.
 
     Raises:
         ConfigError: Two words contradict each other, a value does not fit, or a model alone has no
@@ -239,18 +241,19 @@ def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str
 
 
 def _flag_names(words: Sequence[str]) -> list[str]:
-    """Return each word of a command line up to its `=`, with dashes for underscores.
+    """Return the flags of a command line without `=VALUE`, with dashes for underscores.
 
-    Values that are words of their own stay in the list.
+    A value that is a word of its own stays in the list.
     """
     # Either spelling of a flag is accepted, such as --optimizer.peak_lr.
     return [word.partition("=")[0].replace("_", "-") for word in words]
 
 
 def _study_run(args: Plan, study: Points, words: Sequence[str]) -> Config:
-    """Return the run of a study's largest setting, with flags applied.
+    """Return the run of a study's largest model, with flags applied.
 
     Args:
+        study: Rows of one preset. Among runs of the largest model the longest counts.
         words: Flags of the recipe, with `--model`.
 
     Raises:
@@ -295,7 +298,7 @@ class Cost:
     """Memory, time and price of a run.
 
     Attributes:
-        rows: Rows of the plan's table.
+        rows: Rows of the plan's table on mesh, remat, memory, time and price.
         cautions: Cautions, a sentence each.
         fits: False if the run needs more memory than the chips have. True if that is unknown.
     """
@@ -529,9 +532,10 @@ def _flag_duration(config: Config, args: Plan, peak: float) -> StepDuration:
 
 
 def _study_duration(config: Config, studies: Sequence[Points]) -> StepDuration | None:
-    """Return the duration of a step at the FLOP/s of the studies' setting with the most FLOPs.
+    """Return the duration of a step of a run at the speed of the largest run of the studies.
 
-    Return `None` if no setting has a duration.
+    The speed is in FLOP/s, and the largest run is the one with the most training FLOPs. Return
+    `None` if no run of the studies has a duration.
     """
     flops = []
     speeds = []
@@ -608,8 +612,9 @@ def _with_flags(config: Config, flags: Sequence[str]) -> Config:
 def main(argv: Sequence[str]) -> int:
     """Run `mupax plan` and return its exit code.
 
-    A table of runs as `--from` is planned by `mupax.train.studies.tables.command`. A model without
-    a study is planned from evidence. All else is planned as a run of a recipe or study.
+    If `--from` names a table of runs, `mupax.train.studies.tables.command` makes the plan. A model
+    without a study is planned by evidence that comes with mupax. Any other run is planned as that
+    of a recipe or of a study.
 
     Args:
         argv: Words of the command line after `plan`.
@@ -702,8 +707,9 @@ def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> i
 def _model_alone(args: Plan, recipe_flags: Sequence[str]) -> str | None:
     """Return the model's name if a command has no recipe and no study, otherwise `None`.
 
-    A name that is both a recipe and a model counts as the model if `--model` repeats it, `--tokens`
-    is given, and no other flag of the recipe and no flag of the cost is.
+    A name may be both a recipe and a model. It counts as the model if `--model` repeats it,
+    `--tokens` is given, and the command has neither other flags of the recipe nor flags of the cost
+    (`_cost_flags`).
     """
     name = args.recipe
     flag = cli.value_of("--model", recipe_flags)
@@ -728,7 +734,9 @@ def _cost_flags(args: Plan) -> list[str]:
 
 
 def _plan_from_evidence(model: str, args: Plan, recipe_flags: Sequence[str]) -> int:
-    """Plan a model from the best evidence that applies: print the plan, and write it to `--out`.
+    """Plan a model without a study: print a plan by the best evidence, and write it to `--out`.
+
+    Evidence is a tuned preset, a law of published runs or published constants that come with mupax.
 
     Args:
         recipe_flags: Flags of the recipe, such as `--steps 800`. Only `--model` is allowed.

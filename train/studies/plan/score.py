@@ -42,7 +42,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a run that was forecast.
+    """Result of a finished run whose loss was forecast.
 
     Attributes:
         loss: Loss by the forecast's metric, inf if the run diverged.
@@ -56,13 +56,15 @@ class Outcome:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mupax plan score`: print the loss of every matching run, and its error and intervals.
+    """Run `mupax plan score`: compare a forecast with every finished run that it is for.
+
+    Each line has the loss of a run, its error, and whether it lies inside the forecast's intervals.
 
     Returns:
         0 if every outcome is inside its 90 % interval, otherwise 1.
 
     Raises:
-        ForecastError: The file is no forecast, or as for `outcomes`.
+        ForecastError: The file is no forecast, or `outcomes` refuses the runs.
     """
     args = command_line.parse(Score, PROG, argv)
     content = record.read(args.forecast)
@@ -87,10 +89,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def score(content: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
-    """Return a run's loss and seed as JSON, with its error against the forecast.
+    """Return a run's loss and seed as plain values, with its error against the forecast.
 
-    `error` is the relative error of the loss. If the run diverged it is inf, and `loss` is `None`.
-    `inside90` and `inside50` are True if the loss lies inside the interval.
+    `error` is the relative difference of the run's loss from the forecast's median. If the run
+    diverged, `error` is inf and `loss` is `None`. `inside90` and `inside50` are True if the loss
+    lies inside the 90 or 50 % interval.
 
     Args:
         content: Forecast, from `record.read`.
@@ -108,7 +111,9 @@ def score(content: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
 
 
 def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
-    """Return the outcome of every run in `place` that is the run of the forecast, at least one.
+    """Return the results of the finished runs in `place` that a forecast is for, at least one.
+
+    Runs may differ from the forecast's run in seeds and in fields without an effect on training.
 
     Args:
         content: Forecast, from `record.read`.
@@ -116,7 +121,7 @@ def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
 
     Raises:
         ForecastError: The workdir has another run, or one that is not done or began before the
-            forecast. Or no row is of the run.
+            forecast. It is also raised if no row of a folder is of the run.
         WorkdirError: The place has neither a run nor rows.
         PointsError: The rows cannot be read as runs.
     """
@@ -164,7 +169,7 @@ def other_fields(content: dict[str, Any], config: Config) -> Iterator[tuple[str,
 
 
 def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
-    """Return the outcome of the run in a workdir, with the loss of the forecast's metric.
+    """Return the result of the run in a workdir, with the kind of loss that was forecast.
 
     The loss is the evaluation loss after the last step, or the mean training loss over the last
     1 / `LAST` of the steps.
@@ -221,9 +226,9 @@ def _began(place: Path) -> datetime.datetime | None:
 
 
 def of_points(content: dict[str, Any], studies: Sequence[points.Points]) -> list[Outcome]:
-    """Return the outcome of every row whose run is that of the forecast, one per seed.
+    """Return the results of all rows whose run is that of a forecast, one per seed.
 
-    Studies with another metric of the loss than the forecast's are left out.
+    Studies whose kind of loss (training or evaluation) is not that of the forecast are left out.
 
     Args:
         content: Forecast, from `record.read`.
@@ -240,9 +245,13 @@ def of_points(content: dict[str, Any], studies: Sequence[points.Points]) -> list
 
 
 def _of_setting(content: dict[str, Any], setting: points.Setting) -> list[Outcome]:
-    """Return the outcome of each trained seed of a setting at the forecast's rate.
+    """Return the result of every trained seed of a setting at the forecast's learning rate.
 
     The list is empty if the setting is of another run or has no row at that rate.
+
+    Args:
+        content: Forecast, from `record.read`.
+        setting: Losses of one run at several learning rates, from several seeds.
     """
     matching = []
     for x, losses in zip(setting.x, setting.losses, strict=True):

@@ -189,7 +189,7 @@ def _flag_values(text: str) -> list[tuple[str, str]]:
 
 
 def _dry_run(grid: Sequence[Planned]) -> None:
-    """Print each program with its points, rates, seeds, parameters and steps; train nothing."""
+    """Print the points, learning rates, seeds, parameters and steps of each program to compile."""
     from mupax.train.studies.sweep.sweep import grouped
 
     groups = grouped([point.config for point in grid], {})
@@ -216,7 +216,7 @@ def _dry_run(grid: Sequence[Planned]) -> None:
 
 
 def _run(args: Sweep, grid: Sequence[Planned], command: str) -> None:
-    """Train the points, print the next command and the table of losses, and write sweep.json.
+    """Train the points, print a command to type next and a table of losses, and write sweep.json.
 
     If the learning rate varies, the best one is printed first and sweep.png is drawn.
     `--save-tuned` draws sweep.png and writes a tuned preset.
@@ -326,9 +326,9 @@ def _write_studies(
 
 
 def picture_title(recipe: str, configs: Sequence[Config]) -> str:
-    """Return the title of a sweep's picture, with the optimizer and the number of steps of its points.
+    """Return the title of a sweep's picture: recipe, optimizer and number of steps.
 
-    What `--vary` changes is left out: the legend has it.
+    The optimizer or the steps are left out if the points differ in them.
     """
     parts = [recipe]
     optimizers = {config.optimizer.name for config in configs}
@@ -341,12 +341,13 @@ def picture_title(recipe: str, configs: Sequence[Config]) -> str:
 
 
 def answers(studies: Sequence[tuple[Measured, Analysis]], loss: str, *, grown: bool) -> list[str]:
-    """Return the lines that answer a sweep: the best learning rate of every setting.
+    """Return the lines that answer a sweep: the best learning rate for every choice of `--vary`.
 
-    Where sizes grew, the answer is whether to keep the learning rate, with a line per size.
+    If sizes grew, the first line of each choice says whether to keep the learning rate as the size
+    grows, and a line per size follows.
 
     Args:
-        studies: A study of its sizes for every setting (`judged`).
+        studies: Study of each choice of `--vary`, with its analysis, from `judged`.
         loss: Loss that is judged, "training" or "evaluation".
         grown: True if the sweep has at least 2 sizes.
     """
@@ -370,9 +371,14 @@ def answers(studies: Sequence[tuple[Measured, Analysis]], loss: str, *, grown: b
 def _best_rate(
     measured: Measured, analysis: Analysis, index: int, loss: str, *, grown: bool
 ) -> str:
-    """Return a sentence with the best rate of one size and its interval.
+    """Return a sentence with the best learning rate of one size, its interval and the loss there.
 
-    Without a best rate the sentence says which rates to add.
+    Without a best rate the sentence says why, and which rates to add.
+
+    Args:
+        index: Index of the size in `analysis.sizes`.
+        loss: Loss that is judged, "training" or "evaluation".
+        grown: True to name the size in the sentence.
     """
     fitted = analysis.fits[index]
     size = f" at {measured.study.axis} {analysis.sizes[index]}" if grown else ""
@@ -414,9 +420,10 @@ def judged(
 
 
 def _measured(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> Measured:
-    """Return points that differ only in size, rate and seed as a study with its rows.
+    """Return points as a finished study, whose best learning rates can then be fitted.
 
-    If no size grows, the study's axis is the width, with the model's width as its only size.
+    The points differ only in size, rate and seed. If no size grows, the study's axis is the width,
+    with the model's width as its only size.
     """
     from mupax.train.studies.transfer.fit import STEP
     from mupax.train.studies.transfer.study import Measured, Study

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 MOST_DIGITS = 4
-"""Largest number of digits in the count of a grid."""
+"""Largest number of digits of COUNT in a grid START:STOP:COUNT."""
 
 
 def parse(text: str) -> tuple[float, ...]:
@@ -116,7 +116,7 @@ def _number(word: str, text: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """Point of a sweep.
+    """Point of a sweep, one run that is to be trained.
 
     Attributes:
         size: Value of the size that grows; 0 if no size grows.
@@ -150,12 +150,13 @@ def point(config: Config, peak_lr: float, seed: int) -> Config:
 
 
 def without_flags(words: Sequence[str], flags: Collection[str]) -> tuple[list[str], dict[str, str]]:
-    """Remove flags from the words of a command, and return the words left and the flags' values.
-
-    Values are by flag, as text. A flag that does not occur has no entry, and the last value counts.
+    """Remove flags from the words of a command, and return the other words and the flags' values.
 
     Args:
         flags: Flags that take one value, which is the next word or stands behind a `=`.
+
+    Returns:
+        Words that are left, and the last value of each flag that occurred, as text, by the flag.
     """
     remaining: list[str] = []
     values: dict[str, str] = {}

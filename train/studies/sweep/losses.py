@@ -15,7 +15,7 @@ import xxhash
 from mupax import disk
 
 CURVE_POINTS = 200
-"""Largest number of values in the curve of a row."""
+"""Largest number of values of the training curve that a finished point keeps in its row."""
 LAST = 10
 """A point's loss is the mean over the last 1 / `LAST` of its steps."""
 

@@ -40,7 +40,7 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
 """Fields of a row in a file, and the types that each may have."""
 _CURVE_TYPES = (int, float, _NONE)
 _NONFINITE = re.compile(rb'"eval_loss": (NaN|-?Infinity)')
-"""Evaluation loss that older versions wrote in words that are no JSON."""
+"""Pattern of an evaluation loss that older versions wrote as NaN or Infinity, which JSON lacks."""
 
 
 class RowsError(MupaxError):
@@ -58,8 +58,8 @@ class Row:
             point diverged.
         eval_loss: Loss on the evaluation examples after the last step; `None` if the point diverged
             or was not evaluated.
-        diverged_at: First step, from 1, whose loss or gradient was not finite; the last one if only
-            the evaluation after it was not; `None` if all were.
+        diverged_at: First step, from 1, whose loss or gradient was not finite. If only the
+            evaluation was not finite, it is the last step. `None` if everything was finite.
         curve: Training loss, as means over at most `CURVE_POINTS` equal parts of the run; inf from
             the part in which the point diverged.
         steps: Number of optimizer steps.
@@ -127,7 +127,9 @@ class Row:
 
 
 def _fields(line: bytes) -> dict[str, Any]:
-    """Return the fields of a line. Those of older versions may have an evaluation loss of NaN.
+    """Return the fields of a row from its line in a file.
+
+    A line of an older version may have an evaluation loss of NaN or Infinity, which is no JSON.
 
     Raises:
         JsonError: The line is no JSON object.

@@ -47,15 +47,19 @@ from mupax.zoo.configs import ConfigError
 from mupax.zoo.transformer import LoraConfig, RoutingConfig
 
 Mode = Literal["auto", "together", "in-turn"]
-"""Points of a program all at once, one after another, or whichever a trial shows to be faster."""
+"""Execution of points that share a compiled program.
+
+`together` trains all at once, and `in-turn` one after another. `auto` is together on GPU and TPU,
+and what a short trial shows to be faster on CPU.
+"""
 TRIAL_STEPS = 3
 """Number of steps that a trial times, after one that it does not count."""
 MAX_TIME_RATIO = 0.95
-"""Largest ratio of times per point at which twice as many threads count as faster."""
+"""Ratio of the times per point up to which twice as many threads count as faster."""
 MIN_TRIAL_STEPS = 40
-"""Number of steps of all points below which a trial is not worth its time."""
+"""Steps of all points of a program together below which a trial is not worth its time."""
 MIN_COMPILATIONS = 20
-"""Compilations that training in turn must last for a trial of training together.
+"""Duration of training in turn, in compilations, below which training together is not tried.
 
 A trial costs one compilation, and on a CPU it seldom shows that together is faster.
 """
@@ -87,9 +91,10 @@ _FIRST = {
     "faults": "bad_numbers most_in_a_row spike_deviations skip_spikes watchdog_seconds",
     "log": "eval_every_steps tensorboard wandb progress samples profile",
 }
-"""Section to its fields that existed when points got their names.
+"""Config fields, by section, that are part of the name (`key_of`) of every point.
 
-This list is closed: no new field belongs here.
+They are the fields that existed when points got names. No new field belongs here. Sections of
+`_unnamed_sections` are left out of a name.
 """
 
 __all__ = ["Mode", "Row", "Stopped", "Sweep", "SweepCallback", "engine", "grouped", "run"]
@@ -219,10 +224,11 @@ class ExecutionTrial:
     def _try(
         self, key: object, single: Trainer, points: Sequence[Program], log: Callable[[str], None]
     ) -> Trainer:
-        """Time steps in turn and, if it may pay, together. Return and keep the faster trainer.
+        """Time steps of points in turn and all at once. Return and keep the faster trainer.
 
-        Together is timed only if several points fit into memory and training in turn would last
-        for `MIN_COMPILATIONS` compilations. The choice is logged.
+        Training all at once is timed only if several points fit into memory, training in turn would
+        last for `MIN_COMPILATIONS` compilations, and no earlier trial found it slower. The choice
+        is logged.
 
         Args:
             key: Key of the program (`grouped`).
@@ -296,9 +302,10 @@ class ExecutionTrial:
         )
 
     def _step_seconds(self, trainer: Trainer, points: Sequence[Program], threads: int = 1) -> float:
-        """Return the seconds of a step of the slowest of `threads` threads, divided by `threads`.
+        """Return the seconds of a step per thread, if so many threads train at the same time.
 
-        All threads train the same points with the trainer at the same time.
+        All threads train the same points with the trainer. The result is the time of a step in the
+        slowest thread, divided by `threads`.
         """
         # All threads begin together, or the first would be timed while others still compile or
         # load.
@@ -406,7 +413,10 @@ def key_of(config: Config, data_digest: str) -> str:
 
 
 def without_reports(config: Config) -> Config:
-    """Return the config with defaults for workdir and resume, checkpoints, logs and evaluations."""
+    """Return the config with defaults for workdir and resume, checkpoints, logs and evaluations.
+
+    Early stopping gets its default, too. Configs that differ in these fields alone become equal.
+    """
     return with_defaults(config, ("session", "reports", "course"))
 
 
@@ -537,12 +547,15 @@ def shape_of(config: Config) -> Config:
 
 
 class Sweep:
-    """Engine that trains points in a folder, as they are asked for, and keeps compiled programs.
+    """Engine that trains runs, keeps their results as rows in a folder, and reuses programs.
+
+    Each run is called a point. A program is compiled for all points that differ only in numbers,
+    such as learning rate and seed.
 
     Args:
         folder: Folder of rows and unfinished points; created if it is missing.
-        how: Whether points of a program train all at once, one after another, or whichever a short
-            trial shows to be faster (`auto`, the default).
+        how: Execution of points that share a program, all at once or one after another, as in
+            `Mode`. `auto` by default.
         evaluated: True to evaluate each point after its last step.
         stop: Function called between steps. If it returns True, the points in training are saved
             and the sweep ends.
@@ -689,7 +702,11 @@ class Sweep:
 
 
 def _unique(points: Sequence[Point], keys: dict[int, str]) -> list[Point]:
-    """Return the points without those whose name in `keys` is that of an earlier one."""
+    """Return the points without duplicates, the first of each name.
+
+    Args:
+        keys: Name (`key_of`) of each point by its index.
+    """
     by_key: dict[str, Point] = {}
     for index, program in points:
         by_key.setdefault(keys[index], (index, program))
@@ -700,7 +717,7 @@ def _unique(points: Sequence[Point], keys: dict[int, str]) -> list[Point]:
 def engine(folder: Path, mode: Mode, *, evaluated: bool) -> Iterator[Sweep]:
     """Context manager that yields a `Sweep` which saves its points in training when a signal comes.
 
-    After that it prints a message and ends the command.
+    After the points are saved, the context manager prints a message and ends the command.
 
     Args:
         folder: Folder of rows and unfinished points; created if it is missing.

@@ -30,7 +30,7 @@ from mupax.zoo.definition import SHARED_INIT
 _MEMORY_SHARE = 0.8
 """Share of a device's free memory that points may fill."""
 CACHED_BYTES = 2**28
-"""Largest size of all batches of a run that are kept in memory for the points after the first."""
+"""Total bytes of a run's batches up to which they are kept in host memory for later points."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,10 +177,11 @@ def _stack(trees: Sequence[Any]) -> Any:
 
 
 def _stacked_stds(points: Sequence[Program]) -> dict[str, np.ndarray]:
-    """Return the initial standard deviations of points by name, with a first axis [points].
+    """Return the initial standard deviations of points by parameter, with a first axis [points].
 
-    Some presets draw keys from the query's random key and have an entry `SHARED_INIT` + name.
-    Points without it get the parameter's own draw as that entry, so that all have the same names.
+    Some presets give the weights of attention keys the random draws of the queries' weights. They
+    have an entry `SHARED_INIT` + name, the hash of the name whose draws are used. Points without
+    such an entry get the hash of the parameter's own name, so that all points have equal entries.
     """
     names = set()
     for point in points:

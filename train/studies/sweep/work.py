@@ -35,9 +35,9 @@ from mupax.train.studies.sweep.trainer import Batches, Trainer
 SAVE_EVERY_S = 300.0
 """Seconds between saves of points in training: the time that a crash can cost."""
 FETCH_EVERY = 16
-"""Number of steps after which losses are read, because a read waits for the device.
+"""Number of steps between reads of the losses, because a read waits for the device.
 
-Points that all have diverged are given up that late.
+Training ends up to this many steps late if all points have diverged.
 """
 
 Point = tuple[int, Program]
@@ -84,7 +84,7 @@ class SweepCallback:
 
 
 class LockedCallback(SweepCallback):
-    """Callbacks that forward each call to others under a lock, so that several threads may call.
+    """Callbacks that forward each call to other callbacks under a lock, for use by several threads.
 
     Args:
         callback: Callbacks to forward to, which need not be thread-safe.
@@ -175,7 +175,7 @@ class Work:
         trainer: Compiled program, for `trainer.count` points at once.
         batches: Batches on the host, which all groups of the sweep share.
         folder: Folder of the sweep.
-        keys: Index of a point to the name of what it trains.
+        keys: Name (`key_of`) of each point by its index.
         watcher: Callbacks on the progress, called from the threads.
         stop: Function that returns True to end the sweep, called after every step.
         concurrent: Number of threads that train at the same time.
@@ -281,7 +281,7 @@ class Work:
     def _restored(self, progress: _Progress) -> _Restored | None:
         """Restore points from their checkpoint, or return `None` if their losses are lost.
 
-        Either is noted to the watcher. The points must have a checkpoint.
+        The watcher is told of the restore or of the loss. The points must have a checkpoint.
         """
         trainer = self.trainer
         checkpoints = progress.checkpoints

@@ -24,26 +24,38 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `mupax transfer`. Return the exit code of `execute`."""
+    """Run `mupax transfer` for the words of its command line, and return the exit code.
+
+    Args:
+        argv: Words of the command line after `mupax transfer`.
+
+    Returns:
+        Code of `execute`: 0 when done, 1 if a result that was asked for is missing.
+    """
     args, rest = command_line.parse_known(Transfer, "mupax transfer", cli.with_file_first(argv))
     return execute(args, rest, shlex.join(["mupax", "transfer", *argv]))
 
 
 def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | None = None) -> int:
-    """Train the studies of a command, judge their drift, and print and write the report.
+    """Train the transfer studies of a command, and print and write the report on them.
 
-    With `--dry-run` the studies are only listed. Return 0 when done, whatever the verdict. Return 1
-    if no study could be judged, a frugal size has no best rate, or the forecast of `--predict`
-    cannot be made.
+    A study trains one preset at growing model sizes. Its verdict says whether the best learning
+    rate stays. With `--dry-run` the studies are only listed.
 
     Args:
-        rest: Further words of the command line, the flags of the recipe.
+        args: Flags of `mupax transfer`.
+        rest: All other words of the command line, which are flags of the recipe.
         command: Command as it was typed, for the record.
-        run: Function that trains points; by default the sweep engine in the folder.
+        run: Function that trains configs and returns a `Row` for each. `None` (the default) stands
+            for the sweep engine, which keeps the rows in the folder of `--out`.
+
+    Returns:
+        0 when done, whatever the verdict. 1 if no study could be judged, a size has no best
+        learning rate under `--search frugal`, or a forecast of `--predict` cannot be made.
 
     Raises:
         MupaxError: Flags or values do not fit together.
-        NoMinimum: Everything is written, but `--save-tuned` has no best rate to save.
+        NoMinimum: The report is written, but `--save-tuned` has no best learning rate to save.
         SystemExit: A signal stopped the training. The code is 128 plus its number.
     """
     # Imported here, because these modules import SciPy, and `--help` should not wait for it.
@@ -97,13 +109,15 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
 
 
 def _note_other_base(config: Config, studies: Sequence[Study]) -> None:
-    """Print a note if a preset has constants and its study has another base than the recipe.
+    """Print a note if a preset's constants may have been tuned at another base than a study's.
 
-    A constant is a factor at the base. `mupax tune` finds constants at the base of the recipe, and
-    a study takes its smallest size.
+    The base is the model size that a preset's scaling is relative to. Constants, such as factors on
+    the learning rate of a parameter group, hold at the base. `mupax tune` finds them at the base of
+    the recipe, but a study takes its smallest size as the base. The note proposes `--preset.base`.
+    It names the first such study only.
 
     Args:
-        config: Run of the recipe, with the base of the recipe.
+        config: Run of the recipe, whose preset has the base of the recipe.
     """
     recipe_base = preset_of(config).base
     for study in studies:
@@ -118,7 +132,7 @@ def _note_other_base(config: Config, studies: Sequence[Study]) -> None:
 
 
 def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
-    """Print the sizes of every study, its number of rates and seeds, its steps and time limit."""
+    """Print the sizes, number of learning rates and seeds, steps and time limit of every study."""
     points = f"5 rates or more a size, {args.seeds} to {args.max_seeds} seeds"
     if args.search == "frugal":
         points = f"{args.seeds} seeds at the smallest size, else 3 rates and 1 seed or more"
@@ -134,7 +148,7 @@ def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
 
 
 def _watched(engine: Sweep, console: Console) -> Runner:
-    """Return a function that trains points with the engine and shows a live table meanwhile."""
+    """Return a function that trains configs with the sweep engine under a live table of losses."""
     from mupax.train.studies.sweep.table import LiveTable
 
     def run(configs: Sequence[Config]) -> list[Row]:
@@ -159,16 +173,18 @@ def _report(
     """Judge the studies, print and write the report, and do what --save-tuned and --predict ask.
 
     Args:
-        control: Label of the preset that should drift; `None` without one.
+        measured: Finished studies, one for each preset and growing axis.
+        control: Label of the preset whose best learning rate should drift, for comparison. `None`
+            without one.
         command: Command as it was typed, for the record.
-        label: Label of the recipe's preset, whose rate is saved.
+        label: Label of the recipe's preset, whose learning rate `--save-tuned` saves.
 
     Returns:
-        0, or 1 if no study could be judged, a frugal size has no best rate, or there is no
-        forecast.
+        Exit code: 0, or 1 if no study could be judged, a size has no best learning rate under
+        `--search frugal`, or a forecast of `--predict` cannot be made.
 
     Raises:
-        NoMinimum: The report is written, but `--save-tuned` has no best rate to save.
+        NoMinimum: The report is written, but `--save-tuned` has no best learning rate to save.
     """
     from mupax.train.studies.transfer import report, tuned
 
@@ -204,7 +220,13 @@ def _report(
 
 
 def _about(args: Transfer, config: Config, command: str) -> dict[str, Any]:
-    """Return facts on what was trained, by name, for the record and the page."""
+    """Return title, command, recipe, data, steps and other facts of a study, by name.
+
+    They go into the study's JSON record and into the table at the end of its HTML page.
+
+    Args:
+        config: Run of the smallest size of the first study.
+    """
     from mupax.train.config.record import to_json
 
     examples = config.steps * config.data.batch_size

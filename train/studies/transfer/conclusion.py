@@ -14,14 +14,16 @@ from mupax.train.studies.transfer.study import Measured
 
 Studies = Sequence[tuple[Measured, Analysis]]
 CLOSE = 0.05
-"""Distance of a drift from the bound of a verdict that counts as close, in octaves."""
+"""Distance from `TOLERANCE` below which a drift counts as close to it, in octaves per doubling."""
 
 
 def main_studies(studies: Studies, control: str | None) -> Studies:
-    """Return all studies but the control's, or all if there are only the control's.
+    """Return the studies without those of the control preset, or all if there are no others.
 
     Args:
-        control: Label of the preset that should drift; `None` without one.
+        studies: (study, analysis) for each preset and growing axis.
+        control: Label of the preset whose best learning rate should drift, for comparison. `None`
+            without one.
     """
     subjects = []
     for measured, analysis in studies:
@@ -31,13 +33,16 @@ def main_studies(studies: Studies, control: str | None) -> Studies:
 
 
 def conclusions(studies: Studies, control: str | None) -> list[str]:
-    """Return a paragraph per study: keep the rate or not, and the price under the control.
+    """Return a paragraph per study: keep or retune the learning rate as the model grows, and why.
 
-    The control's own studies are left out, unless there are no others.
+    With a control the paragraph ends with the extra loss of the largest size under the control
+    preset, if its learning rate is not retuned. The control's own studies have no paragraph, unless
+    there are no others.
 
     Args:
         studies: All studies, those of the control included.
-        control: Label of the preset that should drift; `None` without one.
+        control: Label of the preset whose best learning rate should drift, for comparison. `None`
+            without one.
     """
     subjects = main_studies(studies, control)
     labels = {measured.study.label for measured, _ in subjects}
@@ -85,7 +90,7 @@ def conclusion(measured: Measured, analysis: Analysis) -> str:
 
 
 def control_words(label: str, analysis: Analysis) -> str:
-    """Return a sentence on the price of not retuning the largest size under the control.
+    """Return a sentence on the extra loss that not retuning the largest size costs under a control.
 
     Args:
         label: Label of the control's preset, for the sentence.
@@ -98,13 +103,13 @@ def control_words(label: str, analysis: Analysis) -> str:
 
 
 def cost_words(price: Interval, verb: str) -> str:
-    """Return a verb with a price as object, such as "costs 0.012 nats [0.004, 0.020]".
+    """Return words on an extra loss, such as "costs 0.012 nats [0.004, 0.020]".
 
-    Without an interval the text says so. A NaN price is "an unknown loss", and an infinite one
-    gives "diverges" or "diverge".
+    Without an interval the text says so. A NaN is "an unknown loss", and an infinite value gives
+    "diverges" or "diverge".
 
     Args:
-        price: Price in nats.
+        price: Extra loss of not retuning the learning rate, in nats, with its 95 % interval.
         verb: Verb of the sentence: `costs` or `cost`.
     """
     if math.isnan(price.value):
@@ -121,7 +126,8 @@ def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
     """Return the reason why a study is undecided, and the number of seeds that would decide it.
 
     Args:
-        used: Words on the price of not retuning.
+        used: Beginning of the text, on the extra loss of not retuning the learning rate, such as
+            "tuned at width 64 and used at width 512 it costs 0.012 nats".
     """
     axis = measured.study.axis
     for index in (0, -1):
@@ -146,7 +152,7 @@ def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
 
 
 def _minutes(measured: Measured, analysis: Analysis, seeds: int) -> str:
-    """Return the expected training time of further seeds as text, such as "3 minutes"."""
+    """Return the expected training time of `seeds` more seeds as text, such as "3 minutes"."""
     minutes = round(seeds * measured.seconds_of(measured.seed_points(analysis)) / 60)
     if minutes < 1:
         return "less than a minute"
@@ -154,14 +160,15 @@ def _minutes(measured: Measured, analysis: Analysis, seeds: int) -> str:
 
 
 def next_steps(studies: Studies, control: str | None, command: str) -> list[Step]:
-    """Return the steps to propose after a study, each a sentence with a command.
+    """Return what to propose after the studies of a command: sentences, most with a command.
 
-    The first preset's decided studies lead to a run of the largest size. One command adds seeds to
-    all undecided studies.
+    Each decided study of the first preset gets a step on how to train its largest size. If studies
+    are undecided, one more step repeats the command with more seeds.
 
     Args:
         studies: All studies, those of the control included.
-        control: Label of the preset that should drift; `None` without one.
+        control: Label of the preset whose best learning rate should drift, for comparison. `None`
+            without one. Its studies get no steps, unless there are no others.
         command: Command of this study, which is repeated with more seeds and minutes.
     """
     steps: list[Step] = []
@@ -201,9 +208,10 @@ def _training(measured: Measured, analysis: Analysis) -> Step:
 
 
 def _limits(measured: Measured, analysis: Analysis) -> list[tuple[int, int]]:
-    """Return the --max-seeds and --minutes that would probably decide a study, or [] if none would.
+    """Return [(max_seeds, minutes)], the limits that would probably decide an undecided study.
 
-    The list has at most one pair.
+    They are values for `--max-seeds` and `--minutes`. The list is empty if no number of seeds is
+    likely to decide the study.
     """
     # One seed has no scatter from which a number of seeds follows, so three are proposed.
     more = analysis.seeds_to_decide() if analysis.seeds > 1 else 3 - analysis.seeds
@@ -215,6 +223,6 @@ def _limits(measured: Measured, analysis: Analysis) -> list[tuple[int, int]]:
 
 
 def _run(measured: Measured, analysis: Analysis, index: int) -> str:
-    """Return the command that trains the largest size at the best rate of the size at `index`."""
+    """Return the command to train the largest size at the best learning rate of size `index`."""
     rate = float(f"{2.0 ** analysis.fits[index].optimum:.4g}")
     return record.command_of(at_rate(measured.study.configs[-1], rate))

@@ -34,13 +34,14 @@ __all__ = ["BOUND", "CONFIDENCE", "TOLERANCE", "Analysis", "Interval", "Scatter"
 CONFIDENCE = 0.975
 """Upper quantile of a two-sided interval of 95 %."""
 EARLY = 0.99
-"""Upper quantile for a verdict that ends a study before its last seed, an interval of 98 %.
+"""Upper quantile of a two-sided interval of 98 %.
 
-A look after every seed is one more chance to be wrong. With 95 % a drift of 0.30 would be called
-`transfers` in 6 % of the noisier studies.
+A verdict ends a study before its last seed only if this interval gives the same one as that of
+95 %. A look after every seed is one more chance to be wrong. With 95 % a drift of 0.30 would be
+called `transfers` in 6 % of the noisier studies.
 """
 MOST_SEEDS = 200
-"""Most seeds that are proposed."""
+"""Greatest number of seeds in all that a report proposes to decide a verdict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Scatter:
-    """Scatter between the seeds of one size.
+    """Uncertainty of one size's best learning rate and curvature, from the spread between seeds.
 
     Attributes:
         optimum: Standard deviation of one seed's best rate, in octaves. NaN without a fit or with
@@ -101,22 +102,23 @@ class Scatter:
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """Fits, drift, prices and verdict of one study's curves.
+    """Result of a transfer study: the best learning rate of every size, and its drift with size.
 
     Attributes:
         sizes: Sizes of the axis that grows, the smallest first.
         seeds: Number of seeds in the fits, the same at every size.
         fits: Minimum of every size.
-        optima: log2 of every size's best rate. NaN if the fit has trouble.
+        optima: log2 of every size's best learning rate. NaN if the fit found none.
         drift: Slope of the best rate in octaves per doubling of the size, by least squares over the
             sizes with an optimum.
-        prices: Loss of every size at the smallest size's best rate less that at its own best rate,
-            in nats. NaN if unknown, and it may be infinite where a seed diverged.
-        worse: (size, log2 of the rate, loss more than at the size before) where a size is worse
-            than the size before it, at rates within an octave of the smallest size's best. The loss
-            is in nats, infinite where the size diverged.
-        compared: Number of sizes and rates at which `worse` was sought.
-        scatters: Scatter between seeds of every size.
+        prices: Price of not retuning each size: its loss at the smallest size's best rate less its
+            loss at its own best rate, in nats. NaN if unknown. It may be infinite if a seed
+            diverged.
+        worse: (size, log2 of the rate, increase of the loss) wherever a size has a greater loss
+            than the next smaller size at the same rate. Only rates within an octave of the smallest
+            size's best one are compared. The increase is in nats, infinite if a seed diverged.
+        compared: Number of pairs (size, rate) that were compared for `worse`.
+        scatters: Spread between the seeds of every size.
     """
 
     sizes: tuple[int, ...]
@@ -131,10 +133,10 @@ class Analysis:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on the drift, by `judge`.
+        """Verdict on the drift of the best learning rate: "transfers", "drifts" or "undecided".
 
-        Without an optimum at both the smallest and the largest size, "transfers" becomes
-        "undecided".
+        `judge` derives it from the drift and its interval. If the smallest or the largest size has
+        no optimum, "transfers" becomes "undecided".
         """
         verdict = judge(self.drift.value, self.drift.low, self.drift.high)
         # The sizes between would span too few doublings to vouch for the whole range.
@@ -144,7 +146,7 @@ class Analysis:
 
     @property
     def settled(self) -> bool:
-        """True if the verdict is not undecided and an interval of 98 % gives the same one."""
+        """True if the verdict is decided, and the 98 % interval of the drift gives the same one."""
         if self.verdict == "undecided":
             return False
         _, deviations = _slope_terms(self.sizes, self.fits, self.scatters)
@@ -152,15 +154,16 @@ class Analysis:
         return self._judge(half_width) == self.verdict
 
     def _judge(self, half_width: float) -> Verdict:
-        """Return the verdict on the drift if its interval had this half-width."""
+        """Return the verdict for an interval of this half-width, in octaves per doubling."""
         drift = self.drift.value
         return judge(drift, drift - half_width, drift + half_width)
 
     def seeds_to_decide(self) -> int | None:
-        """Return the number of further seeds that would decide, if drift and scatter do not change.
+        """Return the number of further seeds that would decide the verdict.
 
-        It is 0 if the drift is decided already. Return `None` if the smallest or largest size has
-        no optimum, there are fewer than two seeds, or more than `MOST_SEEDS` seeds would be needed.
+        The drift and the spread between seeds are assumed to stay as they are. The number is 0 if
+        the verdict is decided already. Return `None` if the smallest or largest size has no
+        optimum, there are fewer than two seeds, or more than `MOST_SEEDS` seeds would be needed.
         """
         if self.fits[0].trouble or self.fits[-1].trouble or self.seeds < 2:
             return None
@@ -172,9 +175,10 @@ class Analysis:
 
 
 def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
-    """Fit the best rate of every size. Return fits, drift and prices with their 95 % intervals.
+    """Fit the best learning rate of every size, and measure how it drifts as the size grows.
 
-    All sizes use the same number of seeds (`_paired_seeds`).
+    The drift, and what it costs not to retune, have 95 % intervals. All sizes use the same number
+    of seeds (`_paired_seeds`).
 
     Args:
         sizes: Sizes of the axis that grows, the smallest first.
@@ -207,9 +211,9 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
 
 
 def _paired_seeds(curves: Sequence[Curve]) -> int:
-    """Return the number of seeds, counted from the first, that all sizes have at all fitted rates.
+    """Return the number of seeds that all sizes have at all fitted rates, counted from the first.
 
-    The fitted rates of a size are those of its `window`.
+    The fitted rates of a size are those near its best one (`Curve.window`).
     """
     shortest = min(curve.losses.shape[1] for curve in curves)
     is_run = []
@@ -221,9 +225,11 @@ def _paired_seeds(curves: Sequence[Curve]) -> int:
 
 
 def _scatter(curve: Curve, fitted_curve: Fit, seeds: int) -> Scatter:
-    """Return the scatter between seeds of a size; NaN without an optimum or with one seed.
+    """Return the uncertainty of a size's best rate and curvature, from the spread between seeds.
 
-    It comes from the seeds' slopes at the vertex, and from the noise that no slope explains.
+    The slope of a seed's losses at the vertex of the mean parabola tells how far that seed's own
+    vertex lies. The noise that levels and slopes of the seeds do not explain gives the uncertainty
+    of the curvature. Both values are NaN without an optimum or with one seed.
     """
     if fitted_curve.trouble or seeds < 2:
         return Scatter(math.nan, math.nan)
@@ -279,7 +285,7 @@ def _interval(value: float, half_width: float) -> Interval:
 def _slope_terms(
     sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter]
 ) -> tuple[float, np.ndarray]:
-    """Return the slope of the best rates per doubling of the size, and the terms of its error.
+    """Return the slope of log2 of the best rate per doubling of the size, and terms of its error.
 
     Sizes without an optimum are left out. At least two sizes must have one.
 
@@ -315,11 +321,13 @@ def _drift(
 def _price(
     index: int, curve: Curve, fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int
 ) -> Interval:
-    """Return the loss at the smallest size's best rate less that at the size's own best rate.
+    """Return the price of not retuning a size, in nats, with its 95 % interval.
 
-    It is read from the size's parabola within the rates of its fit, otherwise between measured
-    rates. The value is in nats and its interval is cut at zero. The value is NaN if either size has
-    no optimum or the rate lies outside the size's grid. Otherwise it is 0 for the smallest size.
+    The price is the size's loss at the smallest size's best learning rate less its loss at its own
+    best rate. It is read from the size's fitted parabola if the rate lies within the fitted rates,
+    otherwise from measured losses (`_measured_price`). The lower end of the interval is at least 0.
+    If either size has no optimum or the rate lies outside the size's grid, the price is NaN and its
+    interval infinite. In all other cases the price of the smallest size is 0.
 
     Args:
         index: Index among all sizes of the size of `curve`; 0 is the smallest.
@@ -355,10 +363,11 @@ def _price(
 def _measured_price(
     curve: Curve, base: Fit, own: Fit, base_scatter: Scatter, seeds: int
 ) -> Interval:
-    """Return the price if the smallest size's best rate lies outside of the size's parabola.
+    """Return the price of not retuning a size, in nats, by interpolation of measured losses.
 
-    It is interpolated between the two measured rates around that rate, and infinite if a seed
-    diverged at either of them. The value is in nats.
+    `_price` uses it if the smallest size's best learning rate lies outside of the size's fitted
+    rates. The loss there is interpolated between the nearest measured rate on each side. The price
+    is infinite if a seed diverged at either of these two rates.
 
     Args:
         curve: Losses of the size whose price is wanted.
@@ -394,13 +403,17 @@ def _measured_price(
 def _worse(
     sizes: Sequence[int], curves: Sequence[Curve], base: Fit
 ) -> tuple[tuple[tuple[int, float, Interval], ...], int]:
-    """Return the entries of `Analysis.worse`, and the number of sizes and rates compared.
+    """Return where a size has a greater loss than the next smaller one, as `Analysis.worse`.
 
-    An entry is a size with a larger mean loss than the size before at the same rate and seeds, or
-    one that diverged there.
+    The mean losses of two neighbouring sizes are compared at the same rates and seeds. Rates at
+    which one of the first seeds of the smaller size diverged are left out. At all others a seed
+    that diverged, at either size, counts as an infinite increase.
 
     Args:
         base: Fit of the smallest size. Rates within an octave of its optimum are compared.
+
+    Returns:
+        Entries of `Analysis.worse`, and the number of pairs (size, rate) that were compared.
     """
     worse: list[tuple[int, float, Interval]] = []
     compared = 0

@@ -31,7 +31,7 @@ LOSSES = {
     "training": "training loss (nats), mean over the last tenth",
     "evaluation": "evaluation loss (nats) after the last step",
 }
-"""Labels of the axis of losses."""
+"""Labels of the y axis, by the kind of loss that is drawn."""
 
 
 def draw(
@@ -104,7 +104,7 @@ def draw(
 
 
 def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None:
-    """Draw the curves and optima of one study into a panel.
+    """Draw loss against learning rate and the fitted best rates of one study into a panel.
 
     Args:
         curves: Losses of every size, the smallest first.
@@ -158,9 +158,10 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
 
 
 def _price_line(analysis: Analysis) -> str:
-    """Return a line on the price of not retuning the largest size, or "" if it is unknown.
+    """Return a title line on the loss that the largest size has at the smallest size's best rate.
 
-    With a single size it is empty, too.
+    The line says how much greater that loss is than at the largest size's own best rate. It is ""
+    if this is unknown or there is only one size.
     """
     price = analysis.prices[-1]
     if len(analysis.sizes) == 1 or math.isnan(price.value):
@@ -170,9 +171,9 @@ def _price_line(analysis: Analysis) -> str:
 
 
 def drift_words(analysis: Analysis) -> str:
-    """Return the drift and the verdict for a panel's title.
+    """Return the drift of the best learning rate with its verdict, as text for a panel's title.
 
-    With a single size it is the best rate, or the trouble of its fit.
+    With a single size the text is that size's best rate, or the reason why it has none.
     """
     if len(analysis.sizes) == 1:
         return analysis.fits[0].trouble or f"best rate {2.0 ** analysis.fits[0].optimum:.3g}"

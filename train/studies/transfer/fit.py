@@ -24,21 +24,25 @@ OCTAVE = 1.0
 REACH = 1.5
 """Least distance from the fitted optimum at which the tricube weights are zero, in octaves."""
 UNEVEN = 1.5
-"""Greatest distance of a neighbour of the best rate, in gaps; 0.001, 0.003, 0.01 is not even."""
-STEEP = 5.0
-"""Greatest excess loss in the fit, in medians of the window.
+"""Distance from the best rate within which others are its neighbours, in multiples of the gap.
 
-A rate with a greater loss lies past the edge of stability and on no parabola.
+The gap is `Curve.gap`. The factor is above 1 because a grid may be uneven: 0.001, 0.003, 0.01.
+"""
+STEEP = 5.0
+"""Greatest excess loss of a rate in the fit, in multiples of the median excess near the best rate.
+
+The excess is the loss less that of the best rate. A rate with a greater loss lies past the edge of
+stability and on no parabola.
 """
 NOISE = (
     "its losses near the best rate are not convex",
     "the fitted minimum lies outside the rates that trained",
 )
-"""Troubles of a fit that more seeds may end: no convex curve, a minimum outside of the rates."""
+"""Texts of `Fit.trouble` for a curve without a minimum that more seeds may give one."""
 ROUNDS = 6
-"""Number of times that the weights are centred at the vertex."""
+"""Number of fits of a parabola, each with weights centred at the vertex of the fit before."""
 SIDES = 2
-"""Number of rates on either side of the best one; 1 on grids coarser than `STEP`."""
+"""Number of rates to measure on either side of the best one; 1 on grids coarser than `STEP`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Curve:
     Attributes:
         x: log2 of the rates [R], increasing. In a study, multiples of `STEP`.
         losses: Losses [R, S], inf where a seed diverged, NaN where it was not run.
-        first: Number of seeds by which rates are chosen. Later seeds exist only near the minimum.
+        first: Number of first columns of `losses` whose mean tells the best rate. Later seeds are
+            trained only near the minimum.
     """
 
     x: np.ndarray
@@ -61,7 +66,10 @@ class Curve:
 
     @functools.cached_property
     def mean(self) -> np.ndarray:
-        """Mean over the first seeds that each rate has, [R]. inf where one of them diverged."""
+        """Mean loss of each rate over the seeds that it has, [R]. inf where one of them diverged.
+
+        Only the first `first` seeds count.
+        """
         return np.nanmean(self.losses[:, : self.first], axis=1)
 
     @functools.cached_property
@@ -71,15 +79,16 @@ class Curve:
 
     @functools.cached_property
     def gap(self) -> float:
-        """Distance from the best rate to the nearest other rate, in octaves; `STEP` without one."""
+        """Octaves from the best rate to the nearest other rate; `STEP` if there is no other."""
         other_rates = np.delete(self.x, self.best)
         distances = np.abs(other_rates - self.x[self.best])
         return float(min(distances, default=STEP))
 
     def window(self) -> np.ndarray:
-        """Return a mask of the rates in the fit, bool [R]. All are false if every rate diverged.
+        """Return a mask of the rates near the best one, to which a parabola is fitted, bool [R].
 
-        The mask depends on the first seeds alone, so that later seeds do not move it.
+        All are false if every rate diverged. The mask depends on the first `first` seeds alone, so
+        that later seeds do not move it.
         """
         return self._window
 
@@ -132,10 +141,12 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Minimum of one size's curve.
+    """Best learning rate of one size: the minimum of a parabola that is fitted to its losses.
+
+    `optimum`, `loss` and `curvature` are NaN if there is `trouble`.
 
     Attributes:
-        optimum: log2 of the best rate. It, `loss` and `curvature` are NaN if there is `trouble`.
+        optimum: log2 of the best learning rate.
         loss: Loss at the optimum.
         curvature: Loss per octave squared (half the second derivative).
         used: log2 of the rates in the fit.
@@ -181,10 +192,11 @@ def projection(x: np.ndarray, centre: float) -> np.ndarray:
 
 
 def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    """Return vertex, loss at the vertex, and curvature of a weighted parabola.
+    """Return vertex, loss at the vertex, and curvature of a weighted parabola through losses.
 
-    All three are NaN if the parabola opens downwards. The weights are centred at the vertex, which
-    is found by a few iterations from the rate with the least loss.
+    The curvature is half the second derivative. All three are NaN if the parabola opens downwards.
+    The weights are centred at the vertex, which is found by a few iterations from the rate with the
+    least loss.
 
     Args:
         x: log2 of the rates [n], increasing, at least three.
@@ -208,7 +220,7 @@ def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
 
 
 def fit(curve: Curve, seeds: int) -> Fit:
-    """Return the minimum of a curve, or a `Fit` with `trouble` if it has none.
+    """Return the minimum of a parabola through a curve, or a `Fit` with `trouble` if it has none.
 
     The result is cached in the curve for each number of seeds.
 

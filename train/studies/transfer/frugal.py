@@ -36,25 +36,28 @@ from mupax.train.studies.transfer.study import MOST_RATES, Measured, Point
 from mupax.zoo import families
 
 ONE_SEED = 0.12
-"""Greatest standard deviation of a vertex from one seed at three rates, in octaves."""
+"""Standard deviation of a best rate from one seed above which a second is trained, in octaves."""
 TWO_SEEDS = 0.4
-"""Greatest standard deviation of a vertex from two seeds, in octaves."""
+"""Standard deviation of a best rate from two seeds above which more rates and seeds are trained.
+
+It is in octaves. The size is then searched in full (`Frugal._in_full`).
+"""
 AGREE = 0.15
-"""Relative standard deviation of the curvature from size to size."""
+"""Relative standard deviation of the prior on a size's curvature, around a smaller size's one."""
 EXPECTED = 1.0
-"""Standard deviation of a size's best rate around the expected one, in octaves."""
+"""Standard deviation of the prior on a size's best rate, around the expected rate, in octaves."""
 CONTINUED = 0.7
-"""Share of the last drift that is expected at the next size."""
+"""Share of the last change of the best rate, in octaves, that is expected from size to size."""
 REACH = 1.75
 """Distance from the vertex at which the tricube weights are zero, in octaves."""
 PRIOR_DEGREES = 4
-"""Degrees of freedom of the smallest size's noise as a prior."""
+"""Degrees of freedom that a smaller size's noise counts for in the estimate of a size's noise."""
 _ITERATIONS = 4
-"""Most fits of a vertex, each with weights centred at the vertex before."""
+"""Greatest number of fits of a vertex, each with weights centred at the vertex before."""
 _CLOSE = 0.05
 """Move of the vertex below which its fit ends, in octaves."""
 SMALLEST_NOISE = 1e-4
-"""Least noise of a run, in nats."""
+"""Least standard deviation of a loss that `_noise` returns, in nats."""
 
 
 def report(
@@ -109,7 +112,8 @@ def _record(measured: Frugal) -> dict[str, Any]:
     """Return a study as plain values for frugal.json.
 
     A size whose search did not end in time has null for its rate, and False as `reached`. `cost` is
-    the training of the study in FLOPs, as a share of five rates with all first seeds at every size.
+    the study's training FLOPs divided by those of a grid of five rates with `first` seeds each at
+    every size.
     """
     study = measured.study
     _, optima = measured.state()
@@ -149,7 +153,11 @@ def _record(measured: Frugal) -> dict[str, Any]:
 
 
 def _section(record: dict[str, Any]) -> Section:
-    """Return the table of one study, with the cost of its training below."""
+    """Return the table of one study's best rates, with the cost of its training below.
+
+    Args:
+        record: Study as plain values, from `_record`.
+    """
     rows = [["size", "best rate", "log2", "known to", "runs"]]
     for size in record["sizes"]:
         log2 = size["log2_optimum"]
@@ -181,7 +189,7 @@ class Optimum:
         value: log2 of the rate. NaN if there is none.
         deviation: Standard deviation of `value`, in octaves. inf if there is no rate.
         curvature: Loss per octave squared (half the second derivative).
-        noise: Standard deviation of a loss, apart from the seed's effect.
+        noise: Standard deviation of a loss in nats, apart from the effects of rate and seed.
         full: True if the size was searched on a grid of half octaves with all first seeds.
     """
 
@@ -197,7 +205,8 @@ class Frugal(Measured):
     """Study that searches the best learning rate of every size with few runs.
 
     Attributes:
-        grid: Rates that may be trained, per size, in steps of `STEP` octaves; all by default.
+        grid: Learning rates that may be trained at each size. A whole number n stands for the rate
+            2^(n * `STEP`). By default all rates from 2^-50 to 2^20 may be trained.
     """
 
     grid: tuple[Collection[int], ...] = ()
@@ -211,10 +220,11 @@ class Frugal(Measured):
         return self._stop("every size has its best rate")
 
     def state(self) -> tuple[list[Point], list[Optimum]]:
-        """Return the missing points of the first size without a best rate, and the best rates.
+        """Return the points to train next, and the best rates that are known so far.
 
-        The best rates are those of the sizes before it, the smallest first. If the search is over,
-        no point is missing and every size has an entry, whose value is NaN if no rate was found.
+        The points are of the smallest size whose search is not finished. The best rates are those
+        of all smaller sizes, the smallest first. If the search is over, there are no points, and
+        every size has an entry, whose value is NaN if no rate was found.
         """
         optima: list[Optimum] = []
         for index in range(len(self.study.sizes)):
@@ -227,11 +237,12 @@ class Frugal(Measured):
     def _search(self, index: int, optima: Sequence[Optimum]) -> tuple[list[Point], Optimum | None]:
         """Return the points that one size still needs and `None`, or [] and its best rate.
 
-        The smallest size is searched in full. Others get three rates from one seed, then from two,
-        and are searched in full if the vertex is still known too badly.
+        The smallest size is searched in full (`_in_full`). Others get three rates from one seed,
+        then from two, and are searched in full if the best rate is still too uncertain.
 
         Args:
-            optima: Best rates of the sizes before it.
+            index: Index of the size in the study's `sizes`.
+            optima: Best rates of all smaller sizes, the smallest first.
         """
         start = math.log2(self.study.configs[0].optimizer.peak_lr)
         if index == 0:
@@ -267,10 +278,11 @@ class Frugal(Measured):
     def _in_full(
         self, index: int, centre: float, base: Optimum | None, expected: float
     ) -> tuple[list[Point], Optimum | None]:
-        """Search half octaves around the best rate that the first seed finds, with all first seeds.
+        """Search one size on a grid of half octaves around its best rate, from `first` seeds.
 
-        Return the missing points and `None`, or [] and the best rate. Without a minimum the rate is
-        that of `_vertex`, or NaN if there is no `base`.
+        The first seed alone finds where the grid lies. Return the points that are still missing and
+        `None`, or [] and the best rate. Without a minimum the rate is that of `_vertex`, or NaN if
+        there is no `base`.
 
         Args:
             centre: Start of the search, log2 of the rate.
@@ -309,8 +321,8 @@ class Frugal(Measured):
     def _vertex(self, index: int, base: Optimum, expected: float) -> Optimum:
         """Return a size's best rate by a weighted least-squares parabola with normal priors.
 
-        All finite losses of the size are used, with a level for each seed. Without any, the rate
-        is `expected` and its deviation infinite.
+        All finite losses of the size are used. Each seed has a free level of its own. Without a
+        finite loss the rate is `expected` and its deviation infinite.
 
         Args:
             base: Best rate of a smaller size, whose curvature and noise are priors.
@@ -404,7 +416,7 @@ class Frugal(Measured):
 
 
 def _complete_losses(x: np.ndarray, seed: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """Return the losses [rates, seeds] of the rates that have all seeds.
+    """Return the losses [rates, seeds] of the rates at which every seed has a loss.
 
     Args:
         x: log2 of the rate of every run, [n].

@@ -98,7 +98,10 @@ class Transfer:
 
 
 def replanned(command: str) -> list[Study]:
-    """Return the studies of a recorded command, as transfer.json has it.
+    """Return the studies that a `mupax transfer` command plans, such as one from transfer.json.
+
+    Args:
+        command: Whole command line, which begins with `mupax transfer`.
 
     Raises:
         UsageError: The command is no `mupax transfer`, or has flags that this version has not.
@@ -116,7 +119,9 @@ def replanned(command: str) -> list[Study]:
 
 
 def parsed(args: Transfer, rest: Sequence[str]) -> tuple[cli.Command, bool]:
-    """Return the recipe with its flags and no workdir, and whether the flags name a preset base.
+    """Parse the flags of the recipe. Return its command, and whether they set `--preset.base`.
+
+    A workdir of the recipe is removed, because a study has a folder of its own.
 
     Args:
         rest: Further words of the command line, the flags of the recipe.
@@ -136,11 +141,13 @@ def parsed(args: Transfer, rest: Sequence[str]) -> tuple[cli.Command, bool]:
 
 
 def shared(studies: Sequence[Study]) -> list[Study]:
-    """Return the studies with `trained` runs that presets with the same numbers share.
+    """Return studies in which a run that several presets train identically is trained only once.
 
-    Every relative preset is `sp` at its base, a preset without a depth rule is `sp` at every depth,
-    and `mup` and `mup-half` are one rule where heads grow. Such a point is trained under `sp`, or
-    under the preset of an earlier study, and serves all.
+    Different presets may give a run the same initial stds, learning rates and multipliers. Every
+    relative preset is `sp` at its base, a preset without a depth rule is `sp` at every depth, and
+    `mup` and `mup-half` are one rule if heads grow. The field `trained` of each study gets the runs
+    to train in place of its `configs`. Such a run is under `sp`, or under the preset of an earlier
+    study, and its losses serve all studies.
     """
     distinct: list[_NumberedRun] = []
     shared_studies = []
@@ -151,7 +158,12 @@ def shared(studies: Sequence[Study]) -> list[Study]:
 
 
 class _NumberedRun(NamedTuple):
-    """Run with all numbers that its preset sets, from `_numbers`; no numbers if it has no rule."""
+    """Run with the values that its preset sets, by which runs are compared.
+
+    Attributes:
+        config: The run.
+        numbers: Arrays of `_numbers`. Empty if the preset has no rule for the run.
+    """
 
     config: Config
     numbers: list[np.ndarray]
@@ -186,9 +198,10 @@ def _first_with_same_numbers(config: Config, distinct: list[_NumberedRun]) -> Co
 
 
 def _numbers(config: Config) -> list[np.ndarray]:
-    """Return all numbers that a preset sets in a run, and its Muon steps and optimizer, as arrays.
+    """Return everything that a run's preset and optimizer decide, as arrays to compare.
 
-    The list is empty if the preset has no rule for the run.
+    The arrays are the factors and initial stds of all parameters, and, as texts, the steps of Muon
+    and the optimizer after a joint rule. The list is empty if the preset has no rule for the run.
     """
     import jax
     import numpy as np

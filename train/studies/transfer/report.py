@@ -47,8 +47,9 @@ def provenance() -> dict[str, str]:
 def _comparison(studies: Studies, control: str | None) -> list[dict[str, Any]]:
     """Return a comparison of each study with the control's study of the same axis, for JSON.
 
-    An entry says whether the intervals of the drifts are apart, and has the prices at the largest
-    size. Studies without a control of their axis, and the control itself, have no entry.
+    An entry says whether the intervals of the two drifts are apart. It has both prices: the extra
+    loss in nats, at the largest size, of not retuning the learning rate. Studies without a control
+    of their axis, and the control itself, have no entry.
 
     Args:
         control: Label of the preset that should drift. With `None` the list is empty.
@@ -142,8 +143,8 @@ def _size(measured: Measured, analysis: Analysis, index: int) -> dict[str, Any]:
 def _sentences(measured: Measured, analysis: Analysis) -> list[str]:
     """Return sentences on a study for the report.
 
-    They are on verdict and drift, sizes without an optimum, whether larger sizes are better, and
-    the reason why the study ended.
+    The sentences are on verdict and drift, sizes without an optimum, whether larger sizes have a
+    lower loss, and the reason why the study ended.
     """
     study = measured.study
     verdict = analysis.verdict.replace("undecided", "is undecided")
@@ -172,7 +173,13 @@ def _sentences(measured: Measured, analysis: Analysis) -> list[str]:
 
 
 def _bigger(analysis: Analysis, axis: str) -> str:
-    """Return a sentence on whether larger sizes are better at rates near the transferred one."""
+    """Return a sentence on whether larger sizes have a lower loss than smaller ones.
+
+    They are compared at learning rates near the best one of the smallest size.
+
+    Args:
+        axis: Size that grows, such as `width`.
+    """
     worse = analysis.worse
     compared = analysis.compared
     if not compared:
@@ -190,7 +197,7 @@ def _bigger(analysis: Analysis, axis: str) -> str:
 
 
 def _rows(measured: Measured, analysis: Analysis) -> list[Sequence[str]]:
-    """Return the table of a study: `_HEADER`, and a row per size."""
+    """Return the cells of a study's table: `_HEADER`, and a row per size."""
     study = measured.study
     table: list[Sequence[str]] = [_HEADER]
     for index, (size, config) in enumerate(zip(study.sizes, study.configs, strict=True)):
@@ -220,7 +227,11 @@ def _rows(measured: Measured, analysis: Analysis) -> list[Sequence[str]]:
 
 
 def _price_cell(price: Interval) -> str:
-    """Return a price as text with its interval if there is one, or "diverges" if infinite."""
+    """Return the extra loss of not retuning a size as text, or "diverges" if it is infinite.
+
+    Args:
+        price: Extra loss in nats. The text has its interval if that is finite.
+    """
     if not math.isfinite(price.value):
         return "diverges"
     interval = ""
@@ -232,7 +243,7 @@ def _price_cell(price: Interval) -> str:
 def report_of(
     studies: Studies, control: str | None, command: str, folder: Path | None = None
 ) -> Report:
-    """Return the report: answers, what to type next, and a table per study with its sentences.
+    """Return the report on studies: answers, what to type next, and a table per study.
 
     Args:
         studies: All studies, those of the control included.
@@ -264,9 +275,14 @@ def report_of(
 
 
 def _compared(studies: Studies, control: str | None) -> list[str]:
-    """Return a sentence on the drift and price of each study against its control's.
+    """Return a sentence per study that compares its drift with that of the control's study.
 
-    The control itself, and studies without a control of their axis, have no sentence.
+    It also compares what not retuning the largest size costs. The control itself, and studies
+    without a control of their axis, have no sentence.
+
+    Args:
+        control: Label of the preset whose best learning rate should drift. With `None` the list is
+            empty.
     """
     lines = []
     for entry in _comparison(studies, control):
@@ -327,7 +343,7 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
 
 
 def _price(value: float) -> float | str:
-    """Return a price rounded to four digits, "unknown" if NaN, or "diverges" if infinite."""
+    """Return a price in nats with four decimals, "unknown" if it is NaN, "diverges" if infinite."""
     if math.isnan(value):
         return "unknown"
     return round(value, 4) if math.isfinite(value) else "diverges"

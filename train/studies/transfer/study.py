@@ -36,12 +36,12 @@ from mupax.zoo.configs import ConfigError
 MOST_RATES = 17
 """Number of rates at one size after which the search for its minimum ends."""
 Runner = Callable[[Sequence[Config]], Sequence[Row]]
-"""Function that trains points and returns their rows in the same order.
+"""Function that trains runs and returns the result of each, a `Row`, in the same order.
 
-`mupax.train.studies.sweep.sweep` does so in a folder.
+In most cases it is `run` of a `Sweep`, which keeps the rows in a folder.
 """
 Point = tuple[int, float, int]
-"""(index of the size, rate in steps of `STEP` octaves, seed from 0).
+"""One run of a study: (index of the size, rate in steps of `STEP` octaves, seed from 0).
 
 The rate is log2 of the learning rate divided by `STEP`. In a study it is a whole number.
 """
@@ -49,7 +49,7 @@ The rate is log2 of the learning rate divided by `STEP`. In a study it is a whol
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """Plan of a study: a preset, and a run of each size of an axis.
+    """Plan of a transfer study: one preset, and a run at each size of one growing axis.
 
     Attributes:
         label: Name of the preset with its constants, for a person.
@@ -83,12 +83,13 @@ class Study:
 def plan(
     config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, label: str
 ) -> Study:
-    """Plan the study of a recipe's model along one axis.
+    """Plan the study of a recipe's model under one preset and along one axis.
 
     The preset is relative to the smallest size unless it has a base.
 
     Args:
         config: Run of the recipe. Its preset is replaced by `preset`.
+        axis: Size that grows, as in `Study`.
         sizes: Values of the axis, at least two, in any order.
         label: Name of the preset with its constants, for a person.
 
@@ -118,7 +119,13 @@ def plan(
 
 
 class _CachedCurve(NamedTuple):
-    """Curve of a size, for a number of rows in all and a number of first seeds."""
+    """Cached curve of one size, with the numbers that tell whether it is still valid.
+
+    Attributes:
+        num_rows: Number of rows of the study when the curve was made.
+        first: Number of seeds by which the rates of the size were chosen.
+        curve: Losses of the size over the learning rates.
+    """
 
     num_rows: int
     first: int
@@ -126,7 +133,13 @@ class _CachedCurve(NamedTuple):
 
 
 class _CachedAnalysis(NamedTuple):
-    """Analysis of a study, for a number of rows and the chosen seeds."""
+    """Cached analysis of a study, with the values that tell whether it is still valid.
+
+    Attributes:
+        num_rows: Number of rows of the study when the analysis was made.
+        chosen: Copy of `Measured.chosen` at that time.
+        analysis: Result of `Measured.analysis`.
+    """
 
     num_rows: int
     chosen: dict[int, int]
@@ -139,11 +152,12 @@ class Measured:
 
     Attributes:
         study: Plan of the study.
-        first: Number of seeds at every rate.
-        rows: Rows of the points that are trained.
+        first: Number of seeds from which every rate is trained. Later seeds are trained only at the
+            rates near each size's best one.
+        rows: Result of every point that is trained.
         stopped: Reason why `next_points` returned no more points. Empty before.
-        chosen: Index of a size to the number of seeds by which its rates are chosen, if that is
-            more than `first`.
+        chosen: Number of seeds whose mean losses choose a size's rates, by the index of the size.
+            Only sizes for which it is more than `first` have an entry.
     """
 
     study: Study
@@ -154,9 +168,9 @@ class Measured:
     _curves: dict[int, _CachedCurve] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
-    """Curves by index of the size, because a round asks for them several times."""
+    """Cached curves by index of the size. A round asks for each of them several times."""
     _analysed: _CachedAnalysis | None = dataclasses.field(default=None, init=False, repr=False)
-    """Last analysis, because a round asks for it several times."""
+    """Last analysis, cached. A round asks for it several times."""
 
     @property
     def seconds(self) -> float:
@@ -213,11 +227,14 @@ class Measured:
 
     @property
     def curves(self) -> list[Curve]:
-        """Curve of every size."""
+        """Losses of every size over the learning rates, in the order of the sizes."""
         return [self.curve(index) for index in range(len(self.study.sizes))]
 
     def analysis(self) -> Analysis | None:
-        """Return fits and intervals of the curves, or `None` until every size has a curve."""
+        """Return the study's result so far: every size's best rate, their drift, and intervals.
+
+        Return `None` while a size has no rate that is trained from all first seeds.
+        """
         cached = self._analysed
         num_rows = len(self.rows)
         if cached is None or (cached.num_rows, cached.chosen) != (num_rows, self.chosen):
@@ -263,7 +280,7 @@ class Measured:
         return []
 
     def _first(self, index: int) -> int:
-        """Return the number of seeds by which a size's rates are chosen."""
+        """Return the number of seeds whose mean losses choose a size's rates."""
         return self.chosen.get(index, self.first)
 
     def _rates(self) -> Sequence[Point]:
@@ -323,9 +340,9 @@ class Measured:
         return points
 
     def seed_points(self, analysis: Analysis) -> list[Point]:
-        """Return the points of one more seed, at the rates of every size's fit.
+        """Return the points of one more seed, at the rates near every size's best one.
 
-        Points that are trained are left out.
+        Points that are trained already are left out.
         """
         points: list[Point] = []
         for index, curve in enumerate(self.curves):
@@ -338,7 +355,8 @@ class Measured:
     def seconds_of(self, points: Sequence[Point]) -> float:
         """Return the expected training time of points in seconds.
 
-        It is the mean time of the rows of each size; a size without rows counts as 0.
+        A point is expected to take the mean time of the finished points of its size, or 0 if there
+        are none.
         """
         seconds = 0.0
         for index in {point[0] for point in points}:
@@ -351,10 +369,11 @@ class Measured:
         return seconds
 
     def _seed(self, max_seeds: int, minutes: float) -> list[Point]:
-        """Return the points of one more seed, or set `stopped` and return [] if none is to follow.
+        """Return the points of one more seed, or set `stopped` and return [] if the study ends.
 
-        None follows if the verdict is decided and no size is noisy, `max_seeds` are used, the
-        minutes do not suffice, or fewer than two sizes can have a minimum.
+        The study ends if the verdict is decided and no size is noisy, all `max_seeds` seeds are
+        used, the minutes do not suffice for another seed, or fewer than two sizes can have a
+        minimum. A noisy size has no minimum yet, but more seeds may give it one (`NOISE`).
         """
         analysis = self.analysis()
         if analysis is None:
@@ -377,7 +396,7 @@ class Measured:
     def seeds_line(self, points: Sequence[Point], max_seeds: int, minutes: float) -> str:
         """Return a message on the next seed: why it is added, how many may follow, and the time.
 
-        The line is empty if the points are of rates that are still missing.
+        The line is "" if the points are not those of one more seed, but of missing rates.
 
         Args:
             points: Points to train next, as `next_points` returns them.
@@ -429,21 +448,22 @@ def measure(
     minutes: float = 20.0,
     kind: type[Measured] = Measured,
 ) -> list[Measured]:
-    """Train the points that studies ask for until none asks for more.
+    """Train all points of studies, round by round, until no study asks for more points.
 
-    The points of all studies go to `run` together, a round at a time, so that points of one size
-    may share a program.
+    The points of all studies go to `run` together in each round, so that points of one size may
+    share a compiled program.
 
     Args:
-        run: Function that trains points, or has their rows from before.
-        tell: Called with a line per round, if given.
+        run: Function that trains points, or returns their rows if it has them from before.
+        tell: Function that prints lines on the progress, called in every round. `None` (the
+            default) prints nothing.
         trained: Function that returns whether `run` has the rows of all these points from before.
             Seeds that an earlier command trained at the rates of the fits are used even if fewer
             seeds decide.
         seeds: Number of seeds at every rate, 3 by default.
         max_seeds: Most seeds at the rates near an optimum, 8 by default.
         minutes: Most minutes of training per study. Training that was resumed counts, too.
-        kind: Class of the studies, which chooses their points.
+        kind: `Measured` (the default) or a subclass, which decides which points to train.
 
     Returns:
         Finished studies with their rows, in the order of `studies`. `stopped` of each says why it
@@ -469,7 +489,7 @@ def _tell_round(
     """Call `tell` with a line on the rates and seeds to train next, and lines on added seeds.
 
     Args:
-        requests: (study, point) of all points of the round.
+        requests: Pairs (study, point) of all points to train in the round.
     """
     groups: dict[str, list[Point]] = {}
     for measured, point in requests:
@@ -501,8 +521,8 @@ def _requests(
 ) -> list[tuple[Measured, Point]]:
     """Return (study, point) for the points that all studies ask for next.
 
-    If a grid study would end, its further seeds that an earlier command trained are added to its
-    rows first. The arguments are those of `measure`.
+    Before a study of a grid ends, the rows of further seeds that an earlier command has trained are
+    added to it. They may change its verdict. The arguments are those of `measure`.
     """
     requests: list[tuple[Measured, Point]] = []
     for measured in studies:
@@ -519,7 +539,7 @@ def _requests(
 def _use_trained(
     measured: Measured, run: Runner, trained: Callable[[Sequence[Config]], bool]
 ) -> bool:
-    """Add the rows of further seeds that an earlier command trained to a study's rows.
+    """Add to a study the rows of further seeds that an earlier command has trained.
 
     `run` and `trained` are those of `measure`.
 

@@ -33,7 +33,9 @@ class NoMinimum(MupaxFailure):
 
 
 def check_name(name: str, preset: str) -> str:
-    """Return the bare name of a tuned preset, without the path and the preset of a file name.
+    """Check a name under which a tuned preset is to be saved, and return the bare name.
+
+    The bare name of a path FOLDER/PRESET.NAME.json is NAME.
 
     Args:
         name: Name, or path of a file PRESET.NAME.json.
@@ -95,16 +97,17 @@ def save(
     command: str,
     loss: str = "training",
 ) -> tuple[Path, str]:
-    """Write a tuned preset: the best rate of the smallest size of the preset's first study.
+    """Write a tuned preset with the best learning rate of the smallest size of a study.
 
-    The file also has the evidence of the studies. An existing file is replaced.
+    The study is the first with the label `label`. The file also has the evidence for the rate: the
+    smallest size's losses, and the verdicts of the studies. An existing file is replaced.
 
     Args:
         name: Name of a file in `mupax.presets.tuned.find.OWN_FOLDER`, or path of a file
             PRESET.NAME.json.
         label: Label of the preset whose studies are used. At least one study has it.
-        judged: All studies. Those of the preset, relative to the same base as its first study, are
-            the evidence.
+        judged: All studies. The evidence is from those with the label `label` whose preset has the
+            same base as that of the first one.
         command: Command line of the studies, which the file records.
         loss: Loss of the studies, "training" or "evaluation".
 

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 MAX_POINTS = 1000
 """Most points of a search."""
 MAX_SEEDS = 100
-"""Most seeds of a point. From seed 100 on they belong to the comparison at the end."""
+"""Greatest number of seeds of a point.
+
+Seeds from 100 on are used for the comparison of the best point with the unchanged run at the end.
+"""
 STRUCTURAL = ("b1", "b2", "momentum", "clip_norm")
-"""Fields of the optimizer that are constants of the compiled program."""
+"""Fields of the optimizer that are constants of the program: each value is compiled anew."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -49,11 +49,15 @@ OCTAVES = {
 }
 """Octaves of a default range on either side of the run's own value, by a part of the flag.
 
-A constant whose flag has none of these parts needs a written range.
+For example, the flag preset.rates.readout has the part "rates". A constant whose flag has none of
+these parts needs a written range.
 """
 ALIASES = {"lr": "peak_lr", "attention.multiplier": "c_a", "branch.multiplier": "beta0"}
 FACTORS = ("gamma0", "beta0", "c_a", "alpha_res", "alpha_ratio")
-"""Numbers of presets that are factors. Exponents have no effect at the base."""
+"""Constants of presets that a search may vary, because they are factors.
+
+Exponents are left out. They have no effect at the base of a preset, where a search runs.
+"""
 _SUFFIXES = {"lr": "rates", "std": "stds", "multiplier": "multipliers", "decay": "decays"}
 _NEAR_ONE = ("b1", "b2", "momentum")
 EXAMPLES = {
@@ -61,7 +65,7 @@ EXAMPLES = {
     "eps": "1e-10:1e-6",
     "warmup_steps": "10:200",
 }
-"""Ranges that messages propose for fields of which 0.01:1 is none."""
+"""Example ranges in error messages, by field of the optimizer. All others have 0.01:1."""
 _INTEGERS = ("warmup_steps",)
 _EVERY_OPTIMIZER = ("peak_lr", "clip_norm", "warmup_steps", "final_lr_fraction")
 
@@ -74,7 +78,7 @@ class Constant:
     """Constant that a search varies, with its flag, its range and the run's own value.
 
     Attributes:
-        word: Word of `--over` without its range.
+        word: Word of `--over` without its range, such as readout.lr.
         flag: Flag of a run, without dashes: optimizer.peak_lr, preset.rates.readout.
         start: The run's own value. It may lie outside the range.
         low: Least value.
@@ -89,12 +93,12 @@ class Constant:
 
     @property
     def near_one(self) -> bool:
-        """True if octaves are counted in the distance from 1."""
+        """True if octaves are counted in the distance from 1, as for b1, b2 and momentum."""
         return self._field in _NEAR_ONE
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Least and greatest grid step inside the range."""
+        """Least and greatest grid step inside the range, sixteenths of an octave from `start`."""
         # The tolerance admits an end of the range that lies on a grid step.
         ends = sorted(self.octaves(value) * STEPS_PER_OCTAVE for value in (self.low, self.high))
         return math.ceil(ends[0] - 1e-6), math.floor(ends[1] + 1e-6)
@@ -129,7 +133,7 @@ class Constant:
         return math.log2(value / self._reference)
 
     def cells(self) -> list[str]:
-        """Return low end, high end and the run's own value as text with four digits."""
+        """Return the range's low and high end and the run's own value as text, for a table."""
         return [f"{number:.4g}" for number in (self.low, self.high, self.start)]
 
     @property
@@ -227,7 +231,10 @@ def vocabulary(config: Config) -> dict[str, str]:
 
 
 def _specs_by_group(config: Config) -> dict[str, ParamSpec]:
-    """Return one declaration per parameter group, a tied readout included."""
+    """Return the declaration of one parameter of each group, by name of the group.
+
+    A tied readout counts as a group.
+    """
     specs = {}
     for spec in config.model.parameters().values():
         specs[spec.group] = spec
@@ -350,7 +357,8 @@ def _default_octaves(flag: str) -> float | None:
 def _start(flag: str, config: Config) -> float:
     """Return the run's own value of a flag.
 
-    It is 1 for a factor of a group that is not written, and 0 for an option that is off.
+    It is 1 for a factor of a parameter group that the run does not set, and 0 for an option of the
+    optimizer that is off.
     """
     owner, _, name = flag.partition(".")
     if owner == "optimizer":

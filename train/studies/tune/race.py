@@ -33,14 +33,14 @@ LEAST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Elimination:
-    """Result of comparing a search's points: their means, and which of them are dropped.
+    """Result of comparing a search's P points: their means, and which of them are dropped.
 
     Attributes:
         means: Means of the points without the effects of their seeds, float [P]. inf where a seed
             diverged, NaN where no seed was trained.
         dropped: Index of a better point for each dropped point, int [P]. A diverged point has its
             own index. -1 where the point stays.
-        sigma: Spread of a loss that neither point nor seed explains. NaN if unknown.
+        sigma: Standard deviation of what neither point nor seed explains of a loss. NaN if unknown.
         freedom: Degrees of freedom of sigma.
         critical: sqrt(n) times the least mean difference over n seeds by which a point is dropped.
             inf if sigma is unknown.
@@ -64,11 +64,11 @@ class Elimination:
 
 
 def race(losses: np.ndarray, looks: int) -> Elimination:
-    """Compare all points by the losses of trained seeds, and return means and dropped points.
+    """Compare all points of a search by their losses, and decide which are dropped.
 
     Args:
-        losses: Losses, float [P, S]. inf where a seed diverged, NaN where it was not trained. The
-            seeds of a point are the first ones.
+        losses: Losses of P points from S seeds, float [P, S]. inf where a seed diverged, NaN where
+            it was not trained. A point that has n seeds has the first n.
         looks: Number of comparisons that one point can meet in the whole search: number of points
             times number of seeds.
     """
@@ -112,11 +112,11 @@ def race(losses: np.ndarray, looks: int) -> Elimination:
 
 
 class _Effects(NamedTuple):
-    """Additive fit of losses: point + seed + residual.
+    """Additive fit of the losses of P points: point + seed + residual.
 
     Attributes:
         means: Means of the points without the effects of seeds, [P]. NaN for a point without seeds.
-        sigma: Spread of the residuals. NaN without degrees of freedom.
+        sigma: Standard deviation of the residuals. NaN without degrees of freedom.
         freedom: Degrees of freedom of sigma.
     """
 
@@ -126,7 +126,7 @@ class _Effects(NamedTuple):
 
 
 def _fit_effects(losses: np.ndarray, used: np.ndarray) -> _Effects:
-    """Fit losses [P, S] as point + seed by least squares.
+    """Fit losses of P points from S seeds, [P, S], as point + seed by least squares.
 
     Args:
         used: Mask of the losses that are fitted, bool [P, S].

@@ -28,16 +28,16 @@ from mupax.train.studies.tune.race import ERROR, Elimination
 from mupax.train.studies.tune.search import Run, Search
 
 TOP = 0.9
-"""Share of the points, from the best, within a picture's axis of losses.
+"""Share of the points, counted from the best, whose losses lie within the y axis of a picture.
 
 The other points are drawn on the upper edge.
 """
 ACROSS = 4
 """Number of panels side by side."""
 MAX_CONFIRM = 100
-"""Most fresh seeds that are proposed."""
+"""Greatest number of fresh seeds that a report proposes for `--confirm`."""
 END_STEPS = 2
-"""Grid steps from the end of a range within which a range counts as too narrow."""
+"""Grid steps from an end of a range within which a best value counts as at the end."""
 
 
 class SearchTable(LiveTable):
@@ -85,9 +85,11 @@ class SearchTable(LiveTable):
         self._bar.update(self._task, description=self.heading())
 
     def heading(self) -> str:
-        """Return text with the number of trained points, the best mean loss and the start's.
+        """Return a line of text on the search so far, for the progress bar.
 
-        Before the first finite loss it has only the number of points.
+        It has the number of trained points and the mean losses of the best point and of the start,
+        the run with no constant changed. Before the first finite loss it has only the number of
+        points.
         """
         search = self._search
         standing = search.race()
@@ -229,6 +231,8 @@ def report_of(content: dict[str, Any], metric: str) -> Report:
 def answer(content: dict[str, Any], metric: str) -> str:
     """Return a sentence: take the best point, keep the start, or not decided, and why.
 
+    The start is the run with no constant changed.
+
     Args:
         content: Record of the search, from `summary`.
         metric: Name of the loss, such as "evaluation loss".
@@ -272,18 +276,24 @@ def answer(content: dict[str, Any], metric: str) -> str:
 
 
 def _start_is_best(content: dict[str, Any]) -> bool:
-    """Return True if the winner has the start's value of every constant."""
+    """Return True if no constant of the best point differs from the unchanged run.
+
+    Args:
+        content: Record of the search, from `summary`.
+    """
     return all(constant["winner"] == constant["start"] for constant in content["constants"])
 
 
 def _fresh_seeds_to_decide(value: float, half_width: float, seeds: int) -> int:
-    """Return the number of fresh seeds that would decide, if difference and scatter do not change.
+    """Return the number of fresh seeds that would decide which of two points has the lower loss.
 
-    The number includes the `seeds` that are trained. Return 0 if more than `MAX_CONFIRM` would be
-    needed.
+    The difference and the spread between seeds are assumed to stay as they are. The number includes
+    the `seeds` that are trained. Return 0 if more than `MAX_CONFIRM` would be needed.
 
     Args:
-        half_width: Half of the 95 % interval from `seeds` seeds.
+        value: Mean difference of the losses of the best point and the unchanged run.
+        half_width: Half the width of the 95 % interval of `value`, from `seeds` seeds.
+        seeds: Number of fresh seeds that are trained, at least 2.
     """
     # Half an interval is Student's quantile times deviation / sqrt(seeds).
     deviation = half_width * math.sqrt(seeds) / float(stdtrit(seeds - 1, CONFIDENCE))
@@ -348,7 +358,7 @@ def _draw_panel(
     stays: np.ndarray,
     best: int,
 ) -> None:
-    """Draw the points over one constant.
+    """Draw the losses of all points over their values of one constant.
 
     Dropped points are faint, the winner has a ring, and a dashed line is at the start.
 
@@ -379,7 +389,7 @@ def _draw_panel(
 
 
 def save(name: str, search: Search, content: dict[str, Any], command: str) -> tuple[Path, str]:
-    """Write the winner as a tuned preset. Return its path and the argument of `--preset`.
+    """Save the best point as a tuned preset. Return its path and the argument of `--preset`.
 
     An existing file is replaced.
 

@@ -29,12 +29,12 @@ from mupax.train.studies.tune.over import Constant, Point, with_point
 from mupax.train.studies.tune.race import Elimination, race
 
 FRESH = 100
-"""First seed on which the winner meets the start. The search itself uses lower seeds."""
+"""First seed of the comparison of best point and start at the end. The search uses lower seeds."""
 SPREAD = 2
 """Number of points per constant that are spread over the ranges before the surrogate chooses."""
 
 Run = tuple[Point, int]
-"""A point and a seed, from 0."""
+"""Training run of a search: a point and a seed from 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,10 @@ class Limits:
         points: Number of points, the start included.
         batch: Number of new points in a round.
         seeds: Number of seeds of a point that is never dropped.
-        confirm: Number of fresh seeds for the winner and the start.
-        minutes: Most minutes of training.
-        seed: Seed of the choice of points.
+        confirm: Number of fresh seeds on which the best point and the start are compared at the
+            end. The start is the run with no constant changed.
+        minutes: Most minutes of training, all runs together.
+        seed: Seed of the random numbers that choose the points.
     """
 
     points: int = 64
@@ -79,7 +80,7 @@ class Search:
     stopped: str = ""
 
     def config_of(self, run: Run) -> Config:
-        """Return the complete config of a run: the start with the point's constants and the seed.
+        """Return the complete config of a run: `config` with the point's constants and the seed.
 
         The batches are the same for all seeds.
 
@@ -93,7 +94,7 @@ class Search:
 
     @property
     def start(self) -> Point:
-        """Point of the run itself."""
+        """Point at which no constant differs from `config`: step 0 of every constant."""
         return (0,) * len(self.constants)
 
     @property
@@ -105,7 +106,7 @@ class Search:
     def losses(self) -> np.ndarray:
         """Losses, float [points, seeds]. inf where a run diverged, NaN where it was not trained.
 
-        Fresh seeds are left out.
+        Seeds of the comparison at the end (`fresh_seeds`) are left out.
         """
         seeds = range(self.limits.seeds)
         losses = [self.losses_of(point, seeds) for point in self.points]
@@ -129,7 +130,7 @@ class Search:
 
     @property
     def fresh_seeds(self) -> range:
-        """Seeds on which the winner meets the start."""
+        """Seeds on which winner and start are compared at the end. The search uses none of them."""
         # The winner was chosen by its losses on earlier seeds, so these are partly low by luck.
         return range(FRESH, FRESH + self.limits.confirm)
 
@@ -143,7 +144,7 @@ class Search:
 
     @property
     def winner(self) -> Point:
-        """Point with the lowest mean among those that stay and have the most seeds.
+        """Best point: the lowest mean loss among points that are not dropped and have most seeds.
 
         It is the start if no such point has a finite mean.
         """
@@ -163,9 +164,10 @@ class Search:
         return (~np.isnan(self.losses)).sum(axis=1)
 
     def difference(self) -> Interval | None:
-        """Return the winner's loss less the start's on fresh seeds, with its 95 % interval.
+        """Return the best point's loss less that of the unchanged run, with its 95 % interval.
 
-        It is `None` with fewer than two fresh seeds, or if one is not trained or diverged.
+        The losses are those of the fresh seeds, which the search has not used. The result is `None`
+        with fewer than two fresh seeds, or if one is not trained or diverged.
         """
         winner = np.array(self.losses_of(self.winner, self.fresh_seeds))
         start = np.array(self.losses_of(self.start, self.fresh_seeds))
@@ -179,9 +181,11 @@ class Search:
     def next_runs(self) -> list[Run]:
         """Return the runs to train next, and add their new points to `points`.
 
-        If the minutes do not hold another round, `stopped` is set, and points without a row of
-        seed 0 are removed from `points`. The last runs are those of winner and start on fresh
-        seeds, unless the start is the winner. After them the list is empty.
+        When the search has tried its points, or the minutes do not suffice for another round,
+        `stopped` is set. Points that were not trained are then removed from `points`. The last
+        round trains the best point and the start again, on fresh seeds, to compare them. If the
+        start itself is the best point, this round is left out. The list is empty when nothing is
+        left to train.
         """
         if not self.stopped:
             runs = self._next_search_runs()
@@ -215,10 +219,10 @@ class Search:
         return self.seconds + mean_seconds * remaining_runs <= 60 * self.limits.minutes
 
     def _next_search_runs(self) -> list[Run]:
-        """Return the next seed of points that stay, otherwise the first seed of new points.
+        """Return one more seed of the points that are not dropped, or the first seed of new points.
 
-        New points are added to `points`. The list is empty at the end of the search, and `stopped`
-        then says why.
+        New points are chosen once every point that is not dropped has all its seeds. They are added
+        to `points`. The list is empty at the end of the search, and `stopped` then says why.
         """
         if self.points:
             num_seeds = self._num_seeds()

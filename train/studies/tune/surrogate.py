@@ -23,11 +23,11 @@ from scipy.special import ndtr
 from mupax.train.studies.tune.over import Constant, Point
 
 CANDIDATES = 1024
-"""Candidates for the next point, of each kind: anywhere, and near the best points."""
+"""Number of candidates for the next point, of each kind: anywhere, and near the best points."""
 NEAREST = 5
 """Number of best points near which candidates lie."""
 SAMPLES = 2048
-"""Samples for the importance."""
+"""Number of random samples from which the importance of a constant is estimated."""
 
 
 def spread(constants: Sequence[Constant], first: int, count: int, seed: int) -> list[Point]:
@@ -59,7 +59,7 @@ def ask(
     count: int,
     seed: int,
 ) -> list[Point]:
-    """Return new points to try next, those of the largest expected improvement by the surrogate.
+    """Return the new points whose expected improvement by the surrogate is largest.
 
     None of them is in `points`.
 
@@ -122,8 +122,9 @@ def _candidates(unit: np.ndarray, values: np.ndarray, rng: np.random.Generator) 
 def importance(
     constants: Sequence[Constant], points: Sequence[Point], losses: np.ndarray
 ) -> list[float]:
-    """Return the total Sobol index of every constant, between 0 and 1.
+    """Return the importance of every constant: its total Sobol index, between 0 and 1.
 
+    It is the share of the variance of the losses that is left when all other constants are known.
     The sum is above 1 if constants act jointly. All are 0 if the losses are equal.
 
     Args:
@@ -154,7 +155,9 @@ def importance(
 
 
 def squashed(losses: np.ndarray) -> np.ndarray:
-    """Return losses as values between 0 (the least) and 1 (diverged), in the same order.
+    """Map losses to values between 0 (the least loss) and 1 (diverged), in the same order.
+
+    Very large losses come close to 1, so that they do not dominate a fit.
 
     Args:
         losses: Losses [n]. A loss that is not finite counts as diverged.
