@@ -28,9 +28,9 @@ BEAT_S = 10.0
 STALE_S = 45.0
 """Seconds without a write after which an object may be taken over."""
 _SETTLED_S = 0.5
-"""Seconds until two processes that wrote at once find out whose content stayed."""
+"""Seconds after a write until a process reads which of two simultaneous writers got the lock."""
 _LONG_S = 600.0
-"""Age of a last write, in seconds, from which nobody watches the object any more.
+"""Age of the last write, in seconds, from which the lock is taken over without waiting.
 
 The age is by the owner's clock, which may be wrong by minutes."""
 
