@@ -433,7 +433,8 @@ def files_of(data: Data, config: DataConfig, note: cache.Note = print) -> dict[s
 def end_ids(name: str, tokenizer: Any) -> frozenset[int]:
     """Return the token ids that end a text: the separator, and ids named by files next to it.
 
-    The files next to the tokenizer are generation_config.json, config.json, tokenizer_config.json and assets.json.
+    The files next to the tokenizer are generation_config.json, config.json, tokenizer_config.json
+    and assets.json.
 
     Args:
         name: Value of data.tokenizer. Files next to it count if it is the path of a tokenizer.json.
