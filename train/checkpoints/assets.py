@@ -431,7 +431,7 @@ def files_of(data: Data, config: DataConfig, note: cache.Note = print) -> dict[s
 
 
 def end_ids(name: str, tokenizer: Any) -> frozenset[int]:
-    """Return the token ids that end a text: the separator, and ids named by files next to it.
+    """Return the token ids that end a text: the tokenizer's separator, and ids in files beside it.
 
     The files next to the tokenizer are generation_config.json, config.json, tokenizer_config.json
     and assets.json.

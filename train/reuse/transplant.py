@@ -275,7 +275,7 @@ def ratio(source: np.ndarray, target: np.ndarray, layers: Index | None = None) -
     Args:
         source: scale of the source's parameter, [] or [layers].
         target: scale of the new parameter, [] or [new layers].
-        layers: index of the layers. `None` if their number stays.
+        layers: source layer of each new layer, or -1. `None` if the number of layers stays.
     """
     # New layers have index -1. Any scale will do for them, because their weights are initialized.
     if layers is not None and source.ndim:

@@ -146,9 +146,9 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Yield new tokens as they are made, int32 [B, n] with n from 1 to `MOST`.
 
-        The context is at most S tokens. Of a longer prompt only the last S tokens are read. When
-        the context is full, a new one begins with the last S/2 tokens of the text. A token is
-        therefore drawn with S/2 to S tokens before it.
+        The context is at most S tokens, a size of the model. Of a longer prompt only the last S
+        tokens are read. When the context is full, a new one begins with the last S/2 tokens of the
+        text. In a long text a token is therefore drawn with S/2 to S tokens before it.
 
         Args:
             prompt: Tokens to continue, integers [P], P >= 1.
@@ -231,8 +231,8 @@ class Generator:
         The arrays are on the host, [B, T - 1] and [B, T - 1, K].
 
         Args:
-            tokens_BT: Integers, at most S + 1 tokens per text.
-            top: K, number of likeliest tokens to return at each position, at most V.
+            tokens_BT: Integers, at most S + 1 tokens per text, for the model's longest context S.
+            top: K, number of likeliest tokens to return at each position, at most the vocabulary.
 
         Raises:
             DecodingError: The texts are longer than S + 1 tokens.
@@ -253,7 +253,8 @@ class Generator:
     def padded(self, tokens_BT: np.ndarray) -> np.ndarray:
         """Pad tokens with zeros on the right to a power of two of positions, at most S.
 
-        Few shapes mean few compilations. More than S tokens raise ValueError.
+        S is the model's longest context. Few shapes mean few compilations. More than S tokens
+        raise ValueError.
         """
         count = tokens_BT.shape[1]
         power_of_two = 1 << max(count - 1, 0).bit_length()

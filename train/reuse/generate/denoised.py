@@ -62,7 +62,7 @@ class _DecoderState(NamedTuple):
 
 
 class _NextToken(NamedTuple):
-    """Next token of each of R rows, the row whose text it continues, and the score of both."""
+    """Next token of each of R rows, the row whose text it continues, and the resulting score."""
 
     parent_R: jax.Array
     """Row whose text this row continues, int32."""

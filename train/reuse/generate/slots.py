@@ -282,6 +282,8 @@ class Slots:
     def _begin_anew(self, text: Text) -> Written:
         """Replace the full context of a text by its last S/2 tokens, and draw the next token.
 
+        S is the model's longest context.
+
         Returns:
             The token, or an error if the logits are not finite.
         """

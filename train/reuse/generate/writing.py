@@ -306,7 +306,7 @@ class Conversation:
             max_length = self._context - prompt.size + 1  # the last new token is not fed back
             length = min(self._tokens, max_length)
             text = StreamingText(self._tokenizer, prompt.tolist(), length, self._stops, self._ends)
-            # Random keys depend on the seed and a token's number, so every answer gets its own seed.
+            # Random keys depend on seed and token number only, so every answer gets its own seed.
             seed = self._seed + len(self._messages)
             for part in self._generator.stream(prompt, length, seed):
                 yield text.add(part[0].tolist())

@@ -136,7 +136,7 @@ def compared_examples(
     examples if the data is missing. Targets and weights are left out.
 
     Args:
-        note: prints a line, about steps that take time or about missing data.
+        note: function that prints a line, about steps that take time or about missing data.
     """
     import numpy as np
 
@@ -268,7 +268,10 @@ def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarra
 
 
 def _read(value: str) -> Any:
-    """Return the value of a flag parsed as JSON, or None, True or False. Other text is a string."""
+    """Return a flag's value parsed as JSON, or as Python's None, True or False.
+
+    Any other text is returned as a string.
+    """
     constants = {"None": "null", "True": "true", "False": "false"}
     try:
         return json.loads(constants.get(value, value))

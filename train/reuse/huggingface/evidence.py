@@ -177,7 +177,7 @@ def of_study(preset: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _of_publication(preset: tuned.Tuned) -> list[str]:
-    """Return lines of a model card on constants that others published and mupax did not measure."""
+    """Return lines of a model card on a tuned preset that was published by others, not measured."""
     provenance = preset.provenance
     source = provenance["source"]
     models = ", ".join(table["model"] for table in provenance["tables"])

@@ -157,7 +157,7 @@ def _by_token(entries: list[_Entry]) -> dict[str, float | None]:
 
 
 def _legacy_token(entry: _Entry) -> str:
-    """Return the text of a token, after `bytes:` if it is a part of a character in escapes."""
+    """Return the text of a token. A part of a character, in escapes, gets the prefix `bytes:`."""
     is_part = entry.bytes and entry.bytes != entry.token.encode()
     return f"bytes:{entry.token}" if is_part else entry.token
 

@@ -447,7 +447,7 @@ class Worker:
             self._hand_over(Written(text, tokens))
 
     def _score_one(self) -> None:
-        """Score the next text of the first score job, and put this job behind the others.
+        """Score the next text of the first `ScoreJob` in the queue, and put this job at the end.
 
         A job leaves the queue after its last text, after an error, or when it is cancelled.
         """

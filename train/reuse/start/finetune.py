@@ -79,9 +79,12 @@ class _RateRule(NamedTuple):
 
 
 def split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split a command line into the family's word, if it begins with one, and the other words.
+    """Split off the word for a model family (`vit`, `lm` or `ed`) with which arguments may begin.
 
-    A lone `vit` is a folder of that name.
+    A first word without a folder behind it, as `vit` alone, is itself taken for a folder.
+
+    Returns:
+        The word, or `None` if the arguments do not begin with one, and the other arguments.
     """
     has_family = len(argv) > 1 and argv[0] in FAMILIES and not argv[1].startswith("-")
     if has_family:
@@ -201,7 +204,7 @@ def command(argv: Sequence[str]) -> cli.Command:
 def _summary(
     config: Config, defaults: _Defaults, origin: TrainedModel, adapters: LoraConfig
 ) -> str:
-    """Return the line on data, learning rate and steps of a run."""
+    """Return the line for the user on a fine-tuning run's data, learning rate and steps."""
     description = defaults.description
     if not description:
         is_chat = config.data.name.startswith("chat:")
@@ -309,7 +312,7 @@ def preset_of_source(origin: TrainedModel) -> PresetConfig:
 def _images(folder: Path, origin: TrainedModel, model: ImageModel) -> _Defaults:
     """Return the defaults of a run on a folder of images per class.
 
-    It takes 10 epochs, but at least 100 and at most 2,000 steps. The readout is new unless the
+    The run takes 10 epochs, but at least 100 and at most 2,000 steps. The readout is new unless the
     classes are the source's in the same order. A small folder of small images gets a light jitter
     in place of random crops.
 
