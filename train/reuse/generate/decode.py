@@ -375,7 +375,6 @@ class Generator:
         """Draw the next token of each row, int32 [B].
 
         Args:
-            logits_BV: Logits of the next token.
             key: Key of all draws, made from the seed. `number` and the row are folded into it.
             number: Number of tokens that were written before, int32 [].
             traced_sampling: How tokens are drawn, by default as the generator was made to.

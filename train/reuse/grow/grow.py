@@ -133,7 +133,7 @@ class Axes:
         -1 marks a new entry. An axis that does not grow gets 0 to `size` - 1.
 
         Args:
-            axis: logical axis of the parameter.
+            axis: logical axis of the parameter, such as "embed".
             size: size of the axis in the larger model.
         """
         if axis == "head_dim" and (spec.of or spec.role) in (Role.QUERY, Role.KEY):
