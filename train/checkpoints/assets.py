@@ -48,25 +48,34 @@ CHAT_TEMPLATE = "chat_template.jinja"
 FORMAT = "mupax-assets-1"
 
 Entries = dict[str, list[Any]]
-"""Path inside the workdir to size in bytes and digest."""
+"""Mapping from a file's path inside the workdir to its `[size in bytes, xxh3_128 digest]`.
+
+The list is empty for a file whose digest is not known."""
 
 _MEND = f"copy the folder {FOLDER} of the run, or of a copy of it, there again"
 
 
 class AssetsError(WorkdirError):
-    """Asset that is missing or damaged. The text names the file and says how to go on."""
+    """Error for a missing or damaged asset of a run, such as its tokenizer.json.
+
+    The text names the file and says how to go on.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Assets:
-    """Assets of one checkpoint, as `find` returns them.
+    """Files that the model of a checkpoint needs besides its weights, such as the tokenizer.
 
-    A file is compared with its recorded size and digest each time a property or method reads it.
+    `find` returns them. A file is compared with its recorded size and digest each time a property
+    or method reads it.
     """
 
     workdir: Path
     entries: Entries
-    """Size and digest by path. The list is empty for a version whose manifests had no assets."""
+    """Size in bytes and digest of each file, by its path inside the workdir.
+
+    The list of a file is empty if the manifest does not list it. The file is then not verified.
+    """
 
     @property
     def tokenizer(self) -> Path | None:
@@ -114,7 +123,8 @@ class Assets:
     def facts(self) -> dict[str, Any]:
         """Entries `class_names` and `pixels` (image preprocessing) of assets.json, if it has them.
 
-        Empty if assets.json is missing, because config.json and manifests have them, too.
+        A missing assets.json gives an empty dictionary and no error, because config.json and the
+        manifests of checkpoints hold both entries, too.
 
         Raises:
             AssetsError: The file assets.json is damaged, or has the format of another version.
@@ -144,10 +154,11 @@ class Assets:
         return contents
 
     def in_place_of(self, recorded: DataConfig, current: DataConfig | None = None) -> DataConfig:
-        """Return data settings that name the run's own tokenizer and chat template files.
+        """Return data settings with the paths of the tokenizer and chat template the run keeps.
 
-        The files are verified, except for a missing chat template: its path is returned, and
-        reading it fails later.
+        The recorded names may lead to other files by now. The run's own copies are those that it
+        was trained with. They are verified, except for a missing chat template: its path is
+        returned, and reading it fails later.
 
         Args:
             recorded: Data settings in the config.json of the run.
@@ -194,16 +205,17 @@ class Assets:
 
 
 def find(workdir: Path, step: int | None = None) -> Assets | None:
-    """Return the assets that the manifest of a checkpoint lists. No asset is read.
+    """Return the assets (tokenizer and others) that a checkpoint's manifest lists.
 
-    If the manifest lists none, as in older versions, or cannot be read, known files in
-    WORKDIR/assets are returned without digests. They are not verified later.
+    No asset is read. If the manifest lists none, as in older versions, or cannot be read, the
+    result has the tokenizer.json, chat_template.jinja and assets.json in WORKDIR/assets, without
+    digests. They are not verified later.
 
     Args:
         step: Step of the checkpoint; by default the newest one with a readable manifest.
 
     Returns:
-        Assets, or `None` if there are neither.
+        Assets, or `None` if the manifest lists none and WORKDIR/assets holds none of these files.
 
     Raises:
         DiskError: The disk cannot be read.
@@ -219,10 +231,10 @@ def find(workdir: Path, step: int | None = None) -> Assets | None:
 
 
 def problems(workdir: Path, entries: Entries) -> list[str]:
-    """Return a line for each asset that is missing or damaged.
+    """Return a line for each asset of a run (tokenizer and others) that is missing or damaged.
 
     Args:
-        entries: Size and digest by path, as a manifest has them.
+        entries: Size and digest by path inside `workdir`, as a manifest lists the assets.
     """
     lines: list[str] = []
     for path, entry in entries.items():
@@ -233,12 +245,12 @@ def problems(workdir: Path, entries: Entries) -> list[str]:
 
 
 def write(workdir: Path, files: Mapping[str, bytes], step: int = 0) -> Entries:
-    """Write a run's assets, and return the entries that its manifests hold.
+    """Write a run's assets (tokenizer and others). Return their sizes and digests by path.
 
-    Process 0 alone calls this. A resumed run keeps its files, and those that are missing or damaged
-    are written again. Changed content goes into assets/from-step-N, because earlier checkpoints
-    need the earlier files. Assets that a run without checkpoints left there, and that are not in
-    `files`, are deleted.
+    The manifests of the run's checkpoints list these entries. Process 0 alone calls this. A resumed
+    run keeps its files, and those that are missing or damaged are written again. Changed content
+    goes into assets/from-step-N, because earlier checkpoints need the earlier files. Assets that a
+    run without checkpoints left there, and that are not in `files`, are deleted.
 
     Args:
         files: Content by name. One of them is `assets.json`.
@@ -285,7 +297,9 @@ def copy(workdir: Path, target: Path) -> None:
 
 
 def _named(workdir: Path, step: int | None) -> Entries:
-    """Return the assets that the manifest of a step lists, or an empty dictionary.
+    """Return size and digest, by path, of the assets that a checkpoint's manifest lists.
+
+    Empty if the manifest lists none or cannot be read.
 
     Args:
         step: Step of the checkpoint, or `None` for the newest one whose manifest can be read.
@@ -347,7 +361,7 @@ def _content(workdir: Path, path: str, entry: list[Any]) -> bytes:
 
 
 def _problem(path: Path, entry: list[Any]) -> str | None:
-    """Read a file, and return what is wrong with it in two reads, or `None` if one is good.
+    """Read a file up to twice. Return what is wrong with it, or `None` if one read is good.
 
     Args:
         entry: Size and digest. If empty, the file only has to be there.
@@ -383,9 +397,10 @@ _NEAR = ("generation_config.json", "config.json", "tokenizer_config.json")
 
 
 def files_of(data: Data, config: DataConfig, note: cache.Note = print) -> dict[str, bytes]:
-    """Return the content of every asset by its file name. assets.json is always among them.
+    """Return the content of a new run's assets by file name. Nothing is written.
 
-    Nothing is written.
+    assets.json is always among them. tokenizer.json and chat_template.jinja are there if the run
+    uses such files.
 
     Args:
         config: Data settings of the run. Their tokenizer may have another name than the file that
@@ -416,9 +431,10 @@ def files_of(data: Data, config: DataConfig, note: cache.Note = print) -> dict[s
 
 
 def end_ids(name: str, tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end a text: the tokenizer's separator, and end ids of files next to it.
+    """Return the token ids that end a text: the tokenizer's separator, and ids in files beside it.
 
-    The files are generation_config.json, config.json, tokenizer_config.json and assets.json.
+    The files next to the tokenizer are generation_config.json, config.json, tokenizer_config.json
+    and assets.json.
 
     Args:
         name: Value of data.tokenizer. Files next to it count if it is the path of a tokenizer.json.
@@ -504,10 +520,10 @@ def _tokenizer_content(tokenizer: Any) -> bytes | None:
 
 
 def _chat_files(data: Data, record: dict[str, Any], note: cache.Note) -> dict[str, bytes]:
-    """Return the chat template's file by its name, or no file. Add template tokens to `record`.
+    """Return the content of chat_template.jinja under this name, or an empty dictionary.
 
-    If the template cannot be used, `note` gets a caution and there is no file. For the data
-    chat:PATH this is an error.
+    Special tokens that the template may use are added to `record` (`chat_template.tokens`). If the
+    template cannot be used, `note` gets a caution and the result is empty.
 
     Raises:
         DataError: The data is chat:PATH and its template cannot be used.

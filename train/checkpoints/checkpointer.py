@@ -44,19 +44,23 @@ FILE = "evaluation.json"
 BEST = "best"
 """Word that a user writes in place of a step for the best checkpoint."""
 BRANCHES = "branches"
-"""Folder of a workdir with one workdir for each continuation that the run went back from."""
+"""Folder in a workdir for checkpoints that a run left behind by going back to an earlier step.
+
+Each such continuation becomes a workdir of its own in it (`branch_off`)."""
 
 MOST_FAILED = 2
 """Consecutive failed saves after which a run of several processes ends.
 
-The disk of one host does not get well by waiting."""
+Waiting does not repair the disk of one host."""
 _POLL_S = 0.5
-"""Seconds between two looks of a saving process at whether another one has failed."""
+"""Seconds between two checks of a saving process for the failure of another process."""
 _UNSAVED = "mupax/unsaved"
-"""Key of the coordination service under which processes post why they cannot save."""
+"""First part of the keys under which processes post to each other why they cannot save."""
 
 _PATIENCE_S = 30.0
-"""Seconds that training waits at a save for the previous one. A slower disk must not stop it."""
+"""Longest time, in seconds, that a save waits for the previous one to end.
+
+The new save is then left out, because a slow disk must not stop the training."""
 _ORBAX = threading.Lock()
 """Lock held while orbax saves or loads.
 
@@ -64,7 +68,7 @@ Orbax numbers its operations per process. Two at a time would wait for each othe
 
 
 class RankedFolder(CheckpointFolder):
-    """Checkpoint folder that stores the evaluations of steps, so that the best steps can be kept.
+    """Checkpoint folder that stores evaluation metrics in the checkpoints, to keep the best ones.
 
     Process 0 alone changes the folder. The arguments are those of `CheckpointFolder`.
     """
@@ -85,9 +89,9 @@ class RankedFolder(CheckpointFolder):
     def write_metrics_and_prune(self, measured: Mapping[int, Metrics]) -> None:
         """Write evaluation metrics into their checkpoints, and delete checkpoints no longer kept.
 
-        Metrics of a step without a checkpoint wait in memory for `publish`. If the disk fails, a
-        line is printed and the next call tries again. Nothing is done if the run keeps no best
-        checkpoints (`keep_best`).
+        Metrics of a step wait in memory until its checkpoint is committed (`publish`). If the disk
+        fails, a line is printed and the next call tries again. Nothing is done if the run keeps no
+        best checkpoints (`keep_best`).
 
         Args:
             measured: Metrics of each evaluated step, by the number of steps done.
@@ -112,9 +116,10 @@ class RankedFolder(CheckpointFolder):
         self._pending_metrics.pop(step, None)
 
     def publish(self, manifest: Manifest) -> None:
-        """Write the pending metrics of the step into its checkpoint, and then commit it.
+        """Write the pending evaluation metrics of the step into its checkpoint, then commit it.
 
-        `CheckpointFolder.publish` commits it, and deletes the checkpoints that need not be kept.
+        `CheckpointFolder.publish` gives the checkpoint its final name, and deletes the checkpoints
+        that need not be kept.
         """
         with self._lock:
             # Before `super().publish`, which ranks the checkpoints by their evaluation files, and
@@ -195,7 +200,8 @@ def ranked(folder: Path, metric: str) -> list[int]:
 
     Args:
         folder: Folder `WORKDIR/checkpoints`.
-        metric: Name in an evaluation. Steps with equal values come in their order.
+        metric: Name of an evaluation metric, such as `eval_loss`. Of two steps with equal values
+            the earlier one comes first.
 
     Raises:
         DiskError: The disk cannot be read.
@@ -308,11 +314,12 @@ def wait(response: Any, processes: Processes, key: str) -> None:
     """Wait until orbax has saved, or until another process posts that it cannot save.
 
     Inside orbax the processes wait for each other. If one fails there, the others would wait for
-    minutes. Its post (`tell`) ends their wait within seconds.
+    minutes. The reason that it posts (`tell`) ends their wait within seconds.
 
     Args:
-        response: Result of `save_async`. If another process has failed, orbax' threads go on.
-        key: Name of the save, the same on all processes and used once.
+        response: Result of orbax' `save_async`. If another process fails, the threads of orbax in
+            this process keep running.
+        key: Unique name of the save, the same on all processes.
 
     Raises:
         ElsewhereError: Another process has failed.
@@ -344,11 +351,12 @@ def wait(response: Any, processes: Processes, key: str) -> None:
 def tell(error: Exception, place: Path, processes: Processes, key: str) -> str:
     """Post to the other processes why this one could not save, and return that reason.
 
-    The first post of a save stays. Nothing is posted if `error` came from another process.
+    Of several posts for one save only the first is kept. Nothing is posted if `error` came from
+    another process.
 
     Args:
-        error: Failure of this process, or an `ElsewhereError` of `wait`.
-        place: Folder of the checkpoints, which is cut out of paths in the reason.
+        error: Failure of this process, or the `ElsewhereError` that `wait` raised.
+        place: Folder of the checkpoints. It is cut out of paths in the reason.
         key: Name of the save, as `wait` takes it.
     """
     if isinstance(error, ElsewhereError):
@@ -359,11 +367,12 @@ def tell(error: Exception, place: Path, processes: Processes, key: str) -> str:
 
 
 def merge_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the arrays and files that the processes have written into those of the checkpoint.
+    """Merge the manifest entries of all processes into the entries of the complete checkpoint.
 
     Args:
-        parts: Result of each process: `arrays` and `files` as a manifest has them, or `error`. The
-            first one is changed in place and returned.
+        parts: Result of each process, process 0 first: `arrays` and `files` as a `Manifest` has
+            them, or `error`, the reason why it could not save. The first one is changed in place
+            and returned.
 
     Raises:
         MupaxFailure: One process could not save.
@@ -380,10 +389,12 @@ def merge_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class NamedSave:
-    """Save that orbax has begun, under a stand-in name (`plainly_named`) kept valid until its end.
+    """Save in progress, whose folder has a stand-in path that stays valid until the save ends.
+
+    The stand-in leads to the folder by plain characters, as orbax needs them (`plainly_named`).
 
     Args:
-        response: Result of `save_async`.
+        response: Result of orbax' `save_async`.
         naming: Stack with an entered `plainly_named`. `result` closes the stack when the save ends.
     """
 
@@ -392,16 +403,16 @@ class NamedSave:
         self._naming = naming
 
     def result(self) -> None:
-        """Wait until orbax has ended and release the stand-in name. Raise orbax' error, if any."""
+        """Wait until orbax has ended and release the stand-in path. Raise orbax' error, if any."""
         with self._naming:
             self._response.result()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _StartedSave:
-    """Save that `Checkpoints.save` began and its thread finishes.
+    """Values of a save that `Checkpoints.save` hands to the thread that finishes it.
 
-    `facts` are those of the data (`Manifest.data`).
+    `facts` is the record of the training data (`Manifest.data`).
     """
 
     step: int
@@ -465,7 +476,8 @@ class Checkpoints(RankedFolder):
     ) -> None:
         """Start to save the state, unless the newest save is of the same step.
 
-        The arrays are on the host when this returns, so that the next step may reuse their memory.
+        The arrays are copied to the host before this returns, so that the next step may reuse their
+        device memory.
         A thread writes, verifies and commits the checkpoint. If the save fails, now or later, a
         line is printed and `wait` returns the reason. No error is raised, but several processes end
         after `MOST_FAILED` failures in a row, or if orbax cannot start in one of them.
@@ -609,7 +621,7 @@ class Checkpoints(RankedFolder):
         """Load the arrays of a checkpoint, and compare them with the digests of its manifest.
 
         If any array differs in any process, all are loaded a second time. Every process must call
-        it.
+        this method.
 
         Returns:
             Arrays as `TrainState` takes them and "", or `None` and the problem, on every process.
@@ -631,8 +643,9 @@ class Checkpoints(RankedFolder):
         Each process reads a part of the files.
 
         Returns:
-            Manifest, or `None` if this process cannot read it, and what is wrong with the files.
-            The second is the same on every process, and "" if nothing is wrong.
+            Two values: the manifest, or `None` if this process cannot read it; and a text that says
+            what is wrong with the files. The text is the same on every process, and "" if nothing
+            is wrong.
         """
         manifest: Manifest | None = None
         try:
@@ -653,7 +666,10 @@ class Checkpoints(RankedFolder):
         return manifest, self._broadcast(describe)
 
     def _agreed(self, problems: list[str]) -> list[str]:
-        """Return the problems of all processes, on every process. Every process must call it."""
+        """Return the problems that all processes have found, on every process.
+
+        Every process must call this method.
+        """
         self._exchanges += 1
         gathered = self._processes.gather(f"problems/{self._exchanges}", problems)
 
@@ -739,7 +755,7 @@ class Checkpoints(RankedFolder):
             self._handle_failure(started.step, error)
 
     def _written_part(self, started: _StartedSave) -> dict[str, Any]:
-        """Wait until orbax has written, read the arrays back and compare them with memory.
+        """Wait until orbax has written the arrays, then read them back to compare with memory.
 
         Returns:
             `arrays` and `files` of this process, with their digests, as a manifest lists them.
@@ -790,7 +806,7 @@ class Checkpoints(RankedFolder):
     def _broadcast(self, compute: Callable[[], Any]) -> Any:
         """Call `compute` on process 0, and return its result on every process.
 
-        Every process must call it. The result must survive JSON.
+        Every process must call this method. JSON must be able to hold the result.
         """
         self._exchanges += 1
         return self._processes.broadcast(f"checkpoints/{self._exchanges}", compute)

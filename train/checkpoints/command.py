@@ -27,7 +27,7 @@ from mupax.train.config.sections import METRIC
 TEMPLATE_FLAG: Any = conf.arg(
     name="data.chat-template", aliases=("--chat-template",), metavar="FILE"
 )
-"""Flag of every command that chats with a model."""
+"""Flag `--data.chat-template FILE` (or `--chat-template`) of commands that chat with a model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ class Checkpoints:
 def main(argv: Sequence[str]) -> int:
     """Print the checkpoints of a run. Return 0 if all are good, 1 if one is damaged.
 
-    Quarantined checkpoints are listed and do not count. With `--json` the entries are also written
-    to a file.
+    Quarantined checkpoints are listed, but do not change the exit code. With `--json` the entries
+    are also written to a file.
 
     Raises:
         UsageError: The flags are wrong.
@@ -220,7 +220,7 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
 def _health(
     checkpoint: Path, verify: bool, workdir: Path, run: str | None
 ) -> tuple[int | None, list[str]]:
-    """Compare a checkpoint with its manifest, and the run's assets with those listed there.
+    """Compare a checkpoint, and the run's assets (tokenizer and others), with the manifest.
 
     Without `verify` only the sizes of the checkpoint's files are compared. With it, all files and
     arrays are read and compared with their digests.
@@ -260,14 +260,16 @@ def _best_metric(config: Any) -> str:
 
 
 def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None:
-    """Add the losses of its step to every entry as `metrics`, and mark the best entry as `best`.
+    """Add two fields to every entry: `metrics`, the losses of its step, and `best`, a bool.
 
-    Checkpoints that are quarantined or being saved are never the best. If no imported module
-    defines `metric`, none is, and a note is printed.
+    `best` is true for the entry with the best value of `metric`. Checkpoints that are quarantined
+    or being saved are never the best. If no imported module defines `metric`, no entry is marked
+    and a note is printed.
 
     Args:
         rows: Entries of `_checkpoints`, which are changed in place.
-        workdir: Folder with metrics.jsonl. Evaluations of the checkpoints stand in for lost rows.
+        workdir: Folder with metrics.jsonl. If a row is lost there, the evaluation that the
+            checkpoint holds is used.
         metric: Name of the metric that ranks checkpoints, such as `eval_loss`.
     """
     from mupax.train.checkpoints import checkpointer
@@ -304,8 +306,7 @@ def _add_reasons(rows: list[dict[str, Any]], record: Mapping[str, Any], metric: 
     defines.
 
     Args:
-        rows: Entries of `_checkpoints` with their `metrics`; changed in place. If a checkpoint has
-            lost its own metrics, these are of metrics.jsonl, from which the run writes them again.
+        rows: Entries of `_checkpoints` with `metrics` (`_add_metrics`). They are changed in place.
         record: Content of config.json, perhaps of an older version.
         metric: Name of the metric that ranks checkpoints, such as `eval_loss`.
     """

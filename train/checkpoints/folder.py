@@ -38,9 +38,9 @@ from mupax.train.config import sections
 from mupax.train.config.sections import CheckpointConfig, Measured
 
 _ENDING_S = 5.0
-"""Seconds that the threads of a failed save may take to end.
+"""Longest time, in seconds, to wait for the threads of a failed save to end.
 
-A file that they write after the failed save is deleted would come back."""
+A thread that still writes after the failed save is deleted would make its files again."""
 _STATE = "state"
 """Folder of the arrays inside a checkpoint."""
 
@@ -70,7 +70,7 @@ def quiet() -> None:
 def _unraisable(previous_hook: Callable[[Any], Any], unraisable: Any) -> None:
     """Pass an unraisable error to the previous hook, unless its message is known to be harmless.
 
-    The texts of two such messages, of orbax and of tensorstore, are known.
+    `quiet` installs this function as `sys.unraisablehook`.
     """
     known_messages = ("Event loop is closed", "Encountered error while reading array")
     if not str(unraisable.exc_value).startswith(known_messages):
@@ -155,8 +155,8 @@ def reason(error: Exception, folder: Path) -> str:
 def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
     """Return the names of arrays whose files hold other values than were saved.
 
-    The files are read without a model and without devices. An array counts as damaged if two reads
-    agree.
+    The files are read without a model and without devices. An array counts as damaged only if it
+    also differs in a second read.
 
     Args:
         folder: Folder of one checkpoint, such as `checkpoints/500`.
@@ -172,7 +172,7 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[s
 def _damaged_arrays(folder: Path, base: str, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
     """Return the names of arrays whose files at the URL `base` hold other values than were saved.
 
-    An array counts as damaged if two reads agree.
+    An array counts as damaged only if it also differs in a second read.
 
     Args:
         folder: Folder of the checkpoint, which only messages name.
@@ -257,8 +257,8 @@ class CheckpointFolder:
     Process 0 alone changes the folder.
 
     Args:
-        config: Settings that say which checkpoints stay. Lasting settings of earlier parts of the
-            run, in config.json, also keep checkpoints.
+        config: Settings that say which checkpoints are kept. A `keep_every` of an earlier part of
+            the run, in config.json, still keeps the checkpoints which that part saved.
         log: Function that prints a line for the user.
         renames: Whether folders can be renamed on this file system (`layout.py`).
 
@@ -311,10 +311,10 @@ class CheckpointFolder:
         self.prune()  # raises nothing: the new checkpoint is good whatever happens to an older one
 
     def prune(self) -> None:
-        """Delete the checkpoints that no setting keeps, and what is left of half-deleted ones.
+        """Delete the checkpoints that no setting keeps, and the remains of half-deleted ones.
 
-        If one cannot be deleted, a line is printed and the next save tries again. Nothing is raised
-        if the disk fails.
+        If a checkpoint cannot be deleted, a line is printed and the next save tries again. No error
+        is raised if the disk fails.
         """
         failed: dict[int, str] = {}
         try:
@@ -346,9 +346,11 @@ class CheckpointFolder:
     def leaving(self, record: Mapping[str, Any] | None = None) -> list[int]:
         """Return the steps of the checkpoints that no setting keeps, oldest first.
 
+        `prune` deletes these checkpoints.
+
         Args:
-            record: Content of config.json with the settings of earlier parts of the run
-                (`segments`). By default that of this run.
+            record: Content of config.json, whose `segments` have the settings of the run's parts
+                before a resume. By default the record of this run.
         """
         saved = steps(self.folder)
         parts = sections.run_parts(self.record if record is None else record, self._config)
@@ -420,9 +422,9 @@ class CheckpointFolder:
     def newest(self) -> int | None:
         """Return the step of the newest checkpoint, or `None` if there is no good one.
 
-        Only if there is none, all quarantined checkpoints are verified again. Good ones are
-        restored, each at most once, with a printed line: a disk that fails for a while makes good
-        checkpoints look damaged.
+        If no checkpoint is left outside of quarantine, those in quarantine are verified again. The
+        good ones are restored, each at most once, with a printed line: a disk that fails for a
+        while makes good checkpoints look damaged.
         """
         if self.latest is not None:
             return self.latest
@@ -448,7 +450,7 @@ class CheckpointFolder:
         return self.latest
 
     def none_good(self) -> WorkdirError:
-        """Return an error that all checkpoints are damaged. It names those in quarantine."""
+        """Return the error for a run whose checkpoints are all damaged. It lists the quarantine."""
         names = ", ".join(path.name for path in quarantined(self.folder))
         return WorkdirError(
             f"no good checkpoint is left in {self.folder}; those set aside ({names}) were read "
@@ -471,13 +473,13 @@ def steps(folder: Path) -> list[int]:
 
 
 def wrong_entry(record: Mapping[str, Any]) -> str | None:
-    """Return the name of an entry that a run's config.json cannot have like this, or `None`.
+    """Return the name of the first entry of a run's config.json with a wrong type, or `None`.
 
-    It must have an object `config`. Other entries may be missing, as in records of older versions.
-    What is in the config itself is not looked at.
+    The entry `config` is required. Other entries may be missing, as in older versions. Values
+    inside of `config` are not checked.
 
     Args:
-        record: Content of config.json, or of a manifest, perhaps of a stranger.
+        record: Content of config.json, or its copy in a manifest. It is not trusted.
     """
     if not isinstance(record.get("config"), dict):
         return "config"
@@ -492,12 +494,13 @@ def wrong_entry(record: Mapping[str, Any]) -> str | None:
 
 
 def newest_record(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json in the newest manifest of a folder that has it.
+    """Return the copy of a run's config.json in the newest manifest that has a valid one.
 
-    A manifest whose record is not one of a run is passed over.
+    Args:
+        folder: Folder `WORKDIR/checkpoints`.
 
     Returns:
-        Content of config.json, or an empty dictionary if no readable manifest holds it.
+        Content of config.json, or an empty dictionary if no readable manifest holds a valid copy.
     """
     for step in reversed(steps(folder)):
         try:
@@ -557,9 +560,9 @@ def file_problems(
     *,
     read_contents: bool = True,
 ) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, one line per file.
+    """Return what is wrong with the files of a checkpoint, one line per damaged file.
 
-    A file counts as damaged if two reads agree.
+    A file counts as damaged only if it also differs from the manifest in a second read.
 
     Args:
         share: Index and count: every count-th file is read, from that index on. By default all.
@@ -617,10 +620,10 @@ def verified(checkpoint: Path, run: str | None = None) -> Manifest:
 
 
 def describe_damage(checkpoint: Path, manifest: Manifest, problems: list[str]) -> str:
-    """Return a line with the first problems of the files and the first arrays that they spoil.
+    """Return a line for an error: the first damaged files, and the first arrays that they spoil.
 
     Args:
-        problems: Lines of `file_problems`.
+        problems: Lines of `file_problems` for this checkpoint.
     """
     arrays = damaged_arrays(checkpoint, manifest.arrays)
     text = first_of(problems)

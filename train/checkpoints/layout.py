@@ -44,7 +44,7 @@ _FIELDS = {
     "mupax-checkpoint-2": {"step", "data", "record", "arrays", "files"},
     FORMAT: {"step", "data", "record", "assets", "arrays", "files"},
 }
-"""Fields of a manifest in each format. A new field needs another number and a line here."""
+"""Fields of manifest.json in each format. A new field needs a new format number and a line here."""
 
 QUARANTINE = "set-aside"
 """Folder of checkpoints that were found damaged."""
@@ -52,13 +52,13 @@ SAVING = ".saving"
 DELETING = ".deleting"
 MANIFEST = "manifest.json"
 DAMAGED = "damaged.json"
-"""File that sets a checkpoint aside where its folder cannot be moved."""
+"""File that marks a checkpoint as damaged where its folder cannot be moved to set-aside/."""
 ASSETS = "assets"
 ASSETS_RECORD = "assets.json"
 _OLD = ".folder"
 _NEW = ".renamed"
 PROBES = (_OLD, _NEW)
-"""Folders that a kill may leave of `renames_folders`."""
+"""Test folders of `renames_folders`. A killed process may leave them in a workdir."""
 
 _TEMPORARY_ERRORS = (
     errno.EIO,
@@ -70,7 +70,9 @@ _TEMPORARY_ERRORS = (
     errno.EROFS,
     errno.EACCES,
 )
-"""Errors of a disk that can rename a folder at a better time. A save reports them again."""
+"""Error numbers from which `renames_folders` does not conclude that folders cannot be renamed.
+
+They may pass, as when the disk is full. A save reports an error that lasts."""
 
 
 class DamagedError(MupaxError):
@@ -78,7 +80,7 @@ class DamagedError(MupaxError):
 
 
 class ForeignError(MupaxError):
-    """Checkpoint of another run or of a newer version. It may be good, and stays where it is."""
+    """Checkpoint of another run or of a newer version. It may be good, so it is not quarantined."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,12 +89,13 @@ class Manifest:
 
     Attributes:
         step: Optimizer steps done, which is the checkpoint's name too.
-        data: Facts of the data, such as `name` and `digest`.
+        data: Facts of the training data, such as `name` and `digest`.
         record: Content of config.json. Empty in the first format.
-        arrays: Shape, dtype and shards by name. A shard is its index and its digest.
-        files: Size in bytes and digest by the path inside the checkpoint.
-        assets: Size in bytes and digest by the path inside the workdir (`assets.py`). Empty in
-            older formats.
+        arrays: `shape`, `dtype` and `shards` by array name. A shard is a list of its index
+            ([start, stop] along each axis) and its digest.
+        files: `[size in bytes, digest]` by the path inside the checkpoint.
+        assets: `[size in bytes, digest]` of the tokenizer and other files outside of the
+            checkpoint (`assets.py`), by the path inside the workdir. Empty in older formats.
     """
 
     step: int
@@ -302,7 +305,7 @@ def check_loaded(arrays: Mapping[str, Any], saved: Mapping[str, dict[str, Any]])
     """Return the names of loaded arrays that are not as they were saved.
 
     The mesh may differ from that of the save. A saved shard is compared only if this process holds
-    the whole array, or all of that shard in one of its own.
+    the whole array, or a loaded shard that covers the saved one.
 
     Args:
         arrays: Loaded arrays by their names on disk.
@@ -351,18 +354,19 @@ def _index(slices: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, in
 
 
 def in_threads(function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-    """Call a function for each row of some columns in eight threads. Return the results in order.
+    """Return `list(map(function, *columns))`, computed in eight threads.
 
-    Hashing and reading files do not hold Python's lock.
+    Hashing and reading files release Python's global lock, so such calls run in parallel.
     """
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(function, *columns))
 
 
 class RenameCommit:
-    """Operations on checkpoint folders of a disk, which commit a checkpoint by renaming its folder.
+    """Operations on the folders of checkpoints, on a file system that can rename folders.
 
-    Process 0 alone calls the methods that change something.
+    A checkpoint is written as STEP.saving, and committed by renaming the folder to STEP. Process 0
+    alone calls the methods that change something.
 
     Args:
         folder: Folder `WORKDIR/checkpoints`.
@@ -393,7 +397,7 @@ class RenameCommit:
         return self.folder / f"{step}{SAVING}"
 
     def begin(self, step: int) -> None:
-        """Prepare a save of a step: delete what an earlier save has left where it is written."""
+        """Prepare a save of a step: delete what an earlier save has left at `written_at(step)`."""
         remove_tree(self.written_at(step))
 
     def abandon(self, step: int) -> None:
@@ -645,9 +649,9 @@ def locks_files(file: Path) -> bool:
 
 
 def missing_capabilities(path: Path, file: Path) -> list[str]:
-    """Return a line each if a folder's file system cannot rename folders or lock files.
+    """Return a line for each of two abilities that a file system lacks: renames and file locks.
 
-    Each line says what the run does instead. A bucket has no lines.
+    Each line also says what the run does instead. For a bucket the list is empty.
 
     Args:
         path: Folder, in which a probe is made and removed.

@@ -28,9 +28,9 @@ BEAT_S = 10.0
 STALE_S = 45.0
 """Seconds without a write after which an object may be taken over."""
 _SETTLED_S = 0.5
-"""Seconds until two processes that wrote at once find out whose content stayed."""
+"""Seconds after a write until a process reads which of two simultaneous writers got the lock."""
 _LONG_S = 600.0
-"""Age of a last write, in seconds, from which nobody watches the object any more.
+"""Age of the last write, in seconds, from which the lock is taken over without waiting.
 
 The age is by the owner's clock, which may be wrong by minutes."""
 
@@ -38,9 +38,10 @@ The age is by the owner's clock, which may be wrong by minutes."""
 class Owned:
     """Context manager of a lock: an object that a thread of this process rewrites every `BEAT_S`.
 
-    The constructor takes the lock. It waits up to `STALE_S` seconds for a sign of life if another
-    process may still own the object, and otherwise takes the object over. Leaving the context ends
-    the thread and deletes the object, unless another process owns the object by then.
+    The object is a file, or an object in a bucket. The constructor takes the lock. It waits up to
+    `STALE_S` seconds for a sign of life if another process may still own the object, and otherwise
+    takes the object over. Leaving the context ends the thread and deletes the object, unless
+    another process owns the object by then.
 
     Args:
         folder: Folder that is locked for one run.
@@ -216,7 +217,9 @@ def workdir_lock(
 
 
 def _store(folder: str, remote: bool) -> Any:
-    """Open a folder as a tensorstore key-value store, with writes that need an unchanged value.
+    """Open a folder as a tensorstore key-value store, which takes writes with a condition.
+
+    A write with `if_equal` fails if another process has changed the value meanwhile.
 
     Args:
         folder: Plain name (`plainly_named`), with the separator at its end.
@@ -234,7 +237,9 @@ def _store(folder: str, remote: bool) -> Any:
 def _owner(content: bytes) -> dict[str, Any]:
     """Return the fields `token`, `at`, `machine`, `pid` and `who` of a lock object's owner.
 
-    A missing field gets a default. A damaged object gives the defaults alone, whose `who` is "an
+    `token` is random and names one `Owned`, `at` is the time of the last write in seconds since the
+    epoch, `machine` is the result of `_machine`, and `who` describes the process in words. A
+    missing field gets a default. A damaged object gives the defaults alone, whose `who` is "an
     unknown process".
     """
     unknown = {"token": "", "at": 0.0, "machine": "", "pid": 0, "who": "an unknown process"}

@@ -32,20 +32,20 @@ from mupax.train.checkpoints.workdir import MARK, HalfMadeError
 LOCK = ".mupax-making"
 """File in a folder while a command makes it. `finish` deletes the file when all is done."""
 PART = ".making"
-"""Name of a temporary folder in an empty one, and ending of one beside a missing folder."""
+"""Name of the temporary folder in an empty target. The one beside a missing target ends in it."""
 _HALF_MARK = f".{MARK}.partial"
-"""File that a kill leaves of a mark that is being written."""
+"""Temporary file of a mark (`workdir.MARK`) while it is written. A kill may leave it."""
 _LAST = ("model.safetensors.index.json", "model.json", "config.json")
-"""Files by which programs take a folder for a model, in the order in which they are moved, last."""
+"""Files by which other programs recognize a model's folder. They are moved last, in this order."""
 _SCRATCH = "mupax-scratch-"
 _RUNNING_S = 60.0
-"""Age in seconds from which a folder of `scratch` without a process is deleted.
+"""Age in seconds from which an unlocked temporary folder of `scratch` counts as abandoned.
 
-A new folder is not locked yet."""
+A younger one may belong to a process that has not locked it yet."""
 
 
 class OutError(MupaxError):
-    """Folder that cannot be made. The text says why."""
+    """Error for a folder (`--out`) that a command cannot make. The text says why."""
 
 
 def is_made(target: Path, command: Sequence[str]) -> bool:
@@ -103,7 +103,7 @@ def is_made(target: Path, command: Sequence[str]) -> bool:
 
 
 def _check_not_running(target: Path) -> None:
-    """Refuse a folder that another running command is making, also in the temporary one beside it.
+    """Refuse a folder that a running command is making, in place or in a temporary folder.
 
     Raises:
         HalfMadeError: A running command has locked one of the two.
@@ -408,7 +408,7 @@ def _copy_entries(folder: Path, target: Path) -> None:
 
 
 def _rank(name: str) -> int:
-    """Return a key that sorts the names in `_LAST`, in their order, behind all others (-1)."""
+    """Return a sort key that puts the names in `_LAST`, in their order, behind all others (-1)."""
     return _LAST.index(name) if name in _LAST else -1
 
 

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class LoadedRun(NamedTuple):
-    """Run with one of its checkpoints. Only `params` loads arrays.
+    """One checkpoint of a run, opened for use. Only the method `params` loads arrays.
 
     `weights` is "ema" if `params` loads the moving average, and "params" for the plain parameters.
     """
 
     workdir: Path
     config: Config
-    """Config that the run recorded. Without a moving average if the plain parameters are meant."""
+    """Recorded config of the run. If `weights` is "params", its `ema` is reset to no average."""
     facts: dict[str, Any]
-    """Facts of the data that the run recorded."""
+    """Facts of the training data in config.json, such as `name` and `digest`. May be empty."""
     step: int
     weights: Literal["params", "ema"]
     run: str | None
@@ -116,7 +116,8 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Loade
         path: Workdir of a run, or one of its steps: `WORKDIR/checkpoints/STEP` or
             `WORKDIR/checkpoints/best`.
         step: Step of a workdir, or "best"; by default the newest.
-        ema: Whether the moving average is meant; by default it is if the run keeps one.
+        ema: True for the moving average of the parameters, False for the parameters themselves. By
+            default the average, if the run keeps one.
 
     Raises:
         WorkdirError: The folder holds no run, the run has no such step or no average, or `path` and

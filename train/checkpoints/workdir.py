@@ -37,7 +37,7 @@ from mupax.train.parallel.hardware import VARIABLES
 from mupax.train.parallel.processes import Processes
 
 MARK = ".mupax-made.json"
-"""File that says whether the folder is complete."""
+"""File in a folder that a command makes. It says whether the folder is complete."""
 RECORD = "config.json"
 """File with the resolved config, versions, data facts and earlier parts of a run."""
 _SHARED = ".shared"
@@ -47,16 +47,16 @@ _PROBE = ".writable"
 _PARTIAL = f".{RECORD}.partial"
 _STORAGE = ".storage"
 _FIRST = (_SHARED, _LOCK, _OWNER, _PROBE, _STORAGE, _PARTIAL, *PROBES, "attempts*.jsonl")
-"""Patterns of names that a run writes before its record.
+"""Glob patterns of the files that a run writes before config.json.
 
-A kill leaves some of them in a folder that is still free."""
+A folder that holds only such files counts as empty: a killed run may have left them."""
 _BEFORE_STEPS = (RECORD, "metrics.jsonl", "tensorboard", "assets", CHECKPOINTS)
-"""Names of everything else that a run writes before its first step is done."""
+"""Names of the files and folders that a run writes after `_FIRST`, before its first step ends."""
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class HalfMadeError(MupaxError):
-    """Folder that no command has finished. The text names the command to write again."""
+    """Folder that a command has begun to make and not finished. The text names the command."""
 
 
 def write_mark(
@@ -132,8 +132,8 @@ def check_complete(folder: Path) -> None:
 def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
     """Make the folder of a run, or check that the run may go on in the folder that is there.
 
-    Process 0 does that. It also tests that the storage works, and restores a damaged config.json
-    from the newest checkpoint. The others wait up to 10 seconds until they see its folder.
+    Process 0 does this. It also tests that the storage works, and restores a damaged config.json
+    from the newest checkpoint. The other processes wait up to 10 seconds until they see the folder.
 
     Args:
         config: Config of the run: its `workdir`, and whether to `resume` in it.
@@ -289,7 +289,7 @@ def start_anew(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, processes: Processes) -> Iterator[None]:
-    """Lock the folder of a run for this run alone while entered.
+    """Lock the folder of a run against other runs while the block runs.
 
     Process 0 holds the lock, the others do nothing. The system releases the lock when process 0
     ends, even by a kill. Where files cannot be locked, `lock.workdir_lock` is used.
@@ -363,13 +363,13 @@ def with_tokenizer_of_source(
 ) -> dict[str, Any]:
     """Return a resumed run's config with the tokenizer of the weights that the run started from.
 
-    At its start a run that names no tokenizer uses the one of those weights (`init_from.settled`).
-    The config that is asked for at a resume does not name it either, so the recorded tokenizer and
-    separator replace the default. `current` itself is returned if it names another tokenizer, or if
-    the recorded one is not from such weights.
+    A run without `data.tokenizer` that starts from weights uses their tokenizer
+    (`init_from.settled`). The flags of a resume do not name it either, so the recorded tokenizer
+    and separator replace the default. `current` itself is returned if it names another tokenizer,
+    or if the recorded one is not in the folder of the weights.
 
     Args:
-        current: Config as it is asked for, as JSON.
+        current: Config from the flags of the resume, as JSON.
         previous: Config that the run has recorded, as JSON.
     """
     data = previous.get("data") or {}
@@ -458,10 +458,11 @@ def record(
 def with_earlier_parts(
     content: Mapping[str, Any], previous: Mapping[str, Any], step: int
 ) -> dict[str, Any]:
-    """Return the record of a new part of a run with the parts before it under `segments`.
+    """Return config.json for a resumed run, with the records of its earlier parts as `segments`.
 
-    The segments are in order, the oldest first. Each has the step at which the next part began. A
-    part with the same record as the new one, apart from how it was started, is not listed.
+    A part is what ran between two starts or resumes. The segments are listed oldest first, and each
+    has `until_step`, the step at which the next part began. The last part is not listed if it
+    differs from the new one only in how it was started.
 
     Args:
         content: Record of the new part, with `config`. JSON must be able to hold it.
@@ -495,7 +496,7 @@ def read_record(path: Path) -> dict[str, Any]:
 def _read_record(path: Path) -> dict[str, Any]:
     """Return the content of a run's config.json, or of the copy in the newest checkpoint.
 
-    The copy comes with a printed caution. A command may still be making the folder.
+    If the copy is used, a caution is printed. A folder that a command is still making is accepted.
 
     Raises:
         WorkdirError: The folder holds no run.
@@ -544,7 +545,10 @@ def _recorded(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _lasting(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without the settings that only say how this part of the run was started."""
+    """Return a record without the settings that only say how the run was started (or resumed).
+
+    `with_earlier_parts` compares two parts of a run by it.
+    """
     session = {name for name, affects in declared(Config).items() if affects.effect == "session"}
     config = {name: value for name, value in record["config"].items() if name not in session}
     return {**record, "config": config}

@@ -35,7 +35,7 @@ class Convert:
     workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
     """Folder of the run, whose newest checkpoint is meant, or WORKDIR/checkpoints/STEP."""
     form: Form
-    """Where multipliers shall sit."""
+    """Form of the new run: where its multipliers sit."""
     out: Annotated[command_line.Place, conf.arg(metavar="WORKDIR")]
     """Folder of the run to come, new or empty."""
 
@@ -106,7 +106,8 @@ def convert(
 ) -> TrainState:
     """Return the state of a run under `preset` as the state of the same run under `new_preset`.
 
-    Weights and their moving average are divided by theta, the ratio of the multipliers. First
+    The two presets are forms of one parameterization, so the function and the training stay the
+    same. Weights and their moving average are divided by theta, the ratio of the multipliers. First
     moments are multiplied by theta, second moments by theta^2. Dtypes and the step stay.
 
     Args:

@@ -38,11 +38,11 @@ class ImageInput(NamedTuple):
     def difference(self, classes: Sequence[str]) -> str:
         """Return a clause that says how other classes differ from these, or "" if they are equal.
 
-        The clause begins with "since". Classes in another order, or with another case of their
-        letters, differ.
+        The clause begins with "since", and explains to a user why the readout is new. Classes in
+        another order, or with another case of their letters, differ.
 
         Args:
-            classes: class names in the order of their labels.
+            classes: names of the other classes in the order of their labels.
         """
         names = self.class_names
         if names == tuple(classes):

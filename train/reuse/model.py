@@ -138,8 +138,8 @@ class Model:
     ) -> list[Prediction]:
         """Return the classes of image files with probabilities, as `mupax predict` prints them.
 
-        Images of any size and mode are read as evaluation reads them. One image without an answer
-        fails the call.
+        Images of any size and mode are preprocessed as in evaluation. If one image has no answer,
+        the call raises an error and returns nothing.
 
         Args:
             images: Path of an image file, or several paths.

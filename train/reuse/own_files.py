@@ -21,12 +21,14 @@ def settings(
 ) -> DataConfig:
     """Return data settings with the paths of the run's own tokenizer and chat template.
 
-    A run of an older version has no files of its own. The tokenizer that its `bpe:SIZE` once made
-    is looked up in the cache. If the cache does not have it, the settings stay unchanged.
+    A run of an older version has no files of its own. The tokenizer that was trained for its
+    `bpe:SIZE` is then looked up in the cache. If the cache does not have it, the settings stay
+    unchanged.
 
     Args:
         recorded: data settings as the run's config has them.
-        facts: record of the run's data; `tokenizer` is the key of the tokenizer's content.
+        facts: record of the run's data. `tokenizer` in it is a key made from the tokenizer's
+            content.
         assets: files of the run. `None` for a run of an older version.
         current: settings to change, by default those of the run. Only fields that are equal to the
             run's change.

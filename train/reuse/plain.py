@@ -33,27 +33,30 @@ from mupax.train.core.factors import Factors
 from mupax.zoo.definition import Definition
 
 Scales = dict[str, np.ndarray]
-"""Factor of each weight by parameter name, float64 [] or [layers]."""
+"""Factor that turns a stored weight into one of the plain network, by parameter name.
+
+Each factor is float64, [] or [layers]. The plain network has no multipliers (see the top)."""
 
 NORM = "norm."
-"""Prefix of the last norm's parameters."""
+"""Prefix of the names of the last norm's parameters."""
 GAIN = "norm.gain"
-"""Gain of the last norm. It absorbs a tied readout's multiplier, even if the model has no gain."""
+"""Name of the last norm's gain. It absorbs a tied readout's multiplier, and is made if missing."""
 
 
 class AbsorbError(MupaxError):
-    """A model whose multipliers cannot be absorbed or restored."""
+    """A model whose multipliers cannot be absorbed into its weights, or restored from them."""
 
 
 def scales(definition: Definition, factors: Factors) -> Scales:
-    """Return the factor that turns each stored weight into a weight of the plain network.
+    """Return the factor of each stored weight by which it absorbs the preset's multipliers.
 
-    For a tied readout with a multiplier other than 1, the result has an entry `norm.gain` even if
-    the model has no such parameter.
+    A stored weight times its factor is the weight of a plain transformer without multipliers, which
+    computes the same function. For a tied readout with a multiplier other than 1, the result has an
+    entry `norm.gain` even if the model has no such parameter.
 
     If queries are normalized without a gain (qk_norm, norm_gain false), no weight can hold the
-    scale of the logits. A definition does not show this case, so callers must compare the two
-    scales themselves (`logits_of`).
+    scale of the attention logits. A definition does not show this case, so callers must compare the
+    scales of source and target themselves (`logits_of`).
 
     Args:
         factors: multipliers and forward factors from `mupax.train.core.factors.resolve`.
@@ -109,10 +112,11 @@ def _absorbing_role(spec: ParamSpec) -> Role:
 
 
 def absorb_multipliers(params: Mapping[str, Any], by_name: Scales) -> dict[str, np.ndarray]:
-    """Return the weights of the plain network: float32, each stored weight times its scale.
+    """Return weights that need no multipliers: float32, each stored weight times its scale.
 
-    If `by_name` has a scale for the last norm's gain and the model has no such parameter, a gain
-    filled with that scale is added.
+    These are the weights of the plain network (see the top of this file). If `by_name` has a scale
+    for the last norm's gain and the model has no such parameter, a gain filled with that scale is
+    added.
 
     Args:
         by_name: result of `scales` for the model and preset of the weights.
@@ -126,6 +130,8 @@ def absorb_multipliers(params: Mapping[str, Any], by_name: Scales) -> dict[str, 
 
 def restore_multipliers(params: Mapping[str, Any], by_name: Scales) -> dict[str, np.ndarray]:
     """Return the weights to store: float32, each weight of the plain network divided by its scale.
+
+    This reverses `absorb_multipliers`.
 
     Args:
         params: weights of the plain network by name.
@@ -154,8 +160,8 @@ def times(weight: Any, scale: np.ndarray) -> np.ndarray:
 def logits_of(definition: Definition, factors: Factors) -> Any:
     """Return a preset's scale of the attention logits: a number, or a list if layers differ.
 
-    It is the factor `block.attention.logit_scale`. Without this factor it is N^-1/2, for the head
-    dimension N.
+    The scale is the preset's factor `block.attention.logit_scale`. If the preset has no such
+    factor, the scale is N^-1/2 for the head dimension N.
 
     Args:
         factors: forward factors from `mupax.train.core.factors.resolve`.
@@ -172,9 +178,10 @@ def preset_record(
     """Return the JSON record of a preset that is written beside weights.
 
     Its keys are `described` (the preset in words), `fields` (fields of the config that are set),
-    `base`, `factors` by kind, such as `logits`, and `scales` by parameter name. There is also
-    `norm_eps_times` if skips of the stream were absorbed: the eps of a norm then counts up to that
-    many times, which no weight can hold.
+    `base`, `factors` (forward factors by kind, such as `logits`), and `scales` (result of `scales`,
+    by parameter name). If multipliers of skip connections were absorbed, there is also
+    `norm_eps_times`: the eps of norms then acts as if it were up to that many times larger. No
+    weight can correct this.
 
     Args:
         fields: preset as the run's config has it.
@@ -217,7 +224,7 @@ def number(values: np.ndarray) -> Any:
 
 
 def _branch(definition: Definition, factors: Factors, block: str, module: str) -> np.ndarray:
-    """Return a branch's factor over the product of all skips up to and with its own, [layers].
+    """Return a branch's multiplier divided by all skip multipliers up to its own, [layers].
 
     The result is a scalar 1 if the model has no branch factors.
 

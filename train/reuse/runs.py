@@ -24,7 +24,7 @@ from mupax.train.core.state import TrainState
 from mupax.train.reuse.source import WeightsError
 
 _ENTRIES = (workdir.RECORD, assets.FOLDER, workdir.CHECKPOINTS)
-"""Files and folders that are written into a run's folder."""
+"""Files and folders that `write` makes in the folder of a new run."""
 
 
 def on_one_device(config: Config) -> Program:
@@ -79,13 +79,14 @@ def write(
 ) -> int:
     """Write a new run that continues from a state, completely or not at all. Return its step.
 
-    The lock file in a folder of this machine stays until the caller calls `making.finish`.
+    A folder on this machine also gets a lock file, which stays until the caller calls
+    `making.finish`.
 
     Args:
         out: workdir of the run, missing, empty, or left by a command that was killed.
         command: words of the command line that makes the run.
         preset: description of the preset (`Preset.describe`).
-        facts: record of the run's data, as the source has it.
+        facts: record of the training data, copied from the run that the state comes from.
         files: content of the run's assets by file name.
 
     Raises:

@@ -35,11 +35,11 @@ from mupax.zoo.lora import layer as lora
 from mupax.zoo.transformer import LoraConfig, TransformerConfig
 
 MODEL = "model.json"
-"""File beside imported weights: the model, the preset of the stored form, and its scales."""
+"""File beside imported weights: the model's config, the preset they are stored under, scales."""
 FORMAT = "mupax-weights-1"
-"""Format of model.json."""
+"""Value of `format` in model.json."""
 CONFIG = "config.json"
-"""Config file beside published weights, and record of a run."""
+"""Name of the config file beside Hugging Face's weights, and of the record of a run."""
 _CHECKED_VALUES = 1 << 20
 """Number of values that are checked for NaN at a time."""
 _LARGEST_SCALE = 1e30
@@ -50,21 +50,25 @@ class WeightsError(MupaxError):
 
 
 class WeightsSource(NamedTuple):
-    """Weights with their scales in the plain network, and the config of their model."""
+    """Stored weights of a model, and the factors that make them free of a preset's multipliers.
+
+    A stored weight times its factor is a weight of the plain network (`plain.py`), from which the
+    weights of any preset can be made.
+    """
 
     model: ModelConfig
     stored: Params
     """Weights as the file holds them."""
     scales: plain.Scales
-    """Factor of each stored weight in the plain network."""
+    """Factor that turns each stored weight into one of the plain network (`plain.scales`)."""
     preset: dict[str, Any]
-    """Record of the weights' preset (`plain.preset_record`). Empty for published weights."""
+    """Record of the weights' preset (`plain.preset_record`). Empty for Hugging Face's weights."""
     notes: list[str]
     """Sentences on tensors that were left out or added while reading."""
     run: tuple[Config, dict[str, Any]] | None = None
-    """Config and data record of the weights' run.
+    """Config and data record of the run that holds the weights. `None` without a run.
 
-    The config's model may have adapters, which are merged in `model`.
+    The config's model may have LoRA adapters. They are merged in `model` and `stored`.
     """
     images: ImageInput | None = None
     """Class names and preprocessing of an image model."""
@@ -77,7 +81,7 @@ class WeightsSource(NamedTuple):
     def params(self) -> Params:
         """Parameters of the plain network as float32 NumPy arrays, computed at each access.
 
-        The preset's multipliers are multiplied in.
+        Each is the stored weight times its factor in `scales`.
         """
         return plain.absorb_multipliers(self.stored, self.scales)
 
@@ -142,7 +146,7 @@ def _count_not_finite(value: np.ndarray) -> int:
 
 
 def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> WeightsSource:
-    """Return the weights in a folder that `mupax import` wrote, as stored, with their scales.
+    """Return the weights in a folder that `mupax import` wrote, with the scales in its model.json.
 
     Args:
         path: the folder, or its file of tensors.
@@ -172,8 +176,8 @@ def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> Weigh
 def published(path: Path, fields: Mapping[str, Any]) -> WeightsSource:
     """Return the weights in a folder of Hugging Face, renamed to mupax's parameters.
 
-    They are weights of the plain network, so every scale is 1. The notes name tensors that were
-    not read and parameters that the file lacks, which are zero.
+    They need no multipliers, so every scale is 1. The notes name tensors that were not
+    read, and parameters that the file lacks and that are set to zero.
 
     Args:
         path: the folder, or its file of tensors.
@@ -199,7 +203,7 @@ def published(path: Path, fields: Mapping[str, Any]) -> WeightsSource:
 
 
 def trained(run: LoadedRun) -> WeightsSource:
-    """Return the weights of a run's step on the host, with adapters merged into their matrices.
+    """Return the weights of a run's step on the host, with LoRA adapters merged into the matrices.
 
     `run.weights` says whether the parameters or their moving average are read.
 

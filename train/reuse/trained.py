@@ -55,7 +55,11 @@ READ = ("--data.", "--mesh.", "--model.compute.")
 
 
 class Place(NamedTuple):
-    """Kind and folder of the model at a path, read from its small files."""
+    """Kind and folder of the model at a path, read from its small files.
+
+    `kind` is "run", "imported" for weights that `mupax import` wrote, or "published" for a folder
+    of Hugging Face.
+    """
 
     kind: Literal["run", "imported", "published"]
     path: Path
@@ -178,14 +182,15 @@ class TrainedModel:
     workdir: Path
     """Workdir of the run, or folder of the weights."""
     config: Config
-    """Config of the run, without a moving average if the plain parameters are meant.
+    """Config of the run. Its `ema` is off if `params` reads the plain parameters.
 
-    For weights, a config with their model and preset, whose data have no path (`NO_DATA`).
+    For weights without a run, a made-up config with their model and preset, and data without a path
+    (`NO_DATA`).
     """
     facts: dict[str, Any]
     """Record of the run's data. For weights, the class names alone."""
     run: LoadedRun | None = None
-    """Step of a run. `None` for weights."""
+    """Opened checkpoint of the run. `None` for weights without a run."""
     preset: PresetConfig | None = None
     """Preset of the run or of the imported folder. `None` for Hugging Face's weights."""
     images: ImageInput | None = None
@@ -229,7 +234,7 @@ class TrainedModel:
         return self.workdir / CHECKPOINTS / str(self.run.step)
 
     def params(self, abstract: Any) -> Arrays:
-        """Return the weights in the form of the config's preset, each array in its sharding.
+        """Return the parameters as the config's preset stores them, each array in its sharding.
 
         Notes on the weights are printed to standard error.
 
@@ -262,10 +267,10 @@ class TrainedModel:
         }
 
     def plain_weights(self, part: Literal["params", "ema"] = "params") -> WeightsSource:
-        """Return the stored weights and their factors in the plain network, on the host.
+        """Return the stored weights, and factors that make them free of multipliers, on the host.
 
-        The plain network has no multipliers. `WeightsSource.params` has its weights, each the
-        stored array times its factor. Class names, assets and notes of this model come along.
+        `WeightsSource.params` of the result has the weights of a network without multipliers, each
+        the stored array times its factor. Class names, assets and notes of this model come along.
 
         Args:
             part: Part of a run that is read, whichever part `weights` names. Weights without a run
@@ -467,9 +472,9 @@ def open_model(
 ) -> TrainedModel:
     """Return the model at a path, with the tokenizer and chat template that belong to it.
 
-    Its arrays are not read. The config of a run names the files that the run keeps, if it keeps
-    them. `describe` returns the names that were recorded, which may stand for other files on this
-    machine.
+    Its arrays are not read. The returned config of a run has the paths of the tokenizer and chat
+    template in the run's own folder, if there are any. `describe` returns the names that were
+    recorded, which may stand for other files on this machine.
 
     Args:
         path, step, average, needs_run: See `describe`.
@@ -507,7 +512,7 @@ def open_model(
 def read(
     path: Path, step: Step | None = None, *, part: Literal["params", "ema"] = "params"
 ) -> WeightsSource:
-    """Return the weights at a path with their scales in the plain network.
+    """Return the stored weights at a path, and factors that make them free of multipliers.
 
     Args:
         path, step: see `describe`.
@@ -630,9 +635,10 @@ def _imported_model(folder: Path, record: Mapping[str, Any]) -> ModelConfig:
 def _recorded_images(
     record: Mapping[str, Any], model: ModelConfig, file: Path
 ) -> ImageInput | None:
-    """Return class names and preprocessing in a record. `None` for a model of text.
+    """Return class names and preprocessing from a record, or `None` for a model of text.
 
     Args:
+        record: data record of a run, or content of model.json.
         file: path of the record in error messages.
     """
     if not isinstance(model, ImageModel):
@@ -676,10 +682,10 @@ def _published_ids(folder: Path, fields: Mapping[str, Any], model: ModelConfig) 
 
 
 def check_read(command: str, takes: str, run_flags: Sequence[str]) -> None:
-    """Refuse a flag that a measuring command does not read.
+    """Refuse flags of a run that `mupax eval` and `mupax noise` do not read.
 
     Args:
-        command: Name of the command, such as `eval`.
+        command: Name of the command, `eval` or `noise`.
         takes: Flags of the command itself, as the message lists them.
         run_flags: Words of the command line without the flags in `takes`.
 
@@ -695,7 +701,7 @@ def check_read(command: str, takes: str, run_flags: Sequence[str]) -> None:
 
 
 def with_flags(command: str, saved: TrainedModel, run_flags: Sequence[str]) -> TrainedModel:
-    """Return the model to measure, with its config changed by the run's flags of a command line.
+    """Return the model with its config changed by flags, for `mupax eval` and `mupax noise`.
 
     If `--data.tokenizer` names the recorded tokenizer of the run, the run's own file is used. For
     weights without a run, `--data.tokenizer` also drops their `data.separator`. If `--data.name`
@@ -734,8 +740,9 @@ def recorded_tokenizer(workdir: Path) -> str | None:
 def with_other_data(config: Config, words: Sequence[str]) -> Config:
     """Return the config without settings that fit only the run's data, if flags name other data.
 
-    These are `data.mix`, and `data.field` if the new kind of data has another or none. The name
-    itself is not changed. Without such flags the config is returned unchanged.
+    `data.mix` is emptied, and `data.field` is reset if the new kind of data has another field or
+    none. `data.name` itself is not changed here. If the flags name no other data, the config is
+    returned unchanged.
 
     Args:
         words: Flags of the command. `--data.name` names the data.

@@ -36,7 +36,9 @@ from mupax.zoo.families import ModelConfig
 from mupax.zoo.huggingface.weights import Params
 
 Index = np.ndarray
-"""Old index of every index along a new axis, or -1 for an entry that has no old one."""
+"""Source position of each position along one axis of a new parameter, or -1.
+
+-1 marks new entries, which do not come from the source and are initialized."""
 
 
 class TransplantError(MupaxError):
@@ -48,25 +50,31 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamTransfer:
-    """Transfer of one parameter of the source to one new parameter."""
+    """Rule that makes one new parameter, and its moments, from one parameter of the source."""
 
     source: str
     """Name of the source's parameter."""
     along: tuple[Index, ...]
-    """One index per dimension of the new parameter."""
+    """One `Index` per dimension of the new parameter: where its entries come from, or -1."""
     scale: np.ndarray
-    """s, float64 [] or, for a parameter stacked over layers, [new layers]."""
+    """Factor of transferred entries, float64 [], or [new layers] for a stack of layers.
+
+    First moments are divided by the factor, second moments by its square.
+    """
     prepare: Callable[[np.ndarray], np.ndarray] = np.asarray
-    """Function applied to the source's weights first: a resize, or a part that gets no gradient."""
+    """Function applied to the source's weights first, such as a resize. Moments do not pass it."""
     moments_along: tuple[Index, ...] | None = None
-    """Indices for the moments, by default `along`."""
+    """One `Index` per dimension for the optimizer's moments, by default `along`."""
     transposed: bool = False
     copies: int = 1
     """Number of new entries made from one old entry, which share its gradient equally."""
     inserted_axis: int | None = None
     """Dimension of the new parameter that the source's parameter lacks."""
     copies_axis: int | None = None
-    """Dimension along which copies are adjacent. Initial values are added to tell them apart."""
+    """Dimension along which copies of an entry are adjacent, if they must not stay equal.
+
+    Initial values are then added to the copies.
+    """
 
     def weights(self, old: Any, fresh: np.ndarray | None) -> np.ndarray:
         """Return the new parameter, float32, with initial values where no old entry is transferred.
@@ -98,9 +106,9 @@ class ParamTransfer:
         return functools.reduce(np.logical_and, in_source(along or self.along), np.True_)
 
     def moment(self, old: Any, power: int) -> np.ndarray:
-        """Return the moment of the new parameter, float32, with 0 for new entries (`overshoot`).
+        """Return the moment of the new parameter, float32, with 0 for new entries.
 
-        Transferred entries are divided by `copies` and by the scale to that power.
+        Transferred entries are divided by `copies` and by `scale**power`.
 
         Args:
             old: moment of the source's parameter, an array of any dtype.
@@ -142,7 +150,7 @@ class ParamTransfer:
 
 
 class Row(NamedTuple):
-    """Row of the table of parameters, for one parameter."""
+    """Row of the table that shows a user how each parameter of a new run is made."""
 
     name: str
     role: str
@@ -151,13 +159,16 @@ class Row(NamedTuple):
     new_shape: Shape | None
     """Shape in the new model. `None` for a dropped parameter."""
     action: str
-    """kept, converted, resized, grown, new or dropped."""
+    """One of "kept", "converted", "resized", "grown", "new" and "dropped"."""
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledModel:
-    """One end of a transfer: a model and the scales that its preset gives every parameter."""
+    """Source or target of a transfer: a model, and the scales of its parameters under a preset.
+
+    `scales` is the result of `plain.scales`: the factors that absorb the preset's multipliers.
+    """
 
     model: ModelConfig
     definition: Definition
@@ -167,7 +178,7 @@ class ScaledModel:
 
     @classmethod
     def of(cls, program: Program) -> ScaledModel:
-        """Return the model of a run's program under the run's preset."""
+        """Return a run's model, with the scales of its parameters under the run's preset."""
         definition = program.definition
         factors = program.inputs.factors
         return cls(
@@ -180,9 +191,11 @@ class ScaledModel:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Transfers by name of the new parameter, and the table of all parameters.
+    """Plan of how each parameter of a new run is made from those of its source.
 
-    A parameter without a transfer is initialized.
+    Attributes:
+        moves: transfers by name of the new parameter. A parameter without one is initialized.
+        rows: table for the user, with a row per parameter.
     """
 
     moves: dict[str, ParamTransfer]
@@ -201,7 +214,10 @@ class Plan:
 
 
 def check_unmovable(source: ScaledModel, target: ScaledModel) -> None:
-    """Refuse different scales of logits or readout if no parameter can absorb the difference.
+    """Refuse a transfer that would change the scale of attention logits or of a tied readout.
+
+    Parameters absorb most differences between presets. No parameter can do so for the logits if
+    queries are normalized without gains, or for a tied readout if the last norm has no gain.
 
     Raises:
         TransplantError: the message says which scale differs.
@@ -225,7 +241,7 @@ def check_unmovable(source: ScaledModel, target: ScaledModel) -> None:
 
 
 def role_of(spec: ParamSpec) -> str:
-    """Return the text for a role in the table. A bias or gain also names its matrix' role."""
+    """Return a parameter's role as text for the table. A bias or gain also names its matrix's."""
     if spec.of:
         return f"{spec.of.value} {spec.role.value}"
     return spec.role.value
@@ -254,10 +270,12 @@ def first_entries(old_size: int, new_size: int) -> Index:
 def ratio(source: np.ndarray, target: np.ndarray, layers: Index | None = None) -> np.ndarray:
     """Return `source / target`, where either may be per layer. It is arbitrary for new layers.
 
+    A weight takes this factor when it moves from one preset's scales to another's.
+
     Args:
         source: scale of the source's parameter, [] or [layers].
         target: scale of the new parameter, [] or [new layers].
-        layers: index of the layers. `None` if their number stays.
+        layers: source layer of each new layer, or -1. `None` if the number of layers stays.
     """
     # New layers have index -1. Any scale will do for them, because their weights are initialized.
     if layers is not None and source.ndim:
@@ -266,14 +284,14 @@ def ratio(source: np.ndarray, target: np.ndarray, layers: Index | None = None) -
 
 
 def resized(position_TD: np.ndarray, source: ModelConfig, target: ModelConfig) -> np.ndarray:
-    """Return an image model's positions for another grid of patches, float32 [T', D].
+    """Return an image model's position embeddings for another grid of patches, float32 [T', D].
 
-    Patches are resampled bicubically; a grid of the same size stays unchanged. Of the tokens
-    before the patches, those that only `target` has get zeros, and those that only `source` has are
-    dropped.
+    Positions of patches are resampled bicubically; a grid of the same size stays unchanged. Of the
+    tokens before the patches (class token and registers), those that only `target` has get zeros,
+    and those that only `source` has are dropped.
 
     Args:
-        position_TD: positions of `source`, [T, D].
+        position_TD: position embeddings of `source`, [T, D].
     """
     old_side = source.position_grid
     new_side = target.position_grid
@@ -349,21 +367,24 @@ def parameters(moves: Mapping[str, ParamTransfer], old: Mapping[str, Any], fresh
 
 
 OLD_STEPS = 20_000
-"""Number of steps after which the state of an old entry is that of a long run."""
+"""Number of steps that `overshoot` trains an old entry alone, as in a long run."""
 NEW_STEPS = 1000
-"""Number of steps in which a new entry takes its largest step, for decays up to 0.999."""
+"""Number of further steps that `overshoot` trains a new entry, too.
+
+For decays up to 0.999 the new entry takes its largest step within them."""
 
 
 def overshoot(config: OptimizerConfig) -> float:
-    """Return the largest update of new entries, as a multiple of that of old entries.
+    """Return the largest optimizer update of a new entry, divided by that of an old entry.
 
-    A new entry's moments start at 0 in a state whose count of steps does not. Adam's moments after
-    t steps are then (1-b1^t) g and (1-b2^t) g^2, but its bias correction treats them as complete.
-    A second moment borrowed from old entries would hold new entries back, because gradients of
-    units that write nothing are smaller.
+    New entries of a grown parameter start with moments of 0, while the count of steps goes on from
+    the source. Adam's moments after t more steps are then (1-b1^t) g and (1-b2^t) g^2, but its bias
+    correction treats them as complete, so first updates are too large. A second moment borrowed
+    from old entries would hold new entries back, because gradients of units that write nothing are
+    smaller.
 
-    The optimizer itself runs on an old entry and a new one, both with a gradient of 1, so that
-    nothing is assumed about its update rule.
+    The ratio is measured: the optimizer itself runs on an old entry and a new one, both with a
+    gradient of 1, so that nothing is assumed about its update rule.
     """
     # Clipping, weight decay and the schedule would act on both entries alike.
     constant = dataclasses.replace(
@@ -393,7 +414,10 @@ def overshoot(config: OptimizerConfig) -> float:
 
 
 def overshoot_notes(config: OptimizerConfig) -> list[str]:
-    """Return one warning if `overshoot` gives 1.2 or more, otherwise an empty list."""
+    """Return a list with a warning if first updates of new entries are 1.2 times too large or more.
+
+    The list is empty otherwise. `overshoot` measures the factor.
+    """
     times = overshoot(config)
     if times < 1.2:
         return []
@@ -520,7 +544,7 @@ def _float32(array: Any) -> np.ndarray:
 
 
 def place(source: WeightsSource, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
-    """Return the parameters of a model under a preset from weights in any form.
+    """Return a model's parameters as a preset stores them, from weights stored under any preset.
 
     Every array has the dtype of the model's parameter.
 

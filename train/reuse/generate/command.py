@@ -141,10 +141,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: Generate) -> None:
-    """Raise UsageError for flags that do not go with --chat, and for flags that need it.
+    """Raise UsageError for flags that do not go with --chat, and for flags that need --chat.
 
-    UsageError is also raised for a prompt that is missing without --chat, and for --tokens 0 with
-    it.
+    UsageError is also raised if there is neither --prompt nor --chat, and for --chat with
+    --tokens 0.
     """
     if args.prompt is None and not args.chat:
         raise command_line.UsageError(
@@ -175,6 +175,7 @@ def write(
     A single text is printed while it is generated, several when all are complete.
 
     Args:
+        text: Prompt, which is printed before each continuation.
         prompt: The same prompt in tokens, int32 [P].
         length: Number of tokens to add.
     """
@@ -220,7 +221,9 @@ def write(
 
 
 def pieces(parts: Iterator[list[int]], tokenizer: Any, prompt: Sequence[int] = ()) -> Iterator[str]:
-    """Yield the text of tokens as they come. An incomplete character waits for its other bytes.
+    """Decode tokens as they come, and yield their text piece by piece.
+
+    The bytes of an incomplete character are held back until its other bytes have come.
 
     Args:
         parts: Tokens of one text, a few at a time.

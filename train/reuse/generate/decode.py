@@ -30,15 +30,15 @@ from mupax.zoo.layers.cache import Cache
 from mupax.zoo.transformer import transformer
 
 MOST = 64
-"""Largest number of tokens that the devices make before the host looks at them."""
+"""Largest number of tokens per text that one call of a program draws before the host reads them."""
 _BLOCK = 64
 """Number of positions whose logits exist at once when probabilities are computed."""
 _LIVELY_S = 0.1
-"""Longest wait of a reader for the next tokens, unless a single token takes longer."""
+"""Longest time, in seconds, between two outputs of a stream, unless a single token takes longer."""
 
 
 class _DecoderState(NamedTuple):
-    """Texts on the devices, between two calls of a program."""
+    """State of B texts on the devices between two calls of a compiled program."""
 
     caches: Any
     """Keys and values of all tokens but the newest, one `Cache` per network."""
@@ -49,7 +49,7 @@ class _DecoderState(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Natural logarithms of the probabilities of tokens."""
+    """Natural logarithms of the probabilities of tokens, for B texts and T positions."""
 
     chosen_BT: Any
     """Log-probability of the text's own token at each position, float32."""
@@ -70,12 +70,13 @@ class Generator:
         inputs: Factors, and reference parameters if the model's output is centered.
         sampling: How tokens are drawn. With `None`, every text names its own sampling, and one
             compiled program draws for all of them.
-        samples: B, number of texts continued from one prompt, unless `stream` is told another.
+        samples: B, number of texts that continue one prompt, unless `stream` gets another number.
 
     Attributes:
         weights: Parameters of the model and, if its output is centred, of the reference network,
             times their multipliers.
-        forward: Forward factors by name, inputs of every program.
+        forward: Forward factors of the preset by name, such as the scale of attention logits. They
+            are inputs of every compiled program.
 
     Raises:
         ConfigError: The model is no transformer of the zoo.
@@ -145,9 +146,9 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Yield new tokens as they are made, int32 [B, n] with n from 1 to `MOST`.
 
-        The context is at most S tokens. Of a longer prompt only the last S tokens are read. When
-        the context is full, a new one begins with the last S/2 tokens of the text. A token is
-        therefore drawn with S/2 to S tokens before it.
+        The context is at most S tokens, a size of the model. Of a longer prompt only the last S
+        tokens are read. When the context is full, a new one begins with the last S/2 tokens of the
+        text. In a long text a token is therefore drawn with S/2 to S tokens before it.
 
         Args:
             prompt: Tokens to continue, integers [P], P >= 1.
@@ -230,8 +231,8 @@ class Generator:
         The arrays are on the host, [B, T - 1] and [B, T - 1, K].
 
         Args:
-            tokens_BT: Integers, at most S + 1 tokens per text.
-            top: K, number of likeliest tokens to return at each position, at most V.
+            tokens_BT: Integers, at most S + 1 tokens per text, for the model's longest context S.
+            top: K, number of likeliest tokens to return at each position, at most the vocabulary.
 
         Raises:
             DecodingError: The texts are longer than S + 1 tokens.
@@ -252,7 +253,8 @@ class Generator:
     def padded(self, tokens_BT: np.ndarray) -> np.ndarray:
         """Pad tokens with zeros on the right to a power of two of positions, at most S.
 
-        Few shapes mean few compilations. More than S tokens raise ValueError.
+        S is the model's longest context. Few shapes mean few compilations. More than S tokens
+        raise ValueError.
         """
         count = tokens_BT.shape[1]
         power_of_two = 1 << max(count - 1, 0).bit_length()
@@ -344,8 +346,8 @@ class Generator:
         """Read tokens and return the logits [B, V] after one of them, and the filled caches.
 
         Args:
-            weights: Parameters of each network, multiplied. The logits of a second network are
-                subtracted.
+            weights: Parameters times their multipliers, of the model and, if its output is centred,
+                of the reference network, whose logits are subtracted.
             text_BT: Tokens that follow those in the caches, int32.
             caches: One `Cache` per network.
             position: Index into `text_BT` of the token whose logits are returned, int32 [].
@@ -370,7 +372,13 @@ class Generator:
         number: jax.Array,
         traced_sampling: TracedSampling | None,
     ) -> jax.Array:
-        """Draw the token with a given number in each row, int32 [B]."""
+        """Draw the next token of each row, int32 [B].
+
+        Args:
+            key: Key of all draws, made from the seed. `number` and the row are folded into it.
+            number: Number of tokens that were written before, int32 [].
+            traced_sampling: How tokens are drawn, by default as the generator was made to.
+        """
         rows_B = jnp.arange(logits_BV.shape[0])
         # Keys depend on the token's number and row alone, not on how many tokens a call makes.
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), rows_B)

@@ -40,7 +40,10 @@ GREEDY = Sampling(temperature=0)
 
 
 class _DecoderState(NamedTuple):
-    """State of the loop that writes one token of every row at a time."""
+    """State of the loop that writes one token of every row at a time.
+
+    The R rows are K beams of each input; T is the largest number of tokens of a text.
+    """
 
     number: Any
     """Number of tokens of every row, int32 []."""
@@ -59,7 +62,7 @@ class _DecoderState(NamedTuple):
 
 
 class _NextToken(NamedTuple):
-    """Next token of each row, the row whose text it continues, and the score of the result."""
+    """Next token of each of R rows, the row whose text it continues, and the resulting score."""
 
     parent_R: jax.Array
     """Row whose text this row continues, int32."""
@@ -333,9 +336,9 @@ class Request(NamedTuple):
     pad: int
     """Token that pads the input."""
     ends: dict[str, Any]
-    """Tokens at both ends of a text, by their parameter names in `Seq2SeqGenerator`."""
+    """Tokens that begin and end a text, as keyword arguments of `Seq2SeqGenerator`."""
     hidden: Collection[int]
-    """Tokens that stand for no text."""
+    """Ids of special tokens, which are left out of the decoded text."""
     holes: SpecialIds | None = None
     """Special tokens if the model fills in holes of the prompt, else `None`."""
 
@@ -395,7 +398,7 @@ def texts(args: Any, model: TrainedModel, tokenizer: Any, sampling: Sampling) ->
 
 
 def _request_of_run(text: str, model: TrainedModel, tokenizer: Any) -> Request:
-    """Return the request for a run, with the special tokens of the noise in its training."""
+    """Return the request for a run, with the special tokens of its denoising task."""
     sizes = model.model.sizes()
     noise = noise_of(model.config.data)
     num_sentinels = noise.sentinels(noise.lengths(sizes["source"]).tokens)
@@ -422,7 +425,7 @@ def _request_of_weights(text: str, model: TrainedModel, tokenizer: Any) -> Reque
 
 
 def _ends(config: Config, ids: SpecialIds) -> dict[str, Any]:
-    """Return the tokens at both ends of a run's targets, as parameters of `Seq2SeqGenerator`."""
+    """Return tokens that begin and end a run's targets, as arguments of `Seq2SeqGenerator`."""
     # BART's decoder first reads the end token, T5's the padding token.
     start = ids.eos if config.data.noise == "infilling" else ids.pad
     return {"start": start, "end": ids.eos}

@@ -154,7 +154,7 @@ def draw_each(
 
 
 def _likelier_mass(sorted_BK: jax.Array) -> jax.Array:
-    """Return the total probability of all likelier tokens, for each token, [B, K].
+    """Return, for each token, the total probability of all likelier tokens, [B, K].
 
     Args:
         sorted_BK: Logits [B, K], the largest first.

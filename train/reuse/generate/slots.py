@@ -26,12 +26,12 @@ from mupax.zoo.layers import cache as kv_cache
 from mupax.zoo.layers.cache import Cache
 
 PRNG = "threefry2x32"
-"""Generator of random numbers. Do not use others, such as rbg.
+"""JAX's PRNG implementation for all draws.
 
-They draw other numbers for a row of a batch than for the row alone.
+Others, such as rbg, draw other numbers for a row of a batch than for the row alone.
 """
 LIVELY_S = 0.04
-"""Longest duration of one call of the step, so that texts join and leave soon.
+"""Longest duration of one call of the compiled step, in seconds, so that texts join and leave soon.
 
 A call for a single token may take longer.
 """
@@ -40,12 +40,12 @@ A call for a single token may take longer.
 # Compared by identity: `==` of arrays has no single truth value, and dicts have texts as keys.
 @dataclasses.dataclass(eq=False)
 class Text:
-    """Text that is being written.
+    """Text that is being written in a slot of a batch, or waits for a slot (`Slots`).
 
     Args:
         prompt: Token ids before the text, at least one.
         length: Number of tokens to write.
-        row: Number of the text among those of one prompt. Texts with the same seed and different
+        row: Index of the text among those of one prompt. Texts with the same seed and different
             rows differ.
         sampling: How tokens are drawn, without top_k.
     """
@@ -58,7 +58,7 @@ class Text:
     written_ids: list[int] = dataclasses.field(default_factory=list)
     """Token ids written so far."""
     slot: int | None = None
-    """Index of the slot. `None` if the text is in none."""
+    """Index of the slot that holds the text. `None` if the text is in no slot."""
     context: int = 0
     """Number of tokens in the cache. The newest token is not among them."""
     saved: tuple[Cache, ...] | None = None
@@ -88,7 +88,7 @@ class Written(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Values of the texts in all slots, inputs of the compiled step.
+    """Arrays over all B slots with the values of their texts, inputs of the compiled step.
 
     An empty slot has zeros, and a top_p of 1.
     """
@@ -105,14 +105,16 @@ class _Rows(NamedTuple):
     number_B: Any
     """Number of tokens written, int32."""
     row_B: Any
-    """Number of the text among those of one prompt, int32."""
+    """Index of the text among those of one prompt, int32."""
     key_B2: Any
     temperature_B: Any
     top_p_B: Any
 
 
 class Slots:
-    """Slots for texts of one model, with one cache for all of them.
+    """Batch of slots, each of which holds one text in progress, with one cache for all slots.
+
+    Texts join and leave the batch between calls of `step` (continuous batching).
 
     Args:
         generator: Generator of the model. It was made with `sampling=None`.
@@ -203,7 +205,7 @@ class Slots:
 
     @property
     def is_broken(self) -> bool:
-        """True if a program failed after the cache was donated to it: the buffers are gone."""
+        """True if the cache is lost, because a program failed after the cache was donated to it."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self._caches))
 
     def reset(self) -> None:
@@ -279,6 +281,8 @@ class Slots:
 
     def _begin_anew(self, text: Text) -> Written:
         """Replace the full context of a text by its last S/2 tokens, and draw the next token.
+
+        S is the model's longest context.
 
         Returns:
             The token, or an error if the logits are not finite.

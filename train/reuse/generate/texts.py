@@ -189,7 +189,7 @@ class Texts:
         return ids
 
     def _window(self, context: str, continuation: str) -> Window:
-        """Return the last tokens of a context and its continuation. The latter are scored.
+        """Return the last tokens of a context with its continuation, which alone is scored.
 
         Raises:
             TextError: The continuation is longer than the model's context, or has no token.
@@ -220,7 +220,11 @@ class Texts:
         return Window(tokens[-self.context - 1 :], count)
 
     def _windows(self, ids: np.ndarray) -> Iterator[Window]:
-        """Yield windows of a text, at most `context` + 1 tokens, that predict every token once."""
+        """Yield windows of at most `context` + 1 tokens that together predict every token once.
+
+        Args:
+            ids: Token ids of a text, int32 [count].
+        """
         tokens = np.concatenate([self._begin, ids])
         for start in range(0, len(ids), self.context):
             end = min(start + self.context, len(ids))

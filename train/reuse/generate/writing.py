@@ -127,7 +127,7 @@ class StreamingText:
         return text[:num_shown]
 
     def cut(self) -> str:
-        """End the text now, with finish "length". Return the text that was held back."""
+        """End the text now, and set `finish` to "length". Return the text that was held back."""
         text = self._held + self._decoder.finish()
         self._held = ""
         self.text += text
@@ -183,7 +183,7 @@ class StreamingText:
 
 
 class AnswerEnd(NamedTuple):
-    """End of an answer by a chat template: a token, a string, or neither."""
+    """End that a chat template puts after an answer: token ids, strings, or neither."""
 
     ids: frozenset[int]
     stops: tuple[str, ...]
@@ -208,7 +208,7 @@ def answer_end(template: Template, tokenizer: Any) -> AnswerEnd:
 
 
 _ANSWER_SHARE = 4
-"""The context keeps 1 / 4 of its tokens free for an answer, unless --tokens asks for fewer."""
+"""Divisor of the context: 1 / 4 of it is kept free for an answer, or --tokens if that is less."""
 
 
 def converse(args: Any, run: TrainedModel, sampling: Sampling) -> int:
@@ -291,9 +291,9 @@ class Conversation:
     def answer(self, message: str) -> Iterator[str]:
         """Yield the answer to a message while it is generated.
 
-        The message and its complete answer are kept for later calls, and `cut_by` is set. If the
-        context is full, the oldest messages are left out for good. The system message stays. A
-        message that is refused or gets no complete answer is forgotten.
+        The message and its complete answer are kept for later calls. `cut_by` is set to the limit
+        that cut the answer, or to `None`. If the context is full, the oldest messages are left out
+        for good, but not the system message. If an error is raised, the message is forgotten.
 
         Raises:
             DataError: The template refuses the message.
@@ -306,7 +306,7 @@ class Conversation:
             max_length = self._context - prompt.size + 1  # the last new token is not fed back
             length = min(self._tokens, max_length)
             text = StreamingText(self._tokenizer, prompt.tolist(), length, self._stops, self._ends)
-            # Random keys depend on the seed and a token's number, so every answer gets its own seed.
+            # Random keys depend on seed and token number only, so every answer gets its own seed.
             seed = self._seed + len(self._messages)
             for part in self._generator.stream(prompt, length, seed):
                 yield text.add(part[0].tolist())

@@ -1,1 +1,1 @@
-"""A larger model of a checkpoint, with almost the same function."""
+"""Growth of a checkpoint into a larger model with almost the same function."""

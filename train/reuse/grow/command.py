@@ -44,7 +44,7 @@ class Grow:
     to: Annotated[str | None, conf.arg(metavar="MODEL")] = None
     """Larger model of `mupax models`; the checkpoint's own unless given."""
     set: Annotated[tuple[str, ...], conf.arg(metavar="FIELD=VALUE ...")] = ()
-    """Of the larger model: num_heads=8 mlp_ratio=4 depth=6."""
+    """Fields of the larger model, such as num_heads=8 mlp_ratio=4 depth=6."""
     steps: Annotated[int | None, conf.arg(metavar="N")] = None
     """Last step of the run that goes on; the old run's unless given."""
     out: Annotated[command_line.Place, conf.arg(metavar="WORKDIR")]
@@ -136,7 +136,7 @@ def compared_examples(
     examples if the data is missing. Targets and weights are left out.
 
     Args:
-        note: prints a line, about steps that take time or about missing data.
+        note: function that prints a line, about steps that take time or about missing data.
     """
     import numpy as np
 
@@ -173,9 +173,9 @@ def compared_examples(
 def larger(config: Config, args: Grow) -> Config:
     """Return the config of the run that continues with the larger model.
 
-    It is the old run's with the model of `--to`, the fields of `--set`, and the new workdir and
-    steps. The compute settings of the model stay. The `resume` fields and `init` are reset to their
-    defaults.
+    The config is that of the old run with four changes: the model of `--to`, the fields of `--set`,
+    the new workdir and the steps. The compute settings of the model stay. The `resume` fields and
+    `init` are reset to their defaults.
 
     Raises:
         ConfigError: unknown model or field, or sizes that do not fit.
@@ -268,7 +268,10 @@ def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarra
 
 
 def _read(value: str) -> Any:
-    """Return the value of a flag parsed as JSON, or None, True or False. Other text is a string."""
+    """Return a flag's value parsed as JSON, or as Python's None, True or False.
+
+    Any other text is returned as a string.
+    """
     constants = {"None": "null", "True": "true", "False": "false"}
     try:
         return json.loads(constants.get(value, value))

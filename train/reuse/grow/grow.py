@@ -65,7 +65,9 @@ SIZES = {
     "kv_heads": "kv_heads",
     "heads_dim": "head_dim",
 }
-"""Logical axis by property of the model, for all that grows except hidden sizes (`hidden`)."""
+"""Logical axis of each size of a model that can grow, by name of the model's property.
+
+Sizes of hidden layers are left out (`hidden`)."""
 
 FREE = {
     "width",
@@ -80,15 +82,15 @@ FREE = {
     "expert_dim",
     "compute",
 }
-"""Fields that growth may change.
+"""Fields of a model's config that may differ between the smaller and the larger model.
 
-norm_eps and rope_theta are among them to go with a wider stream and wider heads.
+norm_eps and rope_theta are among them, because a wider stream and wider heads can need new values.
 """
 
 EXPERTS = {"experts", "active_experts", "shared_experts", "routing"}
-"""Fields of experts, which growth may change in a model without experts (`upcycled`).
+"""Fields of experts that may differ if the smaller model has no experts (`upcycled`).
 
-The first two it may change in a model with experts, too (`copied`).
+`experts` and `active_experts` may also differ between two models with experts (`copied`).
 """
 
 
@@ -99,7 +101,7 @@ class GrowError(MupaxError):
 class HiddenSize(NamedTuple):
     """Size of a model, such as that of a hidden layer, before and after growth.
 
-    `field` is its name for messages, such as `mlp_dim`.
+    `field` is the name of the size in messages, such as `mlp_dim`.
     """
 
     field: str
@@ -109,15 +111,16 @@ class HiddenSize(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """For every axis that grows, the old index of each new index, or -1 for a new entry.
+    """Correspondence between the axes of a larger model and those of the smaller one.
 
-    The `notes` say if the rotary frequencies of wider heads change the function.
+    An `Index` has the old position of each new position along an axis, or -1 for a new one. `notes`
+    has a sentence if the rotary frequencies of wider heads change the function.
     """
 
     along: dict[str, Index]
-    """Index by logical axis."""
+    """`Index` by logical axis, for every axis that may grow."""
     rotated: Index
-    """Index of head_dim for queries and keys, which rotary positions turn."""
+    """`Index` of the axis head_dim for queries and keys, to which rotary positions apply."""
     copies: int
     """Number of key heads that one old key head becomes."""
     expert_copies: int
@@ -125,11 +128,12 @@ class Axes:
     notes: list[str]
 
     def index(self, spec: ParamSpec, axis: str, size: int) -> Index:
-        """Return the old index of each index of one axis of a parameter, or -1 for new entries.
+        """Return the old position of each new position along an axis of a parameter, or -1.
 
-        An axis that does not grow gets 0 to `size` - 1.
+        -1 marks a new entry. An axis that does not grow gets 0 to `size` - 1.
 
         Args:
+            axis: logical axis of the parameter, such as "embed".
             size: size of the axis in the larger model.
         """
         if axis == "head_dim" and (spec.of or spec.role) in (Role.QUERY, Role.KEY):
@@ -138,7 +142,7 @@ class Axes:
 
 
 def upcycled(small: TransformerConfig, large: TransformerConfig) -> bool:
-    """Return whether only the larger model has experts, which then are copies of the MLP.
+    """Return whether only the larger model has experts. Each expert then is a copy of the MLP.
 
     Source: Komatsuzaki et al. 2022, arXiv 2212.05055.
     """
@@ -146,9 +150,9 @@ def upcycled(small: TransformerConfig, large: TransformerConfig) -> bool:
 
 
 def copied(small: TransformerConfig, large: TransformerConfig) -> int:
-    """Return the number of copies that each expert becomes.
+    """Return the number of experts of the larger model that each expert of the smaller one becomes.
 
-    The result is 1 if their number stays, or if either model has no experts.
+    The result is 1 if the number of experts stays, or if either model has no experts.
 
     Raises:
         GrowError: the number is not whole, or a token would not go to exactly all copies of its
@@ -172,7 +176,8 @@ def copied(small: TransformerConfig, large: TransformerConfig) -> int:
 def hidden(small: TransformerConfig, large: TransformerConfig) -> dict[str, HiddenSize]:
     """Return the old and new size of every hidden layer, by logical axis.
 
-    If only the larger model has experts, the one entry is theirs, and the old size is the MLP's.
+    If only the larger model has experts, the result has one entry, `expert_dim`, whose old size is
+    that of the MLP.
     """
     if upcycled(small, large):
         return {"expert_dim": HiddenSize("expert_dim", small.mlp_dim, large.expert_size)}
@@ -185,6 +190,8 @@ def hidden(small: TransformerConfig, large: TransformerConfig) -> dict[str, Hidd
 
 def grown_axes(small: TransformerConfig, large: TransformerConfig) -> Axes:
     """Return the correspondence between the axes of a smaller and a larger model.
+
+    The two configs are checked first.
 
     Raises:
         GrowError: a size shrinks, a field differs that growth does not change, or the function
@@ -215,7 +222,10 @@ def grown_axes(small: TransformerConfig, large: TransformerConfig) -> Axes:
 
 
 def _check(small: TransformerConfig, large: TransformerConfig) -> None:
-    """Raise `GrowError` if other fields change, a size shrinks, or the function cannot stay."""
+    """Raise `GrowError` if `small` cannot grow into `large`.
+
+    This is so if a field changes that growth keeps, a size shrinks, or the function would change.
+    """
     if small.family != large.family:
         raise GrowError(
             f"the checkpoint is a {small.family} and --to a {large.family}; "
@@ -290,8 +300,8 @@ def _check_sizes(small: TransformerConfig, large: TransformerConfig) -> None:
 def _check_wider_heads(small: TransformerConfig) -> None:
     """Raise `GrowError` for a model whose function would change with wider heads.
 
-    These are models with qk_norm, and with rotary positions that turn only a part of each head or
-    differ between layers.
+    There are three such kinds of models: those with qk_norm, those whose rotary positions turn only
+    a part of each head, and those whose rotary positions differ between layers.
     """
     if small.qk_norm:
         raise GrowError(
@@ -315,8 +325,9 @@ def _check_wider_heads(small: TransformerConfig) -> None:
 def _check_wider_stream(small: TransformerConfig) -> None:
     """Raise `GrowError` for a model whose function would change with a wider stream.
 
-    These are models with LayerNorm and gains after the branches, with a layer before the readout,
-    and with a tied readout but no norm gain.
+    There are three such kinds of models: those with both LayerNorm and gains after the branches
+    (layer_scale), those with a layer before the readout (pre_logits), and those with a tied readout
+    but no norm gain.
     """
     if small.branch_gains is not None and small.norm == "layernorm":
         raise GrowError(
@@ -336,10 +347,10 @@ def _check_wider_stream(small: TransformerConfig) -> None:
 
 
 def _check_routing(small: TransformerConfig, large: TransformerConfig) -> None:
-    """Raise `GrowError` if experts made of one MLP would not compute what the MLP does.
+    """Raise `GrowError` if experts that are copies of one MLP would not compute what the MLP does.
 
-    Their weights must add up to 1 (a softmax gate), and there must be no shared experts. Models of
-    which both or none have experts pass.
+    The weights of a token's experts must add up to 1 (a softmax gate), and there must be no shared
+    experts. Nothing is checked if both models have experts, or none has.
     """
     if not upcycled(small, large):
         return
@@ -361,12 +372,17 @@ def _check_routing(small: TransformerConfig, large: TransformerConfig) -> None:
 
 
 def _heads(small: TransformerConfig, large: TransformerConfig) -> tuple[Index, Index, int]:
-    """Return the indices of query and key heads, -1 for new heads, and the copies of a key head.
+    """Return how query and key heads of the larger model come from those of the smaller one.
 
-    Each query head keeps its own key head.
+    Each old query head keeps its own key head. A key head that would serve fewer query heads than
+    before is copied.
+
+    Returns:
+        Three values: the old query head of each query head, the old key head of each key head (-1
+        for new heads), and the number of copies of each old key head.
 
     Raises:
-        GrowError: the numbers of heads do not allow that.
+        GrowError: the numbers of heads do not allow that every query head keeps its key head.
     """
     old_group = small.num_heads // small.kv_heads
     new_group = large.num_heads // large.kv_heads
@@ -397,11 +413,11 @@ def _heads(small: TransformerConfig, large: TransformerConfig) -> tuple[Index, I
 
 
 def _rotated(small: TransformerConfig, large: TransformerConfig) -> tuple[Index, list[str]]:
-    """Return the index of a head's entries under rotary positions, and notes on changes.
+    """Return the `Index` of head_dim under rotary positions, and notes on changed frequencies.
 
-    Pair i of N/2 turns by theta^(-2i/N) per position. Old pairs go to the new pairs of the nearest
-    frequencies. There is a note if these are not equal. Without rotary positions the first entries
-    are kept.
+    With N entries in a head, pair i of N/2 turns by theta^(-2i/N) per position. Each old pair goes
+    to the new pair with the nearest frequency. There is a note if the frequencies are not equal.
+    Without rotary positions the first entries are kept.
 
     Raises:
         GrowError: two old pairs would go to one new pair.
@@ -447,9 +463,9 @@ def _log_frequencies(head_dim: int, theta: float) -> np.ndarray:
 _MLP = "block.mlp."
 _EXPERTS = "block.experts."
 EMBEDS = (Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION)
-"""Roles of the embeddings, which start the stream."""
+"""Roles of the embeddings, which write the first values of the residual stream."""
 OUTS = (Role.ATTENTION_OUT, Role.MLP_OUT, Role.EXPERT_OUT)
-"""Roles of the matrices that write a branch's output into the stream."""
+"""Roles of the matrices that write a branch's output into the residual stream."""
 READS = (
     Role.QUERY,
     Role.KEY,
@@ -459,7 +475,7 @@ READS = (
     Role.EXPERT_IN,
     Role.READOUT,
 )
-"""Roles of the matrices that read a norm of the stream."""
+"""Roles of the matrices that read the normalized residual stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -469,12 +485,16 @@ class Growth(Plan):
     notes: list[str]
     """Reasons why the function changes. Empty if it stays, except for rounding."""
     silent: dict[str, np.ndarray]
-    """Bool mask by parameter name of the new entries that are zero. It broadcasts."""
+    """Bool mask, by parameter name, of initial values that are set to zero.
+
+    It broadcasts against the parameter. Entries from the smaller model replace the initial values.
+    """
 
     def silenced(self, fresh: Params) -> Params:
         """Return initial parameters with zeros where new units would write into the stream.
 
-        Initial values that tell copies of an expert apart are made to sum to zero over the copies.
+        Initial values that are added to copies of an expert, so that the copies differ, are made to
+        sum to zero over the copies.
         """
         params: Params = {}
         for name, weight in fresh.items():
@@ -573,7 +593,10 @@ def plan(source: ScaledModel, target: ScaledModel) -> Growth:
 
 
 def _scale(spec: ParamSpec, small: TransformerConfig, large: TransformerConfig) -> float:
-    """Return the factor of old entries in the plain network that keeps the function."""
+    """Return the factor of a parameter's old entries that keeps the function of a grown network.
+
+    The network is the plain one (`train/reuse/plain.py`), in which presets have no multipliers.
+    """
     # New entries of the stream are 0, so the mean square over D' entries is D/D' times the old one,
     # and the output of a norm is (D'/D)^1/2 times as large.
     width_factor = (small.width / large.width) ** 0.5
@@ -611,10 +634,10 @@ def _centre(weight: np.ndarray) -> np.ndarray:
 
 
 def _silent(spec: ParamSpec, along: Sequence[Index]) -> np.ndarray | None:
-    """Return a mask of the initial values to set to zero, or `None` if the preset's values stay.
+    """Return a mask of the initial values to set to zero, or `None` if none are.
 
-    Embeddings and output matrices have only zeros in new entries, keys only in new entries of old
-    heads.
+    For embeddings and output matrices the mask covers all initial values, for keys only those in
+    new entries of old heads.
     """
     if spec.role in (*EMBEDS, *OUTS):
         # Zeros, so that new units do not change the stream. These weights still get gradients.
@@ -630,9 +653,10 @@ def _silent(spec: ParamSpec, along: Sequence[Index]) -> np.ndarray | None:
 def _notes(
     small: TransformerConfig, large: TransformerConfig, axes: Axes
 ) -> tuple[bool, list[str]]:
-    """Return whether old weights may be centred to keep the function, and notes on its changes.
+    """Return whether old weights may be centred, and notes on why the function changes.
 
-    The result is False for a wider stream under LayerNorm with a tied readout.
+    A wider stream under LayerNorm needs weights of mean 0. The first value is False if the readout
+    is tied, too: as a readout the embedding needs its mean.
     """
     notes = list(axes.notes)
     ratio = large.width / small.width
@@ -668,7 +692,7 @@ def _action(
     shape: Shape,
     zero: np.ndarray | None,
 ) -> tuple[str, str]:
-    """Return action and reason of a parameter's row.
+    """Return `action` and `reason` of a parameter's row in the table for the user (`Row`).
 
     Args:
         old_shape: shape in the source, with size 1 along an inserted axis.

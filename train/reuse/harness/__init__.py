@@ -1,1 +1,1 @@
-"""A model of text under tasks of others: what the lm-eval harness asks of one."""
+"""Evaluation of language models on tasks of the lm-eval harness."""

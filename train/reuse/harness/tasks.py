@@ -124,9 +124,9 @@ def measured(
 ) -> dict[str, dict[str, Any]]:
     """Evaluate a model on tasks of the lm-eval harness and return the results by task.
 
-    The results of a task are metrics by "METRIC", or by "METRIC FILTER" for a filter of the task,
-    their standard errors with `_stderr` after METRIC, and `examples`, the number of evaluated
-    examples, which is `None` for a group of tasks.
+    Keys of a task's results are "METRIC", or "METRIC FILTER" if the task filters its answers. The
+    standard error of a metric has the same key with `_stderr` after METRIC. The key `examples` has
+    the number of evaluated examples, or `None` for a group of tasks.
 
     Args:
         path: a run, one of its steps, or weights.
@@ -173,10 +173,11 @@ def measured(
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the numeric metrics by "METRIC", or by "METRIC FILTER" for a filter but `none`.
+    """Return the numeric metrics by "METRIC FILTER", or by "METRIC" if the filter is `none`.
 
     Args:
-        metrics: values of the harness by "METRIC,FILTER", beside other fields.
+        metrics: results of one task from the harness. Keys of metrics are "METRIC,FILTER"; other
+            keys are ignored.
     """
     values: dict[str, float] = {}
     for name, value in metrics.items():

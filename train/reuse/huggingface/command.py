@@ -29,7 +29,7 @@ class Import(PresetFlags):
     out: Annotated[command_line.Place, conf.arg(metavar="FOLDER")]
     """A new or empty folder."""
     revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
-    """Of ORG/NAME; the branch main unless given."""
+    """Revision of ORG/NAME; the branch main by default."""
 
     def run(self) -> int:
         """Write the imported weights and text files to `out`. Return the exit code, 0.
@@ -82,17 +82,17 @@ class Export:
     out: Annotated[command_line.Place, conf.arg(metavar="FOLDER")]
     """A new or empty folder."""
     step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
-    """Which checkpoint of a workdir, or the best by its evaluations; the newest unless given."""
+    """Step of a workdir's checkpoint, or the best by its evaluations; the newest by default."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the stored weights."""
+    """Dtype of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
-    """tokenizer.json to add where the run's is not here."""
+    """tokenizer.json to add if the run's own is not on this machine."""
     separator: Annotated[str | None, conf.arg(metavar="TOKEN")] = None
-    """Of weights without a run: the token of --tokenizer that ends a text, where it has none of the
-    usual names."""
+    """Token of --tokenizer that ends a text, for weights without a run, if it has none of the usual
+    names."""
     licence: Annotated[str | None, conf.arg(aliases=("--license",), metavar="ID")] = None
-    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face
-    knows, in any case."""
+    """Licence of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that
+    Hugging Face knows, in upper or lower case."""
 
     def run(self) -> int:
         """Write the exported model to `out`. Return the exit code, 0.

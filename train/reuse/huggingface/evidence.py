@@ -20,7 +20,7 @@ from mupax.train.config.tuned import applied, fitted
 
 _ROWS = "metrics.jsonl"
 _ROUNDED = ("warmup_fraction",)
-"""Fields of a study's optimizer that a run of another length rounds."""
+"""Optimizer fields that a run of another length than the study rounds, so they may differ a bit."""
 
 
 def evaluation(workdir: Path, step: int) -> dict[str, Any]:
@@ -90,8 +90,9 @@ def measured(row: Mapping[str, Any], averaged: bool, task: str) -> str:
 def study(config: Config) -> tuned.Tuned | None:
     """Return the tuned preset whose base, constants and optimizer a run has, or `None`.
 
-    Of the optimizer, only the fields that the study tuned are compared, without `warmup_fraction`.
-    `joint`, `noise_scale` and `zero_readout` of the preset are not compared.
+    The model card of the run then cites the study behind this preset. Of the optimizer, only the
+    fields that the study tuned are compared, without `warmup_fraction`. `joint`, `noise_scale` and
+    `zero_readout` of the preset are not compared.
     """
     for use in tuned.files():
         if use.partition(":")[0] != config.preset.name:
@@ -118,7 +119,7 @@ def study(config: Config) -> tuned.Tuned | None:
 
 
 def _has_optimizer(config: Config, reference: Config, preset: tuned.Tuned) -> bool:
-    """Return whether a config agrees with the reference in the optimizer fields that a study tuned.
+    """Return whether a config has the reference's values of the optimizer fields a study tuned.
 
     `warmup_fraction` is not compared, because a run of another length rounds it.
     """
@@ -131,10 +132,10 @@ def _has_optimizer(config: Config, reference: Config, preset: tuned.Tuned) -> bo
 
 
 def of_study(preset: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
-    """Return lines on a tuned preset's study: its result, its data, and the distance of a model.
+    """Return lines of a model card on the study that found a tuned preset: its result and data.
 
-    The distance is in doublings of each size beyond those studied. A preset that was published by
-    others has lines on its source instead.
+    The last line says by how many doublings each size of the card's model is beyond the sizes
+    studied. A preset that was published by others has lines on its source instead.
 
     Args:
         sizes: sizes of the card's model by logical axis.
@@ -176,7 +177,7 @@ def of_study(preset: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _of_publication(preset: tuned.Tuned) -> list[str]:
-    """Return lines on a source whose constants were published, and not measured by mupax."""
+    """Return lines of a model card on a tuned preset that was published by others, not measured."""
     provenance = preset.provenance
     source = provenance["source"]
     models = ", ".join(table["model"] for table in provenance["tables"])

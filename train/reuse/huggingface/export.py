@@ -43,7 +43,7 @@ def exported(
     licence: str | None = None,
     separator: str | None = None,
 ) -> tuple[WeightsSource, list[str]]:
-    """Write a model as `transformers` reads it. Return the weights, and notes for the user.
+    """Write a model in the format of `transformers`. Return its weights, and notes for the user.
 
     The files are config.json, safetensors, text files or the preprocessor, and the model card.
 
@@ -150,10 +150,10 @@ def write_text_files(
 
 
 def token_ids(model: TrainedModel, text: TextFiles) -> dict[str, int | None]:
-    """Return the token ids that begin and end a text, by config.json's names.
+    """Return the token ids that begin, end and pad a text, by their names in config.json.
 
-    The result has also the id that pads a text, and for an encoder-decoder the one that its decoder
-    reads first. It is empty if the tokenizer is not here.
+    For an encoder-decoder the result also has the id that its decoder reads first. The result is
+    empty if the tokenizer is lost.
     """
     encoder = text.encoder
     if encoder is None:
@@ -173,15 +173,16 @@ def token_ids(model: TrainedModel, text: TextFiles) -> dict[str, int | None]:
 
 
 def present_ids(ids: Mapping[str, int | None]) -> dict[str, int | list[int]]:
-    """Return the ids without those that are `None`, the tokens that a tokenizer lacks."""
+    """Return the token ids without those that are `None`, which a tokenizer lacks."""
     return {name: number for name, number in ids.items() if number is not None}
 
 
 def text_of(model: TrainedModel, file: Path | None, separator: str | None) -> TextFiles:
     """Return the tokenizer and the chat template of a model.
 
-    The result has none for a model of images, and for weights without a run unless `file` is given:
-    `write_text_files` copies the files beside weights.
+    The result has neither for a model of images. For weights without a run it has them only if
+    `file` is given, because `write_text_files` copies the files beside weights. If such weights
+    read bytes, it has the tokenizer of bytes.
 
     Args:
         model: result of `trained.describe`.

@@ -99,7 +99,7 @@ def card(
 
 
 def _training(source: WeightsSource) -> list[str]:
-    """Return the paragraphs on data, steps and optimizer of a run. Empty without a run."""
+    """Return a model card's paragraphs on data, steps and optimizer. Empty without a run."""
     if source.run is None:
         return []
     # A path can contain a user's name, so only its last part is written.
@@ -143,14 +143,14 @@ def _tuned(source: WeightsSource) -> list[str]:
 
 
 def _evaluation(source: WeightsSource, row: Mapping[str, Any]) -> list[str]:
-    """Return the paragraphs on the run's evaluation. Empty without a run."""
+    """Return a model card's paragraphs on the run's evaluation. Empty without a run."""
     if source.run is None:
         return []
     return ["## Evaluation", evidence.measured(row, averaged=False, task=source.model.task)]
 
 
 def _images(source: WeightsSource) -> list[str]:
-    """Return the paragraphs on class names and preprocessing. Empty for a model of text."""
+    """Return a model card's paragraphs on class names and preprocessing. Empty for text models."""
     if source.images is None:
         return []
     names = source.images.class_names or ()

@@ -19,13 +19,13 @@ from mupax.zoo.huggingface.architectures import Family
 FILE = "preprocessor_config.json"
 # The last one, area, is not a filter of PIL.
 _RESAMPLE: tuple[str, ...] = get_args(Interpolation)[:-1]
-"""Interpolations by PIL's number."""
+"""Names of interpolations. The index of each is its number in PIL, the field `resample`."""
 _CENTRE = 8 / 7
-"""Shorter edge over the side of the square that the fit `centre` crops."""
+"""Ratio of an image's shorter edge to the side of the square that the fit `centre` crops."""
 _BACKGROUND = "none"
 """Background of transparent pixels: processors of `transformers` read the colours below them."""
 _FAR = 1e9
-"""Bound of means, deviations and factors."""
+"""Bound on the size of means, deviations and rescale factors in a file."""
 _BY_EDGE = ("CLIP", "Bit")
 """Processors that read a bare number of `size` as the shorter edge, and not as both sides."""
 _PROCESSORS = ("ViT", "DeiT", "Siglip", *_BY_EDGE)
@@ -124,8 +124,8 @@ def _fit_and_resize(
 ) -> tuple[str, int | None]:
     """Return `fit` and `resize` of a `PixelsConfig`, from the fields of a preprocessor_config.json.
 
-    The fit is "squash" or "edge". Resize is the size to which images are scaled before the crop,
-    `None` if they are squashed to the model's size.
+    `fit` is "squash" or "edge". `resize` is the size in pixels to which images are scaled before
+    the crop, or `None` if they are squashed to the model's size.
 
     Args:
         processor: Class name of the processor, which says what a bare number of `size` means.
@@ -162,7 +162,8 @@ def _fit_and_resize(
 def _normalization(fields: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of the channels, for pixels from 0 to 1.
 
-    Without `do_normalize` they are 0 and 1. A rescale factor other than 1/255 is included.
+    If `do_normalize` is false, they are 0 and 1. Both are then divided by 255 times the rescale
+    factor (1 without `do_rescale`), because mupax always multiplies pixel levels by 1/255.
 
     Args:
         fields: content of a `preprocessor_config.json`.
@@ -190,7 +191,7 @@ def _normalization(fields: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[
 
 
 def _size(value: Any, field: str) -> Any:
-    """Return the pixels on a side of a square, or a dictionary with the shortest edge.
+    """Return a size as the side of a square in pixels, or as `{"shortest_edge": pixels}`.
 
     Args:
         value: value of the field, of any JSON type.

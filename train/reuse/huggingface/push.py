@@ -26,7 +26,7 @@ SENT = (".json", ".safetensors", ".md", ".txt", ".model", ".jinja")
 
 
 class PushError(MupaxError):
-    """A model that cannot be sent. The message says what to write instead."""
+    """Error for a model that cannot be sent to the hub. The message says what to write instead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,19 +44,19 @@ class Push:
     to: Annotated[str, conf.arg(metavar="USER/NAME")]
     """The repository, made where there is none."""
     step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
-    """Which checkpoint of a workdir, or the best by its evaluations; the newest unless given."""
+    """Step of a workdir's checkpoint, or the best by its evaluations; the newest by default."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the stored weights."""
+    """Dtype of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
-    """tokenizer.json to add where the run's is not here."""
+    """tokenizer.json to add if the run's own is not on this machine."""
     separator: Annotated[str | None, conf.arg(metavar="TOKEN")] = None
-    """Of weights without a run: the token of --tokenizer that ends a text, where it has none of the
-    usual names."""
+    """Token of --tokenizer that ends a text, for weights without a run, if it has none of the usual
+    names."""
     licence: Annotated[str | None, conf.arg(aliases=("--license",), metavar="ID")] = None
-    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face
-    knows, in any case."""
+    """Licence of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that
+    Hugging Face knows, in upper or lower case."""
     public: Switch = False
-    """Let everyone see it."""
+    """Make the repository public."""
     dry_run: Switch = False
     """List the files and send nothing."""
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder, and the names of its files to send.
+    """Yield a folder, and the names of the files in it that `mupax push` sends.
 
     A folder of Hugging Face is not converted: its files with an ending in `SENT` are sent. Other
     models are exported into a temporary folder, which is deleted at exit, and notes on the export

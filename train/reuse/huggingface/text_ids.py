@@ -120,7 +120,8 @@ def of_decoder(fields: Mapping[str, Any], vocab: int) -> dict[str, int | list[in
 def of(ids: Mapping[str, Any], path: Path, vocab: int) -> TextIds:
     """Return the token ids of an encoder-decoder by their purpose.
 
-    By default the decoder starts with the begin token, and the end token pads inputs.
+    Without `decoder_start_token_id` the decoder starts with the begin token. Without `pad_token_id`
+    the end token pads inputs.
 
     Args:
         ids: token ids by config.json's names, from `recorded`.

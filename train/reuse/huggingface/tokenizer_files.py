@@ -112,10 +112,10 @@ def special_tokens(folder: Path) -> dict[str, str]:
 def separator_beside(folder: Path, ids: Ids) -> str | None:
     """Return the token that ends documents of published weights, if it has an unusual name.
 
-    It is the published end of a text. There is one exception: a chat model's end of an answer does
-    not count if the vocabulary also has a usual separator, because the model was trained on
-    documents before. The result is `None` if the usual separator of the vocabulary is right, or if
-    there is no tokenizer.json.
+    This is the token that ends a text by the published files. There is one exception: a chat
+    model's end of an answer does not count if the vocabulary also has a usual separator, because
+    the model was trained on documents before. The result is `None` if the usual separator of the
+    vocabulary is right, or if there is no tokenizer.json.
 
     Args:
         folder: folder of the weights and their tokenizer.json.
@@ -337,7 +337,7 @@ def _without_added(processor: Any) -> Any:
 
 
 def _unseen(text: TextFiles) -> list[int]:
-    """Return the ids that the tokenizer adds around a text, if training saw no text with them."""
+    """Return the ids that a run's tokenizer adds around a text, if training saw no such text."""
     assert text.encoder is not None
     begin = text.encoder.start.tolist()
     end = text.encoder.end.tolist()
@@ -355,7 +355,7 @@ def _unseen(text: TextFiles) -> list[int]:
 
 
 def _conversation(encoder: Tokenizer, template: Template) -> list[int]:
-    """Return the ids of a short conversation, empty if the template refuses it."""
+    """Return the ids of a short sample conversation. Empty if the template refuses it."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         text = template.render(messages, prompt=False)

@@ -34,7 +34,7 @@ class Prediction(NamedTuple):
 
 
 class Classifier:
-    """Model of images on one device.
+    """Image classifier on one device, which yields class probabilities of image files.
 
     Args:
         program: Program of the model. Its evaluation batch size is the number of images that are

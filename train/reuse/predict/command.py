@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the likeliest classes of image files.
 
     Returns:
-        The exit code: 0, or 2 if a file could not be read or the model had no finite answer for it.
+        The exit code: 0, or 2 if a file could not be read or has logits that are not finite.
 
     Raises:
         UsageError: A path does not exist, or a folder or list has no images.

@@ -39,9 +39,12 @@ class Outcomes:
         self._parts.append((logits, targets))
 
     def scores(self, names: Sequence[str] | None) -> dict[str, Any]:
-        """Return `scores` of all examples. Classes without names are called by their labels.
+        """Return the result of the function `scores` for all examples added so far.
 
         At least one batch must have been added.
+
+        Args:
+            names: Class names. With `None`, classes are called by their labels.
         """
         logits = np.concatenate([logits for logits, _ in self._parts])
         targets = np.concatenate([targets for _, targets in self._parts])
@@ -116,7 +119,8 @@ def _classes(
 ) -> list[dict[str, Any]]:
     """Return the row of each class: name, label, number of examples, recall and precision.
 
-    `taken_for` is the class it is most often mistaken for, or `None` if it never is.
+    `taken_for` in a row is the class that its examples are most often mistaken for, or `None` if
+    they never are.
 
     Args:
         guesses: Predicted labels, int [N].
@@ -147,7 +151,7 @@ def _classes(
 
 
 MOST = 20
-"""Largest number of classes in the table."""
+"""Largest number of classes that `table` lists by default."""
 
 
 def _with_examples(classes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

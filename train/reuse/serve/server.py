@@ -35,20 +35,20 @@ from mupax.train.reuse.serve.logs import one_line
 from mupax.train.reuse.serve.service import RETRY_S, Answer, Service, usage
 
 HEAD_S = 15.0
-"""Time limit for the head of a request."""
+"""Time limit for the head of a request, in seconds."""
 WRITE_S = 60.0
-"""Longest time in which a client reads nothing of its answer."""
+"""Longest time, in seconds, in which a client may read nothing of its answer."""
 LINGER_S = 2.0
-"""Time after a refusal during which further bytes are read and thrown away."""
+"""Time in seconds after a refusal during which further bytes are read and thrown away."""
 LARGEST_HEAD = 1 << 15
 """Largest head of a request, in bytes."""
 
 LARGEST = 1 << 24
-"""Largest body, in bytes."""
+"""Largest body of a request, in bytes."""
 LARGEST_TOTAL = 1 << 26
 """Largest total of all bodies in memory at a time, in bytes."""
 BODY_S = 60.0
-"""Time limit for a body."""
+"""Time limit for the body of a request, in seconds."""
 _BIG = 1 << 20
 """Size above which bodies are parsed one at a time, in bytes.
 
@@ -508,7 +508,7 @@ class App:
 
 
 class _Stream(StreamingResponse):
-    """Stream of events. The work for its answer ends with it, also when the client leaves."""
+    """Response that streams events. When it ends or the client leaves, its texts are cancelled."""
 
     def __init__(self, events: AsyncIterator[str], answer: Answer) -> None:
         super().__init__(

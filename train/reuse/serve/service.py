@@ -46,12 +46,12 @@ from mupax.train.reuse.serve.worker import (
 RETRY_S = 5
 """Time after which a refused client may ask again, in seconds."""
 _BYTES_PER_TOKEN = 64
-"""Largest number of bytes of a prompt per token of the context.
+"""Largest number of characters of a prompt per token of the context.
 
 A longer prompt is refused before it is encoded, because encoding takes time and memory.
 """
 _SHORT_PROMPT = 1 << 16
-"""Size of prompts that are always encoded, in bytes.
+"""Size of prompts that are always encoded, in characters.
 
 The refusal of a prompt that is too long can then name its number of tokens.
 """
@@ -157,7 +157,7 @@ def _by_token(entries: list[_Entry]) -> dict[str, float | None]:
 
 
 def _legacy_token(entry: _Entry) -> str:
-    """Return the text of a token, after `bytes:` if it is a part of a character in escapes."""
+    """Return the text of a token. A part of a character, in escapes, gets the prefix `bytes:`."""
     is_part = entry.bytes and entry.bytes != entry.token.encode()
     return f"bytes:{entry.token}" if is_part else entry.token
 
@@ -199,12 +199,12 @@ class Prompt:
 
 
 class Answer:
-    """Texts of one request while the worker writes them. Making an `Answer` queues its texts.
+    """Texts of one request while the worker writes them. The constructor queues the texts.
 
     Make it inside the running event loop that reads the answer. Texts of no tokens are not queued.
 
     Args:
-        client: Address of the client, by which the queue is fair.
+        client: Address of the client. The queue shares slots fairly between addresses.
         max_seconds: Time limit of the request, from now on.
 
     Raises:
@@ -249,9 +249,9 @@ class Answer:
             job.cancel()
 
     async def pieces(self) -> AsyncIterator[tuple[int, str]]:
-        """Yield (index of a text in `writings`, new piece of it) until all texts have ended.
+        """Yield (index of a text in `writings`, new piece of its text) until all texts have ended.
 
-        A text that ends is yielded at that moment, even with an empty piece.
+        When a text ends, a last piece of it is yielded, which may be empty.
 
         Raises:
             ApiError: 500 or 503 if the worker failed, 500 if the model has diverged, 503 if no slot
@@ -276,10 +276,11 @@ class Answer:
                 yield index, piece
 
     async def scores(self, top: int) -> list[Scores]:
-        """Let the worker score every text with its prompt. Return the scores after the first token.
+        """Let the worker score every text with its prompt, and return the scores.
 
-        There is one `Scores` per text, in the order of `writings`, without an axis of texts. Call
-        it when all texts have ended.
+        There is one `Scores` per text, in the order of `writings`. Its arrays have no axis of
+        texts, and have no row for the first token, which nothing predicts. Call this method when
+        all texts have ended.
 
         Args:
             top: Number of likeliest tokens at each position.

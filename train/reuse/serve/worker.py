@@ -27,19 +27,19 @@ from mupax.train.reuse.generate.slots import Slots, Text, Written
 from mupax.train.reuse.serve.logs import one_line
 
 TURN_S = 2.0
-"""Time for which a text keeps its slot while another request waits."""
+"""Time in seconds for which a text keeps its slot while another request waits."""
 ASIDE_BYTES = 1 << 30
 """Memory for caches of texts that gave up their slot, in bytes.
 
-There is always room for as many texts as there are slots.
+If it is too small for as many texts as there are slots, that many are kept all the same.
 """
 STALL_S = 10.0
-"""Time without progress after which the worker counts as stuck.
+"""Time in seconds without progress after which the worker counts as stuck.
 
-Three times its longest call is added.
+Three times the duration of the worker's longest call is added.
 """
 _STOP_S = 1.0
-"""Time for which `Worker.stop` waits for the thread."""
+"""Time in seconds for which `Worker.stop` waits for the thread."""
 
 
 class BusyError(Exception):
@@ -84,10 +84,10 @@ Event = Progress | Scored | Exception
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Job:
-    """Texts of one request.
+    """Texts of one request, which a `Worker` writes.
 
     Args:
-        client: Address of the client, by which the queue is fair.
+        client: Address of the client. The queue shares slots fairly between addresses.
         deadline: `time.monotonic()` at which the job ends.
         deliver: Function that takes every event, in the worker's thread. It must return at once.
 
@@ -221,7 +221,7 @@ class Worker:
             terminal.leave(128 + signal.SIGINT)
 
     def _run(self) -> None:
-        """Work until `stop`. At the end, answer all open requests with an error."""
+        """Write and score texts until `stop`. Then answer all open requests with an error."""
         error: BaseException | None = None
         try:
             while self._wait():
@@ -255,7 +255,7 @@ class Worker:
             return not self._stopped
 
     def _turn(self) -> None:
-        """Let texts leave and join, score one text, and write tokens of all texts in slots."""
+        """Do a round: let texts leave and join slots, score one text, write tokens in all slots."""
         self._drop_unneeded()
         self._fill_slots()
         self._score_one()
@@ -359,10 +359,10 @@ class Worker:
     def _next_job(self) -> Job | None:
         """Return the job whose next waiting text should get a slot, or `None` if no job should.
 
-        The first is the job whose client has the fewest texts in slots, then the job that has the
-        fewest itself, then the one that has waited longest. The slots may all be taken. If there is
-        then no memory to put another text aside, only jobs count whose next text was put aside
-        before.
+        Jobs are ordered by the number of their client's texts in slots, then by the number of their
+        own texts in slots, then by their time in the queue. The fewest texts and the longest wait
+        come first. If all slots are taken and there is no memory to put another text aside, only
+        jobs count whose next text was put aside before.
         """
         with self._changed:
             jobs = [job for job in self._jobs if job.waiting and not job.is_cancelled]
@@ -404,7 +404,10 @@ class Worker:
             return False
 
         def claim(text: Text) -> tuple[int, int, float]:
-            """Return a key: texts of its client and job in slots, and seconds in its slot."""
+            """Return a sort key: texts in slots of its client, of its job, and seconds in its slot.
+
+            The text with the largest key gives up its slot.
+            """
             owner, _ = self._owners[text]
             num_of_client, num_of_job, _ = self._priority(owner)
             return num_of_client, num_of_job, now - self._slot_began[text]
@@ -444,7 +447,7 @@ class Worker:
             self._hand_over(Written(text, tokens))
 
     def _score_one(self) -> None:
-        """Score the next text of the first score job, and put this job behind the others.
+        """Score the next text of the first `ScoreJob` in the queue, and put this job at the end.
 
         A job leaves the queue after its last text, after an error, or when it is cancelled.
         """

@@ -1,1 +1,1 @@
-"""A run that starts from another's parameters."""
+"""Start of a run from the parameters of another run, or from weights."""

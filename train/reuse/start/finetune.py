@@ -39,19 +39,19 @@ _DATA = {
     "ed": "give a file or folder of text or records",
     None: "give one that has a folder of images per class, or text",
 }
-"""Advice by the family's word for a folder that does not exist."""
+"""Advice in the error for a folder that does not exist, by the family's word (`FAMILIES`)."""
 
 NAME = "finetune"
 """Recipe name in the config of a fine-tuning run."""
 SHARE = 0.3
-"""Peak learning rate of fine-tuning over that of the source's run."""
+"""Peak learning rate of fine-tuning, divided by that of the source's run."""
 MATRIX_RATE = 5e-5 * 768
 """Learning rate of a hidden matrix times the width, for a source without a learning rate.
 
 It is the default of transformers' Trainer at width 768.
 """
 ADAPTERS_TIMES = 3.0
-"""Learning rate of adapters over that of all parameters."""
+"""Learning rate for adapters alone, divided by the one for training all parameters."""
 EPOCHS = 10
 """Number of epochs on images, within `MIN_STEPS` and `MAX_STEPS`."""
 MIN_STEPS = 100
@@ -60,7 +60,7 @@ TEXT_STEPS = 200
 _TEXT_BATCH = 16
 _IMAGE_BATCH = 32
 _TEXT_FIELDS = ("separator", "special_tokens", "field", "noise", "noise_rate", "noise_span")
-"""Fields of `DataConfig` that a source's run passes on."""
+"""Fields of `DataConfig` that fine-tuning on text takes from the source's run."""
 
 
 class _Defaults(NamedTuple):
@@ -79,9 +79,12 @@ class _RateRule(NamedTuple):
 
 
 def split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split a command line into the family's word, if it begins with one, and the other words.
+    """Split off the word for a model family (`vit`, `lm` or `ed`) with which arguments may begin.
 
-    A lone `vit` is a folder of that name.
+    A first word without a folder behind it, as `vit` alone, is itself taken for a folder.
+
+    Returns:
+        The word, or `None` if the arguments do not begin with one, and the other arguments.
     """
     has_family = len(argv) > 1 and argv[0] in FAMILIES and not argv[1].startswith("-")
     if has_family:
@@ -93,7 +96,7 @@ def check_folder(family: str | None, folder: Path, other_words: Sequence[str]) -
     """Refuse a folder that does not exist, and a second word that is no flag.
 
     Args:
-        family: word of the family on the command line. `None` if it has none.
+        family: "vit", "lm" or "ed" if the command line begins with this word, otherwise `None`.
         folder: first word of the command line after the family.
         other_words: words that are not flags of this command.
 
@@ -114,10 +117,10 @@ def check_folder(family: str | None, folder: Path, other_words: Sequence[str]) -
 
 
 def check_source(family: str | None, model: ModelConfig, source: Path) -> None:
-    """Refuse a source of another family than the command line says.
+    """Refuse a source of another model family than the command line says.
 
     Args:
-        family: word of the family on the command line. `None` if it has none.
+        family: "vit", "lm" or "ed" if the command line begins with this word, otherwise `None`.
         source: path of the source in the message.
 
     Raises:
@@ -155,7 +158,7 @@ class Finetune:
     """A run, one of its steps, a folder that `mupax import` wrote, one of Hugging Face, or ORG/NAME
     of its hub."""
     revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
-    """Of a model of the hub; main unless given."""
+    """Revision of a model of the hub; main by default."""
     lora: LoraConfig = dataclasses.field(default=LoraConfig())
 
 
@@ -201,7 +204,7 @@ def command(argv: Sequence[str]) -> cli.Command:
 def _summary(
     config: Config, defaults: _Defaults, origin: TrainedModel, adapters: LoraConfig
 ) -> str:
-    """Return the line on data, learning rate and steps of a run."""
+    """Return the line for the user on a fine-tuning run's data, learning rate and steps."""
     description = defaults.description
     if not description:
         is_chat = config.data.name.startswith("chat:")
@@ -279,7 +282,7 @@ def rate_rule(origin: TrainedModel) -> _RateRule:
 def _with_rates_times(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
     """Return an optimizer whose peak learning rates are `factor` times as high.
 
-    Muon's Adam part may have a peak rate of its own.
+    Under Muon, `adam_lr` is multiplied, too, if it is set.
     """
     adam_lr = optimizer.adam_lr
     if adam_lr is not None:
@@ -309,7 +312,7 @@ def preset_of_source(origin: TrainedModel) -> PresetConfig:
 def _images(folder: Path, origin: TrainedModel, model: ImageModel) -> _Defaults:
     """Return the defaults of a run on a folder of images per class.
 
-    It takes 10 epochs, but at least 100 and at most 2,000 steps. The readout is new unless the
+    The run takes 10 epochs, but at least 100 and at most 2,000 steps. The readout is new unless the
     classes are the source's in the same order. A small folder of small images gets a light jitter
     in place of random crops.
 

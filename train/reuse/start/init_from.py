@@ -47,9 +47,11 @@ from mupax.zoo.families import ModelConfig
 from mupax.zoo.huggingface.weights import Params
 
 _UNNAMED = DataConfig.tokenizer
-"""Default of data.tokenizer, which stands for a run that names no tokenizer."""
+"""Default of data.tokenizer. A run with this value counts as one that names no tokenizer."""
 RESIZABLE = ("position", "source", "vocab", "classes")
-"""Axes whose first entries can be kept. The grid of image positions is interpolated instead."""
+"""Logical axes that `--init-resize` can lengthen or cut, keeping their first entries.
+
+The grid of image positions is interpolated instead."""
 
 UNSEEN = (
     "activation", "branch_activation", "norm", "norm_eps", "positions", "rope_theta",
@@ -59,7 +61,9 @@ UNSEEN = (
     "qk_norm", "qk_norm_kind", "pool", "registers", "active_experts", "routing", "patch_size",
     "channels",
 )  # fmt: skip
-"""Fields of a model that change its function without always changing shapes of parameters."""
+"""Fields of a model's config that change its function, but not always the shapes of parameters.
+
+They must be equal in source and run, unless `--init-change` names them."""
 
 GROWING = ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers", "memory", "encoder_layers")
 """Axes that `mupax grow` can enlarge."""
@@ -99,10 +103,11 @@ class _Refusal(NamedTuple):
 def settled(config: Config, folder: Path, held: bool, processes: Processes) -> Config:
     """Return the config with an exact `init.init_from`, the source that the run starts from.
 
-    A new run gets the path of the source's exact step, and by default the tokenizer beside weights.
-    A run that continues gets the source and the tokenizer that it recorded. A run that has a
-    checkpoint never reads the source again. A run that was stopped before its first checkpoint
-    starts from the source once more. Every process of the run must call it.
+    A new run gets the path of the source's exact step. If the source is weights, the run also gets
+    the tokenizer beside them by default. A run that continues gets the source and the tokenizer
+    that it recorded. A run that has a checkpoint never reads the source again. A run that was
+    stopped before its first checkpoint starts from the source once more. Every process of the run
+    must call this function.
 
     Args:
         folder: workdir of the run. It is read only if `held`.
@@ -157,9 +162,9 @@ def _with_tokenizer(config: Config) -> Config:
 def own_settings(config: Config) -> DataConfig:
     """Return a new run's data settings with the tokenizer and chat template files of its source.
 
-    A file of the source is used if both runs name the same tokenizer or template. A path that
-    exists is left as it is: it may have held another file when the source was trained. The settings
-    are returned unchanged if the source is weights without a run.
+    A file of the source is used if both runs name the same tokenizer or template. If the new run
+    names a file that exists, this file is used: it may differ from the one that the source was
+    trained with. The settings are returned unchanged if the source is weights without a run.
 
     Args:
         config: config of the new run, with `init.init_from`.
@@ -264,7 +269,10 @@ def initial_state(program: Program, start: Start) -> TrainState:
 
 
 def _notes(source: WeightsSource, config: Config, tokenizer: str | None) -> list[str]:
-    """Return notes on the tokens of source and run, and on absorbed skips.
+    """Return notes for the user on the tokenizer of the run, and on inexact norms.
+
+    There is a note if the run takes the tokenizer beside the source, if source and run have
+    different tokenizers, and if absorbed multipliers of skip connections change the eps of norms.
 
     Args:
         tokenizer: key of the run's tokenizer. With `None`, names of tokenizers are compared.
@@ -304,7 +312,8 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
     Args:
         source: model of the source under its preset.
         target: model of the run under its preset.
-        init: flags that allow new, resized and dropped parameters and other settings.
+        init: flags that name the parameters that may be new, resized or dropped, and the fields of
+            the model that may differ.
 
     Raises:
         InitError: a difference that no flag allows. The message has the flags that would.
@@ -375,9 +384,10 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
 
 
 def _check_models(source: ModelConfig, target: ModelConfig, allowed: Sequence[str]) -> None:
-    """Raise `InitError` for models of different families or functions, and for centred models.
+    """Raise `InitError` if a field in `UNSEEN` differs, or for different families of models.
 
-    It is also raised for a name in `allowed` that is not in `UNSEEN`.
+    The error is also raised for a centred model, and for a name in `allowed` that is not in
+    `UNSEEN`.
 
     Args:
         allowed: fields of `UNSEEN` that may differ (`--init-change`).
@@ -463,7 +473,7 @@ def _move(
 def _is_same(
     name: str, old_shape: Shape, shape: Shape, source: ModelConfig, target: ModelConfig
 ) -> bool:
-    """Return whether every entry of a parameter means the same in both models."""
+    """Return whether a parameter has the same shape and grid of patches in both models."""
     # Tables of different grids can have one shape, because registers have rows, too.
     if _is_image_grid(name, source, target) and source.position_grid != target.position_grid:
         return False
@@ -482,7 +492,7 @@ def _action(
     source: ScaledModel,
     target: ScaledModel,
 ) -> tuple[str, str]:
-    """Return action and reason of a transferred parameter's row."""
+    """Return `action` and `reason` of a transferred parameter's row in the table (`Row`)."""
     reasons = []
     if move.moments_along is not None:
         action = "resized"
@@ -521,7 +531,7 @@ def _differing(spec: ParamSpec, old_shape: Shape, shape: Shape) -> set[str]:
 
 
 def _refusal_text(refused: list[_Refusal], source: ModelConfig, target: ModelConfig) -> str:
-    """Return the message for parameters that differ: differences, and the flags to add.
+    """Return the error message for differing parameters, with the flags that allow the differences.
 
     If the new model is only larger, the message names `mupax grow` in place of flags.
     """
