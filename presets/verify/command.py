@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from tyro import conf
@@ -59,6 +59,11 @@ It is far above float32's 1e-7 and far below any difference that a rule makes.""
 
 def _near(finding: Finding, exponent: float) -> bool:
     return abs(finding.excess - exponent) < 0.15
+
+
+def _stays(finding: Finding) -> bool:
+    """Return whether the value has one size at every size of the model."""
+    return finding.slope is not None and abs(finding.slope) < fit.TOLERANCE
 
 
 def _one_rate(line: GrowthSeries) -> bool:
@@ -179,7 +184,10 @@ MISTAKES = (
         ),
         source="microsoft/mup, issue 48; 2506.15025",
         fits=lambda finding, line, family: (
-            _is_embedding(finding) and finding.what == "rate" and finding.excess < -0.4
+            _is_embedding(finding)
+            and finding.what == "rate"
+            and finding.excess < -0.4
+            and family != "sgd"
         ),
     ),
     Mistake(
@@ -190,7 +198,10 @@ MISTAKES = (
         ),
         source="Tensor Programs V, Table 3; EleutherAI/nanoGPT-mup, coordinate check `sp`",
         fits=lambda finding, line, family: (
-            finding.what == "start" and _is_hidden(finding) and _near(finding, 0.5)
+            finding.what == "start"
+            and _is_hidden(finding)
+            and _near(finding, 0.5)
+            and _stays(finding)
         ),
     ),
     Mistake(
@@ -212,6 +223,7 @@ MISTAKES = (
             finding.what == "rate"
             and _is_vector(finding)
             and finding.excess < -0.4
+            and family != "sgd"
             and line.word != "depth"
         ),
     ),
@@ -342,8 +354,13 @@ class Verify:
             named = presets.get(self.preset, **read_constants(self.constant, {}))
 
         models = axes.models(dumps, names.read_overrides(self.role))
-        reports = [_report(line, optimizer, decay, named) for line in fit.lines(models)]
-        notes = _notes(dumps, models)
+        reports = []
+        lacks: dict[str, str] = {}
+        for line in fit.lines(models):
+            lacks_of_line = _lacks(line.models)
+            reports.append(_report(line, optimizer, decay, named, lacks_of_line))
+            lacks.update(lacks_of_line)
+        notes = _notes(dumps, models, lacks)
         if self.json:
             print_json({
                 "notes": notes,
@@ -398,15 +415,29 @@ class Verify:
         return with_sizes
 
     def _optimizer(self, dumps: Sequence[Dump]) -> str:
+        """Return the optimizer of `--optimizer`, else that of the files, else "adamw".
+
+        Raises:
+            PresetError: The files have different optimizers, or mupax does not know theirs.
+        """
+        if self.optimizer is not None:
+            if self.optimizer not in OPTIMIZERS:
+                raise PresetError(
+                    f"no optimizer is named {self.optimizer!r}; write {', '.join(OPTIMIZERS)}"
+                )
+            return self.optimizer
+
         named = sorted({dump.optimizer for dump in dumps if dump.optimizer is not None})
         if len(named) > 1:
             raise PresetError(
                 f"the files have different optimizers, {', '.join(named)}; write --optimizer"
             )
-        default = named[0] if named else "adamw"
-        optimizer = self.optimizer or default
+        optimizer = named[0] if named else "adamw"
         if optimizer not in OPTIMIZERS:
-            raise PresetError(f"no optimizer is named {optimizer!r}; write {', '.join(OPTIMIZERS)}")
+            raise PresetError(
+                f"{dumps[0].source}: no optimizer is named {optimizer!r}; "
+                f"write --optimizer with the nearest of {', '.join(OPTIMIZERS)}"
+            )
         return optimizer
 
     def _decay(self, dumps: Sequence[Dump]) -> Decay:
@@ -428,6 +459,7 @@ class Report:
         published: Pairs (finding, mistake that it shows). The finding is None for the standard
             parameterization as a whole.
         limits: Observables that all findings together make worse as the model grows, worst first.
+        lacks: Values that the files do not have and that are not judged, each in a few words.
     """
 
     line: GrowthSeries
@@ -436,6 +468,7 @@ class Report:
     findings: Sequence[Finding]
     published: Sequence[tuple[Finding | None, Mistake]]
     limits: Observables
+    lacks: Sequence[str] = ()
 
     @property
     def _reference_label(self) -> str:
@@ -457,24 +490,30 @@ class Report:
 
     @property
     def conclusion(self) -> str:
-        """Sentence with the verdict, the preset, what grows and the first two findings."""
+        """Sentence with the verdict, the preset, what grows and the first two findings.
+
+        Without a fault it also says which values the files lack, of which nothing is known.
+        """
         ratio = f"{self.line.t[-1]:.3g}"
         growth = f"as {self.line.word} grows x{ratio}, held against {self._reference_label}"
+        lacks = ""
+        if self.lacks and not self.faults:
+            lacks = f"; not judged, because the files lack it: {', '.join(self.lacks)}"
         if self.verdict == "right":
-            return f"RIGHT: nothing is wrong in what the files say {growth}."
+            return f"RIGHT: nothing is wrong in what the files say {growth}{lacks}."
 
         head = "WRONG" if self.faults else "RIGHT, with a caution"
         cautions = len(self.findings) - len(self.faults)
         subjects = "; ".join(finding.subject for finding in self.findings[:2])
         more = " and more" if len(self.findings) > 2 else ""
         counts = f"{len(self.faults)} wrong, {cautions} to know of"
-        return f"{head}: {counts} {growth}: {subjects}{more}."
+        return f"{head}: {counts} {growth}: {subjects}{more}{lacks}."
 
     def plain(self) -> dict[str, Any]:
         """Return the report as a dict of plain values, which `--json` prints.
 
-        Its keys are "grows", "times", "optimizer", "reference", "verdict", "findings", "published"
-        and "limits".
+        Its keys are "grows", "times", "optimizer", "reference", "verdict", "findings", "published",
+        "limits" and "lacks".
         """
         findings_json = []
         for finding in self.findings:
@@ -496,6 +535,7 @@ class Report:
             "findings": findings_json,
             "published": published,
             "limits": {row: dataclasses.asdict(entry) for row, entry in self.limits},
+            "lacks": list(self.lacks),
         }
 
     def show(self) -> None:
@@ -566,8 +606,14 @@ def _hanging(head: str, text: str) -> str:
     )
 
 
-def _notes(dumps: Sequence[Dump], models: Sequence[axes.Model]) -> list[str]:
-    """Return notes on the formats, on guessed roles, and on what is not judged."""
+def _notes(
+    dumps: Sequence[Dump], models: Sequence[axes.Model], lacks: Mapping[str, str]
+) -> list[str]:
+    """Return notes on the formats, on guessed roles, and on what is not judged.
+
+    Args:
+        lacks: Result of `_lacks`.
+    """
     notes: list[str] = []
     for dump in dumps:
         for note in dump.notes:
@@ -575,14 +621,19 @@ def _notes(dumps: Sequence[Dump], models: Sequence[axes.Model]) -> list[str]:
             if note not in notes:
                 notes.append(note)
     notes += _guess_notes(models[0])
-    unknown = _unknown_values(models)
-    if unknown:
-        notes.append(f"the files do not say, and it is not judged: {', '.join(unknown)}")
+    if lacks:
+        meanings = [f"{value} ({meaning})" for value, meaning in lacks.items()]
+        notes.append(f"the files do not say, and it is not judged: {', '.join(meanings)}")
     skipped = models[0].skipped
     if skipped:
-        more = " and more" if len(skipped) > 4 else ""
-        notes.append(f"not judged: {', '.join(skipped[:4])}{more}")
+        notes.append(f"not judged: {_listed(skipped)}")
     return notes
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """Return the first four texts, with commas between, and whether there are more."""
+    more = " and more" if len(texts) > 4 else ""
+    return f"{', '.join(texts[:4])}{more}"
 
 
 def _guess_notes(model: axes.Model) -> list[str]:
@@ -594,24 +645,57 @@ def _guess_notes(model: axes.Model) -> list[str]:
     notes = []
     for role, guessed in names_by_role.items():
         kind = "hidden matrices" if role == "hidden" else role
+        example, other_role = _MISTAKEN_FOR.get(role, ("a query or a key", "query"))
         notes.append(
             f"taken for {kind} by their shapes, as their names say nothing: {', '.join(guessed)}; "
-            "if one is something else, such as a query or a key, "
-            f"write --role '{guessed[0]}=query'"
+            f"if one is something else, such as {example}, "
+            f"write --role '{guessed[0]}={other_role}'"
         )
     return notes
 
 
-def _unknown_values(models: Sequence[axes.Model]) -> list[str]:
-    """Return words for the values that are not judged, because a file has none of them.
+_MISTAKEN_FOR = {
+    "readout": ("a table of embeddings", "token_embedding"),
+    "patch_embedding": ("a hidden matrix whose input does not grow", "hidden"),
+}
+"""Guessed role to a parameter that has the same shapes, in words, and its role."""
 
-    They are std, learning rate, the factor on q.k and, if the depth grows, that on branches.
+
+def _lacks(models: Sequence[axes.Model]) -> dict[str, str]:
+    """Return the values that are not judged because a file lacks them, with their meanings.
+
+    They are standard deviations and learning rates, also those of single parameters, the factor on
+    q.k and, if the depth grows, that on branches.
     """
-    unknown = []
-    if any(_lacks(model, "std") for model in models):
-        unknown.append("std (initial size)")
-    if any(_lacks(model, "lr") for model in models):
-        unknown.append("lr (learning rate)")
+    lacks: dict[str, str] = {}
+    meanings: tuple[tuple[Column, fit.Quantity, str], ...] = (
+        ("std", "start", "initial size"),
+        ("lr", "rate", "learning rate"),
+    )
+    for column, quantity, meaning in meanings:
+        judged = [
+            name
+            for name, parameter in models[0].parameters.items()
+            if differences.has_rule(parameter.spec, quantity, "adamw")
+        ]
+        missing = [
+            name
+            for name in judged
+            if any(getattr(model.parameters[name].entry, column) is None for model in models)
+        ]
+        if missing and len(missing) == len(judged):
+            lacks[column] = meaning
+        elif missing:
+            lacks[f"{column} of {_listed(missing)}"] = meaning
+        # A parameter that is not trained has the rate 0 at every size.
+        frozen = [
+            name
+            for name in judged
+            if column == "lr"
+            and all(getattr(model.parameters[name].entry, column) == 0 for model in models)
+        ]
+        if frozen:
+            lacks[f"lr above 0 of {_listed(frozen)}"] = "learning rate"
 
     base = models[0]
     if any(model.dump.attention is None for model in models):
@@ -620,20 +704,15 @@ def _unknown_values(models: Sequence[axes.Model]) -> list[str]:
         # A matrix of a block whose name says nothing may be a query.
         may_have_attention = any(parameters[name].spec.in_block for name in base.guessed)
         if has_attention:
-            unknown.append("attention (what q.k is multiplied by)")
+            lacks["attention"] = "what q.k is multiplied by"
         elif may_have_attention:
-            unknown.append("attention (what q.k is multiplied by, if the model has any)")
+            lacks["attention"] = "what q.k is multiplied by, if the model has any"
 
     # The branch multiplier matters only if the depth grows.
     depths = {model.sizes.get("layers") for model in models}
     if len(depths) > 1 and any(model.dump.branch is None for model in models):
-        unknown.append("branch (what every residual branch is multiplied by)")
-    return unknown
-
-
-def _lacks(model: axes.Model, column: Column) -> bool:
-    """Return whether no parameter of the model has a value in the column."""
-    return all(getattr(p.entry, column) is None for p in model.parameters.values())
+        lacks["branch"] = "what every residual branch is multiplied by"
+    return lacks
 
 
 def _all_findings(reports: Sequence[Report]) -> list[Finding]:
@@ -660,7 +739,11 @@ def _next_step(reports: Sequence[Report], strict: bool) -> str:
 
 
 def _report(
-    line: GrowthSeries, optimizer: str, decay: Decay, named: presets.Preset | None
+    line: GrowthSeries,
+    optimizer: str,
+    decay: Decay,
+    named: presets.Preset | None,
+    lacks: Mapping[str, str],
 ) -> Report:
     """Compare the models of one growth series with a preset, and return the report.
 
@@ -668,6 +751,7 @@ def _report(
         optimizer: A name of `OPTIMIZERS`.
         decay: "coupled" if weight decay is multiplied by the learning rate.
         named: Preset of `--preset`. `None` chooses the closest one.
+        lacks: Result of `_lacks`.
     """
     closest = reference.closest(line, optimizer, decay, named)
     family = closest.preset.family(optimizer)
@@ -685,4 +769,5 @@ def _report(
         findings=reported,
         published=recognized(reported, line, family, standard=standard),
         limits=limits,
+        lacks=tuple(lacks),
     )

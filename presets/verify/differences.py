@@ -162,7 +162,7 @@ def _parameter_differences(
 
     rows: list[Difference | None] = []
     for quantity, law in laws.by_quantity(spec).items():
-        if not _has_rule(spec, quantity, optimizer):
+        if not has_rule(spec, quantity, optimizer):
             continue
         measured = _Measurement(
             name=name,
@@ -200,7 +200,7 @@ def _fused_difference(
     return dataclasses.replace(worse, fused=True)
 
 
-def _has_rule(spec: ParamSpec, quantity: Quantity, optimizer: str) -> bool:
+def has_rule(spec: ParamSpec, quantity: Quantity, optimizer: str) -> bool:
     """Return whether presets have a rule for a quantity of a parameter.
 
     They have none for the weight decay and start of gains and biases, for weight decay under

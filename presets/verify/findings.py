@@ -361,22 +361,30 @@ def _cautions(
 
     unstable = _unstable_observables(reference.preset, line, family)
     if unstable:
-        cautions.append(_unstable_preset(reference.preset, unstable, line))
+        has_fault = any(finding.severity == "fault" for finding in reported)
+        cautions.append(_unstable_preset(reference.preset, unstable, line, follow=not has_fault))
     return cautions
 
 
 _INSTABILITIES = {"explodes": "grows as", "lazy": "becomes lazy as"}
 
 
-def _unstable_preset(preset: Preset, unstable: Observables, line: GrowthSeries) -> Finding:
-    """Return the caution on a preset that is itself not stable, with three observables."""
+def _unstable_preset(
+    preset: Preset, unstable: Observables, line: GrowthSeries, *, follow: bool
+) -> Finding:
+    """Return the caution on a preset that is itself not stable, with three observables.
+
+    Args:
+        follow: Whether the files follow the preset.
+    """
     clauses = []
     for row, entry in unstable[:3]:
         growth = power(line.word, entry.exponent)
         clauses.append(f"{row} {_INSTABILITIES[entry.verdict]} {growth}")
+    subject = "The files follow it, and its" if follow else "Its"
     text = (
         f"{preset.name} itself is not stable as {line.word} grows: {'; '.join(clauses)}. "
-        "The files follow it, and its learning rate has to be tuned again at every size "
+        f"{subject} learning rate has to be tuned again at every size "
         f"(`mupax presets limits {preset.name}`)."
     )
     return Finding(

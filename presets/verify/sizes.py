@@ -146,8 +146,11 @@ def _head_sizes(
     for role in (Role.QUERY, Role.KEY, Role.VALUE):
         for name, shape in shapes.get(role, ())[:1]:
             if parameters[name].fused:
-                # The queries' share of a fused matrix is not known. It is the width in most models.
-                rows[role] = embed
+                # Heads write as many entries as the matrix after them reads. The other rows of the
+                # fused matrix are keys and values.
+                fused_rows = math.prod(shape) // embed
+                rows[Role.QUERY] = _rows_of_heads(shapes, embed)
+                rows[Role.KEY] = max(1, (fused_rows - rows[Role.QUERY]) // 2)
                 continue
             if len(shape) == 3:
                 # (width, heads, head_dim), as in JAX.
@@ -170,6 +173,16 @@ def _head_sizes(
         "kv_heads": max(1, key_rows // head_dim),
         "head_dim": head_dim,
     }
+
+
+def _rows_of_heads(shapes: Shapes, embed: int) -> int:
+    """Return the number of entries that all heads write: heads times head_dim.
+
+    It is the width if no name shows the matrix that reads them.
+    """
+    for _, shape in shapes.get(Role.ATTENTION_OUT, ())[:1]:
+        return math.prod(shape) // embed
+    return embed
 
 
 def _head_sizes_by_width(

@@ -66,7 +66,8 @@ class Dump:
     Attributes:
         source: Name of the file, for messages.
         parameters: Entries by parameter name.
-        optimizer: A name of `OPTIMIZERS`. `None` if the file gives none.
+        optimizer: Name of the optimizer, which may not be in `OPTIMIZERS`. `None` if the file gives
+            none.
         decay: "coupled" if weight decay is multiplied by the learning rate, otherwise
             "independent".
         head_dim: Size of an attention head, N.
@@ -94,10 +95,10 @@ class Dump:
     def __post_init__(self) -> None:
         if not self.parameters:
             raise PresetError(f"{self.source} has no parameters")
-        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
+        if not isinstance(self.optimizer, str | None):
             raise PresetError(
-                f"{self.source}: no optimizer is named {self.optimizer!r}; "
-                f"write {', '.join(OPTIMIZERS)}"
+                f"{self.source}: the optimizer is {self.optimizer!r}; "
+                f"write one of {', '.join(OPTIMIZERS)}"
             )
         if self.decay not in (None, *get_args(Decay)):
             raise PresetError(
@@ -105,6 +106,18 @@ class Dump:
             )
 
 
+OTHER_NAMES = {
+    "fusedadam": "adamw",
+    "deepspeedcpuadam": "adamw",
+    "adamw8bit": "adamw",
+    "pagedadamw": "adamw",
+    "pagedadamw8bit": "adamw",
+    "adam8bit": "adam",
+    "pagedadam8bit": "adam",
+}
+"""Names of classes that train as an optimizer of `OPTIMIZERS` does, in small letters.
+
+Those of NVIDIA Apex and DeepSpeed decay weights as AdamW does unless `adam_w_mode` is off."""
 _NOT_IN_MODEL = ("source", "parameters", "notes")
 _MODEL_KEYS = tuple(
     field.name for field in dataclasses.fields(Dump) if field.name not in _NOT_IN_MODEL
@@ -132,7 +145,10 @@ def parse_dump(contents: Any, source: str) -> Dump:
     _check_model(model, source)
 
     parameters = {name: _parse_entry(entry, name, source) for name, entry in entries.items()}
-    return Dump(source=source, parameters=parameters, **model)
+    about = dict(model)
+    if about.get("optimizer") in OTHER_NAMES:
+        about["optimizer"] = OTHER_NAMES[about["optimizer"]]
+    return Dump(source=source, parameters=parameters, **about)
 
 
 def _check_model(model: Any, source: str) -> None:

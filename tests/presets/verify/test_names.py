@@ -12,7 +12,7 @@ pytestmark = pytest.mark.core
 
 NAMES_BY_ROLE = {
     "token_embedding": "transformer.wte.weight model.embed_tokens.weight gpt_neox.embed_in.weight embedding.word_embeddings.weight "
-    "bert.embeddings.word_embeddings.weight shared.weight params/Embed_0/embedding encoder.weight vit.embeddings.cls_token",
+    "bert.embeddings.word_embeddings.weight shared.weight encoder.weight vit.embeddings.cls_token",
     "position": "transformer.wpe.weight bert.embeddings.position_embeddings.weight Transformer/posembed_input/pos_embedding pos_embed",
     "patch_embedding": "vit.embeddings.patch_embeddings.projection.weight patch_embed.proj.weight conv_proj.weight",
     "qkv": "transformer.h.0.attn.c_attn.weight decoder.layers.0.self_attention.linear_qkv.weight blocks.0.attn.qkv.weight "
@@ -35,7 +35,9 @@ NAMES_BY_ROLE = {
     "model.layers.0.mlp.shared_experts.up_proj.weight model.layers.0.mlp.shared_expert_gate.weight model.layers.0.mlp.experts.gate_up_proj "
     "backbone.layers.0.mixer.in_proj.weight backbone.layers.0.mixer.out_proj.weight backbone.layers.0.mixer.A_log backbone.layers.0.mixer.D "
     "encoder.block.0.layer.1.mlp.router.classifier.weight transformer.blocks.0.ffn.experts.mlp.w1 transformer.blocks.0.ffn.router.layer.weight",
-    "": "fc_1.weight layer1.0.conv1.weight linear.weight something.weight params/embedding/kernel",
+    "": "fc_1.weight layer1.0.conv1.weight linear.weight something.weight t_embedder.mlp.0.weight member_proj.weight",
+    "embedding": "params/embedding/kernel params/Embed_0/embedding params/items/embedding embedding.weight emb.weight src_embedding.weight "
+    "bert.embeddings.token_type_embeddings.weight value_embeds.0.weight y_embedder.embedding_table.weight time_embed.2.weight char_embs.weight",
 }  # fmt: skip
 
 

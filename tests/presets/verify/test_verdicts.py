@@ -322,3 +322,184 @@ def test_exit_code_verdict_and_consequences_agree_for_any_dump(
         if verdict == "right":
             assert not limits, text
     assert len(verdicts) > 1  # the dumps are not all alike
+
+
+EMBEDDINGS = [
+    "wte",
+    "embedding",
+    "emb",
+    "src_embedding",
+    "bert.embeddings.token_type_embeddings",
+    "value_embeds.0",
+    "y_embedder.embedding_table",
+]
+"""Names of a table of embeddings, known ones and such as only say that they embed something."""
+
+
+def renamed(contents: Contents, old: str, new: str) -> Contents:
+    """Return a dump in which one parameter has another name."""
+    return {new if name == old else name: entry for name, entry in contents.items()}
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_a_table_of_embeddings_is_no_readout_whatever_it_is_called(name: str, tmp_path: Path):
+    files = [renamed(network(width), "wte.weight", f"{name}.weight") for width in (64, 256)]
+    code, report = verified(tmp_path, *files)
+    assert (code, report["lines"][0]["verdict"], report["guessed"]) == (0, "right", {})
+    files[1][f"{name}.weight"]["lr"] /= 4
+    code, report = verified(tmp_path, *files)
+    (finding,) = report["lines"][0]["findings"]
+    assert (code, finding["names"], finding["role"]) == (1, [f"{name}.weight"], "token_embedding")
+
+
+def test_a_matrix_that_is_called_an_embedding_is_told_by_its_shapes(tmp_path: Path):
+    files = []
+    for width in (64, 256):
+        contents = network(width)
+        matrix = {"shape": [width, 12], "std": 0.3, "lr": 6e-4, "wd": 0.0, "eps": 1e-8}
+        files.append({
+            "embed.weight": matrix,
+            "time_embed.2.weight": {**matrix, "shape": [width, width], "std": width**-0.5,
+                                    "lr": 6e-4 * 64 / width, "eps": 1e-8 * 64 / width},
+            "time_embed.2.bias": {"shape": [width], "lr": 6e-4},
+            **contents,
+        })  # fmt: skip
+    code, report = verified(tmp_path, *files)
+    assert code == 0
+    assert report["guessed"] == {"embed.weight": "patch_embedding", "time_embed.2.weight": "hidden"}
+
+
+def test_a_bias_of_a_hidden_matrix_in_a_block_is_judged_as_a_vector(tmp_path: Path):
+    """Such as those of torchvision's `mlp.0`, whose name says nothing."""
+    files = []
+    for width in (64, 256):
+        contents = network(width)
+        for layer in range(2):
+            contents[f"h.{layer}.mlp.0.weight"] = contents.pop(f"h.{layer}.mlp.c_fc.weight")
+            bias = {"shape": [4 * width], "lr": 6e-4, "eps": 1e-8 * 64 / width}
+            contents[f"h.{layer}.mlp.0.bias"] = bias
+        files.append(contents)
+    assert verified(tmp_path, *files)[0] == 0
+    for layer in range(2):
+        files[1][f"h.{layer}.mlp.0.bias"]["lr"] /= 4
+    code, report = verified(tmp_path, *files)
+    (finding,) = [f for f in report["lines"][0]["findings"] if f["severity"] == "fault"]
+    assert (code, finding["names"]) == (1, ["h.*.mlp.0.bias"])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_fused_matrix_shows_its_key_heads_beside_what_reads_the_heads(
+    kv_heads: int, tmp_path: Path
+):
+    """Heads of 16 grow from 4 to 16, or stay 8 in a model that is narrower than its heads."""
+    for heads_of in ({64: 4, 256: 16}, {64: 8, 256: 32}):
+        files = []
+        for width, heads in heads_of.items():
+            contents = network(width, head_dim=16, attention=1 / 16)
+            for layer in range(2):
+                for name in ("q_proj", "k_proj", "v_proj"):
+                    del contents[f"h.{layer}.attn.{name}.weight"]
+                out = contents[f"h.{layer}.attn.o_proj.weight"]
+                rows = 16 * (heads + 2 * kv_heads)
+                contents[f"h.{layer}.attn.qkv.weight"] = {**out, "shape": [rows, width]}
+                out.update(shape=[width, 16 * heads], std=(16 * heads) ** -0.5)
+            files.append(contents)
+        code, report = verified(tmp_path, *files)
+        assert (code, report["lines"][0]["verdict"]) == (0, "right"), report["lines"][0]["findings"]
+        assert report["lines"][0]["grows"].get("kv_heads") is None
+
+
+def test_what_some_parameters_lack_is_in_the_first_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def without(column: str, value: float | None) -> list[Contents]:
+        def change(name: str, entry: Contents) -> Contents | None:
+            return {column: value} if "c_fc" in name else None
+
+        return [changed(network(width), change) for width in (64, 256)]
+
+    code, text = shown(capsys, tmp_path, *without("lr", None))
+    assert code == 0
+    assert text.startswith(
+        "RIGHT: nothing is wrong in what the files say as width grows x4, held against mup; "
+        "not judged, because the files lack it: lr of h.*.mlp.c_fc.weight."
+    )
+    _, text = shown(capsys, tmp_path, *without("std", None))
+    assert "files lack it: std of h.*.mlp.c_fc.weight." in text
+    _, text = shown(capsys, tmp_path, *without("lr", 0.0))
+    assert "files lack it: lr above 0 of h.*.mlp.c_fc.weight." in text
+    _, text = shown(capsys, tmp_path, network(64), network(256))
+    assert "lack" not in text
+
+
+def test_an_unknown_factor_of_branches_is_in_the_first_line_where_depth_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    files = [network(64, layers, branch=None) for layers in (2, 8)]
+    _, text = shown(capsys, tmp_path, *files)
+    first_line = text.split(" Next: ")[0]
+    assert first_line.endswith("not judged, because the files lack it: branch.")
+
+
+@pytest.mark.parametrize("exponent", [-1.0, -0.5, 0.0, -0.25])
+def test_a_factor_on_branches_is_judged_alike_as_a_multiplier_of_their_last_matrices(
+    exponent: float, tmp_path: Path
+):
+    files = [network(64, 2, branch=1.0), network(64, 8, branch=4.0**exponent)]
+    code, as_branch = verified(tmp_path, *files)
+
+    def moved(name: str, entry: Contents) -> Contents | None:
+        del entry
+        is_last = "o_proj" in name or "c_proj" in name
+        return {"multiplier": 4.0**exponent} if is_last else None
+
+    files[1] = changed(network(64, 8, branch=1.0), moved)
+    moved_code, as_multiplier = verified(tmp_path, *files)
+    assert moved_code == code
+    if exponent in (-1.0, -0.5):
+        del as_branch["notes"], as_multiplier["notes"]
+        assert as_multiplier == as_branch
+
+
+def test_what_is_wrong_under_sgd_is_not_explained_by_rules_of_adam(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    files = [network(width, optimizer="sgd") for width in (64, 256)]
+    code, text = shown(capsys, tmp_path, *files)
+    assert code == 1
+    assert (
+        "ln_1.weight (block.norm_gain): the learning rate stays and should grow as width^1" in text
+    )
+    assert "is to stay" not in text
+
+
+def test_a_std_that_falls_is_not_said_to_be_one_for_all_widths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # The std falls as width^-0.25, and is to fall as width^-0.5.
+    def slower(name: str, entry: Contents) -> Contents | None:
+        return {"std": entry["std"] * 2.0} if name.startswith("h.") and "ln" not in name else None
+
+    _, text = shown(capsys, tmp_path, network(64), changed(network(1024), slower))
+    assert "the initial size falls as width^-0.25" in text
+    assert "One std for every width" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("fusedadam", "adamw"), ("adamw8bit", "adamw"), ("adam8bit", "adam")]
+)
+def test_classes_that_train_as_a_known_optimizer_are_known(
+    name: str, optimizer: str, tmp_path: Path
+):
+    _, report = verified(tmp_path, *(network(width, optimizer=name) for width in (64, 256)))
+    assert report["lines"][0]["optimizer"] == optimizer
+
+
+def test_a_flag_says_which_optimizer_an_unknown_one_is_like(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    files = [network(width, optimizer="nadam") for width in (64, 256)]
+    code, text = shown(capsys, tmp_path, *files)
+    assert code == 2
+    assert "0.json: no optimizer is named 'nadam'; write --optimizer with the nearest of" in text
+    assert shown(capsys, tmp_path, *files, flags=("--optimizer", "adam"))[0] == 0
