@@ -32,7 +32,7 @@ from mupax.presets.verify.sentences import Finding
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """A published mistake, with a test for findings that show it.
+    """Mistake that others have made and written about, with a test that recognizes it.
 
     Attributes:
         name: Name in a few words.
@@ -40,8 +40,8 @@ class Mistake:
         source: Place where the mistake is described.
         fits: Function that returns whether a finding shows the mistake. It takes the finding, the
             models of the dumps and the optimizer's family.
-        alone: Whether the mistake leaves all other values right. If so, faults of a second value
-            exclude it.
+        alone: Whether the mistake makes only one kind of value wrong. If so, it is not recognized
+            when the findings have faults in several kinds, such as rate and start.
     """
 
     name: str
@@ -62,10 +62,13 @@ def _near(finding: Finding, exponent: float) -> bool:
 
 
 def _one_rate(line: GrowthSeries) -> bool:
-    """Return whether every parameter has one learning rate, at every size.
+    """Return whether all parameters of each model have the same learning rate.
 
-    Rates are compared with a tolerance. They are means over layers, and a float32 may have rounded
-    them.
+    Rates are compared with the tolerance `EQUAL_RATES`. They are means over layers, and a float32
+    may have rounded them.
+
+    Args:
+        line: Models of the dumps. The common rate may differ between them.
     """
     for model in line.models:
         rates = []
@@ -82,7 +85,10 @@ def _is_vector(finding: Finding) -> bool:
 
 
 def _is_hidden(finding: Finding) -> bool:
-    """Return whether a finding is about matrices of blocks or hidden matrices, not vectors."""
+    """Return whether a finding is about matrices in blocks or hidden matrices.
+
+    It is false for their gains and biases.
+    """
     in_block = finding.role.startswith(("block.", "matrices", "hidden"))
     return in_block and not _is_vector(finding)
 
@@ -245,7 +251,7 @@ MISTAKES = (
         fits=lambda finding, line, family: finding.names[0] == BRANCH and finding.excess > 0.3,
     ),
 )
-"""Mistakes with a source. A finding is taken for the first mistake that fits."""
+"""Published mistakes, tried in this order on every finding."""
 
 STANDARD = Mistake(
     name="base shapes of the target",
@@ -256,15 +262,22 @@ STANDARD = Mistake(
     source="microsoft/mup, issue 41",
     fits=lambda finding, line, family: False,
 )
-"""Mistake that all findings together show, and no single one."""
+"""Mistake that no single finding shows, only the dumps as a whole.
+
+It stands for code in which muP is switched off.
+"""
 
 
 def recognized(
     findings: Sequence[Finding], line: GrowthSeries, family: Family, *, standard: bool
 ) -> list[tuple[Finding | None, Mistake]]:
-    """Return published mistakes with the finding that shows each, at most one per finding.
+    """Return the published mistakes that the findings show, each with the finding that shows it.
+
+    A finding shows at most one mistake, the first that fits.
 
     Args:
+        findings: Findings of one report.
+        line: Models of the dumps.
         standard: Whether the dumps are standard parameterization. If so, the only mistake is
             `STANDARD`, with `None` for the finding.
     """
@@ -421,12 +434,12 @@ class Report:
     """Results for dumps of one model in which some sizes grow together.
 
     Attributes:
-        line: Models of the dumps.
+        line: Models of the dumps, the smallest first.
         optimizer: A name of `OPTIMIZERS`.
-        reference: Preset, with the differences of the dumps from it.
+        reference: Preset that the dumps are compared with, and the differences from it.
         findings: Faults, then cautions.
-        published: Pairs (finding, mistake that it shows). The finding is None for the standard
-            parameterization as a whole.
+        published: Pairs (finding, published mistake that it shows). The finding is None for the
+            mistake of standard parameterization, which the dumps show as a whole.
         limits: Observables that all findings together make worse as the model grows, worst first.
     """
 
@@ -439,7 +452,10 @@ class Report:
 
     @property
     def _reference_label(self) -> str:
-        """Name of the preset. That of depth-mup has its constants, by which variants differ."""
+        """Name of the preset that the dumps are compared with, as printed.
+
+        For depth-mup it includes the constants, because several variants of it are compared.
+        """
         preset = self.reference.preset
         return preset.label if preset.name == "depth-mup" else preset.name
 
@@ -471,10 +487,11 @@ class Report:
         return f"{head}: {counts} {growth}: {subjects}{more}."
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as a dict of plain values, which `--json` prints.
+        """Return the report as a dict that JSON can hold, for `--json`.
 
-        Its keys are "grows", "times", "optimizer", "reference", "verdict", "findings", "published"
-        and "limits".
+        Its keys are "grows" (power of growth by axis), "times" (growth factor of the largest
+        model), "optimizer", "reference" (the preset), "verdict", "findings", "published" (mistakes)
+        and "limits" (observables that become worse).
         """
         findings_json = []
         for finding in self.findings:
@@ -525,7 +542,10 @@ class Report:
         terminal.say("\n" + terminal.table(self._rows(), left=("parameter", "role")))
 
     def _rows(self) -> list[list[str]]:
-        """Return the table's rows, the header first."""
+        """Return the rows of `show_table`'s table, the header first.
+
+        A row has a parameter, its role and one cell for each of `fit.QUANTITIES`.
+        """
         by_name: dict[str, dict[fit.Quantity, differences.Difference]] = {}
         for difference in self.reference.differences:
             by_name.setdefault(difference.name, {})[difference.quantity] = difference
@@ -540,9 +560,10 @@ class Report:
 
 
 def _exponents(difference: differences.Difference | None) -> str:
-    """Return a cell of the table: the exponent, and after "not" the right one if it differs.
+    """Return a table cell with the exponent of a value, such as "-1" or "0 not -1".
 
-    The cell is empty without a difference, and an exponent that could not be fitted is 0.
+    After "not" comes the right exponent, if the value is wrong. The cell is empty without a
+    difference. An exponent that could not be fitted is 0.
     """
     if difference is None:
         return ""
@@ -554,7 +575,12 @@ def _exponents(difference: differences.Difference | None) -> str:
 
 
 def _hanging(head: str, text: str) -> str:
-    """Return the text as a paragraph with a head in the first 8 columns of its first line."""
+    """Return text wrapped to the terminal's width and indented by 8 columns.
+
+    Args:
+        head: Word such as "WRONG", put into the indentation of the first line.
+        text: Text to wrap.
+    """
     # In a pipe `columns` returns 1,000,000, so that the paragraph stays on one line.
     return textwrap.fill(
         text,
@@ -586,7 +612,7 @@ def _notes(dumps: Sequence[Dump], models: Sequence[axes.Model]) -> list[str]:
 
 
 def _guess_notes(model: axes.Model) -> list[str]:
-    """Return one note for each role that shapes gave."""
+    """Return one note for each role guessed from shapes, with the parameters that have it."""
     names_by_role: dict[str, list[str]] = {}
     for name, role in model.guessed.items():
         names_by_role.setdefault(role, []).append(name)
@@ -603,9 +629,10 @@ def _guess_notes(model: axes.Model) -> list[str]:
 
 
 def _unknown_values(models: Sequence[axes.Model]) -> list[str]:
-    """Return words for the values that are not judged, because a file has none of them.
+    """Return descriptions of the values that are not judged because a file has none of them.
 
-    They are std, learning rate, the factor on q.k and, if the depth grows, that on branches.
+    Looked for are std, learning rate, the factor on q.k and, if the depth grows, the factor on
+    branches.
     """
     unknown = []
     if any(_lacks(model, "std") for model in models):
