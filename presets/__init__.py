@@ -145,9 +145,7 @@ def _measured(path: str, constants: list[str], zero_readout: bool) -> Preset:
     """Load the preset of a file of measured scales. Such a preset takes no options.
 
     Args:
-        path: Path of the file.
         constants: Names of the constants that the caller passed.
-        zero_readout: Value that the caller passed.
 
     Raises:
         PresetError: A constant or `zero_readout` is set.

@@ -110,7 +110,8 @@ class JointRule:
     def speaks_of(self, name: str) -> bool:
         """Return whether the rule makes any setting depend on the batch or on the tokens.
 
-        Durations do not count, because they follow the number of steps in every rule.
+        Durations do not count. They may follow the number of steps in a rule that says nothing
+        about tokens.
 
         Args:
             name: "batch" or "tokens".

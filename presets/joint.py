@@ -139,7 +139,6 @@ def _scaled_beta(
         name: Name of the joint rule, for the message.
         ratios: `batch` and `tokens` of the run over the base's, for the message.
         setting: "b1" or "b2", for the message.
-        beta: Beta at the base.
         factor: Factor on 1 - beta.
 
     Raises:
@@ -163,7 +162,6 @@ def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: floa
     empty for the rule "none" and for a rule that `--joint` does not accept.
 
     Args:
-        joint: Rule to judge.
         ratios: `batch` and `tokens` of the run, divided by the base's.
         b1: Adam's beta1 at the base.
         b2: Adam's beta2 at the base.
@@ -258,7 +256,6 @@ def path(
     is the base and the last is the run.
 
     Args:
-        joint: Rule to apply.
         batch: Examples per step at the base and in the run, both above 0.
         tokens: Training tokens at the base and in the run, both above 0.
         b1: Adam's beta1 at the base.

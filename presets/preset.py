@@ -37,9 +37,9 @@ Shape = Literal["base", "absolute"]
 _ATTENTION = frozenset({Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT})
 _HEADS = ("heads", "kv_heads")
 _MOONLIGHT_RMS = 0.2
-"""Root mean square to which steps of Muon are scaled under `muon_scale` = "rms".
+"""Root mean square to which entries of Muon's steps are scaled under `muon_scale` = "rms".
 
-It is about that of Adam's steps (Moonlight, Liu et al. 2025, 2502.16982).
+It is that of Adam's steps (Moonlight, Liu et al. 2025, 2502.16982).
 """
 
 
@@ -298,7 +298,10 @@ class Preset:
         return {}
 
     def _table(self, spec: ParamSpec) -> Rule:
-        """Return the source's row of a parameter, or for an adapter the row derived from it."""
+        """Return a parameter's row in the source's table.
+
+        The row of an adapter is derived from that of the matrix it adapts.
+        """
         if spec.role in ADAPTERS:
             # Few runs have adapters: imported only for them.
             from mupax.presets import adapters
@@ -332,9 +335,10 @@ class Preset:
         return rule
 
     def _in_form(self, rule: Rule, spec: ParamSpec) -> Rule:
-        """Return a rule of the native form in the preset's form.
+        """Convert a rule from the native form to the form of this preset.
 
-        The rule of a router's bias is returned unchanged.
+        Forms differ in where multipliers are placed. The rule of a router's bias is returned
+        unchanged.
 
         Raises:
             PresetError: The readout is tied and the form is "plain", or the form is "table-9" and
@@ -433,7 +437,6 @@ class Preset:
         and weight decay are factors on the optimizer's own settings.
 
         Args:
-            spec: Declaration of the parameter.
             sizes: Size of every logical axis of the model.
             optimizer: Name in `Preset.optimizers`.
             decay: "coupled" (w -= lr * wd * w) or "independent" (w -= wd * w, where wd follows the
@@ -474,7 +477,6 @@ class Preset:
         set. A weight decay that does not apply is 0.
 
         Args:
-            spec: Declaration of the parameter.
             sizes: Size of every logical axis of the model.
             optimizer: Name in `Preset.optimizers`.
             decay: "coupled" or "independent", as in `scales`.
@@ -496,7 +498,6 @@ class Preset:
         source's constant (`Rule.init_constant`) and, for a gain, by `ParamSpec.start`.
 
         Args:
-            spec: Declaration of the parameter.
             sizes: Size of every logical axis of the model. It is read only for axes that the base
                 does not name.
         """

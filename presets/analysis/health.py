@@ -171,7 +171,6 @@ class Health:
         grow if a single axis of `ALONE` grows.
 
         Args:
-            spec: Declaration of the parameter.
             move: Result of `_movement`. `None`, an unknown movement, is no fault.
             lazy: Whether the steps of all matrices and embeddings before the readout move the
                 stream less and less.
@@ -339,7 +338,6 @@ def _vector_movement(spec: ParamSpec, change: float, limit: Limit) -> float | No
     much.
 
     Args:
-        spec: Declaration of the gain or bias.
         change: Exponent of the change of its entries.
         limit: Limit of the part of the model that the vector is in.
 
@@ -392,7 +390,6 @@ def _through_logits(change: float, limit: Limit) -> float:
 
     Args:
         change: Exponent of the change of the logits.
-        limit: Limit in which the exponents hold.
     """
     if change > 0:
         return change

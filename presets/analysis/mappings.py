@@ -219,7 +219,6 @@ class Stack:
         """Add the stack's exponents to `powers` in place, and return its outgoing backward signal.
 
         Args:
-            powers: Result that is filled.
             grad_stream: Exponent of the backward signal at the residual stream.
 
         Returns:
@@ -262,9 +261,7 @@ class Stack:
         """Add the exponents of one attention to `powers` in place.
 
         Args:
-            powers: Result that is filled.
             label: Kind of the attention: "", "encoder " or "cross ".
-            attention: Exponents of the forward pass.
             grad_out: Exponent of the backward signal at the output of the attention.
 
         Returns:
@@ -319,7 +316,6 @@ class Stack:
         It is rate * |gradient|^2, summed over blocks, as an exponent.
 
         Args:
-            powers: Result that is filled.
             name: Name of the weight in reports, the key of the new entry.
             grad_output: Exponent of the backward signal at the weight's output.
             inputs: Exponent of the entries of the weight's inputs.

@@ -178,7 +178,6 @@ def _verdict(
     Args:
         observable: Key of `exponents`.
         limit: Key of `LIMITS` or `EXPERT_LIMITS`.
-        exponent: Rounded exponent of the observable.
         exponents: Exponents of all observables in this limit.
         family: Family of the optimizer. Some backward signals matter only under "sgd".
     """

@@ -172,7 +172,7 @@ def find(word: str) -> Tuned:
     """Load the tuned preset that an argument of `--preset` names.
 
     Args:
-        word: PRESET:NAME or PRESET:PATH.json.
+        word: Argument of `--preset`: PRESET:NAME or PRESET:PATH.json.
 
     Raises:
         PresetError: No tuned preset has the name, the tuned preset no longer comes with mupax, its
@@ -313,7 +313,7 @@ def _curve(study: Mapping[str, Any]) -> str:
     A loss of null is written as "diverged".
 
     Args:
-        study: Provenance of a tuned preset.
+        study: Provenance of a tuned preset, `Tuned.provenance`.
     """
     points = []
     for log2_lr, loss in zip(study["log2_lr"], study["loss"], strict=True):

@@ -84,7 +84,6 @@ class Table:
 
         Args:
             name: Field that has the factors, for the message.
-            residual: Factors to check.
             stack: Stack of the factors, the encoder or the decoder.
         """
         layers = self.sizes.get(stack.axis)
@@ -281,7 +280,6 @@ def _residual(name: str, value: Any) -> Residual:
 
     Args:
         name: Name of the entry in the file, for the message.
-        value: Contents of the entry.
 
     Raises:
         PresetError: The value is not a list of lists of lists.

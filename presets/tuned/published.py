@@ -115,7 +115,6 @@ def values(
     Args:
         tuned: Tuned preset, whose optimizer settings are used.
         preset: Preset made from `tuned`, which has one value for all layers.
-        spec: Declaration of the parameter.
         sizes: Size of every logical axis of the model.
     """
     optimizer = tuned.optimizer
@@ -136,7 +135,7 @@ def nearest(tuned: Published, width: int) -> Mapping[str, Any]:
     The relative difference of the widths counts.
 
     Args:
-        width: Width of the user's model.
+        width: Size of the axis "embed" in the user's model.
     """
 
     def distance(table: Mapping[str, Any]) -> float:

@@ -313,7 +313,6 @@ def same_keys(where: str, keys: Iterable[str], names: Collection[str]) -> None:
 
     Args:
         where: Name of the object, with which the message begins.
-        keys: Keys that the object has.
         names: Keys that the object must have, in the order of the message.
     """
     missing = sorted(set(names) - set(keys))
@@ -329,7 +328,6 @@ def _check(path: str, value: Any, schema: Any, optional: Collection[str]) -> Non
 
     Args:
         path: Keys from the top of the file to the value, joined by dots. Empty for the file itself.
-        value: Value to check.
         schema: `_SCHEMA`, `_PUBLISHED` or a part of them.
         optional: Names of entries that may be missing, at any depth.
     """

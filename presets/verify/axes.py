@@ -134,7 +134,7 @@ def check_ranks(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]]) -
     """Raise an error if a parameter has another number of dimensions in one file than in the first.
 
     Args:
-        sources: Names of the files, for messages.
+        sources: Names of the files, for messages. Each is compared with the first.
         shapes: Shapes by parameter, in the order of `sources`.
 
     Raises:
@@ -205,7 +205,6 @@ def check_growth(base: Model, model: Model) -> None:
 
     Args:
         base: First model, to which growth is relative.
-        model: Same model at another size.
 
     Raises:
         PresetError: The message names the parameter, both shapes and the axes.

@@ -276,8 +276,6 @@ def recognized(
     A finding shows at most one mistake, the first that fits.
 
     Args:
-        findings: Findings of one report.
-        line: Models of the dumps.
         standard: Whether the dumps are standard parameterization. If so, the only mistake is
             `STANDARD`, with `None` for the finding.
     """
@@ -579,7 +577,6 @@ def _hanging(head: str, text: str) -> str:
 
     Args:
         head: Word such as "WRONG", put into the indentation of the first line.
-        text: Text to wrap.
     """
     # In a pipe `columns` returns 1,000,000, so that the paragraph stays on one line.
     return textwrap.fill(

@@ -135,8 +135,6 @@ def differences(
     branches, and initial size and learning rate of a tied readout.
 
     Args:
-        laws: Power laws of the preset.
-        line: Models of the dumps.
         optimizer: A name of `OPTIMIZERS`.
         decay: "coupled" if weight decay is multiplied by the learning rate.
     """

@@ -76,8 +76,6 @@ def consequences_of_all(reference: Reference, line: GrowthSeries, family: Family
 
     Args:
         reference: Preset that the dumps are compared with, and the differences from it.
-        line: Models of the dumps.
-        family: Family of the dumps' optimizer.
     """
     wrong = _wrong_differences(reference)
     with_wrong_rate = {d.name for d in wrong if d.quantity == "rate"}
@@ -106,10 +104,6 @@ def _follows(d: Difference, wrong: Sequence[Difference]) -> bool:
     This is so for the decay lr*wd ("pull") of a parameter with a wrong learning rate. It is also so
     for the initial size ("start") of a tied readout, if that of the embedding is wrong. The two
     differences must have nearly the same excess.
-
-    Args:
-        d: Difference to judge.
-        wrong: All differences that are wrong.
     """
     if d.quantity == "pull":
         causes = [cause for cause in wrong if cause.name == d.name and cause.quantity == "rate"]
@@ -205,8 +199,6 @@ def _finding(
         members: Differences with the same `_group_key`, so that one finding names all of them.
         value_name: Value that the finding calls wrong, which may be the multiplier.
         reference: Preset that the dumps are compared with, and the differences from it.
-        line: Models of the dumps.
-        family: Family of the dumps' optimizer.
     """
     first = members[0]
     names = tuple(d.name for d in members)
@@ -310,8 +302,6 @@ def _small_readout(
     Args:
         d: Difference that stands for all of them.
         names: Names of all parameters with this difference.
-        line: Models of the dumps.
-        family: Family of the dumps' optimizer.
     """
     if family == "sgd":
         why = (
@@ -343,7 +333,6 @@ def _loud_readout(d: Difference, names: tuple[str, ...], line: GrowthSeries) -> 
     Args:
         d: Difference that stands for all of them.
         names: Names of all parameters with this difference.
-        line: Models of the dumps.
     """
     growth = power(line.word, d.excess)
     return Finding(
@@ -369,8 +358,6 @@ def _cautions(
 
     Args:
         reference: Preset that the dumps are compared with, and the differences from it.
-        line: Models of the dumps.
-        family: Family of the dumps' optimizer.
         reported: Findings on differences. One on `LOGITS` replaces the caution on attention.
     """
     cautions = []
@@ -426,7 +413,6 @@ def _root_attention(
     Args:
         logits: Difference of `LOGITS`, which is right for the preset.
         reference: Preset that the dumps are compared with, and the differences from it.
-        line: Models of the dumps.
         excess: Exponent of the factor minus that of 1/head_dim, in powers of the growing size.
     """
     model = line.models[-1]
@@ -498,10 +484,7 @@ def _worst_consequence(
 
     Args:
         members: Differences of one group. Each is put into the preset alone.
-        value_name: Value that their finding calls wrong.
         reference: Preset that the dumps are compared with, and the differences from it.
-        line: Models of the dumps.
-        family: Family of the dumps' optimizer.
     """
     worst = None
     # Lower than the absolute value of any exponent, so that an exponent of 0 counts, too.

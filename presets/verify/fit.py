@@ -190,7 +190,7 @@ def _fastest_axis(ratios: Mapping[str, float]) -> str:
     It is the width if the width grows, else the axis of the largest ratio, the first of equals.
 
     Args:
-        ratios: Growth factor by axis.
+        ratios: Size in the model divided by the base's, by axis.
     """
     if ratios["embed"] > _SAME_SIZE:
         return "embed"
@@ -254,7 +254,6 @@ def value(power: Power, model: Model, parameter: Parameter | None = None) -> flo
     """Return the value of a power law at a model's sizes, with 1 as the base size of every axis.
 
     Args:
-        power: Law to evaluate.
         model: Model whose sizes are used. An axis that the model does not have has size 1.
         parameter: Parameter whose own sizes replace those of the model.
     """

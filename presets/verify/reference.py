@@ -109,7 +109,6 @@ def closest(
     instead. Differences in eps and weight decay alone do not count.
 
     Args:
-        line: Models of the dumps.
         optimizer: A name of `OPTIMIZERS`.
         decay: "coupled" if weight decay is multiplied by the learning rate.
         named: Preset that a user asks for, which is then chosen. `None` chooses among `ORDER`.
@@ -164,7 +163,6 @@ def _may_have_its_attention(reference: Reference, line: GrowthSeries) -> bool:
 
     Args:
         reference: Preset to try, with the dumps' differences from it.
-        line: Models of the dumps.
     """
     growth = line.growth.get("head_dim", 0.0)
     if not growth or reference.preset.logits.growth({"head_dim": 1.0}) < -1 + TOLERANCE:

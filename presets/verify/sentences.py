@@ -134,7 +134,6 @@ def consequence(
         d: Difference of the value from the preset.
         value_name: Value that the finding calls wrong, which may be the multiplier.
         worst: Observable that becomes worst, with its exponent. `None` if `limits` shows none.
-        line: Models of the dumps.
     """
     if d.has_outlier:
         size = line.models[d.outlier].sizes.get(line.axis, 1)
@@ -154,7 +153,6 @@ def _observable_consequence(row: str, entry: Entry, word: str) -> str:
 
     Args:
         row: Name of the observable, such as "weight movement, readout".
-        entry: Exponent and verdict of the observable.
         word: Word for what grows, such as "width".
     """
     observable, _, group = row.partition(", ")
@@ -173,7 +171,6 @@ def _value_consequence(excess: float, value_name: ValueName, word: str) -> str:
 
     Args:
         excess: Exponent of the value minus the right one.
-        value_name: Value that the finding calls wrong.
         word: Word for what grows, such as "width".
     """
     # A larger eps makes the update smaller.
@@ -209,7 +206,6 @@ def remedy(d: Difference, value_name: ValueName, line: GrowthSeries) -> str:
     Args:
         d: Difference of the value from the preset.
         value_name: Value that the finding calls wrong, which may be the multiplier.
-        line: Models of the dumps.
     """
     if d.slope is None:
         return "Start it at zero, or not, at every size"
@@ -245,7 +241,7 @@ def _multiply(operand: str, present: float | None, factor: float, place: str) ->
     Args:
         operand: Words for what is multiplied, such as "q.k".
         present: Multiplier in the dump. `None` counts as 1.
-        factor: Right multiplier over the present one.
+        factor: Right multiplier, divided by `present`.
         place: Words for the size, such as "at width 256".
     """
     right = (present or 1) * factor
