@@ -149,7 +149,7 @@ FOLLOWS = {
     "stem_next": "embed",
     "encoder_layers": "layers",
 }
-"""Axes whose base size is that of another axis, unless the base has a size of their own."""
+"""Axes whose base size is that of another axis, unless the base has their own size."""
 
 RUN_AXES = {"batch": "examples in a step", "tokens": "tokens, of images images, seen in all"}
 """Quantities of a run that a base may have in addition to sizes, with their meaning.

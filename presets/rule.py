@@ -300,7 +300,8 @@ def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[
 class Scales:
     """Values of one parameter under a preset at given sizes.
 
-    A field is one number, or a tuple with one number per layer.
+    A field is one number, or a tuple with one number per layer. `Preset.factors` returns values
+    relative to those at the base.
 
     Attributes:
         multiplier: Factor on the parameter in the forward pass.

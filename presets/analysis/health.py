@@ -32,9 +32,9 @@ Column = Literal["init_std", "lr", "eps"]
 """Judged part of a row: initial size (multiplier * std), step (multiplier, lr) or Adam's eps."""
 
 ALONE = ("embed", "memory", "mlp", "heads", "kv_heads", "head_dim")
-"""Axes that the limits grow together and that are also grown one at a time.
+"""Axes of width, which health checks also grow one at a time.
 
-If one axis grows alone, a row that uses the wrong axis as its fan-in shows.
+A rule whose fan-in names the wrong axis shows only if one of these axes grows alone.
 """
 
 _TOLERANCE = 0.01
@@ -57,8 +57,7 @@ class Trouble:
     Attributes:
         word: Kind of the fault: "explodes", "vanishes", "frozen", "lazy", "eps dominates" (over the
             gradient) or "eps fades" (next to the gradient).
-        exponent: Power of the growing size with which the judged quantity goes. A right table has
-            0.
+        exponent: Power of the growing size with which the judged quantity goes. It should be 0.
         axis: Axis that has to grow alone for the fault to show. `None` if the fault shows in the
             limit that was judged.
     """
@@ -78,7 +77,7 @@ class Health:
     """Judge of a preset's table in one limit: of initial size, steps and eps of each parameter.
 
     A limit lets some sizes of the model, such as the widths, go to infinity as powers of one size
-    t. Exponents are powers of t.
+    t. A quantity with the growth exponent x goes as t^x.
 
     Attributes:
         preset: Preset whose table is judged, in any form.
@@ -155,9 +154,10 @@ class Health:
         return None
 
     def _initial_output(self, spec: ParamSpec, limit: Limit) -> float:
-        """Return the exponent of W x at initialization, for a parameter W and an x of order one.
+        """Return the growth exponent of W x at initialization, for a parameter W.
 
-        For a gain this is the exponent of its own entries.
+        Entries of x are of order one and independent of W. For a gain this is the exponent of its
+        own entries.
         """
         row = self.preset.row(spec)
         return limit.x(row.multiplier * row.init_std) + _product(spec.fan_in, limit) / 2
@@ -194,13 +194,13 @@ class Health:
         return None
 
     def _step_output(self, spec: ParamSpec, limit: Limit) -> float:
-        """Return the exponent of dW x, for one optimizer step dW of W and an x that made the step.
+        """Return the growth exponent of dW x, for one step dW of W and an x that made the step.
 
         Entries of x are of order one.
 
         Args:
             limit: Limit in which one axis grows alone. The result is 0, which is no fault, for axes
-                along which the steps of right tables grow as well.
+                along which steps grow even under right rules.
         """
         # A preset whose eps does not follow uneven growth makes no claim for a width alone.
         if "embed" in limit.growth and not self.preset.uneven:
@@ -250,7 +250,7 @@ class Health:
         return None
 
     def _gradient_over_eps(self, spec: ParamSpec, limit: Limit) -> float | None:
-        """Return the exponent of the ratio of a parameter's gradient to Adam's eps.
+        """Return the growth exponent of the ratio of a parameter's gradient to Adam's eps.
 
         `None` means that the optimizer has no eps for this parameter, or that its gradient is
         unknown.
@@ -290,7 +290,7 @@ class Health:
         return self.limit.x(self.preset.vanishing[key])
 
     def _rate(self, spec: ParamSpec, limit: Limit) -> float:
-        """Return the exponent of the learning rate of an effective weight, multiplier * w.
+        """Return the growth exponent of the learning rate of an effective weight, multiplier * w.
 
         A step of multiplier * w is multiplier * lr times the optimizer's direction for w.
         """
@@ -298,10 +298,11 @@ class Health:
         return limit.x(row.multiplier) + limit.x(row.lr(limit.family))
 
     def _movement(self, spec: ParamSpec) -> float | None:
-        """Return the exponent of the residual stream's change by one parameter's steps alone.
+        """Return the growth exponent of the stream's change by steps of one parameter alone.
 
-        The change is relative to the size of the stream. For a readout it is the change of the
-        output. The exponent is 0 in a good table. `None` means that it is unknown.
+        The change of the residual stream is relative to its size. For a readout it is the change of
+        the output. The exponent is 0 if the learning rate scales as it should. `None` means that it
+        is unknown.
         """
         limit = self.limit.of(spec.part)
         name = limit.names.get(spec.role)
@@ -400,7 +401,7 @@ def _through_logits(change: float, limit: Limit) -> float:
 def _bounded(spec: ParamSpec) -> bool:
     """Return whether a parameter is a matrix in an attention or a dense MLP branch.
 
-    In a right table the initial size and the steps of such a matrix do not grow if one axis grows
+    Under right rules the initial size and the steps of such a matrix do not grow if one axis grows
     alone, so `Health` also checks them axis by axis. Matrices of experts fail this check: their
     rules contain the ratio of expert size to width, which grows without bound.
     """
@@ -408,5 +409,9 @@ def _bounded(spec: ParamSpec) -> bool:
 
 
 def _product(axes: Iterable[str], limit: Limit) -> float:
-    """Return the exponent with which the product of some axes' sizes grows in a limit."""
+    """Return the growth exponent of a product of axes: the sum of the powers with which they grow.
+
+    Args:
+        axes: Names of the axes, such as a parameter's fan-in.
+    """
     return sum(limit.growth.get(axis, 0.0) for axis in axes)

@@ -29,11 +29,11 @@ from mupax.presets.rule import Power
 
 
 class Limit:
-    """Exponents of a transformer's quantities as some of its sizes go to infinity together.
+    """Growth exponents of a transformer's quantities as some of its sizes go to infinity together.
 
-    The sizes in `growth` are powers of one size t. A quantity with the exponent x goes as t^x.
-    Exponents are those of root-mean-square entries, computed from a preset's rules in the order of
-    a training step: forward, backward, update.
+    The sizes in `growth` are powers of one size t. A quantity with the growth exponent x goes as
+    t^x. Exponents are those of root mean square entries, computed from a preset's rules in the
+    order of a training step: forward, backward, update.
 
     Args:
         family: Optimizer family, which chooses the columns of the rules.
@@ -134,16 +134,16 @@ class Limit:
         return self._parts[part]
 
     def x(self, power: Power) -> float:
-        """Return the exponent with which a power law of the preset's rules grows in this limit."""
+        """Return the growth exponent of a power law of the preset's rules in this limit."""
         return power.growth(self.growth)
 
     def weight(self, name: str) -> float:
-        """Return the exponent of the effective entries of a weight, multiplier * std."""
+        """Return the growth exponent of the effective entries of a weight, multiplier * std."""
         row = self.rows[name]
         return self.x(row.multiplier * row.init_std)
 
     def random(self, name: str, entries: float = 0.0) -> float:
-        """Return the exponent of W x at initialization, for an x that is independent of W.
+        """Return the growth exponent of W x at initialization, for an x that is independent of W.
 
         Args:
             name: Name of W in `SPECS`.
@@ -153,9 +153,10 @@ class Limit:
         return self.weight(name) + self.fan_in[name] / 2 + entries
 
     def carried(self, name: str, change: float) -> float:
-        """Return the largest exponent of W dx for a change dx, reached if dx is aligned with W.
+        """Return the growth exponent of W dx for a change dx that is aligned with W.
 
-        W acts on dx by its operator norm, converted to root mean squares of inputs and outputs.
+        W then acts by its operator norm, converted to root mean squares of inputs and outputs. No
+        other change of this size has a larger W dx.
 
         Args:
             name: Name of W in `SPECS`.
@@ -169,9 +170,10 @@ class Limit:
 
     @functools.cached_property
     def effective_gradient(self) -> dict[str, float]:
-        """Exponents by name of the gradients of effective weights, multiplier * stored weight.
+        """Growth exponents of the gradients of effective weights, by name of the weight.
 
-        The gradient at the model's output is of order one.
+        An effective weight is multiplier * stored weight. The gradient at the model's output is of
+        order one.
         """
         effective = {}
         for name, exponent in self.gradient.items():
@@ -179,14 +181,14 @@ class Limit:
         return effective
 
     def gradient_over_eps(self, name: str) -> float:
-        """Return the exponent of the ratio of a stored weight's gradient to Adam's eps.
+        """Return the growth exponent of the ratio of a stored weight's gradient to Adam's eps.
 
         The ratio should not change with size, so the exponent should be 0.
         """
         return self.gradient[name] - self.x(self.rows[name].eps_of(self.family))
 
     def _product(self, axes: tuple[str, ...]) -> float:
-        """Return the exponent with which the product of some axes' sizes grows in this limit."""
+        """Return the growth exponent of a product of axes, the sum of the axes' powers."""
         return sum(self.growth.get(axis, 0.0) for axis in axes)
 
     def _initialize(self, preset: Preset) -> None:
@@ -277,25 +279,26 @@ class Limit:
             self.unaligned = independent - largest
 
     def direction(self, name: str) -> float:
-        """Return the exponent of the entries of the optimizer's update before the learning rate.
+        """Return the growth exponent of the entries of the optimizer's direction for one weight.
 
-        Under SGD the update is the gradient. Other optimizers divide by the gradient's size, so the
-        exponent is 0. Adam's eps is ignored.
+        The direction is the update before the learning rate. Under SGD it is the gradient. Other
+        optimizers divide by the gradient's size, so the exponent is 0. Adam's eps is ignored.
         """
         if self.family == "sgd":
             return self.gradient[name]
         return 0.0
 
     def rate(self, name: str) -> float:
-        """Return the exponent of the learning rate of an effective weight, multiplier * stored.
+        """Return the growth exponent of an effective weight's learning rate.
 
-        This is the sum of the exponents of multiplier and learning rate.
+        The effective weight is multiplier * stored weight, so this is the sum of the exponents of
+        multiplier and learning rate.
         """
         row = self.rows[name]
         return self.x(row.multiplier) + self.x(row.lr(self.family))
 
     def coherence(self, spec: ParamSpec) -> float:
-        """Return the exponent of the spectral norm of a step of Muon at learning rate 1.
+        """Return the growth exponent of the spectral norm of a step of Muon at learning rate 1.
 
         It is 0 for a matrix that is orthogonalized as a whole. Blocks that are orthogonalized
         separately add up coherently, because each takes the same input and output directions as the
@@ -307,7 +310,7 @@ class Limit:
         return self.x(self.preset.muon.coherence(spec))
 
     def step(self, name: str) -> float:
-        """Return the exponent of the entries of one step of an effective weight.
+        """Return the growth exponent of the entries of one step of an effective weight.
 
         The effective weight is multiplier * stored weight.
         """
@@ -324,7 +327,7 @@ class Limit:
         return self.rate(name) - max(fan_in, fan_out) / 2
 
     def acts(self, name: str, entries: float = 0.0) -> float:
-        """Return the exponent of dW x, for one optimizer step dW and the input x that caused it.
+        """Return the growth exponent of dW x, for one step dW and the input x that caused the step.
 
         Args:
             name: Name of W in `SPECS`.
@@ -410,10 +413,10 @@ class Limit:
         return tuple(movers)
 
     def first_order(self, name: str) -> float:
-        """Return the exponent of the output's change by one step of one weight, in all blocks.
+        """Return the growth exponent of the output's change by one step of one kind of weight.
 
-        This is the sum of gradient times step over all entries of the weight, with terms of one
-        sign.
+        This is the sum of gradient times step over all entries of the weight and all blocks, with
+        terms of one sign.
 
         Args:
             name: Name of the weight in `SPECS`.
@@ -439,7 +442,10 @@ class Limit:
         return rate + self.direction(name) + self.gradient[name] + entries + blocks
 
     def movement(self, name: str) -> float:
-        """Return the exponent of a step's relative size: its spectral norm over the weight's."""
+        """Return the growth exponent of a step's relative size.
+
+        It is the spectral norm of the step over that of the weight.
+        """
         fan_in = self.fan_in[name]
         fan_out = self.fan_out[name]
         if self.orthogonal(name):
@@ -451,7 +457,7 @@ class Limit:
         return norm - (self.weight(name) + max(fan_in, fan_out) / 2)
 
     def observables(self) -> dict[str, float]:
-        """Return the exponents of all observables, by their names in reports.
+        """Return the growth exponents of all observables, by their names in reports.
 
         An observable is a quantity that `mupax presets limits` shows, such as "attention logits" or
         "weight movement, readout". Observables of experts need a model with experts. "gradient over
@@ -484,7 +490,7 @@ class Limit:
         return exponents
 
     def _dense_observables(self) -> dict[str, float]:
-        """Return the exponents of observables that every model has, by their names in reports.
+        """Return the growth exponents of the observables that every model has, by name.
 
         `observables` adds those of groups of weights, such as "weight movement, readout".
         """
@@ -511,7 +517,7 @@ class Limit:
         }
 
     def _expert_observables(self) -> dict[str, float]:
-        """Return the exponents of the observables of a layer of experts and of its router."""
+        """Return the growth exponents of the observables of experts and their router, by name."""
         own_step = self.acts("MLP out", self.hidden)
         through_hidden = self.carried("MLP out", self.d_hidden)
         return {

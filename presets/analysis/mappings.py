@@ -67,10 +67,10 @@ A matrix whose output is a mapping has the name of that mapping.
 
 @dataclasses.dataclass
 class Exponents:
-    """Exponents of a transformer's mappings and weights, by the names that reports use.
+    """Growth exponents of a transformer's mappings and weights, by the names that reports use.
 
-    An exponent is a power of the dimension that grows. A mapping is a step from one activation of a
-    block to the next, such as "q", "logits" or "MLP in".
+    A quantity with the growth exponent x goes as the growing dimension to the power x. A mapping is
+    a step from one activation of a block to the next, such as "q", "logits" or "MLP in".
 
     Attributes:
         signal: Root mean square entries of every mapping's output at initialization.
@@ -164,7 +164,7 @@ class Stack:
         return self.growth.get(axis, 0.0)
 
     def _weight(self, name: str) -> float:
-        """Return the exponent of the entries of a weight, multiplier * std.
+        """Return the growth exponent of the entries of a weight, multiplier * std.
 
         Args:
             name: Name in reports without "encoder ", which the stack adds.
@@ -176,7 +176,7 @@ class Stack:
         return _growth(row.multiplier * row.init_std, self.growth)
 
     def _random(self, name: str, fan_in: float) -> float:
-        """Return the exponent of W x, for an x of order one that is independent of W.
+        """Return the growth exponent of W x, for an x of order one that is independent of W.
 
         Args:
             name: Name of W, as for `_weight`.
@@ -185,7 +185,7 @@ class Stack:
         return self._weight(name) + fan_in / 2
 
     def _attention(self, label: str, read: float) -> Attention:
-        """Return the exponents of one attention's forward pass.
+        """Return the growth exponents of one attention's forward pass.
 
         Args:
             label: Kind of the attention: "" and "encoder " are self-attention, "cross " is
@@ -333,7 +333,7 @@ class Stack:
 
 
 def exponents(preset: Preset, growth: Mapping[str, float], *, encoder: bool = False) -> Exponents:
-    """Return the exponents of all mappings and weights of a decoder or an encoder-decoder.
+    """Return the growth exponents of all mappings and weights of a decoder or an encoder-decoder.
 
     Args:
         growth: Power of the dimension that grows, by axis. Axes that are left out are fixed.
@@ -362,7 +362,7 @@ def exponents(preset: Preset, growth: Mapping[str, float], *, encoder: bool = Fa
 
 
 def _growth(power: Power, growth: Mapping[str, float]) -> float:
-    """Return the exponent with which a power law grows, if its axes grow as `growth` says.
+    """Return the growth exponent of a power law, if its axes grow as `growth` says.
 
     Args:
         growth: Power of the dimension that grows, by axis.

@@ -44,6 +44,8 @@ _MATRIX_SPECS = {spec.role: spec for spec in MATRICES.values()} | {
 class Model:
     """Model that a dump describes, with a declaration of every parameter.
 
+    A dump has the values that a training program gives each parameter of the model.
+
     Attributes:
         dump: Dump as it was read.
         parameters: Parameters by name. A star in a name stands for the number of a layer.

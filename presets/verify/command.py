@@ -39,7 +39,7 @@ class Mistake:
         text: Sentence, without a period, on where the mistake comes from and what to do.
         source: Place where the mistake is described.
         fits: Function that returns whether a finding shows the mistake. It takes the finding, the
-            models of the dumps and the optimizer's family.
+            user's models and the optimizer's family.
         alone: Whether the mistake makes only one kind of value wrong. If so, it is not recognized
             when the findings have faults in several kinds, such as rate and start.
     """
@@ -68,7 +68,7 @@ def _one_rate(line: GrowthSeries) -> bool:
     may have rounded them.
 
     Args:
-        line: Models of the dumps. The common rate may differ between them.
+        line: Models of the user's code. The common rate may differ between them.
     """
     for model in line.models:
         rates = []
@@ -276,8 +276,8 @@ def recognized(
     A finding shows at most one mistake, the first that fits.
 
     Args:
-        standard: Whether the dumps are standard parameterization. If so, the only mistake is
-            `STANDARD`, with `None` for the finding.
+        standard: Whether the user's models are standard parameterization. If so, the only mistake
+            is `STANDARD`, with `None` for the finding.
     """
     # Each value of standard parameterization also looks like some other mistake.
     if standard:
@@ -429,15 +429,15 @@ class Verify:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Results for dumps of one model in which some sizes grow together.
+    """Results for one model of the user in which some sizes grow together.
 
     Attributes:
-        line: Models of the dumps, the smallest first.
+        line: Models of the user's code, the smallest first.
         optimizer: A name of `OPTIMIZERS`.
-        reference: Preset that the dumps are compared with, and the differences from it.
+        reference: Preset that the user's models are compared with, and the differences from it.
         findings: Faults, then cautions.
         published: Pairs (finding, published mistake that it shows). The finding is None for the
-            mistake of standard parameterization, which the dumps show as a whole.
+            mistake of standard parameterization, which the user's models show as a whole.
         limits: Observables that all findings together make worse as the model grows, worst first.
     """
 
@@ -450,7 +450,7 @@ class Report:
 
     @property
     def _reference_label(self) -> str:
-        """Name of the preset that the dumps are compared with, as printed.
+        """Name of the preset that the user's models are compared with, as printed.
 
         For depth-mup it includes the constants, because several variants of it are compared.
         """

@@ -30,7 +30,7 @@ _EMBEDDING = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed"))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Growth of one value of one parameter in the dumps, compared with its growth in a preset.
+    """Growth of one value of one parameter in the user's models, compared with that in a preset.
 
     t is the size of the axis `GrowthSeries.axis`, divided by its size in the base model.
 
@@ -39,7 +39,8 @@ class Difference:
         quantity: Value that is compared: "start" (initial size), "rate" (learning rate), "eps" or
             "pull" (lr * weight decay).
         spec: Declaration of the parameter. `None` for `LOGITS` and `BRANCH`.
-        slope: Power of t with which the value grows in the dumps. `None` if it is 0 at some sizes.
+        slope: Power of t with which the value grows in the user's models. `None` if it is 0 at some
+            sizes.
         target: Power of t with which the value grows in the preset.
         tolerance: Largest difference of slope and target that counts as right. It includes the
             noise of a standard deviation that was measured.
@@ -70,14 +71,14 @@ class Difference:
 
     @property
     def excess(self) -> float:
-        """Power of t by which the value grows faster than it should. 0 if there is no slope."""
+        """Power of t by which the value grows faster than it should. 0 if `slope` is `None`."""
         return 0.0 if self.slope is None else self.slope - self.target
 
     @property
     def wrong(self) -> bool:
-        """True if the dumps disagree with the preset.
+        """True if the value grows in another way than the preset says.
 
-        The excess is larger than the tolerance, one size is an outlier, or there is no slope.
+        Then the excess is larger than the tolerance, one size is an outlier, or `slope` is `None`.
         """
         return self.slope is None or abs(self.excess) > self.tolerance or self.has_outlier
 
@@ -109,12 +110,12 @@ class Laws:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Measurement:
-    """One value of one parameter at every size.
+    """Value of one parameter at every size, before its growth is fitted.
 
     Attributes:
-        name: Name as in `Difference`.
-        quantity: Value that `values` are.
-        spec: Declaration as in `Difference`.
+        name: Name of the parameter, or one of `LOGITS`, `BRANCH` and `TIED`.
+        quantity: Quantity that the values are of, such as "rate".
+        spec: Declaration of the parameter. `None` for `LOGITS` and `BRANCH`.
         values: Value in each model. `None` if it is unknown.
         parameters: Parameter in each model. `None` for `LOGITS` and `BRANCH`.
     """
@@ -129,7 +130,7 @@ class _Measurement:
 def differences(
     laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay
 ) -> tuple[Difference, ...]:
-    """Return a difference for every known value of the dumps, also for values that are right.
+    """Compare each known value of the user's models with a preset, also values that are right.
 
     Compared are the values of all parameters, the factors on attention logits and on residual
     branches, and initial size and learning rate of a tied readout.
@@ -229,7 +230,7 @@ def _has_rule(spec: ParamSpec, quantity: Quantity, optimizer: str) -> bool:
 def _tied_readout_differences(
     preset: Preset, line: GrowthSeries, optimizer: str, decay: Decay
 ) -> list[Difference | None]:
-    """Compare how a tied readout grows in the dumps with how it grows in the preset.
+    """Compare how a tied readout grows in the user's models with how it grows in the preset.
 
     A tied readout uses the embedding's array. Return two differences, of its "start" (initial size)
     and its "rate" (learning rate), also if they are right. `None` stands for a value that is
@@ -272,8 +273,8 @@ def _table(model: Model) -> Parameter:
 def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Difference | None:
     """Fit the growth of a value over all sizes, and return its difference from a preset's law.
 
-    Return `None` if a value is unknown, or if all values are 0. If only some are 0, the difference
-    has no slope.
+    Return `None` if a value is unknown, or if all values are 0. If only some are 0, `slope` of the
+    difference is `None`.
     """
     values = [number for number in measured.values if number is not None]
     if len(values) < len(measured.values) or not any(values):

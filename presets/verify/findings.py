@@ -43,15 +43,15 @@ Observables = list[tuple[str, Entry]]
 
 
 def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[Finding]:
-    """Return what is wrong with the dumps: faults first, then cautions.
+    """Return what is wrong with the user's models: faults first, then cautions.
 
     Parameters with the same difference from the preset are one finding. A difference that goes away
     once another one is corrected is left out.
 
     Args:
-        reference: Preset that the dumps are compared with, and the differences from it.
-        line: Models of the dumps as a series, which says what grows.
-        family: Family of the dumps' optimizer, such as "adam".
+        reference: Preset that the user's models are compared with, and the differences from it.
+        line: Models of the user's code as a series, which says what grows.
+        family: Family of the user's models' optimizer, such as "adam".
     """
     wrong = _wrong_differences(reference)
     causes = [d for d in wrong if not _follows(d, wrong)]
@@ -75,7 +75,7 @@ def consequences_of_all(reference: Reference, line: GrowthSeries, family: Family
     in the first steps only.
 
     Args:
-        reference: Preset that the dumps are compared with, and the differences from it.
+        reference: Preset that the user's models are compared with, and the differences from it.
     """
     wrong = _wrong_differences(reference)
     with_wrong_rate = {d.name for d in wrong if d.quantity == "rate"}
@@ -198,7 +198,7 @@ def _finding(
     Args:
         members: Differences with the same `_group_key`, so that one finding names all of them.
         value_name: Value that the finding calls wrong, which may be the multiplier.
-        reference: Preset that the dumps are compared with, and the differences from it.
+        reference: Preset that the user's models are compared with, and the differences from it.
     """
     first = members[0]
     names = tuple(d.name for d in members)
@@ -351,13 +351,13 @@ def _loud_readout(d: Difference, names: tuple[str, ...], line: GrowthSeries) -> 
 def _cautions(
     reference: Reference, line: GrowthSeries, family: Family, reported: Sequence[Finding]
 ) -> list[Finding]:
-    """Return cautions for which the dumps need not differ from the preset.
+    """Return cautions for which the user's models need not differ from the preset.
 
     One is on attention logits that fall more slowly than 1/head_dim. The other is on a preset that
     is itself unstable as these sizes grow.
 
     Args:
-        reference: Preset that the dumps are compared with, and the differences from it.
+        reference: Preset that the user's models are compared with, and the differences from it.
         reported: Findings on differences. One on `LOGITS` replaces the caution on attention.
     """
     cautions = []
@@ -412,7 +412,7 @@ def _root_attention(
 
     Args:
         logits: Difference of `LOGITS`, which is right for the preset.
-        reference: Preset that the dumps are compared with, and the differences from it.
+        reference: Preset that the user's models are compared with, and the differences from it.
         excess: Exponent of the factor minus that of 1/head_dim, in powers of the growing size.
     """
     model = line.models[-1]
@@ -452,7 +452,7 @@ def _slows_queries_and_keys(reference: Reference, excess: float) -> bool | None:
     Return `None` if the files do not show these learning rates.
 
     Args:
-        reference: Preset that the dumps are compared with, and the differences from it.
+        reference: Preset that the user's models are compared with, and the differences from it.
         excess: Power of the growing size by which the learning rates should differ.
     """
     attention: list[float | None] = []
@@ -484,7 +484,7 @@ def _worst_consequence(
 
     Args:
         members: Differences of one group. Each is put into the preset alone.
-        reference: Preset that the dumps are compared with, and the differences from it.
+        reference: Preset that the user's models are compared with, and the differences from it.
     """
     worst = None
     # Lower than the absolute value of any exponent, so that an exponent of 0 counts, too.
@@ -561,7 +561,7 @@ def _judging_observables(preset: Preset, line: GrowthSeries, family: Family) -> 
     Exponents are rounded to 0.01.
 
     Args:
-        line: Models of the dumps. Their sizes grow in the limit.
+        line: Models of the user's code. Their sizes grow in the limit.
     """
     base = line.models[0]
     tied = base.dump.readout is not None
@@ -600,13 +600,13 @@ def _worst_first(rows: Mapping[str, Entry]) -> Observables:
 def _with_differences(
     preset: Preset, differences: Sequence[Difference], line: GrowthSeries
 ) -> Preset:
-    """Return a copy of the preset in which some values grow as they do in the dumps.
+    """Return a copy of the preset in which some values grow as they do in the user's models.
 
     The copy is in the preset's native form.
 
     Args:
         differences: Values to change, each with its excess over the preset.
-        line: Models of the dumps, which name the growing axis.
+        line: Models of the user's code, which name the growing axis.
     """
     changes = [(d, axis(line.axis) ** d.excess) for d in differences]
     logits = preset.logits

@@ -95,9 +95,10 @@ class GrowthSeries:
 
 
 def lines(models: Sequence[Model]) -> list[GrowthSeries]:
-    """Return one growth series for each direction in which models grow from the smallest one.
+    """Sort models into growth series from the smallest one, a series for each direction of growth.
 
-    Models are in one direction if their axes grow with the same relative exponents.
+    Two models are in one direction if their axes grow with the same exponents relative to each
+    other, for example the width alone or the depth alone.
 
     Raises:
         PresetError: There is one model alone, two models have the same sizes, or a model is larger
@@ -171,7 +172,7 @@ def _ratios(base: Model, model: Model) -> dict[str, float]:
 
 
 def _series(base: Model, larger: Sequence[Model]) -> GrowthSeries:
-    """Return the series of a base and of models in one direction from the base."""
+    """Make the growth series of a base and of larger models in one direction from the base."""
     ratios = _ratios(base, larger[-1])
     axis = _fastest_axis(ratios)
     unit = math.log(ratios[axis])

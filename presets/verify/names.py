@@ -16,7 +16,7 @@ from mupax.presets.roles import PresetError, Role
 FUSED = "qkv"
 """Role of an array that holds the matrices of queries, keys and values together."""
 SKIPPED = "none"
-"""Role that `--role` gives parameters that shall not be judged."""
+"""Role of parameters that are not judged. A user sets it by `--role PATTERN=none`."""
 _NO_NAMES = (Role.BIAS, Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT)
 """Roles that `--role` does not take. The role of a bias follows from its matrix: `query.bias`."""
 ROLES = (*(role.value for role in Role if role not in _NO_NAMES), FUSED, SKIPPED)
@@ -206,7 +206,7 @@ def _dotted(name: str) -> str:
 
 
 def label(name: str, dual: bool = False, with_experts: Collection[str] = ()) -> Label:
-    """Return the properties of a parameter that its name shows.
+    """Return what a parameter's name shows: role, kind of array, block, layout and so on.
 
     Args:
         name: Name as `merged` returns it, with words separated by dots, underscores or slashes.

@@ -52,7 +52,7 @@ accident.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Preset that dumps are compared with, and the differences of the dumps from it.
+    """Preset that the user's models are compared with, and the differences from it.
 
     Differences within their tolerance are included.
     """
@@ -62,7 +62,7 @@ class Reference:
 
     @property
     def distance(self) -> float:
-        """Measure of how far the dumps are from the preset, 0 if they follow it.
+        """Measure of how far the user's models are from the preset, 0 if they follow it.
 
         It is the weighted number of pairs (kind of parameter, quantity) in which they differ, such
         as ("embeddings", "rate"). Differences in eps and weight decay have the weight 0.
@@ -101,14 +101,15 @@ def _kind(difference: Difference) -> str:
 def closest(
     line: GrowthSeries, optimizer: str, decay: Decay, named: Preset | None = None
 ) -> Reference:
-    """Return the preset that fits the dumps best, with the dumps' differences from it.
+    """Choose the preset that fits the user's models best, and compare the models with it.
 
     Only presets in `ORDER` that are stable as these sizes grow are considered. The first that fits
-    exactly is chosen. If none does, the closest of muP's family (`_FAMILY`) is chosen, or of all if
-    none of the family is stable. Dumps in standard parameterization get the first one of these
-    instead. Differences in eps and weight decay alone do not count.
+    exactly is chosen, where eps and weight decay do not count. If none fits, the closest of muP's
+    family (`_FAMILY`) is chosen, or of all if none of the family is stable. For models in standard
+    parameterization it is the first of the family, whatever the distances.
 
     Args:
+        line: Models of the user's code, the smallest first.
         optimizer: A name of `OPTIMIZERS`.
         decay: "coupled" if weight decay is multiplied by the learning rate.
         named: Preset that a user asks for, which is then chosen. `None` chooses among `ORDER`.
@@ -155,14 +156,14 @@ def _reference(laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay) -> 
 
 
 def _may_have_its_attention(reference: Reference, line: GrowthSeries) -> bool:
-    """Return whether learning rates of queries and keys allow that the dumps follow this preset.
+    """Return whether learning rates of queries and keys allow that models follow this preset.
 
     Presets whose attention logits fall more slowly than 1/head_dim train queries and keys more
-    slowly in return. For such a preset these rates must be known and right. Otherwise dumps would
+    slowly in return. For such a preset these rates must be known and right. Otherwise models would
     fit by chance.
 
     Args:
-        reference: Preset to try, with the dumps' differences from it.
+        reference: Preset to try, with the differences of the user's models from it.
     """
     growth = line.growth.get("head_dim", 0.0)
     if not growth or reference.preset.logits.growth({"head_dim": 1.0}) < -1 + TOLERANCE:
@@ -180,12 +181,12 @@ def _is_query_or_key(difference: Difference) -> bool:
 
 
 def is_standard(line: GrowthSeries, optimizer: str, decay: Decay) -> bool:
-    """Return whether all dumps are in standard parameterization (preset `sp`).
+    """Return whether all the user's models are in standard parameterization (preset `sp`).
 
     Only growth of the width can show this.
 
     Args:
-        line: Models of the dumps. The result is false unless `line.axis` is the width.
+        line: Models of the user's code. The result is false unless `line.axis` is the width.
         optimizer: A name of `OPTIMIZERS`.
         decay: "coupled" if weight decay is multiplied by the learning rate.
     """

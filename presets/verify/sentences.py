@@ -257,7 +257,7 @@ def _column_exponent(d: Difference, column: Column, line: GrowthSeries) -> float
     Args:
         d: Difference of the value, whose excess is subtracted.
         column: Column of the dump that is to be changed, such as "lr".
-        line: Models of the dumps. t is their size relative to the smallest.
+        line: Models of the user's code. t is their size relative to the smallest.
     """
     logs = []
     for model in line.models:

@@ -124,7 +124,7 @@ def _learning_rates(schedule: Any) -> Iterator[float]:
 
 
 class Config(ModelFile):
-    """YAML config of Cerebras.
+    """Model that a YAML config of Cerebras' Model Zoo describes.
 
     Args:
         contents: Contents of the YAML file, for which `fits` is true.

@@ -97,7 +97,7 @@ def fits(contents: Any) -> bool:
 
 
 class Config(ModelFile):
-    """config.json of Hugging Face.
+    """Model that a config.json of Hugging Face describes.
 
     Args:
         contents: Contents of the JSON file, for which `fits` is true.

@@ -79,15 +79,15 @@ def _parse_flags(words: Sequence[str]) -> dict[str, str]:
 
 
 class CommandLine(ModelFile):
-    """Command line of Megatron-LM.
+    """Model that a command line of Megatron-LM describes.
 
     Args:
         words: Words of the command line, as a shell splits them.
         source: Name of the file, for messages and `Dump.source`.
 
     Raises:
-        PresetError: A size is missing or is no whole number of at least 1, or the scaling
-            recipe is neither "none" nor "mup".
+        PresetError: A size is missing or is no whole number of at least 1, or the scaling recipe is
+            neither "none" nor "mup".
     """
 
     def __init__(self, words: Sequence[str], source: str) -> None:

@@ -104,7 +104,7 @@ def _assigned_values(tree: ast.Module) -> dict[str, Any]:
 
 
 class Config(ModelFile):
-    """Arguments of one nanoGPT-mup run.
+    """Model that the arguments of a nanoGPT-mup run describe.
 
     Args:
         arguments: Words of a command line, or the text of a Python config file.

@@ -72,7 +72,7 @@ def fits(contents: Any) -> bool:
 
 
 class Config(ModelFile):
-    """YAML config of OLMo.
+    """Model that a YAML config of OLMo describes.
 
     Args:
         contents: Contents of the YAML file, for which `fits` is true.
