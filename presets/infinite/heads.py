@@ -214,8 +214,8 @@ def train(
 ) -> Trajectory:
     """Train one attention block with infinitely many heads, and return its trajectory.
 
-    Every step is on all P examples of S positions. The loss is the mean over examples of (f -
-    target)^2 / 2. All weights except the read-in are trained.
+    Every step is on all P examples of S positions. All weights except the read-in are trained.
+    The loss is the mean over examples of (f - target)^2 / 2.
 
     Args:
         block: Constants and learning rate of the block.
