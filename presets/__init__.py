@@ -1,4 +1,4 @@
-"""Parameterization presets: how initialization, multipliers and rates scale with a model's sizes.
+"""Parameterization presets: how initialization, multipliers and learning rates scale with a model.
 
 Presets need no JAX::
 
@@ -25,7 +25,7 @@ from mupax.presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetErro
 from mupax.presets.rule import FORMS, Decay, Form, Power, Rule, Scales
 
 CONSTANT_FLAGS = ("alpha_a", "alpha_l", "gamma0", "beta0")
-"""Constants that have a flag of their own."""
+"""Constants of presets that have a command-line flag of their own."""
 
 
 def get(
@@ -105,10 +105,10 @@ def get(
 
 
 def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]) -> dict[str, Any]:
-    """Return the constants of a command line by name. Values of `pairs` stay texts.
+    """Collect the constants of a preset from the command line, as a mapping from name to value.
 
     Args:
-        pairs: Texts NAME=VALUE. A hyphen in NAME is read as an underscore.
+        pairs: Texts NAME=VALUE. A hyphen in NAME is read as an underscore. VALUE stays a text.
         flags: Values of the flags in `CONSTANT_FLAGS`. `None` is a flag that was left out.
 
     Raises:
@@ -142,13 +142,13 @@ class Sized(Protocol):
 
 
 def _measured(path: str, constants: list[str], zero_readout: bool) -> Preset:
-    """Load a file of measured scales and return its preset.
+    """Load the preset of a file of measured scales. Such a preset takes no options.
 
     Args:
         constants: Names of the constants that the caller passed.
 
     Raises:
-        PresetError: A constant or `zero_readout` is set. A file of measured scales takes neither.
+        PresetError: A constant or `zero_readout` is set.
     """
     # Imported late: most presets are tables and read no file.
     from mupax.presets.tuned import measured
@@ -164,9 +164,9 @@ def _measured(path: str, constants: list[str], zero_readout: bool) -> Preset:
 
 
 def _sizes(base: Mapping[str, int] | Sized | str | None) -> dict[str, int] | None:
-    """Return the base's sizes by axis, or `None` without a base.
+    """Convert the argument `base` of `get` to sizes by axis. `None` is returned as it is.
 
-    A text is parsed, and an object with a method `base_sizes()` is asked for its sizes.
+    A text is parsed. An object with a method `base_sizes()` is asked for its sizes.
 
     Raises:
         PresetError: The base is of another type, an axis is not in `AXES`, or a size is below 1.

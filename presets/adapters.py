@@ -3,7 +3,7 @@
 A matrix W with n inputs and m outputs becomes W + (alpha / r) A B, with A [n, r] and B [r, m]. B
 starts at zero. W is not trained, and the rank r is fixed as a model grows. So A reads r numbers out
 of the residual stream, as a readout does, and B writes them into the stream, as an embedding does.
-The rows of A and B follow from the row of W:
+The rows of A and B in a preset's table follow from the row of W:
 
 |   | std       | Adam lr           | SGD lr       | eps          | `mup`, square matrix in blocks |
 |---|-----------|-------------------|--------------|--------------|--------------------------------|
@@ -17,8 +17,8 @@ back through A as small as what reaches the adapter. At std n^-1/2, as in LoRA+ 
 for B. (Derived; depth is left out of louder.)
 
 Where a preset has one learning rate for everything (`sp`), adapters have the same rate and A has
-std n^-1/2: LoRA as it is usually trained. Under Muon, adapters stay on Adam. The rank enters no
-column: alpha / r takes its place.
+std n^-1/2: LoRA as it is usually trained. Under Muon, adapters stay on Adam. The rank is in no
+column, because alpha / r takes its place.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def pair(matrix: ParamSpec) -> tuple[ParamSpec, ParamSpec]:
 
 
 def row(rule: Callable[[ParamSpec], Rule], spec: ParamSpec) -> Rule:
-    """Return the row of an adapter matrix, derived from the row of the matrix that it adapts.
+    """Return the preset's rule for an adapter matrix, derived from that of the adapted matrix.
 
-    The row has no Muon column: adapters are on Adam.
+    The rule has no Muon column, because adapters stay on Adam.
 
     Args:
         rule: Function from a declaration to its row in the preset's table.
@@ -81,7 +81,10 @@ def row(rule: Callable[[ParamSpec], Rule], spec: ParamSpec) -> Rule:
 
 
 def _on_adam(rule: Rule) -> Rule:
-    """Return the row without a Muon column, mean-field factor or constant on the initial std."""
+    """Return the row of a matrix as an adapter on Adam has it.
+
+    The Muon column and the mean-field factor are dropped, and the constant on the initial std is 1.
+    """
     return dataclasses.replace(rule, muon=None, mean_field=ONE, init_constant=1.0)
 
 

@@ -1,10 +1,12 @@
 """Constants of parameter groups: factors that tuning finds for a group, on top of a preset's rule.
 
-`rates.readout` 4 is four times the learning rate at every size. How the learning rate scales is
-still the rule's. Groups have the names that `mupax presets table` shows; the role of a matrix is
-enough: `query` is `block.query`. `tied_readout` is a readout that shares the embedding's table (it
-also counts as `readout`), and `all` is every group. Only `decays` scales lr*wd: `rates` leaves it
-unchanged.
+A constant is named COLUMN.GROUP, such as `rates.readout`. The column is a scaled quantity
+(`COLUMNS`). `rates.readout` 4 is four times the learning rate at every size. The preset's rule
+still says how the learning rate scales.
+
+Groups have the names that `mupax presets table` shows. For a matrix the role is enough: `query` is
+`block.query`. `tied_readout` is a readout that shares the embedding's array (it also counts as
+`readout`), and `all` is every group. Only `decays` scales lr*wd: `rates` leaves it unchanged.
 
 A published source may scale a value by another power of a size than the preset does.
 `stds.mlp_out^layers` -0.5 is a further factor (layers / layers of the base)^-0.5. It is 1 at the
@@ -28,7 +30,7 @@ COLUMNS = {
     "decays": "weight decay",
     "eps": "Adam's eps",
 }
-"""Scaled quantity by the word before a constant's dot."""
+"""Scaled quantity, in words, by the first part of a constant's name, COLUMN.GROUP."""
 
 _MAY_BE_ZERO = ("decays", "stds")
 """Columns that accept 0: no weight decay, or matrices that start at 0."""
@@ -37,7 +39,7 @@ _PREFIXES = ("", "block.", "encoder.", "encoder.block.", "block.cross.")
 
 
 def _group_names() -> tuple[str, ...]:
-    """Return every name that a parameter group can have."""
+    """Return every name that a parameter group can have, such as "block.query" or "readout"."""
     endings = [role.value for role in Role]
     for owner in Role:
         for role in Role:
@@ -142,14 +144,14 @@ def _float_or_nan(value: Any) -> float:
 
 
 def means_something(constant: str, specs: Iterable[ParamSpec]) -> bool:
-    """Return whether a group's constant would change anything in a model.
+    """Return whether a constant of a parameter group would change anything in a model.
 
-    The result is false if the model lacks the group, or if the group has no value of its own in
-    that column. It is true for every constant of the group `all`. The value of the constant is
-    not looked at.
+    The result is false if the model lacks the group, or if the constant has no effect on it, such
+    as `stds` on biases. It is true for every constant of the group `all`. The value of the constant
+    is not looked at.
 
     Args:
-        constant: Name of the constant, such as `rates.readout`.
+        constant: Name of the constant, COLUMN.GROUP, such as `rates.readout`.
         specs: Declarations of the model's parameters, including a tied readout.
     """
     try:
@@ -166,13 +168,13 @@ def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: st
     Constants of the group `all` are accepted unchecked.
 
     Args:
-        constants: Factors by name, `COLUMN.GROUP`.
+        constants: Values by name, `COLUMN.GROUP` or `COLUMN.GROUP^AXIS`.
         specs: Declarations of the model's parameters, including a tied readout.
         preset: Name of the preset, for the message.
 
     Raises:
-        PresetError: The model lacks the group, two constants name one group, or the group has no
-            value of its own in that column.
+        PresetError: The model lacks the group, two constants name one group, or the constant has no
+            effect on the group, such as `stds` on biases.
     """
     groups = {spec.group: spec for spec in specs}
     specs_by_name = {}

@@ -1,9 +1,9 @@
 """Joint rules: how an optimizer's settings change with batch size B and tokens T.
 
 B is the batch over the base's batch, T is the training tokens over the base's, and steps are T/B.
-The rules come from different sources, which contradict each other on T. `RULES` has all of them;
-`--joint` applies only rules with `applied=True`, and only when asked. Rules for width and depth
-are in `mupax.presets.papers`.
+The base is the run at which the settings were tuned. The rules come from different sources, which
+contradict each other on T. `RULES` has all of them; `--joint` applies only rules with
+`applied=True`, and only when asked. Rules for width and depth are in `mupax.presets.papers`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from mupax.presets.roles import PresetError
 from mupax.presets.rule import ONE, Power, axis
 
 Applied = Literal["none", "sde", "complete-d", "completed-muon"]
-"""Names of the rules that `--joint` accepts, as a type."""
+"""Literal type with the names of the rules that `--joint` accepts."""
 COLUMNS = ("lr", "weight_decay", "eps", "one_minus_b1", "one_minus_b2", "durations")
-"""Fields of `JointRule` that scale a setting of Adam."""
+"""Fields of `JointRule` that hold a power law for a setting of Adam."""
 COLUMNS_OF_MUON = ("lr", "adam_lr", *COLUMNS[1:])
-"""Fields of `JointRule` that scale a setting of Muon."""
+"""Fields of `JointRule` that hold a power law for a setting of Muon."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JointRule:
-    """Joint rule of one source: a power law in B and T per setting.
+    """Joint rule of one source: for each optimizer setting a power law in batch B and tokens T.
 
-    A power law is `None` if the source says nothing about the setting.
+    B and T are relative to the base's. A power law is `None` if the source says nothing about the
+    setting.
 
     Attributes:
-        name: Name for `--joint` and the table.
+        name: Name for `--joint` and for tables.
         lr: Factor on the peak learning rate.
         adam_lr: Factor on the peak learning rate of the parameters that Muon leaves to Adam. `lr`
             is then the factor for Muon's matrices. `None` for a rule of another optimizer.
@@ -48,8 +49,8 @@ class JointRule:
         source: Authors, year and paper.
         tested: Models, data and sizes that the source tested.
         limits: Smallest and largest tested ratio of `batch` or `tokens`, as far as known.
-        status: "verified" if read in the author's own text, "reported" if read in an account of
-            it, "derived" if worked out in mupax.
+        status: "verified" if read in the author's own text, "reported" if read in an account of it,
+            "derived" if worked out in mupax.
         remark: Caveat of the formula.
         concessions: Observables of `mupax.presets.analysis.joint_limits` that the rule does not
             hold fixed, with their power laws in B and T.
@@ -83,7 +84,7 @@ class JointRule:
         return power(ratios)
 
     def cautions(self, ratios: Mapping[str, float]) -> list[str]:
-        """Return one sentence for each ratio that is outside of the tested range.
+        """Return one sentence for each ratio that is outside of the range that the source tested.
 
         Without a known range (`limits`) every ratio but 1 counts as outside.
 
@@ -107,7 +108,10 @@ class JointRule:
         return cautions
 
     def speaks_of(self, name: str) -> bool:
-        """Return whether any setting except the durations depends on `batch` or `tokens`.
+        """Return whether the rule makes any setting depend on the batch or on the tokens.
+
+        Durations do not count. They may follow the number of steps in a rule that says nothing
+        about tokens.
 
         Args:
             name: "batch" or "tokens".
@@ -156,7 +160,8 @@ class JointRule:
         A formula or factor is `None` if the source says nothing about the setting.
 
         Args:
-            ratios: `batch` and `tokens` at which the entry "factors" is evaluated.
+            ratios: `batch` and `tokens` of the run, divided by the base's. The entry "factors" has
+                the factor on each setting at these ratios.
         """
         entries = drop_keys(vars(self), COLUMNS_OF_MUON)
         entries["concessions"] = {name: formula(power) for name, power in self.concessions.items()}
@@ -173,7 +178,7 @@ class JointRule:
 _B = axis("batch")
 _T = axis("tokens")
 _FRACTION = _T / _B
-"""Factor on durations that keeps them fractions of the run.
+"""Factor on the steps of warm-up and decay that keeps them fractions of the run.
 
 With a fixed number of warm-up steps, a study of the batch would measure the warm-up.
 """
@@ -322,7 +327,7 @@ RULES: dict[str, JointRule] = {
         ),
     )
 }
-"""Joint rules by name."""
+"""Joint rules of all sources, by name."""
 
 
 def formula(power: Power) -> str:

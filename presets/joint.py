@@ -1,7 +1,7 @@
-"""Settings of an optimizer at a batch and number of tokens that differ from the base's.
+"""Optimizer settings for a batch and number of tokens that differ from the base's.
 
-The rules are in `mupax.presets.horizon`. `mupax presets joint` and the configs of runs use this
-file.
+The base is the run at which the settings were tuned. The rules are in `mupax.presets.horizon`.
+`mupax presets joint` and the configs of runs use this file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ NUMBERS = {
     "warmup_steps": "durations",
     "decay_steps": "durations",
 }
-"""Column of a joint rule by optimizer setting. The column of a beta scales 1 - beta."""
+"""Optimizer settings that joint rules scale, each with the field of `JointRule` that scales it.
+
+The field of a beta scales 1 - beta.
+"""
 
 _LABELS = {
     "adam_lr": "Adam part's lr",
@@ -31,7 +34,7 @@ _LABELS = {
     "one_minus_b1": "1-b1",
     "one_minus_b2": "1-b2",
 }
-"""Column titles of `path` for columns whose own name is no title."""
+"""Titles in the table of `path` for fields of `JointRule`, where the field's name is no title."""
 
 
 def of(name: str, optimizer: str) -> JointRule:
@@ -79,17 +82,17 @@ def scaled(
     """Return optimizer settings scaled from the base's batch and tokens to the run's.
 
     Args:
-        name: Name of a rule that can be applied.
+        name: Name of a joint rule that can be applied.
         ratios: `batch` and `tokens` of the run, divided by the base's.
         optimizer: Key of `OPTIMIZERS`.
         numbers: Settings at the base, by the names in `NUMBERS`. Other entries and `None` are
-            returned unchanged. Under a rule with a column for Muon's Adam part, an `adam_lr` of
-            `None` stands for `peak_lr`.
+            returned unchanged. Under a rule with a column for the parameters that Muon leaves to
+            Adam, an `adam_lr` of `None` stands for `peak_lr`.
         decay: "coupled" if a step subtracts lr * weight_decay * w, "independent" if it subtracts
             weight_decay * w.
 
     Returns:
-        All entries of `numbers`, and the `adam_lr` of a rule that has one. They are exactly
+        All entries of `numbers`, and `adam_lr` if the rule has a column for it. They are exactly
         `numbers` if every ratio is 1. Step counts are rounded; those above 0 stay at least 1.
 
     Raises:
@@ -130,12 +133,13 @@ def scaled(
 def _scaled_beta(
     name: str, ratios: Mapping[str, float], setting: str, beta: float, factor: float
 ) -> float:
-    """Return a beta whose distance from 1 is multiplied by `factor`.
+    """Return 1 - factor * (1 - beta), one of Adam's betas at another batch.
 
     Args:
         name: Name of the joint rule, for the message.
         ratios: `batch` and `tokens` of the run over the base's, for the message.
         setting: "b1" or "b2", for the message.
+        factor: Factor on 1 - beta.
 
     Raises:
         PresetError: The new beta is outside (0, 1).
@@ -152,7 +156,7 @@ def _scaled_beta(
 
 
 def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: float) -> list[str]:
-    """Return reasons not to apply a rule at some ratios, one sentence each.
+    """Return reasons not to apply a joint rule at some ratios, one sentence each.
 
     The reasons are ratios outside the tested range and a beta that would leave (0, 1). The list is
     empty for the rule "none" and for a rule that `--joint` does not accept.
@@ -175,7 +179,7 @@ def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: floa
 
 
 def ends(option: str, text: str) -> tuple[float, float]:
-    """Return the base's and the run's number of a text such as 8:64.
+    """Parse an option such as 8:64 into the number of the base and the number of the run.
 
     Args:
         option: Name of the option, for the message.
@@ -246,7 +250,7 @@ def path(
     decay: str = "coupled",
     noise_scale: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the settings that a rule gives on a path from the base to the run.
+    """Return the settings that a joint rule gives on a path from the base to the run.
 
     The path has one row per doubling or halving, first of the batch, then of tokens. The first row
     is the base and the last is the run.
@@ -263,8 +267,8 @@ def path(
 
     Returns:
         Rows with the batch, the tokens, and, relative to the base, the steps, each setting and the
-        timescale tau of weight decay. The entry "holds" is "yes", "untested" or the reasons why
-        the rule does not hold.
+        timescale tau of weight decay. The entry "holds" is "yes", "untested" or the reasons why the
+        rule does not hold.
     """
     points = [(examples, tokens[0]) for examples in _doublings(*batch)]
     # The first of these points is the last one above, so it is left out.
@@ -315,7 +319,7 @@ def path(
 
 
 def _doublings(start: float, stop: float) -> list[float]:
-    """Return the numbers from `start` to `stop`, each twice or half the one before.
+    """Return a path of numbers from `start` to `stop`, each twice or half the one before.
 
     The last number is `stop`, so the last step may be smaller.
     """

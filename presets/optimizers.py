@@ -1,4 +1,4 @@
-"""Table of optimizers. A row has everything that other modules ask about an optimizer by name.
+"""Table of optimizers, with everything that other modules need to know of an optimizer by name.
 
 To add an optimizer, write the function that makes its direction and a row of `OPTIMIZERS`.
 docs/howto/add_an_optimizer.md is an example.
@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from mupax.train.config.run import OptimizerConfig
 
 Direction = Callable[["OptimizerConfig", Mapping[str, ParamSpec]], Any]
-"""Function that makes an optax transformation from a config and the trained parameters' specs."""
+"""Function from a config and the trained parameters' declarations to an optax transformation.
+
+The transformation takes gradients to the direction of an update.
+"""
 Family = Literal["adam", "sgd", "muon", "lion"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Row of the table: an optimizer as presets, configs, studies and checkpoints need it.
+    """Properties of one optimizer, a row of `OPTIMIZERS`.
 
     Attributes:
         family: Family whose learning rates the optimizer follows, in presets' tables and in
@@ -33,11 +36,11 @@ class Optimizer:
         direction: Function that makes the optax transformation from gradients to the direction of
             an update, before decay, learning rate and sign. MODULE:FUNCTION may stand for a
             function, which is then imported when needed.
-        reads: Fields of `OptimizerConfig` that the optimizer reads and that not every optimizer
-            reads. Any other such field is refused as a flag.
-        moments: Power of the gradient by state field, for fields with one array per parameter: 1
-            for a mean of gradients, 2 for a mean of their squares, 0 for a mean of normalized
-            gradients.
+        reads: Fields of `OptimizerConfig` that only some optimizers read, and this one does. A flag
+            for such a field is refused under an optimizer that does not read it.
+        moments: Power of the gradient that a field of the optimizer's state averages, by name of
+            the field: 1 for a mean of gradients, 2 for a mean of their squares, 0 for a mean of
+            normalized gradients. Only fields with one array per parameter are listed.
         check_lr: Peak learning rate at which ten steps move the small models of `mupax check`
             visibly and stay in their linear regime.
         first_moment: Key of `moments` that `OptimizerConfig.moment_dtype` stores in fewer bits.
@@ -115,18 +118,24 @@ OPTIMIZERS: dict[str, Optimizer] = {
         first_moment="mu",
     ),
 }
-"""Rows by name. adam is adamw without decay. momentum and sgd differ only in `check_lr`."""
+"""Properties of each optimizer, by the name that configs use.
+
+adam is adamw without decay. momentum and sgd differ only in `check_lr`.
+"""
 
 _UNVERIFIED = (
     "no source's table of its rates could be verified: "
     "2512.05620 and 2603.00541 have theirs as images"
 )
 WITHOUT_RULES = {"shampoo": _UNVERIFIED, "soap": _UNVERIFIED}
-"""Reasons why optimizers that users ask for by name are refused."""
+"""Optimizers that users ask for and that are refused, each with the reason."""
 
 
 def refused(name: str) -> str:
-    """Return an unknown optimizer's name in quotes, and its reason in `WITHOUT_RULES`, if any."""
+    """Return the name of an unknown optimizer for a message, with the reason if it has one.
+
+    The name is in quotes. Reasons are in `WITHOUT_RULES`.
+    """
     reason = WITHOUT_RULES.get(name.lower())
     if reason is None:
         return repr(name)

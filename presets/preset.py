@@ -1,7 +1,8 @@
 """`Preset`: a parameterization. It turns a table of rules and a base into values per parameter.
 
-`mupax.presets.get` makes one. The tables are in `mupax.presets.papers`. `MuonRule` is what a preset
-says of the size and the blocks of Muon's steps.
+A table has a rule for each role of a parameter, and the base has the sizes at which all factors are
+1. `mupax.presets.get` makes a preset. The tables are in `mupax.presets.papers`. `MuonRule` is what
+a preset says of the size and the blocks of Muon's steps.
 """
 
 from __future__ import annotations
@@ -36,18 +37,23 @@ Shape = Literal["base", "absolute"]
 _ATTENTION = frozenset({Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT})
 _HEADS = ("heads", "kv_heads")
 _MOONLIGHT_RMS = 0.2
-"""Root mean square of the entries of Adam's steps (Moonlight, Liu et al. 2025, 2502.16982)."""
+"""Root mean square to which entries of Muon's steps are scaled under `muon_scale` = "rms".
+
+It is that of Adam's steps (Moonlight, Liu et al. 2025, 2502.16982).
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MuonRule:
-    """Choices of a preset about Muon's steps. They are constants of the preset, `muon_...`.
+    """Choices of a preset about the size and the blocks of Muon's steps.
+
+    They are the preset's constants `muon_scale`, `muon_blocks` and `muon_shape`.
 
     A step of Muon is a matrix of spectral norm 1, times the learning rate. If blocks of the matrix
-    are orthogonalized apart, each block has norm 1, and the norm of the matrix is larger. Gradients
-    of all blocks share their best input and output directions, so the blocks add up coherently. The
-    norm is then the root of their number, and the learning rate is divided by this root. (Derived.)
-    With m = size / base size, and H the number of heads of the matrix:
+    are orthogonalized separately, each block has norm 1, and the norm of the matrix is larger.
+    Gradients of all blocks share their best input and output directions, so the blocks add up
+    coherently. The norm is then the root of their number, and the learning rate is divided by this
+    root. (Derived.) With m = size / base size, and H the number of heads of the matrix:
 
     | blocks                     | number of blocks | learning rate         |
     |----------------------------|------------------|-----------------------|
@@ -61,9 +67,11 @@ class MuonRule:
         scale: Size of a step at the base. "spectral" is a spectral norm of 1 if the matrix is one
             block, "rms" is entries with root mean square 0.2, and "measured" is a spectral norm
             that is measured and divided out.
-        blocks: Parts that are orthogonalized apart. "heads-unscaled" has no H^-1/2.
-        shape: Whether the factor (out/in)^1/2 is relative to the base, where it is then 1, or
-            absolute.
+        blocks: Parts of a matrix that are orthogonalized separately. "matrix" is all of it, "heads"
+            is each head, "tiles" are blocks of the base's size. "heads-unscaled" is "heads" without
+            the factor H^-1/2 on the learning rate.
+        shape: "base" if the factor (out/in)^1/2 is relative to the base, where it is then 1.
+            "absolute" if it is computed from the sizes themselves.
     """
 
     scale: Scale = "spectral"
@@ -96,10 +104,10 @@ class MuonRule:
         return self.scale == "measured" or self.blocks != "matrix"
 
     def block_axes(self, spec: ParamSpec) -> tuple[str, ...]:
-        """Return the axes of a hidden matrix that are cut into blocks, empty for a single block.
+        """Return the axes along which a hidden matrix is cut into blocks, empty for a single block.
 
         Under "tiles" they are all axes of inputs and outputs. Under "heads" they are the axes of
-        heads, and only attention's matrices have them.
+        heads, which only attention's matrices have.
         """
         if self.blocks == "tiles":
             return (*spec.fan_in, *spec.fan_out)
@@ -108,19 +116,19 @@ class MuonRule:
         return tuple(axis for axis in (*spec.fan_in, *spec.fan_out) if axis in _HEADS)
 
     def coherence(self, spec: ParamSpec) -> Power:
-        """Return the spectral norm of a step of learning rate 1 whose blocks all agree.
+        """Return the spectral norm of a step of learning rate 1, relative to the base.
 
-        It is the root of the number of blocks, relative to the base. It is 1 if steps are divided
-        by their measured norm.
+        The blocks of the step are assumed to share input and output directions. The norm is then
+        the root of the number of blocks. It is 1 if steps are divided by their measured norm.
         """
         if self.scale == "measured":
             return ONE
         return product(self.block_axes(spec)) ** 0.5
 
     def lr(self, spec: ParamSpec) -> Power:
-        """Return the factor on the learning rate for blocks that are orthogonalized separately.
+        """Return the factor on Muon's learning rate that makes up for the number of blocks.
 
-        It is 1 / `coherence` (the root of the number of blocks), or 1 for "heads-unscaled".
+        It is 1 over the root of the number of blocks (`coherence`), or 1 for "heads-unscaled".
         """
         if self.blocks == "heads-unscaled":
             return ONE
@@ -190,12 +198,12 @@ class MuonRule:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixSteps:
-    """Blocks of a model's matrices and division by measured norms, as the optimizer reads them.
+    """Instructions for Muon: blocks of each matrix, and whether norms are measured.
 
     Attributes:
         measured: Whether every step is divided by its measured spectral norm.
-        blocks: Size of a block along each axis, by parameter name. Matrices that are not in it are
-            one block.
+        blocks: Size of a block along each axis, by parameter name. A matrix without an entry is
+            orthogonalized as a whole.
         sizes: Size of every logical axis of the model, if `measured`.
     """
 
@@ -205,23 +213,28 @@ class MatrixSteps:
 
 
 WHOLE_MATRICES = MatrixSteps()
-"""Muon as it is by default."""
+"""Default of Muon: whole matrices are orthogonalized, and no norms are measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A parameterization at a base size. Made by `presets.get`.
+    """Parameterization relative to a base size. `presets.get` makes one.
+
+    The source of a preset is the paper that its table is from.
 
     Attributes:
         name: Name as given to `presets.get`.
-        rule: The table. Returns the row of a declaration, in the preset's native form.
-        logits: Scale of attention logits relative to N_base^-1/2.
-        branch: Scale of every residual branch. `residual` replaces this law.
-        native_form: Form of the source's table.
+        rule: Function from a parameter's declaration to its row of the table, in the preset's
+            native form.
+        logits: Power law of the factor on attention logits, relative to N_base^-1/2 with the head
+            dimension N_base of the base.
+        branch: Power law of the factor on every residual branch. If `residual` is set, it is used
+            instead.
+        native_form: Form of the source's table, that is, its placement of multipliers.
         form: Form to use. It changes values and never training. `None` is the native form.
         residual: Function of (number of blocks, layer, branch, branches of a block) that returns
             the pair (skip, branch scale). Only for a source whose scale differs over depth.
-        no_rule: Reason by optimizer family for which the source has no rule.
+        no_rule: Optimizer families for which the source has no rule, each with the reason.
         baseless: Whether the source's values are absolute, so that no base can be set.
         base: Size of each axis at which every factor is 1. `None` is the absolute form, in which
             every base size is 1.
@@ -233,9 +246,10 @@ class Preset:
         constants: Constants of parameter groups, by "COLUMN.GROUP" (`mupax.presets.constants`).
         choices: Constants that the preset was made with, for printing.
         warnings: Choices of the source that a user should know, one sentence each.
-        vanishing: Law by name for everything that the source lets vanish as sizes grow. Names are
-            "features" (a lazy limit), "attention" (logits at initialization vanish, so that heads
-            collapse), "movement/GROUP" and "eps/GROUP". `mupax.presets.analysis.health` reads it.
+        vanishing: Power laws of quantities that the source lets change with size, by name. Names
+            are "features" (a lazy limit), "attention" (logits at initialization vanish, so that
+            heads collapse), "movement/GROUP" (steps of a group) and "eps/GROUP" (gradient over
+            eps). `mupax.presets.analysis.health` reads them.
         uneven: Whether the rules of eps also hold if one width grows alone, so that F/D, N*H/D or
             H/H_kv changes.
         by_gradients: Whether SGD's learning rates and eps follow the size of gradients. `sp` has
@@ -263,7 +277,7 @@ class Preset:
     by_gradients: bool = True
 
     def row(self, spec: ParamSpec) -> Rule:
-        """Return the parameter's rule in this preset's form, with the constants of its group.
+        """Return the rule of a parameter in this preset's form, with the constants of its group.
 
         The rule is computed once per declaration and cached.
 
@@ -280,11 +294,14 @@ class Preset:
 
     @functools.cached_property
     def _rows(self) -> dict[ParamSpec, Rule]:
-        """Cache of `row`: rows by declaration, empty at first."""
+        """Cache of `row`: rules by declaration, empty at first."""
         return {}
 
     def _table(self, spec: ParamSpec) -> Rule:
-        """Return the source's row of a parameter, or for an adapter the row derived from it."""
+        """Return a parameter's row in the source's table.
+
+        The row of an adapter is derived from that of the matrix it adapts.
+        """
         if spec.role in ADAPTERS:
             # Few runs have adapters: imported only for them.
             from mupax.presets import adapters
@@ -293,12 +310,14 @@ class Preset:
         return self.rule(spec)
 
     def _native_row(self, spec: ParamSpec) -> Rule:
-        """Return the parameter's rule in the native form, without the constants of its group.
+        """Return the rule of a parameter in the native form, without the constants of its group.
 
-        An encoder's rule has the axis `encoder_layers` in place of `layers`. The gradient of a
-        parameter with `spec.shared` is a sum over these axes, so SGD's learning rate is divided by
-        their product and eps multiplied, unless `by_gradients` is false. A router's bias gets a
+        An encoder's rule has the axis `encoder_layers` in place of `layers`. A router's bias gets a
         constant rule without decay, because expert loads update it.
+
+        The gradient of a parameter that is broadcast along axes (`spec.shared`) is a sum over them.
+        SGD's learning rate is divided by the product of their sizes and eps is multiplied by it.
+        This is left out if `by_gradients` is false.
         """
         if spec.moved_by_loads:
             # A router's bias moves by the loads of experts, which do not scale with any size.
@@ -316,9 +335,10 @@ class Preset:
         return rule
 
     def _in_form(self, rule: Rule, spec: ParamSpec) -> Rule:
-        """Return a rule of the native form in the preset's form.
+        """Convert a rule from the native form to the form of this preset.
 
-        The rule of a router's bias is returned unchanged.
+        Forms differ in where multipliers are placed. The rule of a router's bias is returned
+        unchanged.
 
         Raises:
             PresetError: The readout is tied and the form is "plain", or the form is "table-9" and
@@ -376,15 +396,18 @@ class Preset:
         raise PresetError(f"axis {name!r} has no size; the sizes given are {dict(sizes)}")
 
     def ratios(self, sizes: Mapping[str, int]) -> dict[str, float]:
-        """Return size / base size of every axis in `sizes`; 1 for a finite axis (`base_size`)."""
+        """Return size / base size of every axis in `sizes`, by axis.
+
+        It is 1 for an axis that has its own size as base size (`base_size`).
+        """
         return {name: size / self.base_size(name, sizes) for name, size in sizes.items()}
 
     def grows_evenly(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether embed, mlp and either the heads or head_dim grow by one ratio.
+        """Return whether the model's widths grow from the base as the rules were derived for.
 
-        The rules are derived for these two limits: more heads (query and key-value heads alike) at
-        a fixed head_dim, or larger heads at a fixed number. `mlp` is not compared if the model has
-        experts and no MLP.
+        This is so if embed and mlp grow by one ratio, and so do either the heads (query and
+        key-value heads alike) or head_dim, while the other one stays. `mlp` is not compared if the
+        model has experts and no MLP.
         """
         ratios = self.ratios(sizes)
         width = ratios.get("embed", 1)
@@ -408,7 +431,10 @@ class Preset:
         optimizer: str = "adam",
         decay: Decay = "coupled",
     ) -> Scales:
-        """Return the values of one parameter at these sizes: base values times factors.
+        """Return the values that a parameter gets at these sizes: multiplier, std, lr and so on.
+
+        They are the values at the base times the factors of the preset's rule. In `Scales`, lr, eps
+        and weight decay are factors on the optimizer's own settings.
 
         Args:
             sizes: Size of every logical axis of the model.
@@ -445,10 +471,10 @@ class Preset:
         optimizer: str = "adam",
         decay: Decay = "coupled",
     ) -> Scales:
-        """Return one parameter's factors relative to the base.
+        """Return the factors by which a parameter's values differ from those at the base.
 
-        At base size each is the constant of the parameter's group, which is exactly 1 unless set.
-        A weight decay that does not apply is 0.
+        At base size each factor is the constant of the parameter's group, which is exactly 1 unless
+        set. A weight decay that does not apply is 0.
 
         Args:
             sizes: Size of every logical axis of the model.
@@ -467,9 +493,9 @@ class Preset:
         """Return the multiplier and initial std of a parameter at base size.
 
         Matrices start with std fan_in^-1/2, embeddings and gains with 1, biases and `LORA_B` with
-        0. Patch embeddings have std 1 and the multiplier D_in^-1/2, and a tied readout likewise
-        with its fan-in. A readout of its own starts at 0 under `zero_readout`. The source's
-        constant and a gain's own start multiply the std.
+        0. Patch embeddings have std 1 and the multiplier fan_in^-1/2, and so does a tied readout. A
+        readout with its own array starts at 0 under `zero_readout`. The std is multiplied by the
+        source's constant (`Rule.init_constant`) and, for a gain, by `ParamSpec.start`.
 
         Args:
             sizes: Size of every logical axis of the model. It is read only for axes that the base
@@ -495,7 +521,7 @@ class Preset:
     def matrix_steps(
         self, specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], optimizer: str
     ) -> MatrixSteps:
-        """Return the blocks that Muon orthogonalizes apart, and if it divides by measured norms.
+        """Return how Muon treats each matrix: its blocks, and whether its norm is measured.
 
         The result is `WHOLE_MATRICES`, Muon's default, for an optimizer of another family.
 
@@ -528,10 +554,10 @@ class Preset:
         return MatrixSteps(blocks=blocks)
 
     def logit_scale(self, sizes: Mapping[str, int]) -> float:
-        """Return the factor on attention logits k.q.
+        """Return the factor on attention logits q.k.
 
-        At base size it is N_base^-1/2 times the constant of `logits`, or N_base^-1 times it if keys
-        start as queries.
+        At base size, with head dimension N_base, it is the coefficient of `logits` times
+        N_base^-1/2. If keys start as copies of queries, it is the coefficient times N_base^-1.
         """
         # k.q is of size N^1/2 for independent vectors and of size N for equal ones.
         exponent = -1.0 if self.key_as_query else -0.5
@@ -565,7 +591,7 @@ class Preset:
         return tuple(names)
 
     def family(self, optimizer: str) -> Family:
-        """Return the optimizer's family, whose columns of the table it follows.
+        """Return the optimizer's family, which decides the columns of the table that apply.
 
         Raises:
             PresetError: The preset has no rule for the optimizer. The message has the source's
@@ -585,7 +611,10 @@ class Preset:
         )
 
     def with_logits(self, logits: Power) -> Preset:
-        """Return a copy of the preset with another scale of attention logits (`logit_scale`)."""
+        """Return a copy of the preset with another power law for the factor on attention logits.
+
+        `logit_scale` evaluates the law.
+        """
         # `_rows` is no field of the dataclass, so `replace` starts with an empty one.
         preset = dataclasses.replace(self, logits=logits)
         # No row depends on the scale of the logits, so the computed rows stay valid.
@@ -593,7 +622,9 @@ class Preset:
         return preset
 
     def with_form(self, form: Form) -> Preset:
-        """Return the preset with its multipliers in another place, which trains the same.
+        """Return a copy of the preset in another form, which trains the same.
+
+        A form says where factors are kept, in the weights or in their multipliers.
 
         Raises:
             PresetError: `form` is none of `FORMS`.
@@ -603,11 +634,11 @@ class Preset:
         return dataclasses.replace(self, form=form)
 
     def cautions(self, sizes: Mapping[str, int], optimizer: str = "adam") -> list[str]:
-        """Return what to know before trusting the table at these sizes, one sentence each.
+        """Return what to know before trusting the preset at these sizes, one sentence each.
 
-        Sentences are the source's `warnings` and growth for which the table was not derived. In the
-        absolute form, or if `sizes` lacks embed, mlp, heads or kv_heads, only the warnings and the
-        share of active experts are covered.
+        Sentences are the source's `warnings` and growth for which the rules were not derived. In
+        the absolute form, or if `sizes` lacks embed, mlp, heads or kv_heads, only the warnings and
+        the share of active experts are covered.
 
         Args:
             sizes: Size of every logical axis of the model.

@@ -18,7 +18,10 @@ from mupax import MupaxError
 
 
 class PresetError(MupaxError):
-    """Parameterization, role or size that cannot be used. The message says what to write."""
+    """Error about a parameterization, role or size that cannot be used.
+
+    The message says what to write instead.
+    """
 
 
 class Role(enum.Enum):
@@ -32,7 +35,7 @@ class Role(enum.Enum):
     NORM_GAIN = "norm_gain"
     BIAS = "bias"
     RELATIVE_BIAS = "relative_bias"
-    """Added to attention logits: one number per head and bucket of distances (T5)."""
+    """Table that is added to attention logits: one number per head and bucket of distances (T5)."""
     QUERY = "query"
     KEY = "key"
     VALUE = "value"
@@ -60,16 +63,19 @@ ZERO = BIASES | {Role.LORA_B}
 """Roles that start at 0."""
 
 ADAPTERS = frozenset({Role.LORA_A, Role.LORA_B})
-"""Roles of low-rank adapters. The field `adapts` names the matrix to which they are added."""
+"""Roles of low-rank adapters. `ParamSpec.adapts` is the matrix to which they are added."""
 
 VECTORS = frozenset({Role.NORM_GAIN}) | BIASES
-"""Roles without weight decay. The field `of` names the matrix or norm of a gain or bias, if any."""
+"""Roles of gains and biases, which have no weight decay.
+
+`ParamSpec.of` is the role of the matrix or norm that such a parameter belongs to, if any.
+"""
 
 EXPERTS = frozenset({Role.EXPERT_IN, Role.EXPERT_OUT})
 """Roles for which every expert has its own matrix."""
 
 ROUTED = EXPERTS | {Role.ROUTER}
-"""Roles of the matrices in a layer of experts."""
+"""Roles of the matrices in a mixture-of-experts layer."""
 
 EMBEDDINGS = frozenset({Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION})
 
@@ -78,7 +84,7 @@ Distribution = Literal["normal", "uniform", "truncated"]
 
 
 class Stack(NamedTuple):
-    """Residual blocks of one kind.
+    """Stack of residual blocks that all have the same branches.
 
     Attributes:
         axis: Logical axis that counts the blocks.
@@ -90,7 +96,7 @@ class Stack(NamedTuple):
 
 
 OWN = Stack()
-"""Stack of a model that is no encoder-decoder."""
+"""Stack of a model that has only one, such as a decoder or a vision transformer."""
 
 ENCODER = Stack("encoder_layers")
 """Encoder stack of an encoder-decoder."""
@@ -101,7 +107,7 @@ CROSSED = Stack(branches=("attention", "cross", "mlp"))
 _STACK_AXES = (OWN.axis, ENCODER.axis)
 
 RANK = "rank"
-"""Axis between the two matrices of an adapter. It is finite, even if a preset's base names it."""
+"""Logical axis between the two matrices of an adapter. It never counts as growing."""
 
 AXES = {
     "layers": "stacked residual blocks",
@@ -131,7 +137,10 @@ AXES = {
     "input": "features of any other input",
     "output": "features of any other output",
 }
-"""Meaning of each logical axis, by name. Sharding rules and base sizes use the same names."""
+"""Meaning of each logical axis, by name.
+
+A logical axis names one dimension of a parameter. Sharding rules and base sizes use these names.
+"""
 
 FOLLOWS = {
     "memory": "embed",
@@ -140,23 +149,23 @@ FOLLOWS = {
     "stem_next": "embed",
     "encoder_layers": "layers",
 }
-"""Axes that take their base size from another axis, if the base names only the other axis."""
+"""Axes whose base size is that of another axis, unless the base has their own size."""
 
 RUN_AXES = {"batch": "examples in a step", "tokens": "tokens, of images images, seen in all"}
-"""Quantities of a run that a base may name besides sizes.
+"""Quantities of a run that a base may have in addition to sizes, with their meaning.
 
-Joint rules (`mupax.presets.horizon`) are relative to them.
+Joint rules (`mupax.presets.horizon`) scale settings by the ratio of the run's value to the base's.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """Declaration of one parameter.
+    """Declaration of one parameter: what it is, not its values.
 
     Initial std, learning rates, sharding and counts are computed from the declaration.
 
     Attributes:
-        role: Row of a preset's table.
+        role: Role of the parameter in the network. A preset has one rule for each role.
         axes: Logical name of every dimension, in order.
         fan_in: Axes that a matrix product sums over. Empty for gains, biases and embeddings that
             are looked up.
@@ -204,7 +213,11 @@ class ParamSpec:
         self._check_fields_of_role()
 
     def _check_axes(self) -> None:
-        """Raise `PresetError` if axes are unknown, repeated, or do not fit `fan_in` or `shared`."""
+        """Raise `PresetError` if the axes of a field are wrong.
+
+        Axes must be known and not repeated. Those in `fan_in` must be in `axes`, those in `shared`
+        must not.
+        """
         role = self.role.value
         for field in ("axes", "fan_in", "shared"):
             axes = getattr(self, field)
@@ -234,7 +247,7 @@ class ParamSpec:
                 )
 
     def _check_fields_of_role(self) -> None:
-        """Raise `PresetError` if a field does not apply to the role, or the role lacks one."""
+        """Raise `PresetError` if the role forbids a field that is set, or needs one that is not."""
         role = self.role.value
         if self.of is not None and self.role not in VECTORS:
             raise PresetError(
@@ -284,7 +297,7 @@ class ParamSpec:
 
     @property
     def bias(self) -> ParamSpec:
-        """Declaration of this matrix's bias: one entry per output of every copy (`copies`)."""
+        """Declaration of this matrix's bias: one entry per output of each matrix in `copies`."""
         axes = (*self.copies, *self.fan_out)
         return dataclasses.replace(
             self, role=Role.BIAS, axes=axes, fan_in=(), of=self.role, tied=False
@@ -292,7 +305,7 @@ class ParamSpec:
 
     @property
     def gain(self) -> ParamSpec:
-        """Declaration of a gain on this matrix's outputs, with the axes of its bias."""
+        """Declaration of a gain that multiplies this matrix's outputs, with a bias's axes."""
         return dataclasses.replace(self.bias, role=Role.NORM_GAIN)
 
     @property
@@ -326,13 +339,14 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactorSpec:
-    """Constant factor of the forward pass that the parameterization sets.
+    """Declaration of a factor in the forward pass that a parameterization sets.
 
-    The factor is neither trained nor saved.
+    The factor is a constant: it is neither trained nor saved.
 
     Attributes:
-        kind: "logits" of attention, [layers]; "skip" and "branch" of a residual stack, [layers,
-            branches]; "readout", [], of a readout that shares the embedding's table.
+        kind: "logits" for the factor on attention logits, of shape [layers]. "skip" and "branch"
+            for the factors in residual additions, [layers, branches]. "readout" for the multiplier
+            of a readout that shares the embedding's array, [].
         shape: Shape of the factor's array, as `kind` says.
         value: Value until a parameterization sets another one.
         spec: Declaration of a readout that has no array of its own.
@@ -373,7 +387,7 @@ MATRICES = {
     "block.mlp.down": block_matrix(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
     "readout": ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)),
 }
-"""Matrices of a transformer by name."""
+"""Declarations of a transformer's matrices by parameter name."""
 
 EXPERT_MATRICES = {
     "block.experts.router": block_matrix(Role.ROUTER, ("embed", "experts"), ("embed",)),
@@ -384,14 +398,17 @@ EXPERT_MATRICES = {
         Role.EXPERT_OUT, ("experts", "expert_dim", "embed"), ("expert_dim",)
     ),
 }
-"""Matrices of a layer of experts by name. They replace a block's MLP matrices."""
+"""Declarations of the matrices in a mixture-of-experts layer, by parameter name.
+
+They replace a block's MLP matrices.
+"""
 
 
 def with_value_dim(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
-    """Return the declarations for attention whose values have their own size, `value_dim`.
+    """Return declarations of an attention whose values have a size of their own.
 
-    Queries and keys get `value_dim=True`. In values and attention outputs the axis `value_dim`
-    replaces `head_dim`. Declarations of other parameters are unchanged.
+    The new size is the axis `value_dim`. In values and attention outputs it replaces `head_dim`.
+    Queries and keys get the field `value_dim=True`. Declarations of other parameters are unchanged.
 
     Args:
         specs: Declarations by any names, which are kept.
@@ -410,18 +427,19 @@ def with_value_dim(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
 
 
 def of_encoder(spec: ParamSpec) -> ParamSpec:
-    """Return the declaration for a parameter of an encoder-decoder's encoder.
+    """Convert the declaration of a parameter to that of the same one in an encoder.
 
-    The axes "encoder_layers" and "source" replace "layers" and "position".
+    The encoder is part of an encoder-decoder. The axes "encoder_layers" and "source" replace
+    "layers" and "position".
     """
     axes = _renamed(spec.axes, {OWN.axis: ENCODER.axis, "position": "source"})
     return dataclasses.replace(spec, part="encoder", axes=axes)
 
 
 def of_cross(spec: ParamSpec) -> ParamSpec:
-    """Return the declaration for a parameter of a decoder's attention to the encoder's output.
+    """Convert the declaration of a self-attention parameter to that of cross-attention.
 
-    The part is "cross". In keys and values the axis "memory", the encoder's residual stream,
+    The part becomes "cross". In keys and values the axis "memory", the encoder's residual stream,
     replaces "embed".
     """
     # Queries and outputs are of the decoder's own stream.

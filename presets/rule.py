@@ -51,30 +51,34 @@ SYMBOLS = {
 """Letters for axes in printed rules, as in the papers."""
 
 Exponents = tuple[tuple[str, float], ...]
-"""Pairs of an axis and its exponent, sorted by axis."""
+"""Exponents of the axes in a product: pairs (axis, exponent), sorted by axis."""
 
 Decay = Literal["coupled", "independent"]
-"""Ways in which weight decay enters: w -= lr * wd * w (coupled) or w -= wd * w (independent)."""
+"""Kind of weight decay: w -= lr * wd * w (coupled) or w -= wd * w (independent)."""
 
 Form = Literal["plain", "readout-multiplier", "mean-field", "table-9"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
 Number = float | tuple[float, ...]
-"""One value, or one per layer of a stacked parameter. Only measured tables have one per layer."""
+"""Value of a parameter, or one value per layer of a stacked parameter.
+
+Only measured tables have values per layer.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Power:
-    """Power law: coefficient * product over axes of (size / base size) ** exponent.
+    """Power law in the sizes of a model.
 
-    A law is symbolic. It can be printed, multiplied or taken to a limit before any size is known.
+    Its value is coefficient * product over axes of (size / base size) ** exponent. It is symbolic:
+    it can be printed, multiplied or taken to a limit before any size is known.
 
     Attributes:
         coefficient: Value at base size.
         exponents: Exponent of each axis, sorted by axis and without zeros.
-        clips: Pairs (inner, power) for factors min(1, product of size ** exponent) ** power, with
-            the exponents `inner`. A clip reads sizes, not ratios. Each is divided by its value at
-            base size, so that the law is still `coefficient` there.
+        clips: Pairs (exponents, power). Each adds a factor min(1, x) ** power, where x is the
+            product of size ** exponent. x has absolute sizes, not ratios. The factor is divided by
+            its value at base size, so that the law is still `coefficient` there.
     """
 
     coefficient: float = 1.0
@@ -121,10 +125,10 @@ class Power:
         return Power(self.coefficient, exponents, tuple(clips))
 
     def growth(self, axes: Mapping[str, float]) -> float:
-        """Return the exponent of t with which the law grows as t goes to infinity.
+        """Return the exponent x for which the law grows as t^x, if its axes grow as powers of t.
 
         Args:
-            axes: Exponent of t with which each axis grows. Axes that are not in it stay fixed.
+            axes: Power of t with which each axis grows. Axes that are not in it stay fixed.
         """
         clipped: float = 0
         for inner, power in self.clips:
@@ -175,7 +179,10 @@ class Power:
 # Cached because a table multiplies the same few laws for every parameter.
 @functools.lru_cache(4096)
 def _collected(terms: tuple) -> tuple:
-    """Return pairs (key, exponent) with exponents of equal keys added up, sorted, without zeros."""
+    """Merge pairs (key, exponent) of equal keys by adding their exponents.
+
+    The result is sorted and has no exponents of zero.
+    """
     total: dict = {}
     for key, exponent in terms:
         total[key] = total.get(key, 0.0) + exponent
@@ -190,7 +197,7 @@ def _collected(terms: tuple) -> tuple:
 
 
 def _scaled(terms: tuple, factor: float) -> tuple:
-    """Return pairs (key, exponent) with every exponent times `factor`, without zeros."""
+    """Multiply the exponents of pairs (key, exponent) by a factor. Zeros are left out."""
     scaled = []
     for key, exponent in terms:
         # 0 times an exponent leaves no term, so that equal laws compare equal.
@@ -200,7 +207,7 @@ def _scaled(terms: tuple, factor: float) -> tuple:
 
 
 def _renamed(exponents: Exponents, axis_name: str, new_name: str) -> Exponents:
-    """Return exponents with one axis replaced by another, added up if both are present."""
+    """Replace an axis in exponents by another one. Exponents of one axis are added up."""
     terms = []
     for name, exponent in exponents:
         if name == axis_name:
@@ -210,7 +217,7 @@ def _renamed(exponents: Exponents, axis_name: str, new_name: str) -> Exponents:
 
 
 def _ratio(axis_name: str, ratios: Mapping[str, float]) -> float:
-    """Return one axis' ratio of size to base size.
+    """Look up one axis's ratio of size to base size.
 
     Raises:
         PresetError: `ratios` lacks the axis.
@@ -223,7 +230,12 @@ def _ratio(axis_name: str, ratios: Mapping[str, float]) -> float:
 
 
 def _slope(exponents: Exponents, axes: Mapping[str, float]) -> float:
-    """Return the exponent of t of a product of axes, each of which grows as t ** axes[axis]."""
+    """Return the exponent x for which a product of axes grows as t^x.
+
+    Args:
+        exponents: Exponents of the axes in the product.
+        axes: Power of t with which each axis grows. Axes that are not in it stay fixed.
+    """
     total: float = 0
     for axis_name, exponent in exponents:
         total += exponent * axes.get(axis_name, 0.0)
@@ -245,14 +257,14 @@ ONE = Power()
 
 
 def axis(name: str) -> Power:
-    """Return the law size / base size of one axis."""
+    """Return the power law that is the ratio size / base size of one axis."""
     return Power(1.0, ((name, 1.0),))
 
 
 def product(axis_names: Iterable[str]) -> Power:
-    """Return the product of the laws of several axes.
+    """Return the power law that is the product of the ratios size / base size of several axes.
 
-    `product(spec.fan_in)` is a matrix' fan-in divided by its fan-in at base size.
+    `product(spec.fan_in)` is a matrix's fan-in divided by its fan-in at base size.
     """
     law = ONE
     for name in axis_names:
@@ -261,16 +273,18 @@ def product(axis_names: Iterable[str]) -> Power:
 
 
 def at_most_one(power: Power) -> Power:
-    """Return the law min(1, x), divided by its value at base size.
+    """Return the power law min(1, x), divided by its value at base size.
 
-    x is a product of absolute sizes with the exponents of `power`, so the clip sets in where x
-    crosses 1, whatever the base. The coefficient and the clips of `power` are left out.
+    x is a product of absolute sizes with the exponents of `power`. So the law becomes constant
+    where x crosses 1, whatever the base. The coefficient and the clips of `power` are ignored.
     """
     return Power(1.0, (), ((power.exponents, 1.0),))
 
 
 def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[str, float | str]:
-    """Return the constants that differ from their defaults, by name, for `Preset.choices`.
+    """Return the constants that differ from their defaults, by name.
+
+    Presets print them (`Preset.choices`).
 
     Args:
         **constants: Pairs (value, default). A value `None` is left out.
@@ -284,10 +298,17 @@ def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Values of one parameter.
+    """Values of one parameter under a preset at given sizes.
 
-    `lr`, `eps` and `weight_decay` multiply the optimizer's own settings. `init_std` is absolute. A
-    field is one number, or a tuple with one number per layer.
+    A field is one number, or a tuple with one number per layer. `Preset.factors` returns values
+    relative to those at the base.
+
+    Attributes:
+        multiplier: Factor on the parameter in the forward pass.
+        init_std: Initial standard deviation. For a gain, its initial value.
+        lr: Factor on the optimizer's peak learning rate.
+        eps: Factor on the optimizer's eps.
+        weight_decay: Factor on the optimizer's weight decay.
     """
 
     multiplier: Number = 1.0
@@ -297,7 +318,10 @@ class Scales:
     weight_decay: Number = 1.0
 
     def times(self, other: Scales) -> Scales:
-        """Return the product with `other`, column by column. Neither may have values per layer."""
+        """Return the product with other values, field by field.
+
+        Neither may have values per layer.
+        """
         products = {}
         for field in dataclasses.fields(self):
             products[field.name] = getattr(self, field.name) * getattr(other, field.name)
@@ -306,7 +330,9 @@ class Scales:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One row of a preset's table: a power law in the sizes for each column.
+    """Row of a preset's table: how one kind of parameter scales with the model's sizes.
+
+    Each column is a power law in the ratios of sizes to base sizes.
 
     Attributes:
         multiplier: Forward multiplier.
@@ -335,9 +361,9 @@ class Rule:
     mean_field: Power = ONE
 
     def lr(self, family: Family) -> Power:
-        """Return the learning rate column of an optimizer family.
+        """Return the learning rate column that an optimizer family uses.
 
-        Lion has Adam's column. So does Muon, for a parameter that Muon leaves to Adam.
+        Lion uses Adam's column. So does Muon for a parameter that it leaves to Adam.
         """
         # Lion takes the sign of a momentum: entries of its steps are of the same order as Adam's.
         muon = self.muon
@@ -347,7 +373,7 @@ class Rule:
         return columns[family]
 
     def eps_of(self, family: Family) -> Power:
-        """Return the eps column of an optimizer family.
+        """Return the power law of eps under an optimizer family.
 
         It is 1 for SGD, Lion and the matrices of Muon, whose eps does not scale.
         """
@@ -358,9 +384,10 @@ class Rule:
         return ONE
 
     def moved(self, theta: Power) -> Rule:
-        """Return the rule with a multiplier `theta` times larger and the same training.
+        """Return the rule with part of the weight moved into the multiplier, which trains the same.
 
-        The weight w becomes w / theta. `Rule.decay` stays, because it is a share of w.
+        The multiplier becomes `theta` times larger, and the weight w becomes w / theta. The other
+        columns change so that training does not. `Rule.decay` stays, because it is a share of w.
         """
         # All steps must shrink with w. The gradient with respect to w / theta is theta times
         # larger, which SGD's learning rate must undo as well.
@@ -413,11 +440,12 @@ class Rule:
         )
 
     def with_constants(self, spec: ParamSpec, constants: Mapping[str, float]) -> Rule:
-        """Return the rule with the constants of the parameter's group multiplied in.
+        """Return the rule multiplied by the constants of the parameter's group.
 
         A `decays` constant of 0 turns weight decay off.
 
         Args:
+            spec: Declaration of the parameter, whose group selects the constants.
             constants: Values by name, such as "rates.readout" (`mupax.presets.constants`).
         """
         rates = constant_power("rates", spec, constants)
@@ -472,17 +500,17 @@ class Rule:
 
 
 TIED = "tied_readout"
-"""Name by which constants refer to a readout that shares the token embedding's array.
+"""Group name by which constants refer to a readout that shares the token embedding's array.
 
 It is a name of its own because a tied readout has the fan-in of the base in its multiplier and a
 readout with its own array does not.
 """
 EVERY = "all"
-"""Name by which constants refer to every group."""
+"""Group name by which constants refer to every group at once."""
 
 
 def parts(constant_name: str) -> tuple[str, str, str]:
-    """Return column, group and axis of a constant's name, COLUMN.GROUP or COLUMN.GROUP^AXIS.
+    """Split a constant's name, COLUMN.GROUP or COLUMN.GROUP^AXIS, into column, group and axis.
 
     The axis is empty if the constant is a factor and not an exponent.
     """
@@ -505,10 +533,11 @@ def names(spec: ParamSpec) -> set[str]:
 
 
 def constant(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> float:
-    """Return the factor that constants put on one column of a parameter; 1 if there is none.
+    """Return the product of the constants that apply to one column of a parameter, 1 if none does.
 
     Args:
         column: Key of `mupax.presets.constants.COLUMNS`.
+        spec: Declaration of the parameter, whose group and role select the constants.
         constants: Factors by name, "COLUMN.GROUP". Exponents ("COLUMN.GROUP^AXIS") are not read.
     """
     # Sorted, because the order of a set differs between processes, and with it the last bit of the
@@ -518,10 +547,11 @@ def constant(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> fl
 
 
 def constant_power(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> Power:
-    """Return the power law that constants put on one column of a parameter.
+    """Return the factor that constants put on one column of a parameter, as a power law.
 
     Args:
         column: Key of `mupax.presets.constants.COLUMNS`.
+        spec: Declaration of the parameter, whose group and role select the constants.
         constants: Factors by "COLUMN.GROUP" and exponents by "COLUMN.GROUP^AXIS".
     """
     law = Power(constant(column, spec, constants))
@@ -539,10 +569,10 @@ def constant_power(column: str, spec: ParamSpec, constants: Mapping[str, float])
 
 
 def theta(rule: Rule, spec: ParamSpec, form: Form) -> Power:
-    """Return the factor on the multiplier of a rule that takes the rule to another form.
+    """Return the factor by which a rule's multiplier must grow to bring the rule into another form.
 
-    A form says where factors are kept, in the weight or in its multiplier (table at the top of
-    this file). `rule.moved(theta(rule, spec, form))` is the rule in that form: it trains the same.
+    A form says where factors are kept, in the weight or in its multiplier (table at the top of this
+    file). `rule.moved(theta(rule, spec, form))` is the rule in that form: it trains the same.
 
     Args:
         rule: Rule of one parameter, in any form. Not that of a tied readout (`ParamSpec.tied`).

@@ -16,7 +16,10 @@ from mupax.presets.roles import RUN_AXES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Flags for the distance between a run and the base at which its values were tuned."""
+    """Command-line flags for how batch and tokens of a run differ from those of its base.
+
+    The base is the run at which the optimizer's settings were tuned.
+    """
 
     batch: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
     """Batch of the base and batch of the run, such as 8:64."""
@@ -28,7 +31,7 @@ class RunFlags:
     """Adam's b2 at the base. Rules that take it out of (0, 1) are reported."""
 
     def ends(self) -> list[tuple[float, float]]:
-        """Return base and run as pairs of numbers: first of batch, then of tokens.
+        """Return the pairs (base, run) of the flags `--batch` and `--tokens`, in this order.
 
         Raises:
             PresetError: A flag is not FROM:TO with two numbers above 0.

@@ -1,14 +1,15 @@
 """Dimensions of a transformer that can be scaled, computed from a preset's rules alone.
 
-The desiderata of the feature speed formula are checked as one dimension grows alone. They are about
-the mappings into which `mappings` cuts a block, at initialization. Entries are root mean squares.
+The desiderata of the feature speed formula are checked as one dimension, such as d_model, grows
+alone. They are about the mappings into which `mappings` cuts a block (q, logits, MLP in and so on),
+at initialization. Entries are root mean squares.
 
 | desideratum | condition                                                                         |
 |-------------|-----------------------------------------------------------------------------------|
 | signal      | Entries of every mapping stay of order one.                                       |
-| speed       | Entries move by order one by their own weights, at learning rates that give every |
-|             | weight an equal part of the loss's decay: 1/L of it in each of L layers.          |
-| balance     | Under the preset's own SGD rates all parts of the decay have one exponent.        |
+| speed       | Entries move by order one by their own weights, at learning rates at which every  |
+|             | weight causes an equal part of the loss's decrease: 1/L of it in each of L layers.|
+| balance     | Under the preset's own SGD rates all parts of the decrease have one exponent.     |
 | loss decay  | The largest of these parts is of order one.                                       |
 
 By the formula (Chizat and Netrapalli 2023, 2311.18718) the speed has no learning rate in it:
@@ -17,7 +18,7 @@ If the stream grows with depth, backward signals grow by powers that depend on t
 the last three desiderata are left open.
 
 The composition is derived here. The desiderata are about the first step. A mapping that fails one
-of them may still train well, as logits do that vanish at initialization.
+of them may still train well. Logits that vanish at initialization are an example.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ GROWTHS: dict[str, dict[str, float]] = {
     "positions": {"position": 1.0},
     "depth": {"layers": 1.0},
 }
-"""Axes that grow with each dimension of a decoder. Only "width" is several dimensions together."""
+"""Axes that grow with each dimension of a decoder, with their powers of that dimension.
+
+Only "width" grows several dimensions together.
+"""
 
 ENCODED: dict[str, dict[str, float]] = {
     "d_k": GROWTHS["d_k"],
@@ -51,10 +55,10 @@ ENCODED: dict[str, dict[str, float]] = {
     "depth": GROWTHS["depth"],
     "encoder_depth": {"encoder_layers": 1.0},
 }
-"""Axes that grow with each dimension of an encoder-decoder.
+"""Axes that grow with each dimension of an encoder-decoder, with their powers of that dimension.
 
-Widths are those of both stacks. "targets" and "depth" belong to the decoder alone, "encoder_depth"
-to the encoder alone.
+Widths are those of both stacks. "targets" (decoder positions) and "depth" belong to the decoder
+alone, "encoder_depth" to the encoder alone.
 """
 
 COLUMNS = ("signal", "speed", "balance", "loss decay")
@@ -64,9 +68,9 @@ _PARTS = ("", "cross ", "encoder ")
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Result for one desideratum as one dimension grows.
+    """Result for one desideratum as one dimension grows: how far its exponents are from 0.
 
-    Exponents are powers of the dimension that grows.
+    Exponents are powers of the dimension that grows. A desideratum holds if all of them are 0.
 
     Attributes:
         exponent: Exponent farthest from 0. `None` if there is no power law.
@@ -87,10 +91,10 @@ class Cell:
 
     @property
     def names(self) -> str:
-        """Text of the names in `of`.
+        """Names in `of` as text, separated by commas.
 
-        Names of an encoder-decoder are grouped by part. "every" stands for all parts that have the
-        name: decoder, cross-attention and encoder.
+        Names of an encoder-decoder are grouped by part: decoder, cross-attention and encoder.
+        "every" precedes a name that `of` has for all of the parts that know the name.
         """
         parts: dict[str, set[str]] = {}
         for name in self.exponents:
@@ -117,10 +121,10 @@ class Cell:
     def text(self, dimension: str) -> str:
         """Return "yes", or the names and their exponent, such as "no: q, k d_k^-0.5".
 
-        Without a power law the text is the reason.
+        Without a power law the text is the reason, `why`.
 
         Args:
-            dimension: Dimension that grows, as the text shall call it.
+            dimension: Word for the dimension that grows, such as "d_k".
         """
         if self.exponent is None:
             return self.why
@@ -130,20 +134,21 @@ class Cell:
 
 
 def _without_part(name: str) -> str:
-    """Return the name of a mapping without the part of an encoder-decoder in front of it."""
+    """Return the name of a mapping without a leading "cross " or "encoder "."""
     return name.removeprefix("cross ").removeprefix("encoder ")
 
 
 def cell(exponents: Mapping[str, float], tolerance: float = _TOLERANCE) -> Cell:
     """Return a cell with the exponent farthest from 0, and the names that have it.
 
-    Of two exponents that are as far from 0, the positive one counts. If it counts as 0 the
-    desideratum holds, and no name is given.
+    Of two exponents that are equally far from 0, the positive one counts. If the exponent counts as
+    0, the desideratum holds and the cell has no names.
 
     Args:
         exponents: Exponents by name of a mapping or weight, at least one.
-        tolerance: Largest size of an exponent that counts as 0. The default is for theory, whose
-            exponent is then exactly 0. At any other tolerance the measured exponent is kept.
+        tolerance: Largest absolute value that counts as 0. At the default, which is for computed
+            exponents, such a value becomes exactly 0. At any other tolerance it is kept, because
+            exponents are then measured.
     """
     worst = max(exponents.values(), key=lambda exponent: (round(abs(exponent), 6), exponent))
     if abs(worst) <= tolerance:
@@ -157,9 +162,9 @@ def cell(exponents: Mapping[str, float], tolerance: float = _TOLERANCE) -> Cell:
 
 
 def growths(*, encoder: bool = False) -> dict[str, dict[str, float]]:
-    """Return the axes that grow with each dimension, and their powers.
+    """Return the axes that grow with each dimension, and their powers of the dimension.
 
-    They are `ENCODED` for an encoder-decoder and `GROWTHS` for a decoder.
+    The result is `ENCODED` for an encoder-decoder and `GROWTHS` for a decoder.
 
     Args:
         encoder: `True` for an encoder-decoder, `False` for a decoder.

@@ -1,17 +1,19 @@
 """Judgement of every row of a preset's table in one limit, whoever wrote the table.
 
-`limits` says what a table leads to, and a program that follows a wrong table agrees with it. Here
-each row is held against conditions that do not depend on the table:
+A preset's table has one row per kind of parameter (`Rule`): a power law for each of initial std,
+learning rate and eps. `limits` computes what a table leads to, but it takes the table as given.
+Here each row is held against conditions that do not depend on the table:
 
 | column    | condition                                                                           |
 |-----------|-------------------------------------------------------------------------------------|
 | init_std  | Activations neither grow nor vanish at initialization.                              |
-| lr        | The steps of this parameter alone move the stream by as much at every size. The     |
-|           | steps of a readout move the output by as much.                                      |
+| lr        | The steps of this parameter alone move the residual stream by as much at every size.|
+|           | The steps of a readout move the output by as much.                                  |
 | eps       | Adam's eps follows the gradient.                                                    |
 
-`Preset.vanishing` has what a source lets vanish on purpose. The conditions are derived here, after
-those of Tensor Programs V and of 2405.15712. `mupax check` reports the troubles.
+`Preset.vanishing` lists what the paper behind a preset lets vanish on purpose. The conditions are
+derived here, after those of Tensor Programs V and of 2405.15712. `mupax check` reports the
+troubles.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import BIASES, EMBEDDINGS, ROUTED, VECTORS, ParamSpec, Role
 
 Column = Literal["init_std", "lr", "eps"]
-"""Part of a row: initial size (multiplier, std), steps (multiplier, learning rate), Adam's eps."""
+"""Judged part of a row: initial size (multiplier * std), step (multiplier, lr) or Adam's eps."""
 
 ALONE = ("embed", "memory", "mlp", "heads", "kv_heads", "head_dim")
-"""Axes that limits grow together. A fan-in of the wrong axis shows if one of them grows alone."""
+"""Axes of width, which health checks also grow one at a time.
+
+A rule whose fan-in names the wrong axis shows only if one of these axes grows alone.
+"""
 
 _TOLERANCE = 0.01
 """Exponents up to this size count as 0."""
@@ -38,16 +43,21 @@ _TOLERANCE = 0.01
 _BOUNDED_ROLES = frozenset(spec.role for spec in SPECS.values())
 
 Gradient = Callable[[ParamSpec, Limit], float | None]
-"""Function that returns the exponent of a stored parameter's gradient, or `None` if unknown."""
+"""Function from a parameter and a limit to the exponent of the parameter's gradient.
+
+The gradient is that of the stored parameter, before its multiplier. The exponent is the power of
+the growing size. `None` means that it is unknown.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trouble:
-    """Fault in one column of a row.
+    """Fault in one column (`Column`) of one row of a preset's table.
 
     Attributes:
-        word: "explodes", "vanishes", "frozen", "lazy", "eps dominates" or "eps fades".
-        exponent: Exponent of a quantity that should not depend on the size.
+        word: Kind of the fault: "explodes", "vanishes", "frozen", "lazy", "eps dominates" (over the
+            gradient) or "eps fades" (next to the gradient).
+        exponent: Power of the growing size with which the judged quantity goes. It should be 0.
         axis: Axis that has to grow alone for the fault to show. `None` if the fault shows in the
             limit that was judged.
     """
@@ -64,14 +74,16 @@ class Trouble:
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Checks of the initial size, steps and eps of a preset's rows in one limit.
+    """Judge of a preset's table in one limit: of initial size, steps and eps of each parameter.
 
-    Exponents are powers of the size t that goes to infinity, as in `Limit`.
+    A limit lets some sizes of the model, such as the widths, go to infinity as powers of one size
+    t. A quantity with the growth exponent x goes as t^x.
 
     Attributes:
-        preset: Table to judge, in any form.
-        limit: Limit of this preset.
-        gradient: Function that returns exponents of gradients in any limit of this preset.
+        preset: Preset whose table is judged, in any form.
+        limit: Limit in which the preset is judged, made from the same preset.
+        gradient: Function that returns the exponent of a parameter's gradient in any limit of this
+            preset.
     """
 
     preset: Preset
@@ -79,10 +91,11 @@ class Health:
     gradient: Gradient
 
     def troubles(self, specs: Iterable[ParamSpec]) -> dict[tuple[str, Column], Trouble]:
-        """Return the faults by (`ParamSpec.group`, column). Right columns have no entry.
+        """Return the faults by (`ParamSpec.group`, column). Columns that are right have no entry.
 
         Args:
-            specs: Parameters of the model. The last one of a group stands for its group.
+            specs: Declarations of the model's parameters. Of several in one group the last one is
+                judged, and the fault counts for the group.
         """
         by_group = {spec.group: spec for spec in specs}
         moves = {}
@@ -113,9 +126,9 @@ class Health:
     def _judge_init_std(self, spec: ParamSpec) -> Trouble | None:
         """Return the fault in a parameter's initial size, or `None`. Biases have none.
 
-        The initial output must neither grow nor vanish in the limit. That of a readout, a router or
-        an expert may vanish down to the exponent -1/2. The output of a dense block's matrix must
-        not grow if one axis grows alone, either.
+        The output W x of the initial weight W must neither grow nor vanish in the limit. For a
+        readout, a router or an expert, exponents from -1/2 to 0 are right. For a matrix of a dense
+        block (`_bounded`), the output must also not grow if a single axis of `ALONE` grows.
         """
         # A bias starts at zero in every table, so it has no size to judge.
         if spec.role in BIASES:
@@ -141,9 +154,10 @@ class Health:
         return None
 
     def _initial_output(self, spec: ParamSpec, limit: Limit) -> float:
-        """Return the exponent of W x at initialization for entries of x of order one.
+        """Return the growth exponent of W x at initialization, for a parameter W.
 
-        For a gain this is the exponent of its own entries.
+        Entries of x are of order one and independent of W. For a gain this is the exponent of its
+        own entries.
         """
         row = self.preset.row(spec)
         return limit.x(row.multiplier * row.init_std) + _product(spec.fan_in, limit) / 2
@@ -151,9 +165,10 @@ class Health:
     def _judge_lr(self, spec: ParamSpec, move: float | None, lazy: bool) -> Trouble | None:
         """Return the fault in a parameter's steps, or `None`.
 
-        In the limit, steps must not move the stream more and more ("explodes"), nor vanish faster
-        than the preset's source concedes ("lazy" or "frozen"). Steps of a dense block's matrix must
-        not grow if one axis grows alone, either.
+        In the limit, steps of this parameter must not move the residual stream more and more
+        ("explodes"). They must not move it less and less ("lazy" or "frozen"), unless the paper
+        behind the preset accepts this (`_conceded`). Steps of a dense block's matrix must also not
+        grow if a single axis of `ALONE` grows.
 
         Args:
             move: Result of `_movement`. `None`, an unknown movement, is no fault.
@@ -179,11 +194,13 @@ class Health:
         return None
 
     def _step_output(self, spec: ParamSpec, limit: Limit) -> float:
-        """Return the exponent of dW x for one step dW and the x of order one that made the step.
+        """Return the growth exponent of dW x, for one step dW of W and an x that made the step.
+
+        Entries of x are of order one.
 
         Args:
-            limit: Limit in which one axis grows alone. The result is 0 for the axes along which the
-                steps of right tables grow, too.
+            limit: Limit in which one axis grows alone. The result is 0, which is no fault, for axes
+                along which steps grow even under right rules.
         """
         # A preset whose eps does not follow uneven growth makes no claim for a width alone.
         if "embed" in limit.growth and not self.preset.uneven:
@@ -206,9 +223,11 @@ class Health:
     def _judge_eps(self, spec: ParamSpec) -> Trouble | None:
         """Return the fault in a parameter's eps, or `None`.
 
-        Gradient over eps must have the exponent 0, or lie between 0 and the exponent that the
-        preset's source concedes. With `Preset.uneven` a dense block's matrix must have the exponent
-        0 also if one axis grows alone. Without eps or a known gradient there is no fault.
+        The ratio of a gradient to Adam's eps goes as a power of the growing size. The exponent must
+        be 0 (a constant ratio), or lie between 0 and the exponent that the paper behind the preset
+        accepts. If `Preset.uneven` is set, a dense block's matrix must also have the exponent 0 if
+        a single axis of `ALONE` grows. There is no fault if the optimizer has no eps or the
+        gradient is unknown.
         """
         exponent = self._gradient_over_eps(spec, self.limit)
         if exponent is None:
@@ -231,7 +250,7 @@ class Health:
         return None
 
     def _gradient_over_eps(self, spec: ParamSpec, limit: Limit) -> float | None:
-        """Return the exponent of gradient over eps.
+        """Return the growth exponent of the ratio of a parameter's gradient to Adam's eps.
 
         `None` means that the optimizer has no eps for this parameter, or that its gradient is
         unknown.
@@ -245,18 +264,22 @@ class Health:
 
     @functools.cached_property
     def _limits(self) -> dict[str, Limit]:
-        """Limits in which one axis of `ALONE` grows and no other, by axis."""
+        """Limit for each axis of `ALONE` in which only this axis grows, by axis."""
         family = self.limit.family
         tied = self.limit.tied
         return {axis: Limit(self.preset, family, {axis: 1.0}, tied=tied) for axis in ALONE}
 
     def _conceded(self, what: str, spec: ParamSpec | None = None) -> float:
-        """Return the exponent of what the preset's source lets vanish; 0 if it lets nothing vanish.
+        """Return the exponent with which a quantity may vanish, as the preset's paper accepts it.
+
+        `Preset.vanishing` has these quantities. The result is 0 for a quantity that must not
+        vanish.
 
         Args:
-            what: Key of `Preset.vanishing` without a group: "features", "movement" or "eps".
-            spec: Declaration of a parameter, for "movement" and "eps". All parts of an
-                encoder-decoder share one concession.
+            what: Kind of the quantity, the first part of a key of `Preset.vanishing`: "features",
+                "movement" or "eps".
+            spec: Declaration of the parameter, for "movement" and "eps". The same law holds in all
+                parts of an encoder-decoder.
         """
         key = what
         if spec is not None:
@@ -267,15 +290,19 @@ class Health:
         return self.limit.x(self.preset.vanishing[key])
 
     def _rate(self, spec: ParamSpec, limit: Limit) -> float:
-        """Return the exponent of the learning rate of multiplier * stored parameter."""
+        """Return the growth exponent of the learning rate of an effective weight, multiplier * w.
+
+        A step of multiplier * w is multiplier * lr times the optimizer's direction for w.
+        """
         row = self.preset.row(spec)
         return limit.x(row.multiplier) + limit.x(row.lr(limit.family))
 
     def _movement(self, spec: ParamSpec) -> float | None:
-        """Return the exponent by which the steps of one parameter alone move the stream.
+        """Return the growth exponent of the stream's change by steps of one parameter alone.
 
-        The result is relative to the stream. For a readout it is the movement of the output. It is
-        0 in a good table, and `None` if it is unknown.
+        The change of the residual stream is relative to its size. For a readout it is the change of
+        the output. The exponent is 0 if the learning rate scales as it should. `None` means that it
+        is unknown.
         """
         limit = self.limit.of(spec.part)
         name = limit.names.get(spec.role)
@@ -306,17 +333,19 @@ class Health:
 
 
 def _vector_movement(spec: ParamSpec, change: float, limit: Limit) -> float | None:
-    """Return the exponent by which a change of a gain or bias moves the stream.
+    """Return the exponent by which a change of a gain or bias moves the residual stream.
 
-    A vector moves the stream as the product of its matrix does if it changes by as much.
+    A gain or bias (a "vector") moves the stream like the output of its matrix, if both change by as
+    much.
 
     Args:
         change: Exponent of the change of its entries.
-        limit: Limit of the part that the vector is in.
+        limit: Limit of the part of the model that the vector is in.
 
     Returns:
-        The exponent relative to the stream. `None` for a change that goes through both matrices of
-        an MLP that grows alone, because the bound by the product of their norms is never reached.
+        The exponent, relative to the stream. `None` for the norm of a block whose MLP's hidden size
+        does not grow as the width does. The product of the norms of the MLP's two matrices then
+        bounds the change but is never reached.
     """
     branches = limit.branch + limit.layers - limit.stream
     match spec.of or spec.role:
@@ -355,10 +384,13 @@ def _vector_movement(spec: ParamSpec, change: float, limit: Limit) -> float | No
 
 
 def _through_logits(change: float, limit: Limit) -> float:
-    """Return the exponent by which a change of attention logits moves the stream.
+    """Return the exponent by which a change of attention logits moves the residual stream.
 
     The result is relative to the stream. A `change` above 0 is returned unchanged, because logits
     must not explode.
+
+    Args:
+        change: Exponent of the change of the logits.
     """
     if change > 0:
         return change
@@ -367,14 +399,19 @@ def _through_logits(change: float, limit: Limit) -> float:
 
 
 def _bounded(spec: ParamSpec) -> bool:
-    """Return whether a parameter is a matrix of a dense block.
+    """Return whether a parameter is a matrix in an attention or a dense MLP branch.
 
-    The initial size and the steps of such a matrix stay bounded if one axis grows alone. Those of
-    experts do not: their rules have m/D, which grows without bound.
+    Under right rules the initial size and the steps of such a matrix do not grow if one axis grows
+    alone, so `Health` also checks them axis by axis. Matrices of experts fail this check: their
+    rules contain the ratio of expert size to width, which grows without bound.
     """
     return spec.in_block and spec.role in _BOUNDED_ROLES
 
 
 def _product(axes: Iterable[str], limit: Limit) -> float:
-    """Return the exponent of a product of axes: the sum of the powers with which they grow."""
+    """Return the growth exponent of a product of axes: the sum of the powers with which they grow.
+
+    Args:
+        axes: Names of the axes, such as a parameter's fan-in.
+    """
     return sum(limit.growth.get(axis, 0.0) for axis in axes)

@@ -1,12 +1,13 @@
 """Exponents of what Adam does over a run as batch B or tokens T grow, computed from a joint rule.
 
-Gradients are signal + noise B^-1/2, and the noise is the larger. Entries of Adam's direction are
-then of order one, and their mean is signal over noise, B^1/2. In T/B steps the weights move by the
-random sum of the directions and by their mean.
+A joint rule says how the optimizer's settings change with B and T. Gradients are signal + noise
+B^-1/2, and the noise is the larger. Entries of Adam's direction are then of order one, and their
+mean is signal over noise, B^1/2. In T/B steps the weights move by the random sum of the directions
+and by their mean.
 
 Sources: Malladi et al. 2022 (2205.10287) and, for the decay over a run, Wang and Aitchison 2024
 (2405.13698). The composition is derived here. `mupax check RECIPE --grow batch` measures it. In T
-the theory needs a run that is one stretch of the dynamics, which some sources contradict.
+the theory needs one stretch of training dynamics over the whole run, which some sources contradict.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mupax.presets.horizon import COLUMNS, RULES, JointRule, formula
 from mupax.presets.rule import ONE, Power, axis
 
 SYMBOLS = {"batch": "B", "tokens": "T"}
-"""Letters of the sizes that grow."""
+"""Letters in printed formulas for the sizes that grow."""
 
 OBSERVABLES = {
     "displacement by noise": "lr",
@@ -31,26 +32,30 @@ OBSERVABLES = {
     "eps over noise": "eps",
     "warm-up": "durations",
 }
-"""Columns of a joint rule by the observable that they decide.
+"""Observables of a run, each with the field of `JointRule` that scales it.
 
-Displacement and drift are distances in units of the weights. Decay over the run is lr * weight
-decay * steps. The memories of b1 and b2 (the steps that the moments average over) and the warm-up
-are shares of the run's steps.
+"displacement by noise" and "drift" are distances that the weights move, at random and on average.
+"decay over the run" is lr * weight decay * steps. "memory of b1" and "memory of b2" are the numbers
+of steps that Adam's moments average over, and "warm-up" the steps of warm-up, as shares of the run.
+"eps over noise" is the ratio of Adam's eps to the gradient noise.
 """
 
 _OF_MATRICES = ("lr", "weight_decay", "durations")
-"""Columns of a joint rule that Muon's matrices have."""
+"""Fields of `JointRule` that apply to the matrices that Muon trains."""
 
 _TOLERANCE = 0.01
 """Exponents up to this size count as 0."""
 
 
 def observables(rule: JointRule) -> dict[str, Power]:
-    """Return every observable as a power law in batch B and tokens T under a joint rule.
+    """Return each observable (`OBSERVABLES`) as a power law in batch B and tokens T.
 
-    A constant 1 means that the observable does not change. For a rule of Muon these are the
-    observables of its matrices, which have neither b1, b2 nor eps. `JointRule.of_adam_part` has
-    those of the other parameters.
+    A constant 1 means that the observable does not change. For a rule of Muon the result is about
+    Muon's matrices, and so has no observables of b1, b2 and eps. Call it with
+    `JointRule.of_adam_part` for the parameters that Muon leaves to Adam.
+
+    Args:
+        rule: Joint rule. A setting about which it says nothing stays constant.
     """
     batch = axis("batch")
     steps = axis("tokens") / axis("batch")
@@ -75,9 +80,9 @@ def observables(rule: JointRule) -> dict[str, Power]:
 
 
 def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
-    """Return exponent and word of every observable, by observable and by "batch" or "tokens".
+    """Return each observable's exponent and verdict, by observable and by "batch" or "tokens".
 
-    The words are "stable", "explodes", "vanishes" and "frozen" (of distances that shrink). A drift
+    Verdicts are "stable", "explodes", "vanishes" and "frozen" (for distances that shrink). A drift
     that grows with tokens is "stable", because it is intended.
     """
     table = {}
@@ -91,7 +96,7 @@ def verdicts(rule: JointRule) -> dict[str, dict[str, Entry]]:
 
 
 def _entry(name: str, growing: str, exponent: float) -> Entry:
-    """Return an observable's rounded exponent with its word.
+    """Return an observable's exponent, rounded, with its verdict, such as "explodes".
 
     A drift that grows with tokens is "stable", because it is intended.
 
@@ -111,13 +116,14 @@ def _entry(name: str, growing: str, exponent: float) -> Entry:
 
 
 def troubles(rule: JointRule, grows: str) -> dict[str, str]:
-    """Return the observables that a rule's own column gets wrong, with the word for each.
+    """Return the observables that a joint rule does not keep stable, with the verdict for each.
 
-    What the source of the rule concedes is not reported. A wrong learning rate also changes
-    lr * weight decay; then only the learning rate is reported.
+    An observable is left out if the rule's source accepts the change (`JointRule.concessions`). A
+    wrong learning rate also changes lr * weight decay. It is then reported for the learning rate
+    only.
 
     Args:
-        grows: Size that grows, a key of `SYMBOLS`.
+        grows: Size that grows, "batch" or "tokens".
     """
     table = verdicts(rule)
     # The observable of weight decay is lr * wd. A wrong learning rate is reported by itself, so its
@@ -137,10 +143,10 @@ def troubles(rule: JointRule, grows: str) -> dict[str, str]:
 
 
 def limits_text(rule: JointRule) -> str:
-    """Return a table of all observables as B and T grow, as text.
+    """Return a table with the verdict on each observable as batch B and tokens T grow, as text.
 
     A rule that scales betas also gets a line with the range in which it holds. For a rule of Muon
-    the table is about its matrices, and a second one about its Adam part follows.
+    the table is about its matrices. A second table, about the parameters on Adam, follows.
     """
     headers = [f"{growing} ({symbol})" for growing, symbol in SYMBOLS.items()]
     rows = [["over a run, noise above the gradient", *headers]]
@@ -161,21 +167,24 @@ def limits_text(rule: JointRule) -> str:
 
 
 def _formulas(rule: JointRule) -> list[str]:
-    """Return the formula of every observable in order, empty for one that Muon's matrices lack."""
+    """Return the observables' power laws as text, in the order of `OBSERVABLES`.
+
+    The text is empty for an observable that Muon's matrices lack.
+    """
     powers = observables(rule)
     return [formula(powers[name]) if name in powers else "" for name in OBSERVABLES]
 
 
 def joint_text(ratios: Mapping[str, float], *, b1: float, b2: float) -> str:
-    """Return the joint rules, by which settings scale with batch and tokens, as text.
+    """Return the text of `mupax presets joint`: all rules for settings at another batch or tokens.
 
-    The text has formulas, observables, factors, sources and cautions. Observables are those of
-    rules that can be applied. Factors are left out at the base itself.
+    The text has the formula of each setting, the observables of rules that can be applied, the
+    factors at these ratios unless both ratios are 1, the sources, and cautions.
 
     Args:
-        ratios: "batch" and "tokens" of the run over the base's.
-        b1: Adam's b1 at the base. A rule is cautioned against if it takes b1 out of (0, 1).
-        b2: Adam's b2 at the base, likewise.
+        ratios: "batch" and "tokens" of the run, divided by those of the base.
+        b1: Adam's b1 at the base. A caution is printed for a rule that takes b1 out of (0, 1).
+        b2: Adam's b2 at the base. A caution is printed for a rule that takes b2 out of (0, 1).
     """
     powers = [["rule", *OBSERVABLES]]
     for rule in RULES.values():

@@ -29,40 +29,43 @@ from mupax.presets.rule import Power
 
 
 class Limit:
-    """Exponents of all quantities of a model in one limit.
+    """Growth exponents of a transformer's quantities as some of its sizes go to infinity together.
 
-    An exponent x says that a quantity goes as t^x as the size t goes to infinity. Exponents are
-    computed in the order of a training step: forward, backward, update.
+    The sizes in `growth` are powers of one size t. A quantity with the growth exponent x goes as
+    t^x. Exponents are those of root mean square entries, computed from a preset's rules in the
+    order of a training step: forward, backward, update.
 
     Args:
         family: Optimizer family, which chooses the columns of the rules.
-        growth: Power of the size that goes to infinity, by axis. Axes that are left out are fixed.
-        tied: Whether the readout shares the embedding's table and has only a multiplier of its own.
+        growth: Power of t by axis. Axes that are left out are fixed.
+        tied: Whether the readout shares the embedding's array and has only a multiplier of its own.
         part: Key of `PARTS`. "encoder" and "cross" are parts of an encoder-decoder. For the encoder
-            the readout stands for the decoder, whose blocks add up in concert. "experts" is a
-            model with E experts in place of its MLP, a/E of which are active; "shared experts" has
-            an MLP in addition.
+            the readout stands for the decoder, whose blocks add up in concert. "experts" is a model
+            with E experts in place of its MLP, of which a are active per token at a fixed a/E.
+            "shared experts" has an MLP in addition.
 
     Attributes:
-        n, layers, active, experts: Head dimension, depth, active experts and experts.
-        logits, branch: Scales of attention logits and of residual branches.
+        n, layers, active, experts: Head dimension, depth, active experts per token and experts.
+        logits, branch: Factors on attention logits and on residual branches.
         q, k, v: Entries of queries, keys and values at initialization.
         attention: Attention logits at initialization.
         spread: Part of the attention logits at initialization that differs between heads.
         hidden: Hidden entries of the MLP or of one expert.
         written: Output of the MLP or of one expert.
-        block: Output of a residual branch before the scale of branches.
-        contribution: Output of a residual branch after the scale of branches.
+        block: Output of a residual branch before the factor `branch`.
+        contribution: Output of a residual branch after the factor `branch`.
         embedded: Output of the embedding.
         stream: Residual stream at initialization.
-        contact: Logit of the input token itself under a tied readout.
-        gradient: Gradients of the stored weights by name, at unit gradient of the output.
+        contact: Logit of the input token itself if the readout is tied to the embedding.
+        gradient: Gradients of the stored weights by name, for a gradient of order 1 at the output.
         aligned: Sum over a head's values times the backward signal, once training has aligned them.
         unaligned: Gradient of the router at initialization over the gradient once it is aligned.
-        dq, dk, d_attention, dv, d_hidden, d_block: Changes in one step.
+        dq, dk, d_attention, dv, d_hidden, d_block: Changes of queries, keys, attention logits,
+            values, hidden entries and branch outputs in one step.
         features: Change of the residual stream in one step, relative to the stream.
         d_output: Change of the output in one step.
-        parts: Changes of "attention logits", "stream" and "output", each by the weight that moves.
+        parts: Changes of "attention logits", "stream" and "output" in one step. Each is a mapping
+            from a weight to the change that this weight's step causes.
     """
 
     def __init__(
@@ -117,9 +120,9 @@ class Limit:
         self._update()
 
     def of(self, part: str) -> Limit:
-        """Return the limit of another part of an encoder-decoder, for this preset and growth.
+        """Return the limit of another part of this encoder-decoder, for the same preset and growth.
 
-        It is computed once and kept.
+        The limit is computed once and cached.
 
         Args:
             part: "", "cross" or "encoder", as in `PARTS`.
@@ -131,16 +134,16 @@ class Limit:
         return self._parts[part]
 
     def x(self, power: Power) -> float:
-        """Return the exponent of a power law in this limit."""
+        """Return the growth exponent of a power law of the preset's rules in this limit."""
         return power.growth(self.growth)
 
     def weight(self, name: str) -> float:
-        """Return the exponent of the effective entries of a weight, multiplier * std."""
+        """Return the growth exponent of the effective entries of a weight, multiplier * std."""
         row = self.rows[name]
         return self.x(row.multiplier * row.init_std)
 
     def random(self, name: str, entries: float = 0.0) -> float:
-        """Return the exponent of W x for an x that is independent of W.
+        """Return the growth exponent of W x at initialization, for an x that is independent of W.
 
         Args:
             name: Name of W in `SPECS`.
@@ -150,9 +153,10 @@ class Limit:
         return self.weight(name) + self.fan_in[name] / 2 + entries
 
     def carried(self, name: str, change: float) -> float:
-        """Return the exponent of W dx for a change dx that is aligned with W.
+        """Return the growth exponent of W dx for a change dx that is aligned with W.
 
-        This is the operator norm of W, as a root mean square over outputs.
+        W then acts by its operator norm, converted to root mean squares of inputs and outputs. No
+        other change of this size has a larger W dx.
 
         Args:
             name: Name of W in `SPECS`.
@@ -166,9 +170,10 @@ class Limit:
 
     @functools.cached_property
     def effective_gradient(self) -> dict[str, float]:
-        """Exponents of the gradients of multiplier * stored weight, at unit gradient of the output.
+        """Growth exponents of the gradients of effective weights, by name of the weight.
 
-        They are by name of the weight.
+        An effective weight is multiplier * stored weight. The gradient at the model's output is of
+        order one.
         """
         effective = {}
         for name, exponent in self.gradient.items():
@@ -176,17 +181,20 @@ class Limit:
         return effective
 
     def gradient_over_eps(self, name: str) -> float:
-        """Return the exponent of a stored weight's gradient over Adam's eps."""
+        """Return the growth exponent of the ratio of a stored weight's gradient to Adam's eps.
+
+        The ratio should not change with size, so the exponent should be 0.
+        """
         return self.gradient[name] - self.x(self.rows[name].eps_of(self.family))
 
     def _product(self, axes: tuple[str, ...]) -> float:
-        """Return the exponent of a product of axes: the sum of the powers with which they grow."""
+        """Return the growth exponent of a product of axes, the sum of the axes' powers."""
         return sum(self.growth.get(axis, 0.0) for axis in axes)
 
     def _initialize(self, preset: Preset) -> None:
         """Compute the exponents of the forward pass at initialization and set them on `self`.
 
-        They are `q` to `contact` in the list of attributes.
+        Sets the attributes from `q` to `contact`, in the order of the class docstring.
         """
         self.q = self.random("query")
         self.k = self.random("key")
@@ -218,9 +226,10 @@ class Limit:
         self.contact = self.weight("readout") + self.fan_in["readout"] + self.embedded - self.stream
 
     def _differentiate(self) -> None:
-        """Compute gradients of the stored weights, at unit gradient of the output.
+        """Compute the exponents of the stored weights' gradients and set them on `self`.
 
-        Sets `gradient`, `aligned` and, in a model with experts, `unaligned`.
+        The gradient at the model's output is of order one. Sets `gradient`, `aligned` and, in a
+        model with experts, `unaligned`.
         """
         # By the chain rule a stored weight's gradient has the weight's own multiplier.
         multipliers = {}
@@ -270,25 +279,30 @@ class Limit:
             self.unaligned = independent - largest
 
     def direction(self, name: str) -> float:
-        """Return the exponent of the entries of the optimizer's direction for one weight.
+        """Return the growth exponent of the entries of the optimizer's direction for one weight.
 
-        Under SGD it is that of the gradient. Under other optimizers it is 0, because they divide by
-        the gradient's size. Eps is left out.
+        The direction is the update before the learning rate. Under SGD it is the gradient. Other
+        optimizers divide by the gradient's size, so the exponent is 0. Adam's eps is ignored.
         """
         if self.family == "sgd":
             return self.gradient[name]
         return 0.0
 
     def rate(self, name: str) -> float:
-        """Return the exponent of the learning rate of multiplier * stored weight."""
+        """Return the growth exponent of an effective weight's learning rate.
+
+        The effective weight is multiplier * stored weight, so this is the sum of the exponents of
+        multiplier and learning rate.
+        """
         row = self.rows[name]
         return self.x(row.multiplier) + self.x(row.lr(self.family))
 
     def coherence(self, spec: ParamSpec) -> float:
-        """Return the exponent of the spectral norm of a step of Muon at learning rate 1.
+        """Return the growth exponent of the spectral norm of a step of Muon at learning rate 1.
 
-        It is 0 for a matrix that is orthogonalized as a whole. Blocks that are orthogonalized apart
-        add up coherently, because each takes the same input and output directions as the others.
+        It is 0 for a matrix that is orthogonalized as a whole. Blocks that are orthogonalized
+        separately add up coherently, because each takes the same input and output directions as the
+        others.
 
         Args:
             spec: Declaration of a matrix whose steps are orthogonalized.
@@ -296,7 +310,10 @@ class Limit:
         return self.x(self.preset.muon.coherence(spec))
 
     def step(self, name: str) -> float:
-        """Return the exponent of the entries of one step of multiplier * stored weight."""
+        """Return the growth exponent of the entries of one step of an effective weight.
+
+        The effective weight is multiplier * stored weight.
+        """
         if not self.orthogonal(name):
             return self.rate(name) + self.direction(name)
         spec = self.specs[name]
@@ -310,7 +327,7 @@ class Limit:
         return self.rate(name) - max(fan_in, fan_out) / 2
 
     def acts(self, name: str, entries: float = 0.0) -> float:
-        """Return the exponent of dW x for one step dW and the input x that made this step.
+        """Return the growth exponent of dW x, for one step dW and the input x that caused the step.
 
         Args:
             name: Name of W in `SPECS`.
@@ -324,7 +341,10 @@ class Limit:
         return self.step(name) + self.fan_in[name] + entries
 
     def orthogonal(self, name: str) -> bool:
-        """Return whether the steps of a weight are orthogonalized, as Muon's in blocks are."""
+        """Return whether a weight's steps are orthogonalized, as Muon does in blocks.
+
+        Steps of routers, embeddings and readouts are not.
+        """
         spec = self.specs[name]
         return self.family == "muon" and spec.in_block and spec.role is not Role.ROUTER
 
@@ -393,9 +413,10 @@ class Limit:
         return tuple(movers)
 
     def first_order(self, name: str) -> float:
-        """Return the exponent of the output's change by one step of one kind of weight.
+        """Return the growth exponent of the output's change by one step of one kind of weight.
 
-        This is gradient times step, summed over entries and blocks, all of one sign.
+        This is the sum of gradient times step over all entries of the weight and all blocks, with
+        terms of one sign.
 
         Args:
             name: Name of the weight in `SPECS`.
@@ -421,7 +442,10 @@ class Limit:
         return rate + self.direction(name) + self.gradient[name] + entries + blocks
 
     def movement(self, name: str) -> float:
-        """Return the exponent of the spectral norm of a step over the norm of the weight."""
+        """Return the growth exponent of a step's relative size.
+
+        It is the spectral norm of the step over that of the weight.
+        """
         fan_in = self.fan_in[name]
         fan_out = self.fan_out[name]
         if self.orthogonal(name):
@@ -433,10 +457,11 @@ class Limit:
         return norm - (self.weight(name) + max(fan_in, fan_out) / 2)
 
     def observables(self) -> dict[str, float]:
-        """Return the exponent of every observable by the name that reports print.
+        """Return the growth exponents of all observables, by their names in reports.
 
-        Observables of experts need a model with experts. "gradient over eps" is there under Adam,
-        and under Muon for weights that stay on Adam.
+        An observable is a quantity that `mupax presets limits` shows, such as "attention logits" or
+        "weight movement, readout". Observables of experts need a model with experts. "gradient over
+        eps" is there under Adam, and under Muon for weights that stay on Adam.
         """
         exponents = self._dense_observables()
         if self.routed:
@@ -465,9 +490,9 @@ class Limit:
         return exponents
 
     def _dense_observables(self) -> dict[str, float]:
-        """Return the exponents of the observables of every model.
+        """Return the growth exponents of the observables that every model has, by name.
 
-        Those of groups of weights are left out.
+        `observables` adds those of groups of weights, such as "weight movement, readout".
         """
         # The residual kernel h.h'/D is a mean over D entries, and over heads, whose random
         # attention is added once per block.
@@ -492,7 +517,7 @@ class Limit:
         }
 
     def _expert_observables(self) -> dict[str, float]:
-        """Return the exponents of the observables of a layer of experts and of its router."""
+        """Return the growth exponents of the observables of experts and their router, by name."""
         own_step = self.acts("MLP out", self.hidden)
         through_hidden = self.carried("MLP out", self.d_hidden)
         return {
@@ -504,8 +529,9 @@ class Limit:
 
 
 def _farthest(*exponents: float) -> float:
-    """Return the exponent farthest from 0, and the positive one of two that are as far.
+    """Return the exponent farthest from 0. Of two equally far ones, return the positive one.
 
-    Both a quantity that moves too much and one that does not move show in it.
+    One observable then stands for several quantities. It shows one that moves too much and one that
+    does not move.
     """
     return max(exponents, key=lambda exponent: (abs(exponent), exponent))

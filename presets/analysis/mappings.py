@@ -1,14 +1,14 @@
 """Exponents at initialization of the mappings into which a transformer's blocks are cut.
 
-A block is cut into q, k, logits, v, o (the attended values), attention out, MLP in and MLP out. A
-decoder that reads an encoder has those of its cross-attention, too. `desiderata` judges the
-exponents.
+A mapping takes one activation of a block to the next. A block is cut into q, k, logits, v, o (the
+attended values), attention out, MLP in and MLP out. A decoder that reads an encoder has the
+mappings of its cross-attention, too. `desiderata` judges the exponents.
 
 Entries are root mean squares. Tokens are independent. If their number grows, it is smaller than
 d_model and larger than d_k. Backward signals are gradients of a loss that is a mean over the
 decoder's tokens. (The composition is derived here.)
 
-Names: "grad_x" is the exponent of the backward signal at x. T tokens ask, S tokens are read.
+Names: "grad_x" is the exponent of the backward signal at x. T query tokens attend to S key tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from mupax.presets.rule import Power
 
 
 def _matrices() -> dict[str, ParamSpec]:
-    """Return the matrices of an encoder-decoder by parameter name, those of the decoder first."""
+    """Return the declarations of an encoder-decoder's matrices by parameter name.
+
+    The order is: decoder, its cross-attention, encoder. Values have their own size, `value_dim`.
+    """
     decoder = with_value_dim(MATRICES)
     cross = {}
     for name, spec in decoder.items():
@@ -36,7 +39,7 @@ def _matrices() -> dict[str, ParamSpec]:
 
 
 def _label(name: str) -> str:
-    """Return the name in reports of a parameter, such as "encoder MLP in"."""
+    """Return the name that reports use for a parameter, such as "encoder MLP in"."""
     prefix = ""
     if name.startswith("encoder."):
         prefix += "encoder "
@@ -53,25 +56,31 @@ def _label(name: str) -> str:
 
 
 SPECS = _matrices()
-"""Matrices of an encoder-decoder by parameter name. A decoder alone has some of them."""
+"""Declarations of an encoder-decoder's matrices by parameter name. A decoder alone has fewer."""
 
 NAMES = {name: _label(name) for name in SPECS}
-"""Names in reports by parameter name. Matrices that write a mapping are called by the mapping."""
+"""Names that reports use, by parameter name, such as "encoder MLP in".
+
+A matrix whose output is a mapping has the name of that mapping.
+"""
 
 
 @dataclasses.dataclass
 class Exponents:
-    """Exponents of mappings and weights by their name in reports.
+    """Growth exponents of a transformer's mappings and weights, by the names that reports use.
 
-    An exponent is a power of the size that grows.
+    A quantity with the growth exponent x goes as the growing dimension to the power x. A mapping is
+    a step from one activation of a block to the next, such as "q", "logits" or "MLP in".
 
     Attributes:
-        signal: Entries of every mapping at initialization.
-        speed: Change of entries by a mapping's own weights, if every weight has an equal part of
-            the loss's decay, 1/L of it in each of L blocks.
-        parts: Part of every weight in the loss's decay under the preset's SGD rates,
-            rate * |gradient|^2, summed over blocks.
-        grows: Stacks whose stream grows with depth. Their backward signals are no power law.
+        signal: Root mean square entries of every mapping's output at initialization.
+        speed: Change of these entries by a mapping's own weights in one step. It assumes learning
+            rates at which every weight causes an equal part of the loss's decrease, 1/L of it in
+            each of L blocks.
+        parts: Part of the loss's decrease that each weight causes under the preset's SGD learning
+            rates: rate * |gradient|^2, summed over blocks.
+        grows: Stacks whose residual stream grows with depth. Their backward signals are no power
+            law.
     """
 
     signal: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -82,14 +91,14 @@ class Exponents:
 
 @dataclasses.dataclass
 class Attention:
-    """Forward exponents of one attention, with its tokens T that ask and S that are read.
+    """Exponents of the forward pass of one attention: T query tokens attend to S key tokens.
 
     Attributes:
         q, k, v: Entries of queries, keys and values at initialization.
-        logits: Attention logits at initialization, with their scale.
-        o: Attended values, which the output matrix multiplies.
-        out: Output of the attention branch, before its scale.
-        asking, read: Numbers of tokens T that ask and S that are read.
+        logits: Attention logits at initialization, including their scale factor.
+        o: Attended values, the inputs of the output matrix.
+        out: Output of the attention branch, before the branch's factor.
+        asking, read: Numbers of query tokens T and key tokens S.
     """
 
     q: float
@@ -103,12 +112,12 @@ class Attention:
 
 
 class Stack:
-    """Exponents of one stack of blocks.
+    """Exponents of one stack of blocks, the decoder or the encoder, under a preset.
 
     Args:
-        growth: Power of the size that grows, by axis.
+        growth: Power of the dimension that grows, by axis.
         encoder: Whether this is the stack of an encoder. Its depth is the axis "encoder_layers".
-        crossed: Whether its blocks read an encoder's output.
+        crossed: Whether the blocks have cross-attention to an encoder's output.
     """
 
     def __init__(
@@ -151,11 +160,11 @@ class Stack:
         self.stream = max(self.token, self.share)
 
     def x(self, axis: str) -> float:
-        """Return the power of the size by which an axis grows."""
+        """Return the power with which an axis grows, 0 for an axis that stays fixed."""
         return self.growth.get(axis, 0.0)
 
     def _weight(self, name: str) -> float:
-        """Return the exponent of the entries of a weight, multiplier * std.
+        """Return the growth exponent of the entries of a weight, multiplier * std.
 
         Args:
             name: Name in reports without "encoder ", which the stack adds.
@@ -167,7 +176,7 @@ class Stack:
         return _growth(row.multiplier * row.init_std, self.growth)
 
     def _random(self, name: str, fan_in: float) -> float:
-        """Return the exponent of W x for an x of order one that is independent of W.
+        """Return the growth exponent of W x, for an x of order one that is independent of W.
 
         Args:
             name: Name of W, as for `_weight`.
@@ -176,11 +185,12 @@ class Stack:
         return self._weight(name) + fan_in / 2
 
     def _attention(self, label: str, read: float) -> Attention:
-        """Return the forward exponents of an attention.
+        """Return the growth exponents of one attention's forward pass.
 
         Args:
-            label: Key of `attentions`: "", "encoder " or "cross ".
-            read: Exponent of the number of tokens that are read.
+            label: Kind of the attention: "" and "encoder " are self-attention, "cross " is
+                cross-attention.
+            read: Exponent of the number of key tokens S.
         """
         is_cross = label == "cross "
         cross = ""
@@ -206,14 +216,15 @@ class Stack:
         return Attention(q=q, k=k, logits=logits, v=v, o=o, out=out, asking=self.tokens, read=read)
 
     def into(self, powers: Exponents, grad_stream: float) -> float:
-        """Add the exponents of the stack to `powers`, which is changed in place.
+        """Add the stack's exponents to `powers` in place, and return its outgoing backward signal.
 
         Args:
-            grad_stream: Exponent of the backward signal at the stream.
+            grad_stream: Exponent of the backward signal at the residual stream.
 
         Returns:
-            The exponent of the backward signal at what the stack's last attention reads, summed
-            over its blocks. For a decoder with cross-attention that is the encoder's output.
+            The exponent of the backward signal at the input of keys and values of the last
+            attention in `attentions`, summed over blocks. For a decoder with cross-attention this
+            is the encoder's output.
         """
         label = self.label
         grad_branch = grad_stream + self.branch
@@ -247,14 +258,15 @@ class Stack:
     def _add_attention(
         self, powers: Exponents, label: str, attention: Attention, grad_out: float
     ) -> float:
-        """Add the exponents of one attention to `powers`, which is changed in place.
+        """Add the exponents of one attention to `powers` in place.
 
         Args:
-            label: Key of `attentions`: "", "encoder " or "cross ".
+            label: Kind of the attention: "", "encoder " or "cross ".
             grad_out: Exponent of the backward signal at the output of the attention.
 
         Returns:
-            The exponent of the backward signal at what keys and values read, summed over blocks.
+            The exponent of the backward signal at the inputs of keys and values, summed over
+            blocks.
         """
         cross = "cross " if label == "cross " else ""
         t = attention.asking
@@ -299,11 +311,12 @@ class Stack:
     def _add_part(
         self, powers: Exponents, name: str, grad_output: float, inputs: float, tokens: float
     ) -> None:
-        """Add a weight's part in the loss's decay under SGD to `powers.parts`.
+        """Add to `powers.parts` the decrease of the loss that one weight causes under SGD.
 
-        The part is rate * |gradient|^2, summed over blocks.
+        It is rate * |gradient|^2, summed over blocks, as an exponent.
 
         Args:
+            name: Name of the weight in reports, the key of the new entry.
             grad_output: Exponent of the backward signal at the weight's output.
             inputs: Exponent of the entries of the weight's inputs.
             tokens: Exponent of the number of tokens that the gradient sums over.
@@ -320,10 +333,10 @@ class Stack:
 
 
 def exponents(preset: Preset, growth: Mapping[str, float], *, encoder: bool = False) -> Exponents:
-    """Return the exponents of all mappings and weights of a decoder or an encoder-decoder.
+    """Return the growth exponents of all mappings and weights of a decoder or an encoder-decoder.
 
     Args:
-        growth: Power of the size that grows, by axis.
+        growth: Power of the dimension that grows, by axis. Axes that are left out are fixed.
         encoder: `True` for an encoder-decoder, `False` for a decoder.
     """
     powers = Exponents()
@@ -349,5 +362,9 @@ def exponents(preset: Preset, growth: Mapping[str, float], *, encoder: bool = Fa
 
 
 def _growth(power: Power, growth: Mapping[str, float]) -> float:
-    """Return the exponent of a power law if axes grow as `growth` says."""
+    """Return the growth exponent of a power law, if its axes grow as `growth` says.
+
+    Args:
+        growth: Power of the dimension that grows, by axis.
+    """
     return power.growth(growth)

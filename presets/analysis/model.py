@@ -1,6 +1,7 @@
-"""The transformer whose limits are computed: its matrices by the names of reports, and the limits.
+"""Matrices of the transformer whose infinite limits are computed, and the limits themselves.
 
-`limits` reads the matrices, `verdicts` goes through the limits.
+Matrices are keyed by the names that reports use. `limits` reads the matrices, `verdicts` goes
+through the limits.
 """
 
 from __future__ import annotations
@@ -21,23 +22,32 @@ LIMITS: dict[str, dict[str, float]] = {
     },
     "depth": {"layers": 1.0, "encoder_layers": 1.0},
 }
-"""Powers of the size that grows, by limit and axis: N, H and L grow with F/D and H/H_kv fixed."""
+"""Axes that grow in each limit of a dense model, with their powers of the growing size.
+
+The limits are a larger head dimension N, more heads H and more blocks L. In the first two the width
+D and the MLP size F grow as well. F/D and query heads per key head stay fixed.
+"""
 
 EXPERT_LIMITS = {
     "width": {"head_dim": 1.0, "embed": 1.0, "expert_dim": 1.0},
     "experts": {"experts": 1.0, "active": 1.0},
     "expert_dim": {"expert_dim": 1.0},
 }
-"""Limits of a model with experts: N with m, E at a fixed share of active experts, and m alone."""
+"""Axes that grow in each limit of a model with experts, with their powers of the growing size.
+
+"width" grows the head dimension and the width with the experts' hidden size. "experts" grows the
+number of experts at a fixed share of active ones. "expert_dim" grows the experts' hidden size
+alone.
+"""
 
 
 def _label(role: Role) -> str:
-    """Return the name of a matrix in reports, such as "MLP in"."""
+    """Return the name that reports use for the matrix of a role, such as "MLP in"."""
     return role.value.replace("token_", "").replace("mlp_", "MLP ").replace("_", " ")
 
 
 SPECS = {_label(spec.role): spec for spec in MATRICES.values()}
-"""Matrices of the decoder by their name in reports."""
+"""Declarations of the decoder's matrices, by the names that reports use."""
 
 _CROSS = {name: of_cross(SPECS[name]) for name in ("query", "key", "value", "attention out")}
 _ENCODER = {name: of_encoder(spec) if spec.in_block else spec for name, spec in SPECS.items()}
@@ -52,12 +62,12 @@ PARTS = {
     | _EXPERTS
     | {"shared in": SPECS["MLP in"], "shared out": SPECS["MLP out"]},
 }
-"""Matrices of each part of a model, by their name in reports.
+"""Declarations of the matrices of each kind of stack, by the names that reports use.
 
-"cross" is a decoder with attention to an encoder's output in place of self-attention. "encoder" is
-an encoder. "experts" has experts in place of the MLP, "shared experts" has an MLP in addition,
-which every token goes through.
+"" is a decoder. "cross" is a decoder with attention to an encoder's output in place of
+self-attention. "encoder" is an encoder. "experts" has experts in place of the MLP. "shared experts"
+has experts and an MLP that every token goes through.
 """
 
 TIED = dataclasses.replace(SPECS["embedding"], role=Role.READOUT, fan_in=("embed",), tied=True)
-"""Readout that shares the embedding's table."""
+"""Declaration of a readout that shares the embedding's array."""

@@ -26,16 +26,18 @@ def rows(
     *,
     absolute: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return one row per parameter: name, role, group, shape and the columns of `Scales`.
+    """Return a table of a preset's values, one row per parameter.
 
-    Constants refer to a parameter by its group.
+    Columns are name, role, group (`ParamSpec.group`, the name by which constants refer to it),
+    shape and the fields of `Scales`.
 
     Args:
+        specs: Declarations of the model's parameters, by name.
         sizes: Size of every logical axis of the model.
         optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
         decay: Kind of weight decay that the column `weight_decay` is for.
-        absolute: Whether to return values, base value * factor. The default is factors, which are 1
-            at the base.
+        absolute: Whether to return absolute values, base value * factor. The default is factors,
+            which are 1 at the base.
 
     Raises:
         PresetError: The preset has no rule for the optimizer, or a size is missing.
@@ -55,10 +57,11 @@ def rows(
 
 
 def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
-    """Return a sentence with the multipliers of the forward pass.
+    """Return a sentence with the factors that the preset puts into the forward pass.
 
-    It has the scale of attention logits, and the scales of residual branches and skips in the first
-    and last block of every stack. A model without heads and blocks gives an empty text.
+    They are the factor on attention logits and those on residual branches and skips. If the latter
+    differ between blocks, the first and last of each stack are given. The text is empty for a model
+    without heads and blocks.
 
     Args:
         sizes: Size of every logical axis of the model.
@@ -76,10 +79,10 @@ def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
 
 
 def _branches(preset: Preset, sizes: Mapping[str, int], stack: Stack) -> str:
-    """Return the scales of branches and skips of one stack as text.
+    """Return the factors on residual branches and skips of one stack as text.
 
-    It is one number if all branches have the same scale and skips are 1, otherwise those of the
-    first and the last branch.
+    The text has one number if all branches have the same factor and skips have the factor 1.
+    Otherwise it has the factors of the first and the last branch.
     """
     scales = []
     for layer in range(sizes[stack.axis]):
@@ -100,7 +103,7 @@ def _branches(preset: Preset, sizes: Mapping[str, int], stack: Stack) -> str:
 def rule_rows(
     preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam"
 ) -> list[dict[str, Any]]:
-    """Return one row per parameter group: its rule as power laws in m = size / base size.
+    """Return one row per parameter group: its rules as power laws in m = size / base size.
 
     All entries are texts: "group", "fan_in", "multiplier", "init_std", "lr", "eps" and "decays"
     (yes or no).
@@ -130,7 +133,7 @@ def rule_rows(
 
 
 def constants_text(preset: str, defaults: Mapping[str, Any]) -> str:
-    """Return a preset's constants as text, with the values of each on which sources disagree.
+    """Return text on a preset's constants: each default, and the values that sources disagree on.
 
     Args:
         preset: Name in `mupax.presets.papers.PRESETS`.
@@ -149,9 +152,12 @@ def constants_text(preset: str, defaults: Mapping[str, Any]) -> str:
 
 
 def text(table: list[dict[str, Any]]) -> str:
-    """Return rows as text columns for a terminal or pipe, numbers to four digits.
+    """Return a table's rows as text in aligned columns, with numbers to four digits.
 
     The column "role" is left out. No rows give an empty text.
+
+    Args:
+        table: Rows, each a mapping from column to value, such as `rows` or `rule_rows` returns.
     """
     if not table:
         return ""
@@ -163,9 +169,10 @@ def text(table: list[dict[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return one value as text, numbers to four digits.
+    """Return one value of a table as text, with numbers to four digits.
 
-    Shapes are written as 2x3 or "scalar", values per layer as first..last.
+    A list is a shape, written as 2x3, or "scalar" if empty. A tuple has one value per layer,
+    written as first..last.
     """
     if isinstance(value, list):
         return "x".join(map(str, value)) or "scalar"

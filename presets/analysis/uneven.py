@@ -1,4 +1,4 @@
-"""Check before a run that its widths grow together, as the rules of its preset need."""
+"""Check before a run that the model's widths grow together, as its preset's rules assume."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 
 UNEVEN = 1.4
-"""Factor by which a change may be too large because widths do not grow together.
+"""Largest excess factor on a change in one step that `refuse_uneven` accepts.
 
-It is smaller than the steps of a learning rate search.
+The excess comes from widths that do not grow together. The factor is smaller than the steps of a
+learning rate search.
 """
 
 _WIDTHS = ("embed", "mlp", "heads", "kv_heads", "head_dim")
@@ -22,12 +23,12 @@ _CHANGES = ("change of attention logits", "change of the stream", "change of the
 
 
 def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "adam") -> None:
-    """Raise an error if widths grow apart so far that a change in one step becomes too large.
+    """Raise an error if widths grow so unevenly that a step changes the model by too much.
 
-    The limits of `LIMITS` keep F/D, N*H/D and H/H_kv fixed. The same calculation gives the changes
-    for widths that grow at any other speeds. Depth is left as it is. The calculation covers growth
-    only: a model with a width below the base's passes. So does one in which only `kv_heads` grows,
-    except under SGD.
+    Changes are those of attention logits, the residual stream and the output in one step. They are
+    computed for this growth and for widths that all grow by one ratio (`LIMITS`). A model with a
+    width below the base's passes unchecked. So does one in which only `kv_heads` grows, except
+    under SGD. Depth is not checked.
 
     Args:
         preset: Preset with a base. A preset without one passes.

@@ -1,4 +1,7 @@
-"""Words for the exponents of `mupax.presets.analysis.limits`, and tables of them.
+"""Verdicts on the exponents of `mupax.presets.analysis.limits`, and tables of them.
+
+An observable is a quantity of a model, such as its attention logits, that goes as a power of a
+growing size. Its verdict is one of these words:
 
 * stable: The observable does not depend on the size.
 * explodes: The observable grows with the size.
@@ -43,14 +46,18 @@ DESCRIPTIVE = (
     "signal into an encoder, at first",
     "weight movement, q, k",
 )
-"""Observables that describe a rule without judging it. All other observables judge it."""
+"""Observables that are shown but are no fault of a preset if they are not stable.
+
+All other observables judge the preset.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Exponent of one observable in one limit, and its verdict, such as "stable".
+    """Exponent of one observable in one limit, and the verdict on it, such as "stable".
 
-    The exponent is a power of the size that grows in the limit.
+    An observable is a quantity such as "attention logits". The exponent is a power of the size that
+    grows in the limit.
     """
 
     exponent: float
@@ -60,13 +67,13 @@ class Entry:
 def verdicts(
     preset: Preset, optimizer: str = "adam", *, experts: bool = False
 ) -> dict[str, dict[str, Entry]]:
-    """Return exponent and word of every observable in every limit.
+    """Return the exponent of, and the verdict on, every observable in every limit.
 
     Args:
         preset: Preset in any form and with any base. Neither changes the result.
         optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
         experts: Whether the model has experts in place of MLPs. The limits are then those of
-            `EXPERT_LIMITS`.
+            `EXPERT_LIMITS`, otherwise those of `LIMITS`.
 
     Returns:
         Entries by observable and limit.
@@ -89,12 +96,13 @@ def verdicts(
 
 
 def entries(limit: Limit, name: str) -> dict[str, Entry]:
-    """Return exponent and word of every observable in one limit.
+    """Return the exponent of, and the verdict on, every observable in one limit.
 
     A model without experts also gets the observables of attention to an encoder.
 
     Args:
-        name: Key of `LIMITS` or `EXPERT_LIMITS` whose words fit the growth of `limit`.
+        name: Key of `LIMITS` or `EXPERT_LIMITS`. Verdicts depend on it: a feature that vanishes is
+            "lazy" in a limit of widths and "frozen" in that of depth.
     """
     exponents = limit.observables()
     # A model with experts has one stack, and no attention to an encoder.
@@ -111,9 +119,9 @@ def entries(limit: Limit, name: str) -> dict[str, Entry]:
 
 
 def _cross_attention(cross: Limit) -> dict[str, float]:
-    """Return the exponents of attention to an encoder that may differ from self-attention.
+    """Return the exponents of cross-attention's observables, by observable.
 
-    They are by name of the observable.
+    Only observables are included that may differ from those of self-attention.
     """
     exponents = {
         "cross-attention logits": cross.attention,
@@ -131,8 +139,9 @@ def _cross_attention(cross: Limit) -> dict[str, float]:
 def _encoder_signal(limit: Limit) -> dict[str, float]:
     """Return the exponents of the backward signal at an encoder's output, by observable.
 
-    They are relative to the signal at the decoder's output, at initialization and once weights are
-    aligned. The signal is a sum over the decoder's blocks, through W_V^T W_O^T of each. (Derived.)
+    The signal is relative to the one at the decoder's output. One observable is for weights at
+    initialization ("at first"), one for weights that training has aligned ("aligned"). The signal
+    is a sum over the decoder's blocks, through W_V^T W_O^T of each. (Derived.)
     """
     cross = limit.of("cross")
     block = limit.branch - limit.stream
@@ -150,7 +159,7 @@ _FROZEN = (
     "change of router's scores",
     "change of cross-attention logits",
 )
-"""Beginnings of observables that are frozen if they vanish."""
+"""First words of observables for which the verdict is "frozen" if they vanish."""
 
 _FEATURES = (
     "change of v, MLP entries",
@@ -158,18 +167,19 @@ _FEATURES = (
     "change of cross-attention's v",
     "change of the stream",
 )
-"""Observables that are lazy if they vanish with width, and frozen if they vanish with depth."""
+"""Observables that get the verdict "lazy" if they vanish with width, "frozen" with depth."""
 
 
 def _verdict(
     observable: str, limit: str, exponent: float, exponents: Mapping[str, float], family: str
 ) -> str:
-    """Return the word for one observable, such as "stable", "explodes" or "lazy".
+    """Return the verdict on one observable, such as "stable", "explodes" or "lazy".
 
     Args:
         observable: Key of `exponents`.
         limit: Key of `LIMITS` or `EXPERT_LIMITS`.
         exponents: Exponents of all observables in this limit.
+        family: Family of the optimizer. Some backward signals matter only under "sgd".
     """
     if observable == "one block's share of the stream":
         # One block may vanish against the stream, as long as all of them together do not grow.
@@ -193,9 +203,9 @@ def _verdict(
 
 
 def _word_for_decrease(observable: str, limit: str, exponents: Mapping[str, float]) -> str:
-    """Return the word for an observable that shrinks: its exponent is negative.
+    """Return the verdict on an observable that shrinks, that is, has a negative exponent.
 
-    It is "heads collapse", "frozen", "lazy" or "vanishes".
+    The result is "heads collapse", "frozen", "lazy" or "vanishes".
     """
     if observable in ("attention logits", "cross-attention logits") and limit == "head_dim":
         return "heads collapse"
@@ -214,7 +224,7 @@ def _word_for_decrease(observable: str, limit: str, exponents: Mapping[str, floa
 
 
 def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, Entry]]]:
-    """Return the observables that are not stable, by limit and worst verdict first.
+    """Return the observables that a preset does not keep stable, by limit, worst verdict first.
 
     Observables in `DESCRIPTIVE` are left out. A limit without faults has an empty list.
 
@@ -276,7 +286,7 @@ def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
 def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
     """Return a table of text: a header, then a row per preset with a cell per limit.
 
-    A cell has each verdict other than stable once, with the observable that shows it most.
+    A cell names each verdict other than "stable" once, with the observable of the largest exponent.
 
     Args:
         optimizer: Name in `mupax.presets.optimizers.OPTIMIZERS`.
@@ -291,7 +301,7 @@ def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
 
 
 def _summary(unstable: Sequence[tuple[str, Entry]], symbol: str) -> str:
-    """Return a text with each verdict once and the observable that shows it most.
+    """Return text with each verdict once and its observable of the largest exponent.
 
     The text is "stable" if the list is empty.
 
@@ -311,7 +321,7 @@ def _summary(unstable: Sequence[tuple[str, Entry]], symbol: str) -> str:
 
 
 def cell(entry: Entry, symbol: str) -> str:
-    """Return an entry as text, such as "explodes N^0.5"; the power is left out if it is 0.
+    """Return verdict and power law as text, such as "explodes N^0.5". A power of 0 is left out.
 
     Args:
         symbol: Letter of the size that grows, such as "N".

@@ -1,4 +1,5 @@
 """Training of the infinitely wide transformer, with NumPy arrays.
 
-This is the only room of `presets` that imports NumPy, and no other room of `presets` imports it.
+This is the only folder of `presets` that imports NumPy, and no other folder of `presets` imports
+it.
 """

@@ -1,7 +1,7 @@
 """One residual block of an infinitely wide transformer, and the config of the whole model.
 
-Shapes: D draws, B examples, T positions, R = B T, N head dimension, H heads, F hidden size. All
-matrices of a block are lazy Gaussians (`dice`).
+Shapes: D draws (independent networks side by side), B examples, T positions, R = B T, N head
+dimension, H heads, F hidden size. All matrices of a block are lazy Gaussians (`dice`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class LimitConfig:
     """Sizes and constants of a model whose infinite limit is trained.
 
     Attributes:
-        head_dim, heads, depth: Sizes N, H and L. The width is N H.
+        head_dim, heads, depth: Head dimension N, number of heads H and number of blocks L. The
+            width is N H.
         mlp: Hidden size F of the MLP.
-        stds: Standard deviations at the start of the entries as the forward pass has them, that is,
-            times the multiplier. One value per layer by the names of `BLOCK`, and one value for
-            "patch", "position" and "readout".
+        stds: Initial standard deviations of effective weights, multiplier * stored weight. Keys are
+            the names in `BLOCK`, with one value per layer, and "patch", "position" and "readout",
+            with one value.
         rates: Learning rates by the same names. They include the peak learning rate and the square
             of the multiplier.
         logit_scale: Factor on the products q.k.
@@ -35,8 +36,8 @@ class LimitConfig:
         branch: Factors on the branch in the two additions of every block, [L, 2].
         momentum: Momentum of heavy-ball SGD.
         eps: Number added to the mean square in norms.
-        centred_norm: Whether norms are LayerNorm. The other norm is RMSNorm.
-        centred: Whether the output at the start is subtracted.
+        centred_norm: Whether norms are LayerNorm. Otherwise they are RMSNorm.
+        centred: Whether the output at initialization is subtracted from the output.
         activation: Key of `layers.ACTIVATIONS`.
     """
 
@@ -66,8 +67,9 @@ class Block:
 
     Args:
         layer: Index of the block, from 0.
-        basis: Function that makes an empty basis for vectors of a size.
-        responses: As in `LazyGaussian`.
+        basis: Function from a vector size to an empty `Basis` for such vectors.
+        responses: Whether products with a matrix and with its transpose are consistent. `False` is
+            a control (`LazyGaussian`).
 
     Attributes:
         weights: Matrices by the names of `BLOCK`.
@@ -113,7 +115,7 @@ class Block:
     def forward(
         self, h: np.ndarray, examples: int, *, initial: bool
     ) -> tuple[np.ndarray, np.ndarray, Vjp]:
-        """Apply the block to the stream, for D draws of the model at once.
+        """Apply the block to the residual streams of D networks at once.
 
         Args:
             h: Stream before the block, [D, R, width]. The R = B T rows are the positions of all
@@ -122,10 +124,11 @@ class Block:
             initial: Whether to use the weights before training.
 
         Returns:
-            The stream after the block [D, R, width]. The mean over heads of the squared attention
-            logits and the square of their mean over heads, [D, 2] (`Snapshot.attention`). The
-            function that takes the gradient of the output to that of the input, and keeps the
-            gradients of the weights for `step`.
+            Three values. First, the stream after the block [D, R, width]. Second, two statistics of
+            the attention logits [D, 2]: the mean over heads of their squares, and the square of
+            their mean over heads (`Snapshot.attention`). Third, the function that backpropagates a
+            gradient from the output to the input and adds the weights' gradients to those kept for
+            `step`.
         """
         config = self.config
         weights = self.weights
@@ -180,7 +183,9 @@ class Block:
             weight.step()
 
     def _split_heads(self, x: np.ndarray, examples: int) -> np.ndarray:
-        """Return rows [D, R, width] as heads [D, B, H, T, N], where R = B T and width = H N.
+        """Reshape rows [D, R, width] to heads [D, B, H, T, N], where R = B T and width = H N.
+
+        Here D counts networks, B examples, H heads, T positions, and N is the head dimension.
 
         Args:
             examples: Number of examples B.
@@ -190,6 +195,6 @@ class Block:
         return np.swapaxes(x, -2, -3)
 
     def _join_heads(self, x: np.ndarray) -> np.ndarray:
-        """Return [D, B, H, T, N] as [D, R, width]."""
+        """Reshape heads [D, B, H, T, N] to rows [D, R, width], the inverse of `_split_heads`."""
         x = np.swapaxes(x, -2, -3)
         return x.reshape(*x.shape[:-4], -1, self.config.width)

@@ -1,8 +1,8 @@
-"""Gaussian matrices that are drawn only along the directions on which they act.
+"""Random Gaussian matrices that are drawn only along the directions to which they are applied.
 
 This is the "Householder dice" method (Lu 2021, 2101.07464). W [m, n] has independent Normal(0, 1)
-entries. Suppose that only W V = A and W' U = B are known so far, with orthonormal V and U. Then W
-acts on a new direction v as
+entries, and ' is the transpose. Suppose that only W V = A and W' U = B are known so far, with
+orthonormal V and U. Then W acts on a new direction v as
 
     W v = U (B' v) + (1 - U U') g      with a fresh Gaussian g.
 
@@ -11,8 +11,8 @@ estimated and nothing is iterated: what is revealed has the law of a matrix that
 start. A step of gradient descent adds U M V', so a trained matrix is W + U M V' with a small M.
 After r directions the memory is O((m + n) r) and the time O((m + n) r^2), in place of m n.
 
-Shapes: D draws (any leading axes: independent matrices side by side), R vectors, r directions,
-m outputs, n inputs. Vectors are rows.
+Shapes: D draws (any leading axes: independent matrices side by side), R vectors, r directions, m
+outputs, n inputs. Vectors are rows.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from __future__ import annotations
 import numpy as np
 
 ROUNDING = 30
-"""Largest part of a vector outside of known directions that counts as rounding error.
+"""Largest length of a vector outside of the known directions that counts as rounding error.
 
-The unit is the rounding error of the vector's length.
+It is in units of the floating-point precision (machine epsilon) times the length of the vectors.
 """
 
 
 def transposed(x: np.ndarray) -> np.ndarray:
-    """Return matrices [..., a, b] as [..., b, a]."""
+    """Swap the last two axes of an array: [..., a, b] becomes [..., b, a]."""
     return np.swapaxes(x, -1, -2)
 
 
 class Basis:
-    """Orthonormal directions of one side of a matrix, which grow with the vectors that are used.
+    """Growing set of orthonormal directions, for the vectors on one side of a matrix.
+
+    A vector outside of the known directions adds a direction.
 
     Args:
-        draws: Leading axes [D...] of all arrays.
         size: Number of entries of a vector, which is one side of the matrix.
+        draws: Leading axes [D...] of all arrays, for independent matrices side by side.
 
     Attributes:
         rows: Directions [D..., r, size].
@@ -51,13 +53,13 @@ class Basis:
         return self.rows.shape[-2]
 
     def coordinates(self, x: np.ndarray) -> np.ndarray:
-        """Return the coordinates of vectors, after adding the directions that `rows` lacks.
+        """Return the coordinates of vectors in the basis, after adding directions that it lacks.
 
         Args:
             x: Vectors [D..., R, size].
 
         Returns:
-            Coordinates [D..., R, r], where r counts the new directions, too.
+            Coordinates [D..., R, r], where r is the number of directions, the new ones included.
         """
         x = np.asarray(x, self.rows.dtype)
         inside = x @ transposed(self.rows)
@@ -82,13 +84,16 @@ class Basis:
 
 
 class LazyGaussian:
-    """Matrix W with independent Normal(0, 1) entries, revealed as the directions of its sides grow.
+    """Random matrix W with independent Normal(0, 1) entries, drawn only where it is used.
+
+    Products with W and with its transpose W' are drawn when a new direction is first used, and
+    kept. They have the law of a matrix that was drawn at the start.
 
     Args:
         inputs: Directions that W is applied to. Several matrices may share them.
-        outputs: Directions that W' is applied to, likewise.
-        responses: Whether products with W and with W' know of each other. Without responses W and
-            W' are two unrelated matrices, a control that must not agree with a network.
+        outputs: Directions that W' is applied to. Several matrices may share them.
+        responses: Whether products with W and with W' are consistent. Without responses W and W'
+            are two unrelated matrices, a control that must not agree with a network.
     """
 
     def __init__(
@@ -104,12 +109,12 @@ class LazyGaussian:
         self._preimages = np.zeros((*draws, 0, inputs.rows.shape[-1]), dtype)
 
     def forward(self, coordinates: np.ndarray) -> np.ndarray:
-        """Return the products W x [D..., R, m].
+        """Return the products W x for R vectors x, [D..., R, m].
 
-        Images of directions that are new in `inputs` are drawn first and kept.
+        W has m outputs. Products with directions that are new in `inputs` are drawn first and kept.
 
         Args:
-            coordinates: Result of `inputs.coordinates` for x, [D..., R, r].
+            coordinates: Coordinates of the vectors, from `inputs.coordinates`, [D..., R, r].
         """
         self._images = self._revealed(self.inputs, self._images, self.outputs, self._preimages)
         # The coordinates may have been computed before the last directions were added. Along these
@@ -117,18 +122,21 @@ class LazyGaussian:
         return coordinates @ self._images[..., : coordinates.shape[-1], :]
 
     def backward(self, coordinates: np.ndarray) -> np.ndarray:
-        """Return the products W' y [D..., R, n].
+        """Return the products W' y of the transpose with R vectors y, [D..., R, n].
 
-        Images of directions that are new in `outputs` are drawn first and kept.
+        W has n inputs. Products with directions that are new in `outputs` are drawn first and kept.
 
         Args:
-            coordinates: Result of `outputs.coordinates` for y, [D..., R, r].
+            coordinates: Coordinates of the vectors, from `outputs.coordinates`, [D..., R, r].
         """
         self._preimages = self._revealed(self.outputs, self._preimages, self.inputs, self._images)
         return coordinates @ self._preimages[..., : coordinates.shape[-1], :]
 
     def matrix(self) -> np.ndarray:
-        """Reveal the rest of W, and return all of W [D..., m, n]. For small matrices."""
+        """Draw all that is missing of W, and return W as an array [D..., m, n].
+
+        Only small matrices fit into memory.
+        """
         *draws, _, size = self.inputs.rows.shape
         units = np.broadcast_to(np.eye(size), (*draws, size, size))
         columns = self.forward(self.inputs.coordinates(units))
@@ -137,13 +145,14 @@ class LazyGaussian:
     def _revealed(
         self, side: Basis, images: np.ndarray, far_side: Basis, far_images: np.ndarray
     ) -> np.ndarray:
-        """Return the images of all directions of one side, drawing those that are missing.
+        """Return the products of the matrix with all directions of one side, drawing missing ones.
 
         Args:
             side: Directions [D..., r, size] that are mapped.
-            images: Known images of the first directions of `side`, [D..., r, size of far side].
+            images: Known products with the first directions of `side`, [D..., r, size of far side].
             far_side: Directions [D..., r', size of far side] of the other side.
-            far_images: Known images of the first directions of `far_side`, [D..., r', size].
+            far_images: Known products of the transpose with the first directions of `far_side`,
+                [D..., r', size].
         """
         new = side.rows[..., images.shape[-2] :, :]
         if not new.shape[-2]:
@@ -158,12 +167,15 @@ class LazyGaussian:
 
 
 class Weight:
-    """Matrix std * W + U M V' that is trained by heavy-ball gradient descent from std * W.
+    """Trained matrix with a random start, std * W + U M V'.
+
+    W is a lazy Gaussian. U M V' is the change by heavy-ball gradient descent, kept as a small
+    matrix M between the known directions U of outputs and V of inputs.
 
     Args:
+        dice: W, with entries of standard deviation 1.
         std: Standard deviation of the entries at the start, the factor on W.
         momentum: Factor on the running sum of gradients at every step.
-        dice: W, with entries of standard deviation 1.
     """
 
     def __init__(self, dice: LazyGaussian, std: float, rate: float, momentum: float = 0.0) -> None:
@@ -179,10 +191,10 @@ class Weight:
         self._gradient = self._change
 
     def forward(self, coordinates: np.ndarray, *, initial: bool = False) -> np.ndarray:
-        """Return the products of the matrix with vectors, [D..., R, m].
+        """Return the products of the matrix with R vectors, [D..., R, m].
 
         Args:
-            coordinates: Result of `inputs.coordinates` for the vectors, [D..., R, r].
+            coordinates: Coordinates of the vectors, from `inputs.coordinates`, [D..., R, r].
             initial: Whether to use the matrix before training.
         """
         product = self.std * self.dice.forward(coordinates)
@@ -193,14 +205,14 @@ class Weight:
         return product + change @ self.dice.outputs.rows[..., : change.shape[-1], :]
 
     def backward(self, gradient: np.ndarray, coordinates: np.ndarray) -> np.ndarray:
-        """Return the gradient of the input, and add up the gradient of the matrix until `step`.
+        """Backpropagate through the matrix. Its own gradient is added to those kept for `step`.
 
         Args:
-            gradient: Gradient of the product, [D..., R, m].
-            coordinates: Coordinates of the input, as for `forward`.
+            gradient: Gradient of the products, [D..., R, m].
+            coordinates: Coordinates of the inputs, as for `forward`.
 
         Returns:
-            Gradient of the input, [D..., R, n].
+            Gradient of the inputs, [D..., R, n].
         """
         output_coordinates = self.dice.outputs.coordinates(gradient)
         self._gradient = _padded_sum(self._gradient, transposed(output_coordinates) @ coordinates)
@@ -217,7 +229,7 @@ class Weight:
 
 
 def _padded_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the sum of two matrices, each filled with zeros to the larger size."""
+    """Add two matrices of different shapes, each padded with zeros at the end of its axes."""
     rows = max(x.shape[-2], y.shape[-2])
     columns = max(x.shape[-1], y.shape[-1])
     total = np.zeros((*y.shape[:-2], rows, columns), y.dtype)

@@ -31,10 +31,12 @@ from mupax.presets.infinite.layers import attend
 class OneBlock:
     """Constants and learning rate of one attention block with infinitely many heads.
 
+    N is the head dimension and H the number of heads, which is infinite.
+
     Attributes:
         head_dim: Head dimension N.
         alpha_a: Attention logits are N^-alpha_a q.k.
-        gamma0: Divisor of the output.
+        gamma0: Divisor of the output. Smaller values are closer to the lazy limit.
         beta0: Factor on the branch.
         rate: Learning rate eta0, for the mean over examples of (f - target)^2 / 2.
     """
@@ -48,11 +50,13 @@ class OneBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """Outputs and kernels before each step of training.
+    """Outputs and kernels of the infinite model before each step of training.
+
+    P is the number of examples, and h~ is the stream after the block.
 
     Attributes:
         outputs: Outputs f, [steps, P].
-        kernels: Products <h~, h~'> of the means over positions, [steps, P, P].
+        kernels: Products <h~, h~'> of the means over positions of two examples, [steps, P, P].
         attention: Mean over heads of the squared logits, and square of the mean of the logits over
             heads. Both are means over examples and pairs of positions, [steps, 2].
     """
@@ -63,12 +67,16 @@ class Trajectory:
 
 
 class Output:
-    """Matrix W_O / (N H)^(1/2) at the start, from vectors over heads [R, G N] to the stream [R, M].
+    """Initial output matrix W_O / (N H)^(1/2), from the heads' attended values to the stream.
+
+    It is a random matrix of which only products are drawn. G sampled heads of dimension N stand for
+    the infinitely many. The residual stream of infinite width is held as M coordinates.
 
     Args:
         sampled: Number of entries over sampled heads, G N.
         coordinates: Number of coordinates that the stream has before.
-        responses: As in `mupax.presets.infinite.dice.LazyGaussian`.
+        responses: Whether products with the matrix and its transpose are consistent. `False` is a
+            control (`mupax.presets.infinite.dice.LazyGaussian`).
     """
 
     def __init__(
@@ -84,12 +92,12 @@ class Output:
         self._preimages = np.zeros((0, sampled))
 
     def forward(self, y: np.ndarray) -> np.ndarray:
-        """Return the products with vectors over heads, [R, M].
+        """Return the products of the matrix with R vectors over heads, [R, M].
 
-        M grows by one coordinate for each new direction of y.
+        The number M of the stream's coordinates grows by one for each new direction of y.
 
         Args:
-            y: Vectors over heads [R, G N].
+            y: Vectors over heads [R, G N], for G sampled heads of dimension N.
         """
         sampled = y.shape[-1]
         coordinates, new = _coordinates(y, self._heads, sampled)
@@ -107,10 +115,11 @@ class Output:
     def backward(self, w: np.ndarray) -> np.ndarray:
         """Return the product of the transpose with one vector of the stream, [G N].
 
-        The part along a direction that is new is drawn and kept.
+        The result is for G sampled heads of dimension N. Its part along a new direction is drawn
+        and kept.
 
         Args:
-            w: Vector [M]. Coordinates that it lacks are 0.
+            w: Vector in coordinates of the stream, [M]. Coordinates that it lacks are 0.
         """
         w = _widened(w[None], self.coordinates - len(w))
         coordinates, new = _coordinates(w, self._stream, 1)
@@ -124,12 +133,14 @@ class Output:
 
 
 class _Change(NamedTuple):
-    """Change of W_O in one step: a sum over examples of readout times pooled values.
+    """Change of the output matrix W_O in one step of gradient descent.
+
+    It is a sum over P examples of error times readout times attended values.
 
     Attributes:
-        error: Targets minus outputs over the number of examples, [P].
-        readout: Readout w before the step, [M].
-        values: Attended values, a mean over positions, [P, G N].
+        error: Targets minus outputs, divided by the number of examples, [P].
+        readout: Readout w before the step, in M coordinates of the stream, [M].
+        values: Attended values of G heads of dimension N, a mean over positions, [P, G N].
     """
 
     error: np.ndarray
@@ -138,11 +149,11 @@ class _Change(NamedTuple):
 
 
 class TrainedOutput:
-    """Matrix W_O / (N H)^(1/2) in training: the start and one change per step.
+    """Output matrix W_O / (N H)^(1/2) in training: its initial value and one change per step.
 
     Args:
         initial: Matrix before training, W_O / (N H)^(1/2).
-        rate: Factor on the change of every step, eta0 gamma0 beta0.
+        rate: Factor on the change of every step, eta0 gamma0 beta0 (`OneBlock`).
     """
 
     def __init__(self, initial: Output, rate: float) -> None:
@@ -151,12 +162,12 @@ class TrainedOutput:
         self._changes: list[_Change] = []
 
     def forward(self, y: np.ndarray) -> np.ndarray:
-        """Return the products with vectors over heads, [R, M].
+        """Return the products of the trained matrix with R vectors over heads, [R, M].
 
-        M grows by one coordinate for each new direction of y.
+        The number M of the stream's coordinates grows by one for each new direction of y.
 
         Args:
-            y: Vectors over heads [R, G N].
+            y: Vectors over heads [R, G N], for G sampled heads of dimension N.
         """
         branch = self.initial.forward(y)
         for change in self._changes:
@@ -166,9 +177,9 @@ class TrainedOutput:
         return branch
 
     def backward(self, w: np.ndarray) -> np.ndarray:
-        """Return the product of the matrix' transpose with the readout, [G N].
+        """Return the product of the trained matrix's transpose with the readout, [G N].
 
-        The matrix is W_O / (N H)^(1/2) as it is now: its start and the changes of all steps.
+        The result is for G sampled heads of dimension N.
 
         Args:
             w: Readout in coordinates of the stream, [M]. The stream gains coordinates in training,
@@ -184,9 +195,9 @@ class TrainedOutput:
         """Record the change of the matrix by one step of gradient descent.
 
         Args:
-            error: Targets minus outputs over the number of examples, [P].
-            readout: Readout before the step, [M].
-            values: Attended values, a mean over positions, [P, G N].
+            error: Targets minus outputs, divided by the number P of examples, [P].
+            readout: Readout before the step, in coordinates of the stream, [M].
+            values: Attended values of G heads of dimension N, a mean over positions, [P, G N].
         """
         self._changes.append(_Change(error, readout, values))
 
@@ -201,17 +212,20 @@ def train(
     rng: np.random.Generator,
     responses: bool = True,
 ) -> Trajectory:
-    """Train the infinite model on all examples at every step, and return its trajectory.
+    """Train one attention block with infinitely many heads, and return its trajectory.
 
-    The loss is the mean over examples of (f - target)^2 / 2. All weights but the read-in learn.
+    Every step is on all P examples of S positions. All weights except the read-in are trained.
+    The loss is the mean over examples of (f - target)^2 / 2.
 
     Args:
+        block: Constants and learning rate of the block.
         kernel: Products <h, h'> of the stream before the block, [P, S, P, S]. As a matrix of P S
             rows it must be positive semidefinite.
         targets: Targets [P].
         steps: Number of steps of gradient descent.
         heads: Number of sampled heads G. The sampling error goes as G^-1/2.
-        responses: As in `mupax.presets.infinite.dice.LazyGaussian`.
+        responses: Whether products with a matrix and its transpose are consistent. `False` is a
+            control (`mupax.presets.infinite.dice.LazyGaussian`).
     """
     examples, positions = kernel.shape[:2]
     tokens = examples * positions
@@ -237,15 +251,15 @@ def train(
     output = TrainedOutput(Output(heads * n, tokens + 1, rng, responses=responses), rate)
 
     def pooled(x: np.ndarray) -> np.ndarray:
-        """Return the mean over positions: [R, ...] as [P, ...]."""
+        """Average over the S positions: rows [P S, ...] become [P, ...]."""
         return x.reshape(examples, positions, -1).mean(1)
 
     def by_example(x: np.ndarray) -> np.ndarray:
-        """Return [G, R, N] as [P, G, S, N]."""
+        """Split tokens into examples: [G, P S, N] becomes [P, G, S, N]."""
         return x.reshape(heads, examples, positions, n).swapaxes(0, 1)
 
     def correlated(x: np.ndarray) -> np.ndarray:
-        """Return gradients [P, G, S, N] as [G, R, N], multiplied by the correlations of tokens."""
+        """Reshape gradients [P, G, S, N] to [G, P S, N], times the correlations of tokens."""
         return normed @ x.swapaxes(0, 1).reshape(heads, tokens, n)
 
     outputs = []
@@ -278,7 +292,7 @@ def train(
 
 
 def _coordinates(x: np.ndarray, basis: np.ndarray, weight: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the coordinates of vectors in a basis, and the directions that it lacks.
+    """Return the coordinates of vectors in a basis, and the directions that the basis lacks.
 
     Directions are orthonormal under x.y / weight.
 
@@ -288,7 +302,7 @@ def _coordinates(x: np.ndarray, basis: np.ndarray, weight: float) -> tuple[np.nd
         weight: Divisor of the products x.y, such as the number of entries.
 
     Returns:
-        Coordinates in old and new directions, and the new directions.
+        Coordinates in old and new directions, [R, r + new], and the new directions, [new, size].
     """
     root = np.sqrt(weight)
     outside = x - (x @ basis.T / weight) @ basis
@@ -305,5 +319,5 @@ def _coordinates(x: np.ndarray, basis: np.ndarray, weight: float) -> tuple[np.nd
 
 
 def _widened(x: np.ndarray, count: int) -> np.ndarray:
-    """Return vectors [R, M] with `count` more coordinates, which are 0."""
+    """Append `count` coordinates of value 0 to vectors [R, M]."""
     return np.pad(x, ((0, 0), (0, count)))

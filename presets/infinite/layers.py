@@ -1,6 +1,6 @@
 """Layers of a transformer without weights, each with its derivative.
 
-A layer returns its output y and its vector-Jacobian product, which takes dL/dy to dL/dx.
+A layer returns its output y and its vector-Jacobian product, a function from dL/dy to dL/dx.
 
 Shapes: D draws (any leading axes), B examples, T queries, S keys, H heads, N head dimension.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 Vjp = Callable[[np.ndarray], Any]
-"""Function that takes the gradient of an output to the gradients of the inputs."""
+"""Function that backpropagates: from the gradient of an output to the gradients of the inputs."""
 
 _GELU_ROOT = np.sqrt(2 / np.pi)
 _GELU_CUBIC = 0.044715
@@ -28,7 +28,7 @@ def norm(x: np.ndarray, eps: float, *, centred: bool) -> tuple[np.ndarray, Vjp]:
         centred: Whether to subtract the mean first. LayerNorm does, RMSNorm does not.
 
     Returns:
-        The normalized inputs, and the function that takes their gradient to that of `x`.
+        The normalized inputs, and the function that converts their gradient to the gradient of `x`.
     """
     y = x - x.mean(-1, keepdims=True) if centred else x
     scale = 1 / np.sqrt((y**2).mean(-1, keepdims=True) + eps)
@@ -45,7 +45,7 @@ def norm(x: np.ndarray, eps: float, *, centred: bool) -> tuple[np.ndarray, Vjp]:
 
 
 def gelu(x: np.ndarray) -> tuple[np.ndarray, Vjp]:
-    """Return GELU of x in the tanh form, and the function that takes its gradient to that of x."""
+    """Return GELU of x in the tanh form, and the function that backpropagates through it."""
     t = np.tanh(_GELU_ROOT * (x + _GELU_CUBIC * x**3))
     inner_slope = 1 + 3 * _GELU_CUBIC * x**2
     slope = 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * _GELU_ROOT * inner_slope
@@ -53,7 +53,7 @@ def gelu(x: np.ndarray) -> tuple[np.ndarray, Vjp]:
 
 
 def relu(x: np.ndarray) -> tuple[np.ndarray, Vjp]:
-    """Return max(x, 0), and the function that takes its gradient to that of x."""
+    """Return max(x, 0), and the function that backpropagates through it."""
     return np.maximum(x, 0), lambda dy: dy * (x > 0)
 
 
@@ -65,6 +65,8 @@ def attend(
 ) -> tuple[np.ndarray, np.ndarray, Vjp]:
     """Apply softmax attention without a mask.
 
+    D... are any leading axes, B examples, H heads, T queries, S keys, and N is the head dimension.
+
     Args:
         q: Queries [D..., B, H, T, N].
         k: Keys [D..., B, H, S, N].
@@ -72,8 +74,8 @@ def attend(
         scale: Factor on the products q.k, such as N^-1/2.
 
     Returns:
-        Outputs [D..., B, H, T, N], logits [D..., B, H, T, S], and the function that takes the
-        gradient of the outputs to those of q, k and v.
+        Outputs [D..., B, H, T, N], logits [D..., B, H, T, S], and the function from the gradient of
+        the outputs to the gradients of q, k and v.
     """
     logits = scale * q @ np.swapaxes(k, -1, -2)
     # Without the maximum the exponentials could overflow.

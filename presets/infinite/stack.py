@@ -1,4 +1,4 @@
-"""Vision transformer of a width that no memory holds, trained exactly in law.
+"""Vision transformer of a width that no memory holds, trained with the exact probability law.
 
 Training is SGD with momentum at any depth, with a centred output:
 
@@ -28,11 +28,13 @@ from mupax.presets.infinite.layers import Vjp, cross_entropy, norm
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """Networks before a step, one entry per draw on axis 0.
+    """Loss and activations of D networks on a batch, before a training step.
+
+    Networks are side by side on axis 0. B is the number of examples, C of classes, L of blocks.
 
     Attributes:
         loss: Mean cross-entropy in nats, [D].
-        logits: Logits, centred if the config says so, [D, B, C].
+        logits: Logits, [D, B, C]. Those at initialization are subtracted if `LimitConfig.centred`.
         features: Inputs of the readout, [D, B, width].
         attention: Mean over heads of the squared attention logits, and square of the mean of the
             logits over heads. Both are means over examples and pairs of positions, [D, L, 2].
@@ -45,13 +47,14 @@ class Snapshot:
 
 
 class _Forward(NamedTuple):
-    """Result of a forward pass.
+    """Result of a forward pass of D networks on B examples.
 
     Attributes:
-        logits: Logits before centring, [D, B, C].
-        features: As in `Snapshot`.
-        attention: As in `Snapshot`.
-        vjp: Function that takes the gradient of the logits and keeps those of all parameters.
+        logits: Logits before those at initialization are subtracted, [D, B, C].
+        features: Inputs of the readout, [D, B, width].
+        attention: Statistics of the attention logits, [D, L, 2], as in `Snapshot`.
+        vjp: Function that backpropagates the gradient of the logits. It keeps the gradients of all
+            parameters for the next step.
     """
 
     logits: np.ndarray
@@ -61,10 +64,10 @@ class _Forward(NamedTuple):
 
 
 class Dense:
-    """Trained matrix with a finite side, all of whose entries are held.
+    """Trained matrix with a finite side, so that all of its entries can be held in memory.
 
     Args:
-        value: Matrix at the start, [D, inputs, outputs].
+        value: Matrix at the start, [D, inputs, outputs], for D networks.
         momentum: Factor on the running sum of gradients at every step.
     """
 
@@ -89,12 +92,15 @@ class Dense:
 
 
 class Stack:
-    """Vision transformers side by side, draws of one network, trained by SGD with momentum.
+    """Very wide vision transformers, several side by side, trained by SGD with momentum.
+
+    The networks are independent random draws with the same sizes.
 
     Args:
         patch: Size I of a flattened patch, the last axis of `inputs`.
         draws: Number D of networks, side by side on axis 0.
-        responses: As in `LazyGaussian`.
+        responses: Whether products with a matrix and its transpose are consistent. `False` is a
+            control (`LazyGaussian`).
         dtype: Type of all arrays. float32 halves memory and time.
 
     Attributes:
@@ -140,11 +146,11 @@ class Stack:
     def look(self, inputs: np.ndarray, targets: np.ndarray) -> Snapshot:
         """Return the loss, logits, features and attention of the networks on a batch.
 
-        No parameter is changed. Parts of the lazy matrices that this batch is the first to need are
-        drawn and kept.
+        No parameter is changed. Parts of the lazily drawn matrices that this batch is the first to
+        need are drawn and kept.
 
         Args:
-            inputs: Patches [B, T, I].
+            inputs: Patches [B, T, I]: B examples, T positions, I numbers of a patch.
             targets: Classes [B].
         """
         snapshot, _, _ = self._evaluate(inputs, targets)
@@ -154,7 +160,7 @@ class Stack:
         """Take a training step on a batch, and return the snapshot from before this step.
 
         Args:
-            inputs: Patches [B, T, I].
+            inputs: Patches [B, T, I]: B examples, T positions, I numbers of a patch.
             targets: Classes [B].
         """
         snapshot, dlogits, vjp = self._evaluate(inputs, targets)
@@ -168,8 +174,8 @@ class Stack:
     ) -> tuple[Snapshot, np.ndarray, Vjp]:
         """Return the snapshot of a batch, the gradient of the logits, and `_Forward.vjp`.
 
-        The logits at the start, which centred outputs subtract, are kept for the next call with
-        these inputs.
+        The logits at initialization, which centred outputs subtract, are cached for a next call
+        with the same inputs.
         """
         inputs = np.asarray(inputs, self.dtype)
         if self.config.centred and not np.array_equal(inputs, self._inputs):
@@ -185,10 +191,10 @@ class Stack:
         return snapshot, dlogits, forward.vjp
 
     def _forward(self, inputs: np.ndarray, *, initial: bool = False) -> _Forward:
-        """Run the networks on patches.
+        """Run the networks on a batch.
 
         Args:
-            inputs: Patches [B, T, I].
+            inputs: Patches [B, T, I]: B examples, T positions, I numbers of a patch.
             initial: Whether to use the parameters before training.
         """
         config = self.config

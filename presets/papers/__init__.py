@@ -1,6 +1,7 @@
-"""Presets of the papers, one file per source: its table, and the function that makes the preset.
+"""Presets of the papers, one file per source.
 
-The arguments of such a function are the preset's constants. `PRESETS` has all of them.
+A file has the source's table and the function that makes the preset. The arguments of the function
+are the preset's constants. `PRESETS` has all of these functions.
 """
 
 from __future__ import annotations
@@ -97,4 +98,4 @@ To add a preset, write its function in a file of this folder, and add an import 
 """
 
 ALIASES = {"standard": "sp"}
-"""Other names of presets in papers and older files. mupax itself does not write them."""
+"""Other names of presets, in papers and in older files. mupax itself does not write them."""

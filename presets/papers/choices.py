@@ -18,11 +18,11 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 
 Status = Literal["verified", "reported", "derived"]
-"""How well a choice is known.
+"""How well the value of a constant is known.
 
 * verified: read in the source's own text or code.
 * reported: read in an account of the source.
-* derived: worked out here.
+* derived: worked out by mupax.
 """
 
 
@@ -376,14 +376,14 @@ CHOICES = (
         status="derived",
     ),
 )
-"""All choices, in the order in which they are printed."""
+"""Values of constants on which sources disagree, in the order in which they are printed."""
 
 
 def of(preset: str, constant: str) -> list[Choice]:
-    """Return the known values of a constant of a preset, each with its rule and source.
+    """Return the recorded values of a preset's constant, each with its rule and source.
 
-    The list is empty for a constant without a record, which may have any value. A constant with
-    choices must have one of them, except `decay_width` (`listed`).
+    The list is empty for a constant that `CHOICES` does not list, which may have any value. A
+    listed constant must have one of the recorded values, except `decay_width` (`listed`).
     """
     matching = []
     for choice in CHOICES:
@@ -393,9 +393,10 @@ def of(preset: str, constant: str) -> list[Choice]:
 
 
 def listed(preset: str, **constants: float | str) -> None:
-    """Raise an error for a value that is not among the choices of its constant.
+    """Raise an error if a constant has a value that no source uses.
 
-    `decay_width` may be any number.
+    The allowed values are those in `CHOICES`. `decay_width`, and constants that have no entry
+    there, may have any value.
 
     Args:
         preset: Name in `mupax.presets.papers.PRESETS`.
@@ -420,9 +421,10 @@ def _text(value: float | str) -> str:
 
 
 def make(preset: str, constants: Mapping[str, Any]) -> Preset:
-    """Return a preset in its absolute form.
+    """Make a preset in its absolute form, in which every base size is 1.
 
     Args:
+        preset: Name in `mupax.presets.papers.PRESETS`.
         constants: Values by name. A number may be given as a text. Constants of parameter groups
             are named COLUMN.GROUP.
 
@@ -450,7 +452,7 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
 def _unknown_constant(preset: str, name: str) -> str:
     """Return the error message for a constant that a preset does not have.
 
-    The message lists the preset's constants and the presets that have this one.
+    The message lists the constants that the preset has, and the presets that have this constant.
     """
     owners = []
     for owner, function in PRESETS.items():
@@ -462,7 +464,7 @@ def _unknown_constant(preset: str, name: str) -> str:
 
 
 def _number(preset: str, name: str, value: Any, default: Any) -> float:
-    """Return a constant as a finite number.
+    """Convert the value of a constant to a finite number.
 
     Args:
         preset: Name of the preset, for the message.

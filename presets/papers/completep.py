@@ -45,7 +45,10 @@ _CONCEDED = {
     "everywhere": dict.fromkeys((*_TABLES, *_OUTSIDE, "readout.bias"), D * L),
     "completed": dict.fromkeys(_OUTSIDE, D**-1) | dict.fromkeys(_QK_GAINS, N**-1),
 }
-"""Largest change of gradient over eps with size that a choice of `eps_scope` concedes, by group."""
+"""Power law by which the ratio of gradient to eps may change, by value of `eps_scope` and group.
+
+The ratio changes where the eps of the source does not follow the gradient.
+"""
 
 
 def completep(
@@ -106,12 +109,12 @@ def completep(
 
 
 def _eps(spec: ParamSpec, family_eps: Power, alpha_l: float, scope: str) -> Power:
-    """Return a parameter's power law for Adam's eps.
+    """Return the power law of Adam's eps for a parameter under CompleteP.
 
-    Experts, routers and their vectors keep `family_eps`. Everything else follows `scope`.
+    Experts, routers and their gains and biases keep `family_eps`. For all others `scope` decides.
 
     Args:
-        family_eps: Law of the parameter's eps in `infinite_limits`.
+        family_eps: Power law of the parameter's eps in `infinite_limits`.
         alpha_l: Branches scale as L^-alpha_l, in [1/2, 1].
         scope: Constant `eps_scope`: "blocks", "everywhere" or "completed".
     """

@@ -41,7 +41,7 @@ VARIANCES = {
     Role.READOUT: 1.0,
     Role.POSITION: 0.02**2,
 }
-"""Initial variances times fan-in of the paper.
+"""Initial variances in the paper, times fan-in, by role.
 
 They are its C_Q, C_K, C_V, C_U, C_W, C_X, C_patch, C_head and, for vision, C_PE.
 """
@@ -124,9 +124,13 @@ def _row(spec: ParamSpec, s: float, constant: float) -> Rule:
 
 
 def _readout(spec: ParamSpec, s: float, constant: float) -> Rule:
-    """Return the row of a readout, of its bias or of a tied readout, with arguments as `_row`.
+    """Return the effective theory's row of a readout, of its bias or of a tied readout.
 
     A tied readout has only a multiplier.
+
+    Args:
+        s: 0 (neural tangent) to 1 (maximal update).
+        constant: Square root of the readout's initial variance times fan-in.
     """
     output = D ** (-(1 + s) / 2)
     if spec.tied:

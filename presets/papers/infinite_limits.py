@@ -92,7 +92,10 @@ QUERIES_PER_KEY = axis("heads") / axis("kv_heads")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Constants of the family's presets. `choices` explains the values of those that are listed.
+    """Constants of the presets `mup`, `mup-half` and `depth-mup`. `completep` has some of them.
+
+    D is the width, L the depth, N the head dimension and F the MLP's hidden size, all relative to
+    the base. `mupax.presets.papers.choices` explains the values on which sources disagree.
 
     Attributes:
         alpha_l: Branches scale as L^-alpha_l, in [1/2, 1]. `None` is no depth rule.
@@ -104,8 +107,9 @@ class Constants:
         readout_width: Initial std of the readout goes as D^readout_width.
         readout_bias_width: Learning rates of the readout's bias go as D^readout_bias_width.
         embedding_width: Adam's learning rate of the token embedding goes as D^embedding_width.
-        key_start: Initial keys, drawn on their "own" or equal to the "query" matrix.
-        mlp_out: Initial std of MLP out, "fan-in" or, for F/D that grows, "mean-field".
+        key_start: Initial keys: "own" for random ones, "query" for a copy of the query matrix.
+        mlp_out: Initial std of the MLP's output matrix, "fan-in" or, for F/D that grows,
+            "mean-field".
         experts: Rules of experts and their router, "mean-field", "mssp" or "dense".
         experts_eps: Adam's eps in models with experts, by the "gradients" or by the "table" of
             2601.20205.
@@ -174,8 +178,8 @@ class Constants:
 def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
     """Return a parameter's row in the infinite limits of 2405.15712, at gamma0 = 1.
 
-    It has the multiplier, std, learning rates and eps in the readout-multiplier form. Rows are
-    cached.
+    The row has the multiplier, std, learning rates and eps in the readout-multiplier form. Rows are
+    cached. N is the head dimension and L the depth.
 
     Args:
         spec: Declaration of the parameter. Experts and routers get the row of a block matrix.
@@ -232,11 +236,11 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
 
 
 def heads_summed(spec: ParamSpec) -> Power:
-    """Return the number of terms that a gain's or bias' gradient sums over; 1 for most parameters.
+    """Return the number of terms in the gradient of a gain or bias, as a power law.
 
-    A QK-norm gain that heads share sums over heads. A relative bias goes into a head's logits, so
-    its gradient sums over the head's N values, and over all blocks if they share a table. (Both
-    derived.)
+    It is 1 for most parameters. The gradient of a QK-norm gain that heads share is a sum over
+    heads. A relative bias goes into a head's logits, so its gradient is a sum over the head's N
+    values, and over all blocks if they share a table. (Both derived.)
     """
     if spec.role is Role.RELATIVE_BIAS:
         # One table for all blocks gets the gradients of all of them.
@@ -249,14 +253,14 @@ def heads_summed(spec: ParamSpec) -> Power:
 
 
 def _placed(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
-    """Return the row with the factors for a place in a block: query, key, value, MLP in and so on.
+    """Return the row with the extra factors of certain places in a block, such as query or MLP in.
 
-    They change learning rates, eps and the mean-field factor. Matrices, biases and gains of other
-    places are returned unchanged.
+    They change learning rates, eps and the mean-field factor. They also apply to a matrix's gains
+    and biases. The row of a place without extra factors is returned unchanged.
 
     Args:
         row: Row that depends on fan-in and depth only.
-        alpha_a: Attention logits scale as N^-alpha_a, in [1/2, 1].
+        alpha_a: Attention logits scale as N^-alpha_a, in [1/2, 1], with the head dimension N.
     """
     role = spec.of or spec.role
     is_cross_norm = spec.part == "cross" and role is Role.NORM_GAIN
@@ -293,12 +297,13 @@ def _placed(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
 
 
 def of_experts(spec: ParamSpec, row: Rule, choice: str) -> Rule:
-    """Return the row of a router or of experts. Rows of other parameters are returned unchanged.
+    """Return the row of a router or of experts, under a choice of their rules.
 
-    An expert's gradient sums over a share a/E of the tokens, each with a gate of 1/a.
+    An expert's gradient is a sum over a share a/E of the tokens, each with a gate of 1/a, for E
+    experts of which a are active per token. Rows of other parameters are returned unchanged.
 
     Args:
-        row: Row as a dense matrix of the block.
+        row: Row that the parameter would have as a dense matrix of the block.
         choice: Constant `experts`: "mean-field", "mssp" or "dense".
     """
     role = spec.of or spec.role
@@ -328,7 +333,7 @@ def of_experts(spec: ParamSpec, row: Rule, choice: str) -> Rule:
 
 
 def table_eps(spec: ParamSpec, alpha_l: float | None) -> Power | None:
-    """Return Adam's eps by Table 2 of 2601.20205, relative to the base.
+    """Return Adam's eps by Table 2 of 2601.20205, as a power law relative to the base.
 
     `None` stands for a parameter that the table does not name.
 
@@ -353,7 +358,7 @@ def table_eps(spec: ParamSpec, alpha_l: float | None) -> Power | None:
 
 
 def _table_groups() -> tuple[ParamSpec, ...]:
-    """Return one parameter of every group whose eps `table_eps` sets."""
+    """Return one declaration for each parameter group whose eps `table_eps` sets."""
     groups = [ParamSpec(role=Role.NORM_GAIN, axes=("embed",))]
     without = VECTORS | {Role.READOUT, Role.ROUTER}
     for role in (Role.NORM_GAIN, Role.BIAS):
@@ -377,13 +382,13 @@ _TABLE_GROUPS = _table_groups()
 def _conceded_by_table(
     rule: Callable[[ParamSpec], Rule], alpha_l: float | None
 ) -> dict[str, Power]:
-    """Return the power law of gradient over eps under `table_eps`, by "eps/GROUP".
+    """Return how the ratio of gradient to eps changes with size under `table_eps`.
 
-    The laws are entries of `Preset.vanishing`.
+    The result has power laws by "eps/GROUP". They become entries of `Preset.vanishing`.
 
     Args:
         rule: Function that returns rows whose eps follows the gradients.
-        alpha_l: As in `table_eps`.
+        alpha_l: Branches scale as L^-alpha_l. `None` is no depth rule.
     """
     conceded = {}
     for spec in _TABLE_GROUPS:
@@ -393,7 +398,7 @@ def _conceded_by_table(
 
 
 def _row(name: str, constants: Constants, spec: ParamSpec) -> Rule:
-    """Return a parameter's row under all constants of the family.
+    """Return a parameter's row under all constants of the infinite-limits presets.
 
     Args:
         name: Name of the preset, for the message.
@@ -443,9 +448,14 @@ def _row(name: str, constants: Constants, spec: ParamSpec) -> Rule:
 def _with_larger_readout(spec: ParamSpec, row: Rule, factor: Power) -> Rule:
     """Return a parameter's row in a model whose readout starts larger by a factor.
 
-    The readout's multiplier carries the factor, and the row of its bias is unchanged. Gradients of
+    The readout's multiplier carries the factor. The row of its bias is unchanged. Gradients of
     everything before the readout grow by the factor, so SGD's learning rate is divided by it and
-    eps multiplied.
+    eps multiplied by it.
+
+    Args:
+        spec: Declaration of the parameter, the readout or another one.
+        row: Row for a readout of the usual size.
+        factor: Factor on the readout's initial size, relative to `row`.
     """
     if spec.role is Role.READOUT:
         # Moved into the multiplier, because the native form of this family starts the readout at
@@ -514,10 +524,10 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
 
 
 def _without_muon(constants: Constants) -> dict[Family, str]:
-    """Return the reason by optimizer family why constants of Muon's steps exclude the family.
+    """Return the optimizer families that constants about Muon exclude, each with the reason.
 
-    Constants other than the defaults exclude all families but Muon. `muon_scale` = "rms" excludes
-    none.
+    If a constant about Muon's steps is not the default, all families but Muon are excluded.
+    `muon_scale` = "rms" excludes none.
     """
     reasons = {}
     for constant, rms in (("muon_scale", "rms"), ("muon_blocks", None), ("muon_shape", None)):
@@ -532,7 +542,11 @@ def _without_muon(constants: Constants) -> dict[Family, str]:
 
 
 def _signature(*fixed: str) -> inspect.Signature:
-    """Return the signature of a preset: the constants of the family without those that it fixes."""
+    """Return the signature of a preset function, with the fields of `Constants` as parameters.
+
+    Args:
+        *fixed: Names of the fields that the preset itself fixes, which are left out.
+    """
     parameters = inspect.signature(Constants).parameters.values()
     remaining = []
     for parameter in parameters:

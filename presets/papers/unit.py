@@ -82,7 +82,11 @@ def u_mup(
     def residual(
         layers: int, layer: int, branch: Branch, branches: tuple[Branch, ...]
     ) -> tuple[float, float]:
-        """Return the factors on skip and branch of one addition, by the tau rule."""
+        """Return the factors (skip, branch) of one residual addition, by the paper's tau rule.
+
+        Args:
+            layer: Index of the block, from 0.
+        """
         # The two squares add up to 2 alpha_res^2, whatever their ratio is.
         mlp_square = alpha_res**2 * 2 / (1 + alpha_ratio**2)
         attention_square = alpha_ratio**2 * mlp_square

@@ -1,1 +1,1 @@
-"""Tuned presets: constants with their provenance, as data, and how one is looked up."""
+"""Tuned presets: constants found by tuning, as data files with their provenance."""

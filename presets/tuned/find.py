@@ -35,17 +35,25 @@ MOVED = {
     "mup:lm-laptop-v1": "mup:lm-laptop-v2 has more tuned constants and ends lower",
     "mup:vit-endless-v1": "it was tuned at one size and never tried at another",
 }
-"""Reasons why tuned presets no longer come with mupax. docs/evidence/ has their files."""
+"""Tuned presets that no longer come with mupax, each with the reason.
+
+Their files are in docs/evidence/tuned/.
+"""
 FAR = 3.0
-"""Doublings beyond the studied sizes from which training warns. Most studies span about as many."""
+"""Distance from the studied sizes, in doublings, above which training warns.
+
+Most studies span about as many doublings.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """Tuned preset: the contents of one file.
+    """Tuned preset: a preset with its constants, optimizer settings and the study that found them.
+
+    It has the contents of one file.
 
     Attributes:
-        name: Name without the preset's.
+        name: Name without that of the preset, such as "lm-laptop-v2".
         preset: Key of `presets.PRESETS`.
         constants: Constants of the preset and of parameter groups.
         form: Placement of the multipliers. `None` is the preset's native form.
@@ -58,11 +66,11 @@ class Tuned:
             (units that one run reads), `steps`, `batch`, `sizes` (of every model, by axis),
             `seeds`, `log2_lr` and `loss` (mean loss at the base for each learning rate, null where
             a seed diverged), `log2_optimum` (value, low, high), `transfer` (per grown axis: axis,
-            sizes, verdict, and drift with its interval), `versions`, `command` and `date`.
-            A search over constants has `search`: each constant with its range, start, winner and
-            importance, the cost, and the loss of the winner minus the loss of the start on fresh
-            seeds. `log2_lr` and `loss` are then the points of the search. A publication has other
-            entries (`mupax.presets.tuned.published`).
+            sizes, verdict, and drift with its interval), `versions`, `command` and `date`. A search
+            over constants also has `search`: for each constant its range, its starting value, its
+            best value and its importance, then the cost, and the loss of the best point minus that
+            of the starting point on new seeds. `log2_lr` and `loss` are then the points of the
+            search. A publication has other entries (`mupax.presets.tuned.published`).
     """
 
     name: str
@@ -84,9 +92,13 @@ class Tuned:
         return "evidence" in self.provenance
 
     def distance(self, sizes: Mapping[str, int]) -> dict[str, float]:
-        """Return doublings from the nearest studied size, for each axis beyond the studied sizes.
+        """Return how far a model is from the studied sizes, in doublings per axis.
 
-        The number is negative if the model is smaller than all studied models.
+        Only axes beyond the studied sizes have an entry. It is positive if the model is larger than
+        all studied models, and negative if it is smaller.
+
+        Args:
+            sizes: Size of every logical axis of the model.
         """
         doublings = {}
         for axis, size in sizes.items():
@@ -103,9 +115,10 @@ class Tuned:
 
     @property
     def evidence(self) -> str:
-        """Worst verdict over all grown axes: `drifts`, then `undecided`, then `transfers`.
+        """Worst verdict on learning rate transfer over all grown axes.
 
-        `one size` if the study grew no axis, and `published` if others have published the values.
+        It is `drifts`, else `undecided`, else `transfers`. It is `one size` if the study grew no
+        axis, and `published` if others have published the values.
         """
         if self.is_published:
             return "published"
@@ -127,7 +140,7 @@ def user_folder() -> Path:
 def files() -> dict[str, Path]:
     """Return the files of all tuned presets by PRESET:NAME, sorted.
 
-    If several files have one name, mupax's is used, then the one in `tuned` of the working
+    If several files have one name, mupax's takes precedence, then the one in `tuned` of the working
     directory, then the one in the user's folder.
     """
     paths: dict[str, Path] = {}
@@ -144,9 +157,9 @@ def files() -> dict[str, Path]:
 
 
 def origin(path: Path) -> str:
-    """Return the origin of a tuned preset's file: "mupax", "user, PATH" or "project, PATH".
+    """Return the origin of a tuned preset's file as text: "mupax", "user, PATH" or "project, PATH".
 
-    Every file outside mupax's folders and `user_folder` is of the project.
+    A file counts as the project's if it is neither in mupax's folders nor in `user_folder`.
     """
     if path.parent in (FOLDER, PUBLISHED):
         return "mupax"
@@ -156,10 +169,10 @@ def origin(path: Path) -> str:
 
 
 def find(word: str) -> Tuned:
-    """Return the tuned preset PRESET:NAME or PRESET:PATH.json.
+    """Load the tuned preset that an argument of `--preset` names.
 
     Args:
-        word: Argument of `--preset`.
+        word: Argument of `--preset`: PRESET:NAME or PRESET:PATH.json.
 
     Raises:
         PresetError: No tuned preset has the name, the tuned preset no longer comes with mupax, its
@@ -240,10 +253,10 @@ def check_name(name: str) -> None:
 
 
 def summary(tuned: Tuned) -> str:
-    """Return one line: the learning rate, the data, and the verdict for each grown axis.
+    """Return one line on a tuned preset: learning rate, data, and the verdict for each grown axis.
 
-    It also has the result of a search over constants. Published values have a line of their own
-    form (`published.summary`).
+    The result of a search over constants follows, if there was one. A published preset gets the
+    line of `published.summary`.
     """
     if tuned.is_published:
         return published.summary(tuned)
@@ -261,9 +274,9 @@ def summary(tuned: Tuned) -> str:
 def described(tuned: Tuned) -> str:
     """Return the full description of a tuned preset as text no wider than the terminal.
 
-    It has the summary, then a table of base, constants, optimizer, optimum, curve, grown axes, run,
-    command, versions and searched constants. Published values are described by
-    `published.described`.
+    The text has the summary, then a table of base, constants, optimizer, best learning rate, its
+    curve, grown axes, run, command, versions and searched constants. A published preset is
+    described by `published.described`.
     """
     if tuned.is_published:
         return published.described(tuned)
@@ -295,7 +308,13 @@ def described(tuned: Tuned) -> str:
 
 
 def _curve(study: Mapping[str, Any]) -> str:
-    """Return the mean loss at each learning rate of a study as text, "diverged" for a null."""
+    """Return the mean loss at each learning rate of a study as text.
+
+    A loss of null is written as "diverged".
+
+    Args:
+        study: Provenance of a tuned preset, `Tuned.provenance`.
+    """
     points = []
     for log2_lr, loss in zip(study["log2_lr"], study["loss"], strict=True):
         result = "diverged" if loss is None else f"{loss:.4f}"
@@ -304,9 +323,10 @@ def _curve(study: Mapping[str, Any]) -> str:
 
 
 def verdict(grown: Mapping[str, Any]) -> str:
-    """Return a study's verdict on one axis, with the drift and its interval, as text.
+    """Return the verdict on learning rate transfer along one axis, with the measured drift.
 
-    The text is "undecided" if the file has no drift.
+    The drift is that of the best learning rate, in octaves per doubling, with its interval. The
+    text is "undecided" if the file has no drift.
 
     Args:
         grown: Entry of the provenance's `transfer`.
@@ -318,9 +338,13 @@ def verdict(grown: Mapping[str, Any]) -> str:
 
 
 def _verdict(grown: Mapping[str, Any]) -> Verdict:
-    """Return `judge`'s verdict on the drift of one axis, which may differ from the file's.
+    """Return the verdict on learning rate transfer along one axis.
 
-    "transfers" needs the file's verdict, too. Otherwise it becomes "undecided".
+    It is recomputed from the drift by `judge`, and so may differ from the file's. If the file does
+    not say "transfers", that verdict becomes "undecided".
+
+    Args:
+        grown: Entry of the provenance's `transfer`.
     """
     drift = grown["drift"]
     verdict = judge(drift["value"], drift["low"], drift["high"])
@@ -345,7 +369,11 @@ def bounds(interval: Mapping[str, float | None], digits: int = 2) -> str:
 
 
 def _search_summary(study: Mapping[str, Any]) -> str:
-    """Return the result of a search over constants, or an empty text if there was none."""
+    """Return the result of a study's search over constants as text, empty if there was none.
+
+    The text has the number of constants and the loss of the best point minus that of the starting
+    point.
+    """
     search = study.get("search")
     if not search:
         return ""
@@ -360,7 +388,7 @@ def _search_summary(study: Mapping[str, Any]) -> str:
 
 
 def _constant(constant: Mapping[str, Any]) -> str:
-    """Return one searched constant as text: winner, range, start and importance."""
+    """Return one searched constant as text: best value, range, starting value and importance."""
     span = f"from {constant['low']:.4g} to {constant['high']:.4g}, start {constant['start']:.4g}"
     importance = f"importance {constant['importance']:.0%}"
     return f"{constant['word']} = {constant['winner']:.4g} ({span}, {importance})"

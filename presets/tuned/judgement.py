@@ -1,6 +1,7 @@
-"""The verdict on a drift of the best learning rate, for studies, pages and tuned presets.
+"""Verdict on how far the best learning rate drifts as a model grows.
 
-A drift is in octaves of the best learning rate per doubling of a size, with a 95 % interval:
+Studies, documentation pages and tuned presets use it. A drift is in octaves of the best learning
+rate per doubling of a size, with a 95 % interval:
 
 * transfers: the estimate is within `TOLERANCE`, and the interval is inside `BOUND` on both sides;
 * drifts: the interval lies wholly outside `TOLERANCE`, on one side;
@@ -17,7 +18,7 @@ from typing import Literal
 TOLERANCE = 0.15
 """Largest drift that counts as none, in octaves per doubling."""
 BOUND = 0.30
-"""Farthest that the interval of a drift that transfers may reach, in octaves per doubling."""
+"""Largest absolute value, in octaves per doubling, of the interval of a drift that transfers."""
 Verdict = Literal["transfers", "drifts", "undecided"]
 
 

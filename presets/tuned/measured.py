@@ -1,9 +1,9 @@
 """`measured`: a parameterization measured on one model at one size, as a table, and its JSON file.
 
-`mupax.train.studies.check.balance` derives the table from a backward pass (Chizat and Netrapalli
-2023, arXiv 2311.18718), for a model that no preset covers. Rows are keyed by `ParamSpec.group`,
-such as `block.query`, never by path, and may hold one value per layer. There are no power laws, so
-another size needs another table.
+The parameterization has no power laws, only the values of each parameter group, so another size
+needs another table. `mupax.train.studies.check.balance` derives the table from a backward pass
+(Chizat and Netrapalli 2023, arXiv 2311.18718), for a model that no preset covers. Rows are keyed by
+`ParamSpec.group`, such as `block.query`, never by path, and may hold one value per layer.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from mupax.presets.rule import ONE, Decay, Form, Number, Rule, Scales
 from mupax.presets.tuned import schema
 
 FORMAT = "measured scales 1"
-"""First entry of the file. Another layout gets another number."""
+"""Value of the entry "format" in a file of measured scales. Another layout gets another number."""
 
 Residual = tuple[tuple[tuple[float, float], ...], ...]
-"""Pair (skip, branch) by layer and branch."""
+"""Factors (skip, branch) of the residual additions, indexed by layer and then by branch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """Measured scales of one model.
+    """Measured parameterization of one model, as values of each parameter group.
 
     Attributes:
-        scales: Absolute values by group, each one number or one per layer of the stack.
+        scales: Absolute values by `ParamSpec.group`, each one number or one per layer of the stack.
             `weight_decay` is independent weight decay; coupled is `weight_decay` / `lr`.
         logits: Factor on attention logits.
-        residual: Pairs (skip, branch) per layer: of attention, of attention to an encoder if the
-            model has one, and of the MLP. If empty, all are 1.
+        residual: Pairs (skip, branch) of factors in residual additions, per layer. Each layer has
+            one for attention, one for attention to an encoder if the model has it, and one for the
+            MLP. If empty, all factors are 1.
         sizes: Size of every logical axis of the measured model.
         optimizer: Key of `mupax.presets.optimizers.OPTIMIZERS` that the learning rates are for.
         source: Origin of the values, for a reader.
@@ -76,13 +77,14 @@ class Table:
             self._check_scales(group)
 
     def _check_residual(self, name: str, residual: Residual, stack: Stack) -> None:
-        """Raise `PresetError` if the residual scales do not fit the sizes of their stack.
+        """Raise `PresetError` if residual factors do not fit the sizes of their stack.
 
         Unless they are empty, they need one entry per layer, with a pair (skip, branch) for each
         branch of the stack. Every number must be at least 0 and in the range of float32.
 
         Args:
-            name: Field that has the scales, for the message.
+            name: Field that has the factors, for the message.
+            stack: Stack of the factors, the encoder or the decoder.
         """
         layers = self.sizes.get(stack.axis)
         if residual and len(residual) != layers:
@@ -140,12 +142,13 @@ class Measured(Preset):
         optimizer: str = "adam",
         decay: Decay = "coupled",
     ) -> Scales:
-        """Return the table's values for one parameter, as `Preset.scales` does.
+        """Return the measured values for one parameter, in place of the rules of `Preset.scales`.
 
         Args:
+            spec: Declaration of the parameter. Its group selects the values.
             sizes: Sizes of the model by axis, which must be the table's.
             optimizer: Key of `OPTIMIZERS`, of the same family as the table's.
-            decay: "coupled" or "independent", by default coupled.
+            decay: Kind of weight decay, "coupled" or "independent". The default is coupled.
 
         Raises:
             PresetError: The table is for another size or optimizer, or lacks the group.
@@ -200,7 +203,7 @@ class Measured(Preset):
 
 
 def measured(table: Table) -> Measured:
-    """Return the table as a preset, for optimizers of the family that it was measured with."""
+    """Make a preset from a table. It supports optimizers of the family used in the measurement."""
     family = OPTIMIZERS[table.optimizer].family
     refused = {}
     for row in OPTIMIZERS.values():
@@ -218,7 +221,7 @@ def measured(table: Table) -> Measured:
 
 
 def save(table: Table, path: str | Path) -> None:
-    """Write the table as JSON, into a folder that exists. An existing file is replaced.
+    """Write a table to a JSON file. An existing file is replaced. The folder must exist.
 
     Raises:
         DiskError: The file cannot be written.
@@ -228,11 +231,11 @@ def save(table: Table, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Table:
-    """Read a table that `save` wrote, number for number.
+    """Read a table from a file that `save` wrote. Numbers are read back exactly.
 
     Raises:
-        PresetError: The file cannot be read, or an entry is missing, unknown or no number that it
-            can be.
+        PresetError: The file cannot be read, an entry is missing or unknown, or a value is one that
+            the entry cannot have.
     """
     hint = "no table of measured scales ({error}); write one with mupax.presets.tuned.measured.save"
     return schema.load(path, _table, hint)
@@ -243,7 +246,7 @@ def _table(contents: Any) -> Table:
 
     Raises:
         PresetError: The file is of another format, an entry is missing or unknown, or a value is
-            none that the entry can have.
+            one that the entry cannot have.
     """
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         _refuse(f'not a table of this version; its first entry must be "format": "{FORMAT}"')
@@ -273,7 +276,7 @@ def _table(contents: Any) -> Table:
 
 
 def _residual(name: str, value: Any) -> Residual:
-    """Return the JSON lists of residual scales as tuples.
+    """Convert residual factors from nested JSON lists to nested tuples.
 
     Args:
         name: Name of the entry in the file, for the message.
@@ -291,7 +294,7 @@ def _residual(name: str, value: Any) -> Residual:
 
 
 def _tuples(value: Any) -> Any:
-    """Return a value of JSON with all lists as tuples."""
+    """Return a parsed JSON value with tuples in place of lists, at any depth."""
     if isinstance(value, list):
         return tuple(_tuples(entry) for entry in value)
     return value

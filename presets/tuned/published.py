@@ -1,9 +1,9 @@
 """Tuned presets whose values others have published: their descriptions and tables.
 
-`provenance` of such a file has `evidence` ("published"), `status` ("verified" if read in the
-source's config or code, "reported" if read in a paper's table), `source` (name, repository, commit,
-files with lines), `data`, `unit`, `seen`, `steps` and `batch` of one run, `sizes` of the models,
-`tables` (values of each model by the source's own rule), `differs` (what the preset cannot
+`provenance` of such a tuned preset has `evidence` ("published"), `status` ("verified" if read in
+the source's config or code, "reported" if read in a paper's table), `source` (name, repository,
+commit, files with lines), `data`, `unit`, `seen`, `steps` and `batch` of one run, `sizes` of the
+models, `tables` (values of each model by the source's own rule), `differs` (what the preset cannot
 express), `unknown` (what could not be read) and the `date` of reading.
 """
 
@@ -45,11 +45,11 @@ class Published(Protocol):
 
 
 COLUMNS = ("multiplier", "std", "lr", "eps", "wd")
-"""Values of a group, in the order of a run's table."""
+"""Values of a parameter group that a run's table and a source's table show, in order."""
 
 
 def summary(tuned: Published) -> str:
-    """Return one line: the learning rate, the data, the source, its models and the status."""
+    """Return one line on published values: learning rate, data, source, its models and status."""
     study = tuned.provenance
     optimizer = tuned.optimizer
     models = ", ".join(table["model"] for table in study["tables"])
@@ -58,10 +58,10 @@ def summary(tuned: Published) -> str:
 
 
 def rests_on(tuned: Published) -> str:
-    """Return the evidence for a run with these values as text, for the user.
+    """Return text that tells the user on which publication a run's values rest.
 
-    It names the source and its commit, the status, the data, what is not known, and the command
-    that says more.
+    The text names the source and its commit, the status ("verified" or "reported"), the data, what
+    is not known, and the command that says more.
     """
     study = tuned.provenance
     source = study["source"]
@@ -78,8 +78,8 @@ def rests_on(tuned: Published) -> str:
 def described(tuned: Published) -> str:
     """Return the full description of published values as text no wider than the terminal.
 
-    It has the summary, then a table of status, source, base, constants, optimizer, data, run,
-    models, differences and unknown values.
+    The text has the summary, then a table of status, source, base, constants, optimizer, data, run,
+    models, differences from the preset, and unknown values.
     """
     study = tuned.provenance
     source = study["source"]
@@ -108,13 +108,14 @@ def described(tuned: Published) -> str:
 def values(
     tuned: Published, preset: Preset, spec: ParamSpec, sizes: Mapping[str, int]
 ) -> dict[str, float]:
-    """Return a parameter's absolute values, by `COLUMNS`.
+    """Return the absolute values of a parameter, by the names in `COLUMNS`.
 
     The learning rate, eps and weight decay are the preset's scales times the optimizer's settings.
 
     Args:
         tuned: Tuned preset, whose optimizer settings are used.
         preset: Preset made from `tuned`, which has one value for all layers.
+        sizes: Size of every logical axis of the model.
     """
     optimizer = tuned.optimizer
     decay = optimizer.get("decay", "coupled")
@@ -129,7 +130,13 @@ def values(
 
 
 def nearest(tuned: Published, width: int) -> Mapping[str, Any]:
-    """Return the source's table for the model whose width divided by `width` is nearest to 1."""
+    """Return the source's table for the model whose width is nearest to a given width.
+
+    The relative difference of the widths counts.
+
+    Args:
+        width: Size of the axis "embed" in the user's model.
+    """
 
     def distance(table: Mapping[str, Any]) -> float:
         return abs(table["sizes"]["embed"] / width - 1)
@@ -140,14 +147,15 @@ def nearest(tuned: Published, width: int) -> Mapping[str, Any]:
 def comparison(
     groups: Mapping[str, Mapping[str, str]], table: Mapping[str, Any]
 ) -> Sequence[Sequence[str]]:
-    """Return a table of a run's values, with those of the source's model in brackets.
+    """Return a table that compares a run's values with those the source has for its model.
 
     Args:
         groups: Values of the run as text, by group and by `COLUMNS`.
         table: Entry of the provenance's `tables`.
 
     Returns:
-        A header, and a row per group. A value that the source lacks is "-".
+        A header, and a row per group. A cell has the run's value, then the source's in brackets,
+        which is "-" if the source has none.
     """
     rows = [["group", *COLUMNS]]
     for group, run_values in groups.items():

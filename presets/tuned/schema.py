@@ -18,14 +18,14 @@ from mupax.presets.roles import AXES, PresetError
 from mupax.presets.rule import FORMS
 
 FORMAT = "tuned preset 1"
-"""First entry of a file. Another layout gets another number."""
+"""Value of the entry "format" in a tuned preset's file. Another layout gets another number."""
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 """Pattern of a tuned preset's name."""
 
 SMALLEST = 1e-30
-"""Smallest size of a number other than 0. Smaller ones, or their products, are 0 in float32."""
+"""Smallest absolute value of a number other than 0. Products of smaller ones are 0 in float32."""
 LARGEST = 1e30
-"""Largest size of a number. Larger ones, or their products, are infinite in float32."""
+"""Largest absolute value of a number. Products of larger ones are infinite in float32."""
 _LARGEST_INTEGER = 2**53
 
 T = TypeVar("T")
@@ -98,10 +98,11 @@ def _or_null(check: Check) -> Check:
 
 
 def _key_of(table: Collection[str], kind: str) -> Check:
-    """Return a check that a value is a key of `table`. Its message also names plugins.
+    """Return a check that a value is a key of `table`. Its message also mentions plugins.
 
     Args:
-        kind: Words for a key of a plugin, with an article, such as "a preset".
+        table: Names that are allowed, such as those of presets.
+        kind: Noun with an article for what a plugin may add, such as "a preset".
     """
     return Check(
         lambda value: isinstance(value, str) and value in table,
@@ -198,9 +199,12 @@ _SCHEMA: dict[str, Any] = {
         },
     },
 }
-"""Check or nested schema by entry. A list holds the schema of each of its items."""
+"""Schema of a tuned preset's file: for each entry a `Check`, or a nested schema for an object.
+
+A list in the schema holds the schema of each of its items.
+"""
 _OPTIONAL = ("search", "judged", "adam_lr", "orthogonalizer")
-"""Entries that a file may leave out."""
+"""Entries that the file of a tuned preset may leave out."""
 
 _COLUMNS = ("std", "lr", "wd", "eps", "multiplier")
 _GROUP = "std, lr, wd, eps and multiplier, each a number of at least 0, or null"
@@ -275,7 +279,7 @@ def checked(contents: Any) -> dict[str, Any]:
 
 
 def is_of_others(contents: Any) -> bool:
-    """Return whether a file's contents say that others have published the values."""
+    """Return whether a tuned preset's file says that others have published the values."""
     if not isinstance(contents, dict):
         return False
     study = contents.get("provenance")
@@ -283,12 +287,12 @@ def is_of_others(contents: Any) -> bool:
 
 
 def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
-    """Read a JSON file and return its contents, parsed by `parse`.
+    """Read a JSON file and return its contents, converted by `parse`.
 
     Args:
         path: Path of the file, which messages name.
-        parse: Function from the JSON contents to the result.
-        missing: Message if the file is missing or holds no JSON object, with `{error}` in it.
+        parse: Function from the JSON contents to the result. It may raise `PresetError`.
+        missing: Message if the file cannot be read as JSON. `{error}` in it stands for the reason.
 
     Raises:
         PresetError: The file is missing or no JSON, or `parse` refuses the contents.
@@ -305,10 +309,10 @@ def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
 
 
 def same_keys(where: str, keys: Iterable[str], names: Collection[str]) -> None:
-    """Raise `PresetError` if the keys of an object are not exactly `names`.
+    """Raise `PresetError` if an object has other keys than `names`.
 
     Args:
-        where: Name of the object, which begins the message.
+        where: Name of the object, with which the message begins.
         names: Keys that the object must have, in the order of the message.
     """
     missing = sorted(set(names) - set(keys))
@@ -320,11 +324,11 @@ def same_keys(where: str, keys: Iterable[str], names: Collection[str]) -> None:
 
 
 def _check(path: str, value: Any, schema: Any, optional: Collection[str]) -> None:
-    """Raise `PresetError` if a value does not fit its schema.
+    """Raise `PresetError` if a JSON value does not fit its schema.
 
     Args:
-        path: Entries from the file to the value, joined by dots. Empty for the file.
-        schema: Value of `_SCHEMA` or `_PUBLISHED`.
+        path: Keys from the top of the file to the value, joined by dots. Empty for the file itself.
+        schema: `_SCHEMA`, `_PUBLISHED` or a part of them.
         optional: Names of entries that may be missing, at any depth.
     """
     if isinstance(schema, dict):

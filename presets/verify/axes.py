@@ -1,6 +1,7 @@
 """Declarations of a dump's parameters: a `ParamSpec` each, and the model's sizes.
 
-A parameter's name shows its role (`names`), and the role shows what its dimensions are. Where the
+A dump is the file of another program with shape, std, learning rate and so on of every parameter. A
+parameter's name shows its role (`names`), and the role shows what its dimensions are. Where the
 order of the dimensions is open, the width, which every role has, shows it. A width that is read
 from the wrong array makes every exponent wrong, so the `check_` functions refuse such files.
 """
@@ -20,11 +21,11 @@ from mupax.presets.verify.sizes import Parameter, Shape, sizes_of
 ROUNDING = 0.01
 """Relative difference up to which growth factors count as equal. Hidden sizes are rounded."""
 TABLES = ("token_embedding", "position")
-"""Roles whose last dimension is the width, both in PyTorch and in JAX."""
+"""Roles of arrays with one row per token or position. Their last dimension is always the width."""
 UNSHARED = frozenset(
     {Role.HIDDEN, Role.READOUT, Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION}
 )
-"""Roles with an axis that no other parameter has, so that nothing shows how the axis grows."""
+"""Roles with an axis that no other parameter has, so that its growth cannot be cross-checked."""
 LAYER_AXES = ("layers", "encoder_layers")
 
 _MATRIX_SPECS = {spec.role: spec for spec in MATRICES.values()} | {
@@ -41,14 +42,17 @@ _MATRIX_SPECS = {spec.role: spec for spec in MATRICES.values()} | {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A dump with a declaration of every parameter.
+    """Model that a dump describes, with a declaration of every parameter.
+
+    A dump has the values that a training program gives each parameter of the model.
 
     Attributes:
         dump: Dump as it was read.
-        parameters: Parameters by name, with a star for the number of a layer.
+        parameters: Parameters by name. A star in a name stands for the number of a layer.
         sizes: Size of every logical axis.
         skipped: Names of parameters that are not judged.
-        guessed: Roles that shapes gave to parameters whose names show none, by name.
+        guessed: Roles by parameter name, for parameters whose shapes show the role and whose names
+            do not.
     """
 
     dump: Dump
@@ -58,9 +62,10 @@ class Model:
     guessed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def entries_per_layer(self, name: str) -> float:
-        """Return the number of entries that one layer's parameter should have by its axes.
+        """Return the number of entries that one layer's parameter should have by its axes' sizes.
 
-        A fused array counts queries, keys and values. Axes without a known size count as 1.
+        If an array fuses queries, keys and values, all three are counted. Axes without a known size
+        count as 1.
         """
         parameter = self.parameters[name]
         sizes = {**self.sizes, **dict.fromkeys(LAYER_AXES, 1)}
@@ -72,16 +77,16 @@ class Model:
 
 
 def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
-    """Return the dumps with a declaration of every parameter.
+    """Return the models that dumps describe, with a declaration of every parameter.
 
     Args:
         dumps: Dumps of one model at one size or more.
-        overrides: Roles by pattern, from `--role`.
+        overrides: Roles by pattern of names, from `--role`.
 
     Raises:
-        PresetError: The dumps have different parameters, a parameter's role is not known, a
-            pattern of `overrides` fits no parameter, a shape does not fit the other shapes, a
-            language model has no readout, or all learning rates of a dump are 0.
+        PresetError: The dumps have different parameters, a parameter's role is not known, a pattern
+            of `overrides` fits no parameter, a shape does not fit the other shapes, a language
+            model has no readout, or all learning rates of a dump are 0.
     """
     for dump in dumps:
         _check_learning_rates(dump)
@@ -136,10 +141,10 @@ def _check_same_parameters(
 
 
 def check_ranks(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]]) -> None:
-    """Raise an error if a parameter has different numbers of dimensions in the files.
+    """Raise an error if a parameter has another number of dimensions in one file than in the first.
 
     Args:
-        sources: Names of the files, for messages; the first is the base of comparisons.
+        sources: Names of the files, for messages. Each is compared with the first.
         shapes: Shapes by parameter, in the order of `sources`.
 
     Raises:
@@ -159,14 +164,16 @@ def check_ranks(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]]) -
 def check_widths(
     sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]], labels: Mapping[str, Label]
 ) -> None:
-    """Raise an error if the last size of a table is no dimension of any block's parameter.
+    """Raise an error if the last dimension of an embedding table cannot be the model's width.
 
-    Tables are token embeddings and positions. Sizes are compared in pairs, one in the first file
-    and one in another. A single file or a model without blocks passes.
+    Tables are token embeddings and positions. The last dimension is the width if some parameter of
+    a block has a dimension of the same sizes, both in the first file and in the file compared with
+    it. A single file or a model without blocks passes.
 
     Args:
-        sources: Names of the files, for messages; the first is the base of comparisons.
+        sources: Names of the files, for messages. Each is compared with the first.
         shapes: Shapes by parameter, in the order of `sources`.
+        labels: Role and other properties of each parameter, by parameter.
 
     Raises:
         PresetError: The message names the table and both shapes.
@@ -203,8 +210,11 @@ def check_widths(
 def check_growth(base: Model, model: Model) -> None:
     """Raise an error if a block's parameter does not grow as its axes do in other parameters.
 
-    Growth factors may differ by `ROUNDING`. Parameters with a role in `UNSHARED`, and their
-    biases, are not checked.
+    The number of entries is compared with the product of the axes' sizes. Growth factors may differ
+    by `ROUNDING`. Parameters with a role in `UNSHARED`, and their biases, are not checked.
+
+    Args:
+        base: First model, to which growth is relative.
 
     Raises:
         PresetError: The message names the parameter, both shapes and the axes.
@@ -237,13 +247,15 @@ def _labels(
     shapes: Mapping[str, Sequence[Shape]],
     overrides: Mapping[str, str],
 ) -> dict[str, Label]:
-    """Return the label of every parameter, by `--role`, the file, the name or the shapes.
+    """Return the role and other properties of every parameter.
+
+    The role comes from `--role`, else from the file, else from the name, else from the shapes.
 
     Args:
         source: Name of the first file, for messages about its parameters.
         layer_entries: Entries of all layers in the first file, by parameter.
         shapes: Shapes by parameter, one for each file.
-        overrides: Roles by pattern, from `--role`.
+        overrides: Roles by pattern of names, from `--role`.
 
     Raises:
         PresetError: Nothing shows the role of some parameters. The message names them.
@@ -293,7 +305,7 @@ def _check_overrides(
 
 
 def _has_two_stacks(parameters: Mapping[str, Sequence[Entry]]) -> bool:
-    """Return whether the names are those of an encoder-decoder."""
+    """Return whether parameters are those of an encoder-decoder, judged by their names."""
     has_encoder = False
     has_decoder_blocks = False
     for name in parameters:
@@ -352,12 +364,15 @@ def _role_of_embedding(name: str, label: Label, shapes: Mapping[str, Sequence[Sh
 
 
 def _role_by_growth(name: str, label: Label, shapes: Mapping[str, Sequence[Shape]]) -> str:
-    """Return the role that shapes at several sizes show, or "".
+    """Return the role that a parameter's shapes at several sizes show, or "" if they show none.
 
-    A matrix has its role by which of its dimensions grow, as in microsoft/mup: "hidden",
-    "readout" or "patch_embedding". A bias has the role of its matrix, a gain is "norm_gain".
+    The role of a matrix follows from the dimensions that grow, as in microsoft/mup: "hidden" if
+    both do, "readout" if only the input does, "patch_embedding" if only the output does. A bias has
+    the role of its matrix. A gain is "norm_gain".
 
     Args:
+        name: Name of the parameter, a key of `shapes`.
+        label: Properties that the name shows, such as the order of dimensions.
         shapes: Shapes of every parameter at all sizes, by name.
     """
     if label.leaf == "bias":
@@ -463,11 +478,13 @@ def _count_layers(layer_entries: Mapping[str, Sequence[Entry]]) -> int | None:
 
 
 def _parameter(name: str, entries: Sequence[Entry], label: Label, blocks: int | None) -> Parameter:
-    """Return the parameter that several layers' entries are.
+    """Merge the entries that one parameter has in several layers into one `Parameter`.
 
     Args:
         name: Name with a star for the number of a layer, or the name of one layer's parameter.
-        entries: Entries of the layers, all of one shape. An array that has all layers is one entry.
+        entries: Entries of the layers, all of one shape. An array that stacks all layers is one
+            entry.
+        label: Role and other properties of the parameter.
         blocks: Number of blocks in the parameter's stack. `None` if there are no blocks.
     """
     entry = layers.average(entries)
@@ -488,7 +505,7 @@ def _parameter(name: str, entries: Sequence[Entry], label: Label, blocks: int | 
 
 
 def _check_same_readout(dumps: Sequence[Dump]) -> None:
-    """Raise `PresetError` if the readout is the embedding's table in some of the dumps alone."""
+    """Raise `PresetError` if the readout is tied to the embedding in only some of the dumps."""
     tied = [dump.source for dump in dumps if dump.readout is not None]
     untied = [dump.source for dump in dumps if dump.readout is None]
     if tied and untied:
@@ -524,10 +541,13 @@ def _check_readout(dump: Dump, parameters: Mapping[str, Parameter]) -> None:
 
 
 def _own_sizes(spec: ParamSpec, shape: Shape, layout: str) -> dict[str, int]:
-    """Return sizes of axes that only this matrix has, as `Parameter.sizes`.
+    """Return the sizes of axes that only this matrix has, for `Parameter.sizes`.
 
-    They are "input" and "output" of a hidden matrix, and "embed" of a readout with a known layout.
-    Other parameters have none.
+    These axes are "input" and "output" of a hidden matrix, and "embed" of a readout whose layout is
+    known. The result is empty for other parameters.
+
+    Args:
+        layout: Order of the dimensions, "out, in" or "in, out". Empty if unknown.
     """
     if spec.role not in (Role.HIDDEN, Role.READOUT) or len(shape) < 2:
         return {}
@@ -550,10 +570,13 @@ def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:
     """Return the declaration of a parameter.
 
     Args:
-        label: Label with a role. The role of a gain of one activation is "query.norm_gain".
+        name: Name of the parameter, for the message.
+        label: Role and other properties. The gain of a query or key norm has a role such as
+            "query.norm_gain".
+        entry: Entry of the parameter, for its shape.
 
     Raises:
-        PresetError: The role is that of a matrix, and the shape is not.
+        PresetError: The role is that of a matrix, and the shape has fewer than two dimensions.
     """
     role_name, _, gain = label.role.partition(".")
     # A fused array of queries, keys and values is declared as its values. `entries_per_layer`
@@ -592,7 +615,9 @@ def _spec(name: str, label: Label, entry: Entry) -> ParamSpec:
 def _declaration(role: Role, in_block: bool) -> ParamSpec:
     """Return the declaration of a role's matrix or gain, as in a model with one stack.
 
-    `in_block` matters only to norm gains and matrices of the role `HIDDEN`.
+    Args:
+        in_block: Whether the parameter is in a residual block. Only norm gains and matrices of the
+            role `HIDDEN` need it, because they may be in a block or outside.
     """
     if role is Role.NORM_GAIN:
         axes = ("layers", "embed") if in_block else ("embed",)

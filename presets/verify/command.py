@@ -32,16 +32,16 @@ from mupax.presets.verify.sentences import Finding
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """A published mistake, with a test for findings that show it.
+    """Mistake that others have made and written about, with a test that recognizes it.
 
     Attributes:
         name: Name in a few words.
         text: Sentence, without a period, on where the mistake comes from and what to do.
         source: Place where the mistake is described.
         fits: Function that returns whether a finding shows the mistake. It takes the finding, the
-            models of the dumps and the optimizer's family.
-        alone: Whether the mistake leaves all other values right. If so, faults of a second value
-            exclude it.
+            user's models and the optimizer's family.
+        alone: Whether the mistake makes only one kind of value wrong. If so, it is not recognized
+            when the findings have faults in several kinds, such as rate and start.
     """
 
     name: str
@@ -67,10 +67,13 @@ def _stays(finding: Finding) -> bool:
 
 
 def _one_rate(line: GrowthSeries) -> bool:
-    """Return whether every parameter has one learning rate, at every size.
+    """Return whether all parameters of each model have the same learning rate.
 
-    Rates are compared with a tolerance. They are means over layers, and a float32 may have rounded
-    them.
+    Rates are compared with the tolerance `EQUAL_RATES`. They are means over layers, and a float32
+    may have rounded them.
+
+    Args:
+        line: Models of the user's code. The common rate may differ between them.
     """
     for model in line.models:
         rates = []
@@ -87,7 +90,10 @@ def _is_vector(finding: Finding) -> bool:
 
 
 def _is_hidden(finding: Finding) -> bool:
-    """Return whether a finding is about matrices of blocks or hidden matrices, not vectors."""
+    """Return whether a finding is about matrices in blocks or hidden matrices.
+
+    It is false for their gains and biases.
+    """
     in_block = finding.role.startswith(("block.", "matrices", "hidden"))
     return in_block and not _is_vector(finding)
 
@@ -257,7 +263,7 @@ MISTAKES = (
         fits=lambda finding, line, family: finding.names[0] == BRANCH and finding.excess > 0.3,
     ),
 )
-"""Mistakes with a source. A finding is taken for the first mistake that fits."""
+"""Published mistakes, tried in this order on every finding."""
 
 STANDARD = Mistake(
     name="base shapes of the target",
@@ -268,17 +274,22 @@ STANDARD = Mistake(
     source="microsoft/mup, issue 41",
     fits=lambda finding, line, family: False,
 )
-"""Mistake that all findings together show, and no single one."""
+"""Mistake that no single finding shows, only the dumps as a whole.
+
+It stands for code in which muP is switched off.
+"""
 
 
 def recognized(
     findings: Sequence[Finding], line: GrowthSeries, family: Family, *, standard: bool
 ) -> list[tuple[Finding | None, Mistake]]:
-    """Return published mistakes with the finding that shows each, at most one per finding.
+    """Return the published mistakes that the findings show, each with the finding that shows it.
+
+    A finding shows at most one mistake, the first that fits.
 
     Args:
-        standard: Whether the dumps are standard parameterization. If so, the only mistake is
-            `STANDARD`, with `None` for the finding.
+        standard: Whether the user's models are standard parameterization. If so, the only mistake
+            is `STANDARD`, with `None` for the finding.
     """
     # Each value of standard parameterization also looks like some other mistake.
     if standard:
@@ -449,15 +460,15 @@ class Verify:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Results for dumps of one model in which some sizes grow together.
+    """Results for one model of the user in which some sizes grow together.
 
     Attributes:
-        line: Models of the dumps.
+        line: Models of the user's code, the smallest first.
         optimizer: A name of `OPTIMIZERS`.
-        reference: Preset, with the differences of the dumps from it.
+        reference: Preset that the user's models are compared with, and the differences from it.
         findings: Faults, then cautions.
-        published: Pairs (finding, mistake that it shows). The finding is None for the standard
-            parameterization as a whole.
+        published: Pairs (finding, published mistake that it shows). The finding is None for the
+            mistake of standard parameterization, which the user's models show as a whole.
         limits: Observables that all findings together make worse as the model grows, worst first.
         lacks: Values that the files do not have and that are not judged, each in a few words.
     """
@@ -472,7 +483,10 @@ class Report:
 
     @property
     def _reference_label(self) -> str:
-        """Name of the preset. That of depth-mup has its constants, by which variants differ."""
+        """Name of the preset that the user's models are compared with, as printed.
+
+        For depth-mup it includes the constants, because several variants of it are compared.
+        """
         preset = self.reference.preset
         return preset.label if preset.name == "depth-mup" else preset.name
 
@@ -510,10 +524,11 @@ class Report:
         return f"{head}: {counts} {growth}: {subjects}{more}{lacks}."
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as a dict of plain values, which `--json` prints.
+        """Return the report as a dict that JSON can hold, for `--json`.
 
-        Its keys are "grows", "times", "optimizer", "reference", "verdict", "findings", "published",
-        "limits" and "lacks".
+        Its keys are "grows" (power of growth by axis), "times" (growth factor of the largest
+        model), "optimizer", "reference" (the preset), "verdict", "findings", "published" (mistakes),
+        "limits" (observables that become worse) and "lacks" (values that are not judged).
         """
         findings_json = []
         for finding in self.findings:
@@ -565,7 +580,10 @@ class Report:
         terminal.say("\n" + terminal.table(self._rows(), left=("parameter", "role")))
 
     def _rows(self) -> list[list[str]]:
-        """Return the table's rows, the header first."""
+        """Return the rows of `show_table`'s table, the header first.
+
+        A row has a parameter, its role and one cell for each of `fit.QUANTITIES`.
+        """
         by_name: dict[str, dict[fit.Quantity, differences.Difference]] = {}
         for difference in self.reference.differences:
             by_name.setdefault(difference.name, {})[difference.quantity] = difference
@@ -580,9 +598,10 @@ class Report:
 
 
 def _exponents(difference: differences.Difference | None) -> str:
-    """Return a cell of the table: the exponent, and after "not" the right one if it differs.
+    """Return a table cell with the exponent of a value, such as "-1" or "0 not -1".
 
-    The cell is empty without a difference, and an exponent that could not be fitted is 0.
+    After "not" comes the right exponent, if the value is wrong. The cell is empty without a
+    difference. An exponent that could not be fitted is 0.
     """
     if difference is None:
         return ""
@@ -594,7 +613,11 @@ def _exponents(difference: differences.Difference | None) -> str:
 
 
 def _hanging(head: str, text: str) -> str:
-    """Return the text as a paragraph with a head in the first 8 columns of its first line."""
+    """Return text wrapped to the terminal's width and indented by 8 columns.
+
+    Args:
+        head: Word such as "WRONG", put into the indentation of the first line.
+    """
     # In a pipe `columns` returns 1,000,000, so that the paragraph stays on one line.
     return textwrap.fill(
         text,
@@ -637,7 +660,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _guess_notes(model: axes.Model) -> list[str]:
-    """Return one note for each role that shapes gave."""
+    """Return one note for each role guessed from shapes, with the parameters that have it."""
     names_by_role: dict[str, list[str]] = {}
     for name, role in model.guessed.items():
         names_by_role.setdefault(role, []).append(name)

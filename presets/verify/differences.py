@@ -1,4 +1,7 @@
-"""Differences between dumps and a preset: exponents of every value of every parameter."""
+"""Differences between dumps and a preset, as exponents with which each value grows.
+
+A dump holds the values that a training program gives each parameter of one model.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,24 @@ _EMBEDDING = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed"))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One value of one parameter, as it grows in the dumps and in a preset.
+    """Growth of one value of one parameter in the user's models, compared with that in a preset.
 
     t is the size of the axis `GrowthSeries.axis`, divided by its size in the base model.
 
     Attributes:
         name: Name of the parameter, or one of `LOGITS`, `BRANCH` and `TIED`.
-        quantity: Value that is compared.
+        quantity: Value that is compared: "start" (initial size), "rate" (learning rate), "eps" or
+            "pull" (lr * weight decay).
         spec: Declaration of the parameter. `None` for `LOGITS` and `BRANCH`.
-        slope: Power of t by which the value grows in the dumps. `None` if it is 0 at some sizes.
-        target: Power of t by which the value grows in the preset.
+        slope: Power of t with which the value grows in the user's models. `None` if it is 0 at some
+            sizes.
+        target: Power of t with which the value grows in the preset.
         tolerance: Largest difference of slope and target that counts as right. It includes the
             noise of a standard deviation that was measured.
         fused: Whether the parameter has queries, keys and values in one array.
-        outlier: Index of the model that is farthest from the law of the others.
-        outlier_factor: Value of that model, divided by the law of the others. 1 within the noise.
+        outlier: Index of the model whose value is farthest from the power law that fits all models.
+        outlier_factor: Value of that model, divided by that law. 1 if the distance is within the
+            noise.
     """
 
     name: str
@@ -64,26 +70,26 @@ class Difference:
 
     @property
     def excess(self) -> float:
-        """Power of t by which the value grows faster than it should. 0 if there is no slope."""
+        """Power of t by which the value grows faster than it should. 0 if `slope` is `None`."""
         return 0.0 if self.slope is None else self.slope - self.target
 
     @property
     def wrong(self) -> bool:
-        """True if the dumps disagree with the preset.
+        """True if the value grows in another way than the preset says.
 
-        The excess is larger than the tolerance, one size is an outlier, or there is no slope.
+        Then the excess is larger than the tolerance, one size is an outlier, or `slope` is `None`.
         """
         return self.slope is None or abs(self.excess) > self.tolerance or self.has_outlier
 
     @property
     def has_outlier(self) -> bool:
-        """True if one size is off the law of the others by more than the factor `OUTLIER`."""
+        """True if one size's value is off the fitted power law by more than a factor `OUTLIER`."""
         # By logarithms, so that half of the law counts as much as twice the law.
         return abs(math.log(self.outlier_factor)) > math.log(OUTLIER)
 
 
 class Laws:
-    """Power laws that a preset gives to declarations, each computed once.
+    """Power laws of a preset for each declared parameter, computed once and cached.
 
     Args:
         family: Optimizer family, which chooses the preset's columns.
@@ -95,7 +101,7 @@ class Laws:
         self._laws: dict[ParamSpec, dict[Quantity, Power]] = {}
 
     def by_quantity(self, spec: ParamSpec) -> dict[Quantity, Power]:
-        """Return the power law of each quantity of a parameter."""
+        """Return a parameter's power law for each quantity, such as "start" and "rate"."""
         if spec not in self._laws:
             self._laws[spec] = expected(self.preset.row(spec), self.family)
         return self._laws[spec]
@@ -103,12 +109,12 @@ class Laws:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Measurement:
-    """One value of one parameter at every size.
+    """Value of one parameter at every size, before its growth is fitted.
 
     Attributes:
-        name: Name as in `Difference`.
-        quantity: Value that `values` are.
-        spec: Declaration as in `Difference`.
+        name: Name of the parameter, or one of `LOGITS`, `BRANCH` and `TIED`.
+        quantity: Quantity that the values are of, such as "rate".
+        spec: Declaration of the parameter. `None` for `LOGITS` and `BRANCH`.
         values: Value in each model. `None` if it is unknown.
         parameters: Parameter in each model. `None` for `LOGITS` and `BRANCH`.
     """
@@ -123,9 +129,10 @@ class _Measurement:
 def differences(
     laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay
 ) -> tuple[Difference, ...]:
-    """Return a difference for every known value of the dumps, also for values that are right.
+    """Compare each known value of the user's models with a preset, also values that are right.
 
-    Values are those of all parameters, the scales of logits and branches, and a tied readout's.
+    Compared are the values of all parameters, the factors on attention logits and on residual
+    branches, and initial size and learning rate of a tied readout.
 
     Args:
         optimizer: A name of `OPTIMIZERS`.
@@ -181,9 +188,10 @@ def _parameter_differences(
 def _fused_difference(
     measured: _Measurement, spec: ParamSpec, laws: Laws, line: GrowthSeries
 ) -> Difference | None:
-    """Compare a fused matrix or its bias, once as values and once as queries.
+    """Compare an array that fuses queries, keys and values, or its bias, with a preset's rules.
 
-    Return the difference with the larger excess, or `None` if the value is unknown or always 0.
+    The array is compared with the rule of values and with that of queries. Return the difference
+    with the larger excess, or `None` if the value is unknown or always 0.
     """
     as_values = _difference(measured, laws.by_quantity(spec)[measured.quantity], line)
 
@@ -203,8 +211,8 @@ def _fused_difference(
 def has_rule(spec: ParamSpec, quantity: Quantity, optimizer: str) -> bool:
     """Return whether presets have a rule for a quantity of a parameter.
 
-    They have none for the weight decay and start of gains and biases, for weight decay under
-    "adam", and for the bias of keys.
+    They have none for the initial size and the weight decay of gains and biases, for any weight
+    decay under "adam", and for the bias of keys.
     """
     is_vector = spec.role in VECTORS
     # Vectors do not decay. "adam" adds weight decay to the gradient, which the update normalizes,
@@ -221,11 +229,11 @@ def has_rule(spec: ParamSpec, quantity: Quantity, optimizer: str) -> bool:
 def _tied_readout_differences(
     preset: Preset, line: GrowthSeries, optimizer: str, decay: Decay
 ) -> list[Difference | None]:
-    """Compare how start and rate of the embedding's table, used as a readout, grow with the size.
+    """Compare how a tied readout grows in the user's models with how it grows in the preset.
 
-    Compared is the growth in the dumps with that in the preset. Return two entries, start and rate,
-    also for values that are right. `None` stands for a value that is unknown at some size, or 0 at
-    every size.
+    A tied readout uses the embedding's array. Return two differences, of its "start" (initial size)
+    and its "rate" (learning rate), also if they are right. `None` stands for a value that is
+    unknown at some size, or 0 at every size.
     """
     tables = [_table(model) for model in line.models]
     family = preset.family(optimizer)
@@ -249,7 +257,10 @@ def _tied_readout_differences(
 
 
 def _table(model: Model) -> Parameter:
-    """Return the model's first table of token embeddings. Parameters that are not 2-D are no table."""
+    """Return the model's first token embedding that is a matrix.
+
+    Class tokens have the same role but are not 2-D.
+    """
     tables = []
     for parameter in model.parameters.values():
         # A class token has the same role. It has the shape [width] or [1, 1, width].
@@ -259,10 +270,10 @@ def _table(model: Model) -> Parameter:
 
 
 def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Difference | None:
-    """Fit the growth of a value over all sizes, and return its difference from the law.
+    """Fit the growth of a value over all sizes, and return its difference from a preset's law.
 
-    Return `None` if a value is unknown, or if all values are 0. If only some are 0, the difference
-    has no slope.
+    Return `None` if a value is unknown, or if all values are 0. If only some are 0, `slope` of the
+    difference is `None`.
     """
     values = [number for number in measured.values if number is not None]
     if len(values) < len(measured.values) or not any(values):
@@ -311,11 +322,11 @@ def _difference(measured: _Measurement, law: Power, line: GrowthSeries) -> Diffe
 def _log_laws(
     parameters: Sequence[Parameter] | None, law: Power, line: GrowthSeries
 ) -> list[float]:
-    """Return the natural logarithm of a law at every size, relative to the base model.
+    """Return the natural logarithm of a law at each model's sizes, minus that at the base model's.
 
     Args:
-        parameters: Parameter in each model, whose own sizes come before those of the model. `None`
-            reads the sizes of the model alone.
+        parameters: Parameter in each model, whose own sizes replace those of the model. `None` uses
+            the sizes of the model alone.
     """
     laws = []
     for index, model in enumerate(line.models):
@@ -325,9 +336,9 @@ def _log_laws(
 
 
 def _noise(measured: _Measurement) -> float:
-    """Return the noise of the logarithm of a measured standard deviation, 0 of other values.
+    """Return how far a measured standard deviation's logarithm may be off by chance; 0 for others.
 
-    It is four standard errors of the ratio between the last and the first size.
+    It is four standard errors of the logarithm of the ratio between the last and the first size.
     """
     if measured.parameters is None or measured.quantity != "start":
         return 0.0

@@ -1,10 +1,11 @@
 """Findings about dumps: which parameter is wrong, what happens as the model grows, what to write.
 
-A fault makes the command exit with code 1. A caution does not: sources disagree on it, or most
-code leaves it out and feels it late.
+A dump holds the values that a training program gives each parameter of one model. A finding is a
+fault or a caution. A fault makes the command exit with code 1. A caution does not: sources disagree
+on it, or most code leaves it out and feels it late.
 
-Consequences come from `presets.analysis.limits`. One difference is put into the preset alone, so
-that its consequence is its own and not another's.
+Consequences come from `presets.analysis.limits`. One difference at a time is put into the preset,
+so that each has its own consequence.
 """
 
 from __future__ import annotations
@@ -28,28 +29,29 @@ from mupax.presets.verify.sentences import Finding, Severity, ValueName, consequ
 UNEVEN = 0.2
 """Largest exponent of an observable that may come from widths that do not grow in step.
 
-F/D of most models grows a little, for example."""
+In most models, for example, the ratio of MLP size to width grows a little.
+"""
 SEVERE = ("explodes", "lazy")
-"""Verdicts that a preset itself gets a caution for."""
+"""Verdicts on a preset's own observables for which `mupax verify` prints a caution."""
 _VALUE_ORDER: tuple[ValueName, ...] = ("multiplier", "start", "rate", "pull", "eps")
 """Order of findings in a report."""
 _IN_LIMITS = frozenset(spec.role for spec in SPECS.values())
-"""Roles that `limits` has a parameter for."""
+"""Roles of the matrices that `Limit` computes exponents for."""
 
 Observables = list[tuple[str, Entry]]
-"""Names of observables with their exponents and verdicts, worst first."""
+"""List of pairs (observable's name, its exponent and verdict), worst first."""
 
 
 def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[Finding]:
-    """Return what is wrong with the dumps: faults first, then cautions.
+    """Return what is wrong with the user's models: faults first, then cautions.
 
-    Parameters with the same difference are one finding. A difference that goes away once another
-    one is corrected is left out.
+    Parameters with the same difference from the preset are one finding. A difference that goes away
+    once another one is corrected is left out.
 
     Args:
-        reference: Preset, with the differences of the dumps from it.
-        line: The dumped models as a series, which says what grows.
-        family: Family of the dumps' optimizer, such as "adam".
+        reference: Preset that the user's models are compared with, and the differences from it.
+        line: Models of the user's code as a series, which says what grows.
+        family: Family of the user's models' optimizer, such as "adam".
     """
     wrong = _wrong_differences(reference)
     causes = [d for d in wrong if not _follows(d, wrong)]
@@ -67,13 +69,13 @@ def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[F
 
 
 def consequences_of_all(reference: Reference, line: GrowthSeries, family: Family) -> Observables:
-    """Return the observables of `limits` that suffer from all findings together, worst first.
+    """Return the observables of `limits` that all findings together make worse, worst first.
 
-    Left out is a readout that starts smaller or louder but has the right learning rate. It matters
-    in the first steps alone.
+    A readout of a wrong initial size is left out if its learning rate is right, because it matters
+    in the first steps only.
 
     Args:
-        reference: Preset, with the differences of the dumps from it.
+        reference: Preset that the user's models are compared with, and the differences from it.
     """
     wrong = _wrong_differences(reference)
     with_wrong_rate = {d.name for d in wrong if d.quantity == "rate"}
@@ -97,10 +99,11 @@ def _fades(d: Difference) -> bool:
 
 
 def _follows(d: Difference, wrong: Sequence[Difference]) -> bool:
-    """Return whether a difference disappears once another one is corrected.
+    """Return whether a difference disappears once another difference is corrected.
 
-    That is the pull (lr*wd) of a wrong learning rate, and the start (initial std) of a tied
-    readout, which is the start of the embedding's table.
+    This is so for the decay lr*wd ("pull") of a parameter with a wrong learning rate. It is also so
+    for the initial size ("start") of a tied readout, if that of the embedding is wrong. The two
+    differences must have nearly the same excess.
     """
     if d.quantity == "pull":
         causes = [cause for cause in wrong if cause.name == d.name and cause.quantity == "rate"]
@@ -122,17 +125,18 @@ def _is_start_of_table(d: Difference) -> bool:
 
 
 class _NamedDifference(NamedTuple):
-    """A difference with the value that its finding names."""
+    """Difference, and the value that its finding calls wrong, such as "rate" or "multiplier"."""
 
     difference: Difference
     value_name: ValueName
 
 
 def _named_differences(wrong: Sequence[Difference], family: Family) -> list[_NamedDifference]:
-    """Return each difference with the name of the value that its finding is about.
+    """Return each difference with the value that its finding shall call wrong.
 
-    Where one multiplier would set start and rate of a parameter right, the multiplier is named
-    and stands for both.
+    This is the quantity that differs, with one exception. If one multiplier would correct both
+    initial size ("start") and learning rate ("rate") of a parameter, the multiplier is named, once
+    for both.
     """
     by_name: dict[tuple[str, Quantity], Difference] = {(d.name, d.quantity): d for d in wrong}
     result = []
@@ -160,7 +164,7 @@ def _one_multiplier_corrects(
 
 
 def _group_key(named: _NamedDifference) -> tuple:
-    """Return a key that differences have in common if one finding can name them all."""
+    """Return a key by which differences are grouped. Those with equal keys become one finding."""
     d = named.difference
     # Most code sets eps and weight decay for all parameters at once: one finding is enough.
     if named.value_name in ("eps", "pull"):
@@ -188,12 +192,13 @@ def _finding(
 ) -> Finding:
     """Return the finding on differences of one group: severity, consequence and remedy.
 
-    A readout that starts smaller, or at order one except under SGD, gets a caution of its own.
+    A readout that starts too small, or under other optimizers than SGD at order one, gets a caution
+    of its own.
 
     Args:
-        members: Differences that have one `_group_key`, so that one finding names all of them.
-        value_name: Value that the finding names, which may be the multiplier.
-        reference: Preset, with the differences of the dumps from it.
+        members: Differences with the same `_group_key`, so that one finding names all of them.
+        value_name: Value that the finding calls wrong, which may be the multiplier.
+        reference: Preset that the user's models are compared with, and the differences from it.
     """
     first = members[0]
     names = tuple(d.name for d in members)
@@ -226,9 +231,10 @@ def _finding(
 
 
 def _severity(d: Difference) -> tuple[Severity, str]:
-    """Return "caution" and the reason, or "fault" and "".
+    """Return the severity of a difference with the reason for a caution: ("caution", reason).
 
-    A value that some published source or most code sets as it is here is a caution.
+    The result is a caution if some published source, or most code, sets the value in this way. A
+    fault is ("fault", "").
     """
     if d.has_outlier or d.slope is None:
         return "fault", ""
@@ -253,7 +259,7 @@ def _severity(d: Difference) -> tuple[Severity, str]:
 
 
 def _common_role(members: Sequence[Difference]) -> str:
-    """Return the role that all differences share, or words for several roles."""
+    """Return the role that all differences share, or words for their roles, such as "all kinds"."""
     roles = {d.role for d in members}
     if len(roles) == 1:
         return roles.pop()
@@ -268,17 +274,17 @@ def _common_role(members: Sequence[Difference]) -> str:
 
 
 def _starts_smaller(d: Difference) -> bool:
-    """Return whether a difference is an untied readout that starts smaller than it should."""
+    """Return whether a difference is an untied readout whose initial size falls too fast."""
     is_readout = d.spec is not None and d.spec.role is Role.READOUT and not d.spec.tied
     is_smaller = d.slope is not None and d.excess < -d.tolerance
     return is_readout and d.quantity == "start" and is_smaller
 
 
 def _starts_louder(d: Difference, family: Family) -> bool:
-    """Return whether a difference is a readout whose logits start at order one, except under SGD.
+    """Return whether a difference is a readout whose initial logits stay of order one.
 
-    Its initial std has an excess of 1/2.
-    Under SGD such a readout is a fault: all gradients before it grow with it.
+    The exponent of its initial size is then 1/2 above the right one. The result is false under SGD,
+    where such a readout is a fault: all gradients before it grow with it.
     """
     is_readout = d.spec is not None and d.spec.role is Role.READOUT
     # A readout of variance 1/fan-in grows as width^(1/2) relative to muP's.
@@ -289,10 +295,13 @@ def _starts_louder(d: Difference, family: Family) -> bool:
 def _small_readout(
     d: Difference, names: tuple[str, ...], line: GrowthSeries, family: Family
 ) -> Finding:
-    """Return the caution on a readout that is scaled down twice, with the reason for recovery.
+    """Return the caution on a readout whose initial size falls too fast.
+
+    Such a readout is scaled down twice. The caution says why training recovers.
 
     Args:
-        names: Names of all parameters with this difference. `d` stands for them.
+        d: Difference that stands for all of them.
+        names: Names of all parameters with this difference.
     """
     if family == "sgd":
         why = (
@@ -319,10 +328,11 @@ def _small_readout(
 
 
 def _loud_readout(d: Difference, names: tuple[str, ...], line: GrowthSeries) -> Finding:
-    """Return the caution on a readout whose logits start at order one.
+    """Return the caution on a readout whose initial logits stay of order one.
 
     Args:
-        names: Names of all parameters with this difference. `d` stands for them.
+        d: Difference that stands for all of them.
+        names: Names of all parameters with this difference.
     """
     growth = power(line.word, d.excess)
     return Finding(
@@ -341,13 +351,13 @@ def _loud_readout(d: Difference, names: tuple[str, ...], line: GrowthSeries) -> 
 def _cautions(
     reference: Reference, line: GrowthSeries, family: Family, reported: Sequence[Finding]
 ) -> list[Finding]:
-    """Return cautions that need no difference from the preset.
+    """Return cautions for which the user's models need not differ from the preset.
 
-    They are on attention logits that fall slower than 1/head_dim, and on a preset that is itself
-    unstable along the line.
+    One is on attention logits that fall more slowly than 1/head_dim. The other is on a preset that
+    is itself unstable as these sizes grow.
 
     Args:
-        reference: Preset, with the differences of the dumps from it.
+        reference: Preset that the user's models are compared with, and the differences from it.
         reported: Findings on differences. One on `LOGITS` replaces the caution on attention.
     """
     cautions = []
@@ -404,12 +414,14 @@ def _unstable_preset(
 def _root_attention(
     logits: Difference, reference: Reference, line: GrowthSeries, excess: float
 ) -> Finding:
-    """Return the caution on attention logits that fall slower than 1/head_dim, as in the preset.
+    """Return the caution on attention logits that follow the preset but not 1/head_dim.
+
+    Their factor falls more slowly than 1/head_dim, usually as head_dim^-1/2.
 
     Args:
         logits: Difference of `LOGITS`, which is right for the preset.
-        reference: Preset, with the differences of the dumps from it.
-        excess: Power of size by which the logits fall slower than 1/d.
+        reference: Preset that the user's models are compared with, and the differences from it.
+        excess: Exponent of the factor minus that of 1/head_dim, in powers of the growing size.
     """
     model = line.models[-1]
     scale = (model.dump.attention or 1.0) * line.t[-1] ** -excess
@@ -443,13 +455,13 @@ def _root_attention(
 
 
 def _slows_queries_and_keys(reference: Reference, excess: float) -> bool | None:
-    """Return whether queries and keys train more slowly than other matrices of blocks.
+    """Return whether learning rates of queries and keys fall faster than those of other matrices.
 
     Return `None` if the files do not show these learning rates.
 
     Args:
-        reference: Preset, with the differences of the dumps from it.
-        excess: Power of size by which the learning rates should differ.
+        reference: Preset that the user's models are compared with, and the differences from it.
+        excess: Power of the growing size by which the learning rates should differ.
     """
     attention: list[float | None] = []
     matrices: list[float | None] = []
@@ -476,10 +488,11 @@ def _worst_consequence(
     line: GrowthSeries,
     family: Family,
 ) -> tuple[str, Entry] | None:
-    """Return the observable that suffers most from one of the members. `None` if none suffers.
+    """Return the observable that one of the differences harms most, or `None` if none is harmed.
 
     Args:
         members: Differences of one group. Each is put into the preset alone.
+        reference: Preset that the user's models are compared with, and the differences from it.
     """
     worst = None
     # Lower than the absolute value of any exponent, so that an exponent of 0 counts, too.
@@ -501,9 +514,9 @@ def _worst_consequence(
 def _consequence_alone(
     difference: Difference, reference: Reference, line: GrowthSeries, family: Family
 ) -> tuple[str, Entry] | None:
-    """Return the observable that suffers most if this difference alone is in the preset.
+    """Return the observable that becomes worst if the preset has this difference and no other.
 
-    Return `None` if none becomes worse, or if `limits` has no parameter with the role.
+    Return `None` if no observable becomes worse, or if `limits` has no parameter with the role.
     """
     if difference.spec is not None and difference.spec.role not in _IN_LIMITS:
         return None
@@ -525,10 +538,10 @@ def _consequence_alone(
 def _suffering(
     preset: Preset, differences: Sequence[Difference], line: GrowthSeries, family: Family
 ) -> Observables:
-    """Return the observables that suffer if all these differences are in the preset, worst first.
+    """Return the observables that become worse under a preset with all these differences.
 
-    An observable that is not stable under the preset itself counts only if it becomes worse. An
-    exponent of at most `UNEVEN` in size does not count.
+    Worst observables come first. An observable that is unstable under the preset itself counts only
+    if it becomes worse. An exponent of at most `UNEVEN` in absolute value does not count.
     """
     before = _judging_observables(preset, line, family)
     changed = _with_differences(preset, differences, line)
@@ -541,7 +554,7 @@ def _suffering(
 
 
 def _unstable_observables(preset: Preset, line: GrowthSeries, family: Family) -> Observables:
-    """Return observables that explode or become lazy under the preset itself, worst first."""
+    """Return the observables that explode or become lazy under the preset itself, worst first."""
     unstable = {}
     for row, entry in _judging_observables(preset, line, family).items():
         if entry.verdict in SEVERE and abs(entry.exponent) > UNEVEN:
@@ -550,7 +563,14 @@ def _unstable_observables(preset: Preset, line: GrowthSeries, family: Family) ->
 
 
 def _judging_observables(preset: Preset, line: GrowthSeries, family: Family) -> dict[str, Entry]:
-    """Return all observables that judge a preset along a line, with exponents rounded to 0.01."""
+    """Return the exponents and verdicts of observables that judge a preset, by observable.
+
+    Left out are those in `DESCRIPTIVE` and, for models without an encoder, those of an encoder.
+    Exponents are rounded to 0.01.
+
+    Args:
+        line: Models of the user's code. Their sizes grow in the limit.
+    """
     base = line.models[0]
     tied = base.dump.readout is not None
     has_encoder = {parameter.spec.part for parameter in base.parameters.values()} != {""}
@@ -588,9 +608,13 @@ def _worst_first(rows: Mapping[str, Entry]) -> Observables:
 def _with_differences(
     preset: Preset, differences: Sequence[Difference], line: GrowthSeries
 ) -> Preset:
-    """Return a copy of the preset in which these values grow as they do in the dumps.
+    """Return a copy of the preset in which some values grow as they do in the user's models.
 
     The copy is in the preset's native form.
+
+    Args:
+        differences: Values to change, each with its excess over the preset.
+        line: Models of the user's code, which name the growing axis.
     """
     changes = [(d, axis(line.axis) ** d.excess) for d in differences]
     logits = preset.logits
@@ -620,9 +644,9 @@ def _with_differences(
 
 
 def _is_of(spec: ParamSpec, difference: Difference) -> bool:
-    """Return whether a difference is of a parameter with this declaration's role.
+    """Return whether a difference is about parameters declared like `spec`.
 
-    The fields `of` and `tied` of both declarations must agree, too.
+    The fields `role`, `of` and `tied` must agree.
     """
     declared = difference.spec
     if declared is None or declared.tied != spec.tied:
@@ -631,9 +655,10 @@ def _is_of(spec: ParamSpec, difference: Difference) -> bool:
 
 
 def _with_factor(row: Rule, quantity: Quantity, factor: Power) -> Rule:
-    """Return the row with one quantity multiplied by a factor, and the same forward multiplier.
+    """Return the row with one quantity multiplied by a factor and the same forward multiplier.
 
-    A "start" is `init_std`, a "rate" all learning rates, "eps" `eps`, and a "pull" `decay`.
+    A "start" is `init_std`, a "rate" is every learning rate, "eps" is `eps`, and a "pull" is
+    `decay`.
     """
     if quantity == "start":
         return dataclasses.replace(row, init_std=row.init_std * factor)

@@ -1,7 +1,8 @@
-"""Growth of dumps from one size to the next: exponents that values have and should have.
+"""Growth of values from one dump to the next: exponents that the values have and should have.
 
-Values are compared as training depends on them, so that it does not matter where a multiplier is
-(Tensor Programs IV; `Rule.moved`):
+A dump holds the values that a training program gives each parameter at one size. Values are
+compared as training depends on them, so that it does not matter where a multiplier is (Tensor
+Programs IV; `Rule.moved`):
 
 | quantity | value                                       |
 |----------|---------------------------------------------|
@@ -28,10 +29,13 @@ from mupax.presets.verify.sizes import Parameter
 Quantity = Literal["start", "rate", "eps", "pull"]
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 GROWING = ("embed", "head_dim", "heads", "layers", "mlp", "kv_heads", "memory", "encoder_layers")
-"""Axes that may grow. A power law is written in the width if the width grows, else in the axis that
-grows fastest, the first of equals."""
+"""Axes that may grow from one dump to the next.
+
+Power laws are written in the width if the width grows. Otherwise they are written in the axis that
+grows fastest, the first in this order if several are equally fast.
+"""
 TOLERANCE = 0.1
-"""Largest difference of exponents that counts as zero. Mistakes are of 1/4 or more."""
+"""Largest difference between two exponents that counts as zero. Real mistakes are 1/4 or more."""
 _WORDS = {"embed": "width", "layers": "depth", "encoder_layers": "depth"}
 _SAME_SIZE = 1.001
 """Largest ratio of two sizes that counts as no growth."""
@@ -39,11 +43,11 @@ _SAME_SIZE = 1.001
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrowthSeries:
-    """Models that grow along one line from a base.
+    """Models of different sizes whose axes grow as powers of one size t.
 
     Attributes:
-        models: Base model first, then the others from small to large.
-        growth: Power of t by which each axis grows, by axis. An axis that stays has no entry.
+        models: Smallest model, the base, then the others.
+        growth: Power of t with which each axis grows, by axis. An axis that stays has no entry.
         t: Size of every model on the axis `axis`, divided by the base's size.
         axis: Axis whose growth is t.
     """
@@ -60,16 +64,16 @@ class GrowthSeries:
 
     @property
     def limit(self) -> str:
-        """Name of the limit that this growth leads to: "depth", "head_dim" or "heads"."""
+        """Key of `analysis.model.LIMITS` for this growth: "depth", "head_dim" or "heads"."""
         if self.axis in ("layers", "encoder_layers"):
             return "depth"
         return "head_dim" if self.growth.get("head_dim") else "heads"
 
     @property
     def grown(self) -> str:
-        """List of the growing axes with their ratios at the largest model, such as "embed x4".
+        """Growing axes with their factors at the last model, as text, such as "embed x4, heads x4".
 
-        Key heads, `memory` and encoder layers are left out.
+        Key-value heads, `memory` and encoder layers are left out.
         """
         texts = []
         for axis, exponent in self.growth.items():
@@ -78,10 +82,12 @@ class GrowthSeries:
         return ", ".join(texts)
 
     def exponent(self, logs: Sequence[float]) -> float:
-        """Return the power of t that fits factors best, by least squares through the base.
+        """Return the exponent x for which t^x fits a growing value best.
+
+        It is a least squares fit of the logarithms, forced to be exact at the base.
 
         Args:
-            logs: Natural logarithm of every model's factor over the base's, so that the first is 0.
+            logs: Logarithm of the value at each model divided by that at the base. The first is 0.
         """
         log_t = [math.log(t) for t in self.t]
         covariance = sum(x * y for x, y in zip(log_t, logs, strict=True))
@@ -89,7 +95,10 @@ class GrowthSeries:
 
 
 def lines(models: Sequence[Model]) -> list[GrowthSeries]:
-    """Return one series for each direction of growth, all from the smallest model.
+    """Sort models into growth series from the smallest one, a series for each direction of growth.
+
+    Two models are in one direction if their axes grow with the same exponents relative to each
+    other, for example the width alone or the depth alone.
 
     Raises:
         PresetError: There is one model alone, two models have the same sizes, or a model is larger
@@ -115,7 +124,9 @@ def _total_size(model: Model) -> int:
 
 
 def _direction(base: Model, model: Model) -> tuple[float, ...]:
-    """Return the exponent of growth of each axis in `GROWING`, relative to the fastest, to 0.1.
+    """Return the exponent with which each axis of `GROWING` grows, relative to the fastest axis.
+
+    Exponents are rounded to 0.1. Models with equal results are in one growth series.
 
     Raises:
         PresetError: Both models have the same sizes, or an axis of `model` is smaller than the
@@ -143,7 +154,7 @@ def _direction(base: Model, model: Model) -> tuple[float, ...]:
 
 
 def _ratios(base: Model, model: Model) -> dict[str, float]:
-    """Return the size of each axis in `GROWING`, divided by the base's size.
+    """Return the size of each axis in `GROWING`, divided by the base's size, by axis.
 
     In a model without blocks heads grow as the width does, and layers do not grow.
     """
@@ -161,7 +172,7 @@ def _ratios(base: Model, model: Model) -> dict[str, float]:
 
 
 def _series(base: Model, larger: Sequence[Model]) -> GrowthSeries:
-    """Return the series of a base and of models in one direction from the base."""
+    """Make the growth series of a base and of larger models in one direction from the base."""
     ratios = _ratios(base, larger[-1])
     axis = _fastest_axis(ratios)
     unit = math.log(ratios[axis])
@@ -217,7 +228,13 @@ def _with_branch_factors(models: Sequence[Model]) -> list[Model]:
 
 
 def _fastest_axis(ratios: Mapping[str, float]) -> str:
-    """Return the width if it grows, else the axis that grows fastest, the first of equals."""
+    """Return the axis in which power laws are written.
+
+    It is the width if the width grows, else the axis of the largest ratio, the first of equals.
+
+    Args:
+        ratios: Size in the model divided by the base's, by axis.
+    """
     if ratios["embed"] > _SAME_SIZE:
         return "embed"
     # `max` returns the first of equals. Rounding makes equals of 4 and 4.0000001.
@@ -227,11 +244,13 @@ def _fastest_axis(ratios: Mapping[str, float]) -> str:
 def observed(
     entry: Entry, family: Family, decay: Decay, multiplier: float = 1.0
 ) -> dict[Quantity, float | None]:
-    """Return a parameter's values as training depends on them. `None` stands for an unknown value.
+    """Return a parameter's value of each quantity, as training depends on it.
 
-    The table at the top of this file has the value of each quantity.
+    Quantities are "start" (multiplier * std), "rate" (multiplier * lr), "eps" (eps / multiplier)
+    and "pull" (lr * wd). `None` stands for an unknown value.
 
     Args:
+        entry: Values that the dump gives the parameter.
         family: Optimizer family. The rate under "sgd" has the multiplier twice.
         decay: "coupled" if weight decay is multiplied by the learning rate.
         multiplier: Further factor on the parameter's output, such as that of a tied readout.
@@ -255,9 +274,10 @@ def _product(first: float | None, second: float | None) -> float | None:
 
 
 def expected(rule: Rule, family: Family) -> dict[Quantity, Power]:
-    """Return the power laws of a table's row, for the quantities that `observed` returns.
+    """Return a preset's power law of each quantity for one parameter, to compare with `observed`.
 
     Args:
+        rule: Row of the preset's table for the parameter.
         family: Optimizer family. "eps" is in the result only if Adam trains the parameter.
     """
     multiplier = rule.multiplier
@@ -274,7 +294,7 @@ def expected(rule: Rule, family: Family) -> dict[Quantity, Power]:
 
 
 def value(power: Power, model: Model, parameter: Parameter | None = None) -> float:
-    """Return a power law's value at a model's sizes. Every base size is 1.
+    """Return the value of a power law at a model's sizes, with 1 as the base size of every axis.
 
     Args:
         model: Model whose sizes are used. An axis that the model does not have has size 1.

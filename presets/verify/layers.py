@@ -15,7 +15,7 @@ from mupax.presets.verify import names
 from mupax.presets.verify.formats.dump import COLUMNS, Column, Dump, Entry
 
 OUTLIER = 1.3
-"""Smallest factor between one value and the law of the others that counts as wrong."""
+"""Largest factor between one value and the law of the others that counts as right."""
 
 Layers = dict[str, Entry]
 """Entries of one parameter's layers, by their names in the file."""

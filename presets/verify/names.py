@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mupax.presets.roles import PresetError, Role
 
 FUSED = "qkv"
-"""Role of one matrix for queries, keys and values."""
+"""Role of an array that holds the matrices of queries, keys and values together."""
 SKIPPED = "none"
 """Role of parameters that are not judged."""
 EMBEDDING = "embedding"
@@ -30,10 +30,13 @@ LAYER = re.compile(
     r"(layers?|h|blocks?|encoderblock|decoderblock|resblocks|transformer_blocks)"
     r"([._/])(\d+)(?=[._/])"
 )
-"""Number of a layer in a name. Parameters whose names differ in it alone are one parameter."""
+"""Pattern for the number of a layer in a parameter's name, such as `h.0.`.
+
+Parameters whose names differ only in this number are merged.
+"""
 
 _BRANCH_OUTPUT = "branch output"
-"""Role of patterns that fit the last matrix of an attention or an MLP branch."""
+"""Preliminary role of the last matrix of a branch. `_branch_output` tells attention from MLP."""
 _PATTERNS: tuple[tuple[str, str], ...] = (
     (r"relative_(attention_)?bias", "relative_bias"),
     (
@@ -91,14 +94,20 @@ _NOT_JUDGED = re.compile(
     r"rotary_emb|mixer\.(in_proj|out_proj|x_proj|dt_proj|dt|d|norm))(?:\.|$)",
     re.IGNORECASE,
 )
-"""Modules of experts, of routers and of state-space layers such as Mamba's (`mixer`)."""
+"""Pattern for modules whose parameters get the role `SKIPPED`.
+
+They are experts, routers and state-space layers such as Mamba's (`mixer`).
+"""
 _EXPERTS = re.compile(r"^(.*)\.\w*experts?\.")
-"""Name of a parameter of experts, with the module in which they and their router are."""
+"""Pattern for the name of an expert's parameter.
+
+Its group is the module that contains the experts and their router.
+"""
 _COMPILED = tuple(
     (re.compile(rf"(?:^|.*\.)(?:{pattern})", re.IGNORECASE), role) for pattern, role in _PATTERNS
 )
 _IN_BLOCKS_ONLY = frozenset({FUSED, "query", "key", "value", "mlp_in", "mlp_out", _BRANCH_OUTPUT})
-"""Roles that a pattern gives inside of residual blocks only."""
+"""Roles that a name can have only inside of residual blocks."""
 _ATTENTION = re.compile(r"att|cross|multihead", re.IGNORECASE)
 _MLP = re.compile(r"mlp|ff|feed_?forward|intermediate|densereludense", re.IGNORECASE)
 _CROSS = re.compile(r"cross|encoder_attn|encdec|multihead_attn", re.IGNORECASE)
@@ -109,7 +118,10 @@ _LEAF = re.compile(
     re.IGNORECASE,
 )
 _IN_PROJECTION = re.compile(r"^(.*\.in_proj)_(weight|bias)$")
-"""Parameters of PyTorch's MultiheadAttention, whose last words are joined by an underscore."""
+"""Pattern for the input projection of PyTorch's MultiheadAttention.
+
+An underscore and not a dot precedes the last word of its names, as in `in_proj_weight`.
+"""
 _LEAF_KINDS = {
     "bias": "bias",
     "b": "bias",
@@ -148,7 +160,7 @@ def merged(name: str) -> str:
 
 
 def chosen(name: str, overrides: Mapping[str, str]) -> str:
-    """Return the role that `--role` gives the name, or "" if no pattern fits.
+    """Return the role that the user gives a parameter by `--role`, or "" if no pattern fits.
 
     Args:
         name: Name as `merged` returns it.
@@ -191,13 +203,13 @@ def modules_of_experts(names: Iterable[str]) -> frozenset[str]:
 
 
 def _dotted(name: str) -> str:
-    """Return a name with its words separated by dots."""
+    """Return a parameter's path with dots between its words, in place of slashes or brackets."""
     # Flax joins names by slashes, and `jax.tree_util.keystr` writes brackets.
     return name.replace("/", ".").replace("['", ".").replace("']", "").strip(".")
 
 
 def label(name: str, dual: bool = False, with_experts: Collection[str] = ()) -> Label:
-    """Return the properties of a parameter that its name shows.
+    """Return what a parameter's name shows: role, kind of array, block, layout and so on.
 
     Args:
         name: Name as `merged` returns it, with words separated by dots, underscores or slashes.
@@ -278,7 +290,9 @@ def _role(words: str, in_block: bool) -> str:
 
 
 def _branch_output(words: str) -> str:
-    """Return the role of a branch's last matrix by the module that the matrix is in, or "".
+    """Return the role of a branch's last matrix: "attention_out", "mlp_out" or "".
+
+    The module that the matrix is in decides.
 
     Args:
         words: Name of the parameter's module, with its words joined by dots.

@@ -1,7 +1,8 @@
-"""Choice of the preset that dumps are held against: the closest one.
+"""Choice of the preset that dumps are compared with: the closest one.
 
-A preset that is itself not stable as the sizes grow is no reference, unless it is asked for by
-name. Dumps that are exactly `sp` are held against `mup`.
+A dump holds the values that a training program gives each parameter at one size. A preset that is
+itself not stable as the sizes grow is not chosen, unless it is asked for by name. Dumps that are
+exactly `sp` are compared with `mup`.
 """
 
 from __future__ import annotations
@@ -35,28 +36,36 @@ ORDER: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hybrid", {}),
     ("ntk", {}),
 )
-"""Presets and constants that dumps are compared with. Of presets that fit equally well the first
-one is the reference, so `mup` comes before all others."""
-_FAMILY = ("mup", "depth-mup", "completep", "mup-half")
-"""Presets that dumps which fit no preset exactly are held against."""
-_WEIGHTS = {LOGITS: 0.9, BRANCH: 4.0, "eps": 0.0, "pull": 0.0}
-"""Weight of a difference by the kind of parameter or the quantity. The weight of others is 1.
+"""Presets with their constants that dumps are compared with, in order of preference.
 
-The multiplier of a branch counts most, because nobody writes one by accident."""
+Of presets that fit equally well the first one is chosen, so `mup` comes before all others.
+"""
+_FAMILY = ("mup", "depth-mup", "completep", "mup-half")
+"""Presets among which the closest is chosen if the dumps fit none of `ORDER` exactly."""
+_WEIGHTS = {LOGITS: 0.9, BRANCH: 4.0, "eps": 0.0, "pull": 0.0}
+"""Weight of a difference in `Reference.distance`, by kind of parameter or by quantity.
+
+Weights that are not listed are 1. The factor on branches counts most, because nobody writes one by
+accident.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A preset and the differences of the dumps from it, those within tolerance too."""
+    """Preset that the user's models are compared with, and the differences from it.
+
+    Differences within their tolerance are included.
+    """
 
     preset: Preset
     differences: tuple[Difference, ...]
 
     @property
     def distance(self) -> float:
-        """Weighted number of the kinds of parameters that differ, counted once per quantity.
+        """Measure of how far the user's models are from the preset, 0 if they follow it.
 
-        Differences in eps and weight decay have the weight 0.
+        It is the weighted number of pairs (kind of parameter, quantity) in which they differ, such
+        as ("embeddings", "rate"). Differences in eps and weight decay have the weight 0.
         """
         kinds = set()
         for difference in self.differences:
@@ -69,10 +78,10 @@ class Reference:
 
 
 def _kind(difference: Difference) -> str:
-    """Return the kind of parameter that a difference is about, as `Reference.distance` counts them.
+    """Return the kind of parameter that a difference is about, for `Reference.distance`.
 
     Kinds are "readout", "vectors" (gains and biases), "embeddings", "queries and keys" and
-    "matrices". A difference without a parameter, such as that of the logits' scale, has its own
+    "matrices". A difference without a parameter, such as that of the factor on logits, has its own
     name.
     """
     spec = difference.spec
@@ -92,17 +101,18 @@ def _kind(difference: Difference) -> str:
 def closest(
     line: GrowthSeries, optimizer: str, decay: Decay, named: Preset | None = None
 ) -> Reference:
-    """Return the named preset or the closest stable one, with the dumps' differences from it.
+    """Choose the preset that fits the user's models best, and compare the models with it.
 
-    The first stable preset of `ORDER` that fits exactly is chosen. If none does, it is the closest
-    of muP's family (`_FAMILY`), or of all if none of the family is stable. For dumps in standard
-    parameterization it is the first of these.
-    Differences in eps and weight decay alone do not count.
+    Only presets in `ORDER` that are stable as these sizes grow are considered. The first that fits
+    exactly is chosen, where eps and weight decay do not count. If none fits, the closest of muP's
+    family (`_FAMILY`) is chosen, or of all if none of the family is stable. For models in standard
+    parameterization it is the first of the family, whatever the distances.
 
     Args:
+        line: Models of the user's code, the smallest first.
         optimizer: A name of `OPTIMIZERS`.
         decay: "coupled" if weight decay is multiplied by the learning rate.
-        named: Preset that a user asks for. `None` chooses among `ORDER`.
+        named: Preset that a user asks for, which is then chosen. `None` chooses among `ORDER`.
 
     Raises:
         PresetError: The named preset has no rule for the optimizer or for a tied readout, or no
@@ -146,11 +156,14 @@ def _reference(laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay) -> 
 
 
 def _may_have_its_attention(reference: Reference, line: GrowthSeries) -> bool:
-    """Return whether the dumps may be of this preset, judged by their queries and keys.
+    """Return whether learning rates of queries and keys allow that models follow this preset.
 
-    A preset whose logits fall slower than 1/d trains queries and keys more slowly in return. Dumps
-    with 1/sqrt(d) are of such a preset only if they have these learning rates, and if the rates
-    are right. Otherwise they would fit by chance, as `mup`'s rates of hidden matrices do.
+    Presets whose attention logits fall more slowly than 1/head_dim train queries and keys more
+    slowly in return. For such a preset these rates must be known and right. Otherwise models would
+    fit by chance.
+
+    Args:
+        reference: Preset to try, with the differences of the user's models from it.
     """
     growth = line.growth.get("head_dim", 0.0)
     if not growth or reference.preset.logits.growth({"head_dim": 1.0}) < -1 + TOLERANCE:
@@ -168,10 +181,12 @@ def _is_query_or_key(difference: Difference) -> bool:
 
 
 def is_standard(line: GrowthSeries, optimizer: str, decay: Decay) -> bool:
-    """Return whether all dumps are standard parameterization. Only widths can show this.
+    """Return whether all the user's models are in standard parameterization (preset `sp`).
+
+    Only growth of the width can show this.
 
     Args:
-        line: Models of the dumps. The result is false unless `line.axis` is the width.
+        line: Models of the user's code. The result is false unless `line.axis` is the width.
         optimizer: A name of `OPTIMIZERS`.
         decay: "coupled" if weight decay is multiplied by the learning rate.
     """
@@ -184,10 +199,10 @@ def is_standard(line: GrowthSeries, optimizer: str, decay: Decay) -> bool:
 
 
 def _is_standard_choice(d: Difference) -> bool:
-    """Return whether a difference from `sp` is a choice that standard parameterization leaves.
+    """Return whether code with this difference from `sp` still is in standard parameterization.
 
-    Such choices are eps, weight decay, one std for all widths, and a tied readout with no
-    multiplier.
+    Such differences are in eps and weight decay, one std for all widths, and a tied readout without
+    a multiplier.
     """
     if d.quantity in ("eps", "pull"):
         return True
@@ -198,9 +213,10 @@ def _is_standard_choice(d: Difference) -> bool:
 
 
 def _stable_laws(line: GrowthSeries, optimizer: str) -> tuple[Laws, ...]:
-    """Return the laws of each preset in `ORDER` that does not explode along the line, in order.
+    """Return the power laws of each preset in `ORDER` that is stable as these sizes grow, in order.
 
-    Presets without a rule for the optimizer or for a tied readout are left out.
+    A preset is left out if an observable explodes, or if it has no rule for the optimizer or for a
+    tied readout.
     """
     # Rounded and sorted, so that similar lines have one key in the cache.
     growth = []
@@ -214,14 +230,16 @@ def _stable_laws(line: GrowthSeries, optimizer: str) -> tuple[Laws, ...]:
 def _cached_stable_laws(
     optimizer: str, growth: tuple[tuple[str, float], ...], limit_name: str, tied: bool
 ) -> tuple[Laws, ...]:
-    """Return the laws of each preset in `ORDER` that does not explode in one limit, in order.
+    """Return the power laws of each preset in `ORDER` that is stable in one limit, in order.
 
-    Presets without a rule for the optimizer or for a tied readout are left out.
+    A preset is left out if an observable explodes, or if it has no rule for the optimizer or for a
+    tied readout.
 
     Args:
-        growth: Pairs of an axis and the power by which it grows.
-        limit_name: Name of the limit, as `entries` takes it.
-        tied: Whether the readout is the embedding's table.
+        optimizer: A name of `OPTIMIZERS`.
+        growth: Pairs of an axis and the power with which it grows.
+        limit_name: Key of `analysis.model.LIMITS` that is closest to the growth.
+        tied: Whether the readout is the embedding's array.
     """
     stable = []
     for name, constants in ORDER:

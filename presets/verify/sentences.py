@@ -1,4 +1,7 @@
-"""Sentences of a finding: how a value grows, what follows as the model grows, what to write."""
+"""Sentences of a finding of `mupax verify`.
+
+They say how a value grows, what follows as the model grows, and what to write instead.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ _STAYS = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One fault or caution, with all parameters that have it in common.
+    """Fault or caution about values of other code, with all parameters that have it in common.
 
     Attributes:
-        severity: "fault" or "caution".
+        severity: "fault" or "caution". Only a fault makes the command fail.
         names: Names of the parameters.
         role: Kind of the parameters, in words.
         what: Value that is wrong: "multiplier" if one factor would set both start and rate right.
-        slope: Power of the growing size that the value has. `None` if it is 0 at some sizes.
-        target: Power of the growing size that the value should have.
+        slope: Power of the growing size with which the value goes. `None` if it is 0 at some sizes.
+        target: Power of the growing size with which the value should go.
         consequence: Clause on what happens as the model grows.
         remedy: Sentence on what to write instead.
         why: Reason why a caution is no fault.
@@ -81,7 +84,7 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        """Value and its parameters, in a few words."""
+        """Noun phrase for the finding, such as "the learning rate of a.weight and others"."""
         names = ", ".join(self.names[:SHOWN])
         if len(self.names) > SHOWN:
             names += " and others"
@@ -98,7 +101,7 @@ _PHRASES = {
 
 
 def _grow(exponent: float, word: str) -> str:
-    """Return a growth with a verb in the infinitive, such as "fall as width^-1"."""
+    """Return how a value should grow, with a verb in the infinitive, such as "fall as width^-1"."""
     if abs(exponent) < _STAYS:
         return "stay"
     verb = "grow" if exponent > 0 else "fall"
@@ -106,7 +109,7 @@ def _grow(exponent: float, word: str) -> str:
 
 
 def _grows(exponent: float, word: str) -> str:
-    """Return a growth with a verb in the third person, such as "falls as width^-1"."""
+    """Return how a value grows, with a verb in the third person, such as "falls as width^-1"."""
     verb, *clause = _grow(exponent, word).split(" ", 1)
     return " ".join([f"{verb}s", *clause])
 
@@ -125,11 +128,12 @@ def power(word: str, exponent: float) -> str:
 def consequence(
     d: Difference, value_name: ValueName, worst: tuple[str, Entry] | None, line: GrowthSeries
 ) -> str:
-    """Return a clause on what happens as the model grows.
+    """Return a clause on what happens as the model grows if the value stays wrong.
 
     Args:
-        value_name: Value that the finding names, which may be the multiplier.
-        worst: Observable that suffers most, with its exponent. `None` if `limits` shows none.
+        d: Difference of the value from the preset.
+        value_name: Value that the finding calls wrong, which may be the multiplier.
+        worst: Observable that becomes worst, with its exponent. `None` if `limits` shows none.
     """
     if d.has_outlier:
         size = line.models[d.outlier].sizes.get(line.axis, 1)
@@ -143,7 +147,9 @@ def consequence(
 
 
 def _observable_consequence(row: str, entry: Entry, word: str) -> str:
-    """Return the clause on an observable of `limits`.
+    """Return a clause on how an observable of `limits` behaves.
+
+    An example is "the output explodes as width^0.5".
 
     Args:
         row: Name of the observable, such as "weight movement, readout".
@@ -161,7 +167,12 @@ def _observable_consequence(row: str, entry: Entry, word: str) -> str:
 
 
 def _value_consequence(excess: float, value_name: ValueName, word: str) -> str:
-    """Return the clause on a value that no observable of `limits` depends on."""
+    """Return a clause on a wrong value that changes no observable of `limits`.
+
+    Args:
+        excess: Exponent of the value minus the right one.
+        word: Word for what grows, such as "width".
+    """
     # A larger eps makes the update smaller.
     growth = -excess if value_name == "eps" else excess
     fades = (excess < 0) != (value_name == "eps")
@@ -179,21 +190,22 @@ _EFFECTS: dict[ValueName, str] = {
     "eps": "its gradients over eps",
     "pull": "its pull to zero",
 }
-"""Effect of each value on training."""
+"""Subject of the clause on a wrong value: what the value decides in training."""
 _VERBS = {
     "explodes": ("explodes", "explode"),
     "vanishes": ("vanishes", "vanish"),
     "frozen": ("freezes", "freeze"),
     "lazy": ("becomes lazy", "become lazy"),
 }
-"""Verb of each verdict, in the singular and in the plural."""
+"""Verb for each verdict on an observable, in the singular and in the plural."""
 
 
 def remedy(d: Difference, value_name: ValueName, line: GrowthSeries) -> str:
     """Return a sentence, without a period, on what to write instead at the largest size.
 
     Args:
-        value_name: Value that the finding names, which may be the multiplier.
+        d: Difference of the value from the preset.
+        value_name: Value that the finding calls wrong, which may be the multiplier.
     """
     if d.slope is None:
         return "Start it at zero, or not, at every size"
@@ -224,12 +236,12 @@ def remedy(d: Difference, value_name: ValueName, line: GrowthSeries) -> str:
 
 
 def _multiply(operand: str, present: float | None, factor: float, place: str) -> str:
-    """Return a sentence, without a period, with the right multiplier and the present one.
-
-    The right one is `factor` times the present one.
+    """Return a sentence, without a period, on the multiplier to write in place of the present one.
 
     Args:
         operand: Words for what is multiplied, such as "q.k".
+        present: Multiplier in the dump. `None` counts as 1.
+        factor: Right multiplier, divided by `present`.
         place: Words for the size, such as "at width 256".
     """
     right = (present or 1) * factor
@@ -240,7 +252,13 @@ _COLUMNS: dict[ValueName, Column] = {"start": "std", "rate": "lr", "eps": "eps",
 
 
 def _column_exponent(d: Difference, column: Column, line: GrowthSeries) -> float:
-    """Return the power of t that the column should have if the multiplier stays as it is."""
+    """Return the power of t with which a column should grow if the multiplier stays as it is.
+
+    Args:
+        d: Difference of the value, whose excess is subtracted.
+        column: Column of the dump that is to be changed, such as "lr".
+        line: Models of the user's code. t is their size relative to the smallest.
+    """
     logs = []
     for model in line.models:
         entry = model.parameters[d.name].entry

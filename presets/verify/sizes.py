@@ -15,16 +15,17 @@ from mupax.presets.verify.names import Label
 
 Shape = tuple[int, ...]
 Shapes = Mapping[Role, list[tuple[str, Shape]]]
-"""Names and shapes of a role's matrices, by role."""
+"""Pairs (parameter name, shape) of the parameters of each role."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter, or all parameters whose names differ in the layer's number alone.
+    """One parameter, or the merged parameters whose names differ only in the layer's number.
 
     Attributes:
         entry: Values, averaged over layers, and the shape without an axis of layers.
-        spec: Declaration of the parameter. For a fused matrix, that of its values.
+        spec: Declaration of the parameter. For an array of queries, keys and values it is that of
+            the values.
         fused: Whether the parameter has queries, keys and values in one array.
         count: Number of entries in all arrays of the parameter.
         sizes: Sizes of axes that only this parameter has: fan-in and fan-out of a hidden matrix,
@@ -41,11 +42,12 @@ class Parameter:
 def sizes_of(
     dump: Dump, parameters: Mapping[str, Parameter], labels: Mapping[str, Label], layers: int | None
 ) -> dict[str, int]:
-    """Return the size of every axis.
+    """Return the size of every logical axis of a model, by axis.
 
     Args:
         dump: Dump of the model, for sizes that shapes do not show, such as `Dump.head_dim`.
         parameters: Parameters by name, without those of the role "none".
+        labels: Role and other properties of each parameter, by name.
         layers: Number of residual blocks. `None` counts as 1.
 
     Raises:
@@ -76,11 +78,11 @@ def sizes_of(
 def _matrix_shapes(
     parameters: Mapping[str, Parameter], labels: Mapping[str, Label]
 ) -> dict[Role, list[tuple[str, Shape]]]:
-    """Return the names and shapes of parameters, grouped by role.
+    """Return pairs (name, shape) of parameters, grouped by role.
 
-    Biases are left out, and gains that belong to a matrix, such as a query's (`ParamSpec.of`).
-    Gains of the residual stream stay, because they show the width. A fused array of queries, keys
-    and values is listed under the values.
+    Two kinds are left out: biases, and gains on the outputs of a matrix, such as queries
+    (`ParamSpec.of`). Gains of the residual stream stay, because they show the width. An array of
+    queries, keys and values is listed under the values.
     """
     shapes: dict[Role, list[tuple[str, Shape]]] = {}
     for name, parameter in parameters.items():
@@ -131,9 +133,9 @@ def _mlp_size(dump: Dump, name: str, shape: Shape, embed: int) -> int:
 def _head_sizes(
     dump: Dump, shapes: Shapes, parameters: Mapping[str, Parameter], embed: int
 ) -> dict[str, int]:
-    """Return the sizes "heads", "kv_heads" and "head_dim".
+    """Return the sizes of the axes "heads", "kv_heads" and "head_dim".
 
-    `Dump.head_dim` comes before what shapes show.
+    `Dump.head_dim` takes precedence over what shapes show.
 
     Raises:
         PresetError: Nothing shows the size of a head, or it does not divide the queries.
@@ -188,9 +190,10 @@ def _rows_of_heads(shapes: Shapes, embed: int) -> int:
 def _head_sizes_by_width(
     dump: Dump, parameters: Mapping[str, Parameter], embed: int
 ) -> dict[str, int]:
-    """Return head sizes of a model in which no name shows queries or values.
+    """Return the sizes of heads for a model in which no name shows queries or values.
 
-    The size of a head is `Dump.head_dim` or 1, and the width gives the number of heads.
+    The size of a head is `Dump.head_dim` or 1. The number of heads is the width divided by this
+    size.
 
     Raises:
         PresetError: The dump has a factor on attention logits but no size of a head.

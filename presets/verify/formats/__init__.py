@@ -1,4 +1,7 @@
-"""Readers of other programs' files, one file per format. `read` detects the format of each file."""
+"""Readers of other programs' files, one file per format. `read` detects the format.
+
+A reader returns a `Dump`, the values that the program gives each parameter of one model.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,14 @@ FORMATS = (
 
 
 def read(paths: Sequence[Path]) -> list[Dump]:
-    """Return one dump per file, in order. A single file that names its base yields base and model.
+    """Read files that describe a model at several sizes, and return one dump per size.
 
-    A `.bsh` file of base shapes needs one other file. The result is then the base and the model.
+    Dumps are in the order of the files. A single file that names its base model yields two dumps,
+    the base and the model. A `.bsh` file of base shapes needs one other file. The result is then
+    the base and the model, too.
+
+    Args:
+        paths: Files of any format in `FORMATS`.
 
     Raises:
         PresetError: A file cannot be read, has no known format, or has a value that is no number.
@@ -81,7 +89,7 @@ def _read_yaml_file(path: Path) -> ModelFile:
 
 
 def _read_text_file(path: Path) -> ModelFile:
-    """Read nanoGPT's Python config, or a script with a command line of nanoGPT or Megatron.
+    """Read a Python config of nanoGPT, or a file with a command line of nanoGPT or Megatron.
 
     Raises:
         PresetError: The file cannot be read or parsed, or its command line is of neither program.

@@ -62,11 +62,20 @@ _LR_KEYS = (
     "max_lr",
     "val",
 )
-"""Keys of an optimizer or a schedule whose numbers, or lists of numbers, are learning rates."""
+"""Config keys under which a number, or a list of numbers, is a learning rate.
+
+They are looked for in the sections of the optimizer and of its schedule.
+"""
 
 
 class _Sections(NamedTuple):
-    """Parts of a config. All are empty if the file is no config of Cerebras."""
+    """Sections of a config. All are empty if the file is no config of Cerebras.
+
+    Attributes:
+        model: Section "model".
+        optimizer: Section "optimizer".
+        schedule: Sections that may have learning rates.
+    """
 
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
@@ -74,7 +83,11 @@ class _Sections(NamedTuple):
 
 
 def _sections(contents: Any) -> _Sections:
-    """Return the parts of a config, in the present layout or in the one before `trainer`."""
+    """Return the sections of a config, in the present layout or in the older one without `trainer`.
+
+    Args:
+        contents: Contents of a YAML file, of any kind.
+    """
     top = contents
     if isinstance(contents, dict) and "trainer" in contents:
         top = contents.get("trainer", {}).get("init", {})
@@ -92,10 +105,10 @@ def fits(contents: Any) -> bool:
 
 
 def _learning_rates(schedule: Any) -> Iterator[float]:
-    """Yield the numbers under the keys `_LR_KEYS`, at any depth.
+    """Yield all learning rates in a part of the config: numbers under the keys in `_LR_KEYS`.
 
     Args:
-        schedule: Sections of the config that may have learning rates.
+        schedule: Part of the config, which is searched at any depth.
     """
     if isinstance(schedule, dict):
         for name, value in schedule.items():
@@ -111,7 +124,7 @@ def _learning_rates(schedule: Any) -> Iterator[float]:
 
 
 class Config(ModelFile):
-    """YAML config of Cerebras.
+    """Model that a YAML config of Cerebras' Model Zoo describes.
 
     Args:
         contents: Contents of the YAML file, for which `fits` is true.
@@ -171,9 +184,9 @@ class Config(ModelFile):
         return self._dump(self._sizes)
 
     def base(self) -> Dump | None:
-        """Return the model of `mup_base_hidden_size`, with fewer heads of the same size.
+        """Return the dump of the base model, or `None` if the file names no base of another width.
 
-        Return `None` if the file names no base width, or names the model's own width.
+        The base has the width `mup_base_hidden_size`, and fewer heads of the same size.
         """
         sizes = self._sizes
         width = self._base_width
@@ -236,9 +249,12 @@ class Config(ModelFile):
         return fields.number("output_logits_alpha") / divisor
 
     def _initializer_std(self, *names: str) -> float:
-        """Return the std of the first of these initializers that the file has.
+        """Return the std of the first of these initializers that the config has.
 
         Without any of them it is `initializer_range`.
+
+        Args:
+            *names: Config fields, tried in order, such as "output_layer_initializer".
         """
         for name in names:
             initializer = self._fields.values.get(name)
@@ -247,7 +263,7 @@ class Config(ModelFile):
         return self._fields.number("initializer_range")
 
     def _stds(self, sizes: Sizes) -> dict[str, float]:
-        """Return initial standard deviations by role, without those of gains."""
+        """Return initial standard deviations by role, for all parameters except gains."""
         by_width = self._width_ratio(sizes) ** -0.5
         attention_out = self._initializer_std("output_layer_initializer") * by_width
         if self._base_width is None:
@@ -282,9 +298,9 @@ class Config(ModelFile):
         """Return std, learning rate, weight decay, eps and multiplier of the role's parameter.
 
         Args:
-            role: Key of `stds`, or a role of a norm.
+            role: Key of `stds`, or the role of a norm's gain.
             stds: Initial standard deviation by role, from `_stds`.
-            output: Factor on the logits, in effect for the role "readout" alone.
+            output: Factor on the logits. Only the role "readout" uses it.
         """
         settings = self._settings
         is_vector = "norm" in role

@@ -1,4 +1,4 @@
-"""A decoder as configs describe it: its sizes, the shapes that follow from them, and config fields.
+"""Decoder as configs describe it: its sizes, the shapes that follow from them, and config fields.
 
 The formats of this folder compute the values of each role, and `entries` puts them together.
 """
@@ -15,18 +15,21 @@ from mupax.presets.roles import PresetError
 from mupax.presets.verify.formats.dump import Dump, Entry
 
 Columns = Mapping[str, float | None]
-"""Values of one parameter by field of `Entry`, such as "std". `None` if a file has no value."""
+"""Values of one parameter by the names in `Entry`, such as "std". `None` if a file has no value."""
 
 
 class ModelFile(abc.ABC):
-    """Parsed file that describes a model, and in some formats the base model too."""
+    """Parsed file of another program that describes a model. Some formats also name its base."""
 
     @abc.abstractmethod
     def dump(self) -> Dump:
         """Return the dump of the model that the file describes."""
 
     def base(self) -> Dump | None:
-        """Return the dump of the base model, or `None` if the file names no other base."""
+        """Return the dump of the base model.
+
+        The result is `None` if the file names no base, or if the model is its own base.
+        """
         return None
 
 
@@ -47,7 +50,9 @@ class Sizes:
 def entries(
     sizes: Sizes, names: Mapping[str, str], columns: Mapping[str, Columns]
 ) -> dict[str, Entry]:
-    """Return an entry for every named parameter, with shapes as in PyTorch: (out, in).
+    """Return an `Entry` (shape and values) for every named parameter, by name.
+
+    Shapes are in PyTorch's layout: (out, in).
 
     Args:
         names: Parameter name by role. "block.qkv" is one matrix for queries, keys and values.
@@ -84,12 +89,14 @@ def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 class Fields:
-    """Values of a config by name, with checks and with the defaults of the program that reads it.
+    """Fields of a config, checked when they are read, with defaults for missing ones.
+
+    The defaults are those of the program that reads the config.
 
     Args:
         values: Values that the file gives, by name. `None` counts as not given.
-        defaults: Values that the program uses for names that the file does not give.
         source: Name of the file, with which messages begin.
+        defaults: Values that the program uses for names that the file does not give.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, defaults: Mapping[str, Any]) -> None:
@@ -101,12 +108,12 @@ class Fields:
         return self.values.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Return the value of the file, else the program's default, else `None`."""
+        """Return a field's value in the file, else the program's default, else `None`."""
         value = self.values.get(name)
         return self.defaults.get(name) if value is None else value
 
     def flag(self, name: str) -> bool:
-        """Return the value as a bool. The words "true", "1" and "yes" are true in any case."""
+        """Return a field as a bool. The words "true", "1" and "yes" are true in any case."""
         value = self.get(name)
         # bool('false') is true, and words of a command line are text.
         if isinstance(value, str):
@@ -114,7 +121,7 @@ class Fields:
         return bool(value)
 
     def number(self, name: str) -> float:
-        """Return the value as a finite number of at least 0.
+        """Return a field as a finite number of at least 0.
 
         Raises:
             PresetError: The value is missing, is no number, is negative or is infinite.
@@ -137,7 +144,7 @@ class Fields:
         return number
 
     def count(self, name: str) -> int:
-        """Return the value as a whole number of at least 1.
+        """Return a field as a whole number of at least 1.
 
         Raises:
             PresetError: The value is missing or is no such number.
@@ -151,5 +158,5 @@ class Fields:
         return int(number)
 
     def count_or(self, name: str, fallback: int) -> int:
-        """Return the value as `count` does, or the fallback if the file does not give it."""
+        """Return a field as `count` does, or the fallback if the file does not give it."""
         return self.count(name) if name in self else fallback

@@ -35,7 +35,9 @@ COLUMNS: tuple[Column, ...] = get_args(Column)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Values of one parameter, absolute. `None` means that the file does not give the value.
+    """Values that a program gives one parameter, absolute and not relative to a base.
+
+    `None` means that the file does not give the value.
 
     Attributes:
         shape: Shape of the array.
@@ -59,9 +61,10 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dump:
-    """All parameters of one model, with the values that belong to no single parameter.
+    """Description of one model by the program that trains it, the input of `mupax verify`.
 
-    `None` stands for a value that the file does not give, unless an entry below says otherwise.
+    It has values for each parameter, and values that belong to no single parameter. `None` stands
+    for a value that the file does not give, unless an entry below says otherwise.
 
     Attributes:
         source: Name of the file, for messages.
@@ -127,7 +130,7 @@ _ENTRY_KEYS = ("shape", *COLUMNS, "role")
 
 
 def parse_dump(contents: Any, source: str) -> Dump:
-    """Return the dump that a JSON object describes.
+    """Convert the contents of a JSON file in mupax's own format to a `Dump`.
 
     Args:
         contents: Any value that `json.loads` returns. A value that is no dump is refused.

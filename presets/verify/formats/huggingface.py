@@ -56,7 +56,7 @@ DEFAULTS = {
         "attention_in_multiplier": 1.0,
     },
 }
-"""Defaults of the fields that a model_type has in addition to Llama's, by model_type."""
+"""Defaults of config fields by model_type, for the fields that Llama's config does not have."""
 _COMMON_DEFAULTS = {"initializer_range": 0.02, "tie_word_embeddings": False}
 _NAMES = {
     "token_embedding": "model.embed_tokens.weight",
@@ -72,7 +72,14 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Multipliers:
-    """Factors of the forward pass: the columns of this file's table."""
+    """Factors that a config puts into the forward pass: those in the table of this module.
+
+    Attributes:
+        embedding: Factor on the token embedding.
+        attention: Factor on the attention logits q.k.
+        branch: Factor on every residual branch.
+        output: Factor on the output logits.
+    """
 
     embedding: float = 1.0
     attention: float
@@ -90,7 +97,7 @@ def fits(contents: Any) -> bool:
 
 
 class Config(ModelFile):
-    """config.json of Hugging Face.
+    """Model that a config.json of Hugging Face describes.
 
     Args:
         contents: Contents of the JSON file, for which `fits` is true.
@@ -126,9 +133,10 @@ class Config(ModelFile):
         return self._dump(self._sizes)
 
     def base(self) -> Dump | None:
-        """Return MiniCPM's model of width `dim_model_base`, with fewer heads of the same size.
+        """Return the dump of MiniCPM's base model.
 
-        Return `None` for other model types, and if the file is itself the base.
+        The base has the width `dim_model_base`, and fewer heads of the same size. The result is
+        `None` for other model types, and if the file is itself the base.
         """
         if not self._model_type.startswith("minicpm"):
             return None
@@ -177,7 +185,7 @@ class Config(ModelFile):
         )
 
     def _multipliers(self, sizes: Sizes) -> _Multipliers:
-        """Return the factors of the forward pass, from the fields that the model type has."""
+        """Return the factors of the forward pass, computed from the fields of the model type."""
         fields = self._fields
         inverse_root = sizes.head_dim**-0.5
         if self._model_type.startswith("minicpm"):

@@ -41,7 +41,7 @@ _DEFAULTS = {
     "max-position-embeddings": 1024,
 }
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}
-"""Name of `mupax.presets.optimizers.OPTIMIZERS` by Megatron's name."""
+"""Names of optimizers in `mupax.presets.optimizers.OPTIMIZERS`, by Megatron's names."""
 _NAMES = {
     "token_embedding": "embedding.word_embeddings.weight",
     "block.qkv": "decoder.layers.*.self_attention.linear_qkv.weight",
@@ -56,12 +56,15 @@ _BRANCH_OUTPUTS = ("block.attention_out", "block.mlp_out")
 
 
 def fits(words: Sequence[str]) -> bool:
-    """Return whether the words are a command line of Megatron: one is `--hidden-size`."""
+    """Return whether words are a command line of Megatron, which has `--hidden-size`."""
     return any(word.split("=")[0] == "--hidden-size" for word in words)
 
 
 def _parse_flags(words: Sequence[str]) -> dict[str, str]:
-    """Return flags by name with dashes. A flag without a value is "true"."""
+    """Return the values of flags, by name without "--" and with dashes for underscores.
+
+    A flag without a value has the value "true".
+    """
     flags: dict[str, str] = {}
     following = [*words[1:], ""]
     for word, next_word in zip(words, following, strict=True):
@@ -76,15 +79,15 @@ def _parse_flags(words: Sequence[str]) -> dict[str, str]:
 
 
 class CommandLine(ModelFile):
-    """Command line of Megatron-LM.
+    """Model that a command line of Megatron-LM describes.
 
     Args:
         words: Words of the command line, as a shell splits them.
         source: Name of the file, for messages and `Dump.source`.
 
     Raises:
-        PresetError: A size is missing or is no whole number of at least 1, or the scaling
-            recipe is neither "none" nor "mup".
+        PresetError: A size is missing or is no whole number of at least 1, or the scaling recipe is
+            neither "none" nor "mup".
     """
 
     def __init__(self, words: Sequence[str], source: str) -> None:
@@ -121,10 +124,11 @@ class CommandLine(ModelFile):
         return self._dump(self._sizes)
 
     def base(self) -> Dump | None:
-        """Return the model of `--mup-base-hidden-size`, with fewer heads.
+        """Return the dump of the base model of the command line.
 
-        Heads have the size of `--mup-base-head-dim` if the flag is given, else the model's own.
-        Return `None` without muP, or if the base has the model's own width.
+        The base has the width `--mup-base-hidden-size` and fewer heads. Their size is
+        `--mup-base-head-dim` if the flag is given, else the model's own. The result is `None`
+        without muP, or if the base has the model's own width.
         """
         sizes = self._sizes
         fields = self._fields
@@ -174,10 +178,10 @@ class CommandLine(ModelFile):
         )
 
     def _attention(self, head_dim: int) -> float:
-        """Return the factor on attention logits: N^-1/2 without muP, for heads of size N.
+        """Return the factor on attention logits for heads of size N.
 
-        With muP it is `--mup-base-head-dim` (default 1) to the power 1/2, divided by N to the power
-        `--mup-attn-scale-power`.
+        Without muP it is N^-1/2. With muP it is `--mup-base-head-dim` (default 1) to the power 1/2,
+        divided by N to the power `--mup-attn-scale-power`.
         """
         fields = self._fields
         if not self._mup:
@@ -189,12 +193,15 @@ class CommandLine(ModelFile):
 
 
 class _Values:
-    """Values of every parameter at one width.
+    """Values that Megatron gives each parameter of a model of one width.
 
     Args:
         optimizer: Name of `mupax.presets.optimizers.OPTIMIZERS`.
         mup: Whether `--use-mup` is given, or `--scaling-recipe mup`.
         width_ratio: Width divided by base width, 1 without muP.
+
+    Attributes:
+        output: Factor on the logits.
     """
 
     def __init__(self, fields: Fields, *, optimizer: str, mup: bool, width_ratio: float) -> None:
@@ -217,7 +224,7 @@ class _Values:
 
         Args:
             role: Key of `_NAMES`, "readout" or "position".
-            layers: Number of blocks L, on which the std of branch outputs depends.
+            layers: Number of blocks. The std of the branches' output matrices depends on it.
         """
         is_vector = "norm" in role
         if is_vector:

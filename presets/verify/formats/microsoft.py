@@ -16,7 +16,10 @@ from mupax.presets.verify.formats.dump import Dump, Entry
 
 
 def base(contents: Any, source: str, target: Dump) -> Dump:
-    """Return the dump of the base model, with the values that mup does not scale.
+    """Return the dump of the base model that a `.bsh` file describes.
+
+    The file has shapes only. Learning rate, weight decay and eps are those of a parameter of the
+    model whose learning rate mup does not scale.
 
     Args:
         contents: Contents of the `.bsh` file: a list of sizes per parameter, `None` for a dimension
@@ -81,10 +84,12 @@ def _check_contents(contents: Any, source: str, target: Dump) -> None:
 
 
 def _full_shape(name: str, shape: list[Any], source: str, target: Dump) -> tuple[int, ...]:
-    """Return the base shape, with the model's own sizes for dimensions that do not grow.
+    """Return a parameter's shape in the base model. Dimensions that do not grow keep their size.
 
     Args:
         shape: Sizes in the file. `None` is a dimension that does not grow with width.
+        source: Name of the `.bsh` file, for the message.
+        target: Dump of the model, which has the sizes of dimensions that do not grow.
 
     Raises:
         PresetError: The shape has another number of dimensions than the model's, or no whole

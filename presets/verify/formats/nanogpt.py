@@ -56,7 +56,10 @@ _BRANCH_OUTPUTS = ("block.attention_out", "block.mlp_out")
 
 
 def fits(words: Sequence[str]) -> bool:
-    """Return whether the words have nanoGPT's `--n_embd=` or `--mup_width_multiplier=`."""
+    """Return whether words are arguments of nanoGPT.
+
+    One of them is then `--n_embd=` or `--mup_width_multiplier=`.
+    """
     return any(word.startswith(("--n_embd=", "--mup_width_multiplier=")) for word in words)
 
 
@@ -81,9 +84,9 @@ def _parse_python(text: str, source: str) -> dict[str, Any]:
 
 
 def _assigned_values(tree: ast.Module) -> dict[str, Any]:
-    """Return the values that a module assigns to single names.
+    """Return the values that a Python module assigns to single names, by name.
 
-    A value that the module computes is its source text instead.
+    A literal is evaluated. The value of any other expression is its source text.
     """
     values = {}
     for node in tree.body:
@@ -101,7 +104,7 @@ def _assigned_values(tree: ast.Module) -> dict[str, Any]:
 
 
 class Config(ModelFile):
-    """Arguments of one nanoGPT-mup run.
+    """Model that the arguments of a nanoGPT-mup run describe.
 
     Args:
         arguments: Words of a command line, or the text of a Python config file.
@@ -141,9 +144,9 @@ class Config(ModelFile):
         return self._dump(self._sizes, self._width_ratio)
 
     def base(self) -> Dump | None:
-        """Return the model whose width multiplier is 1, with fewer heads of the same size.
+        """Return the dump of the base model, or `None` without muP or if the model is its own base.
 
-        Return `None` without muP, or if the model's own multiplier is 1.
+        The base has the width n_embd / `mup_width_multiplier`, and fewer heads of the same size.
         """
         sizes = self._sizes
         ratio = self._width_ratio

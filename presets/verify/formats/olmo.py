@@ -53,7 +53,7 @@ _OPTIMIZER_DEFAULTS = {
     "decay_embeddings": False,
 }
 _OPTIMIZERS = {"adamw": "adamw", "lionw": "lion"}
-"""Name of `mupax.presets.optimizers.OPTIMIZERS` by OLMo's name."""
+"""Names of optimizers in `mupax.presets.optimizers.OPTIMIZERS`, by OLMo's names."""
 _NAMES = {
     "token_embedding": "transformer.wte.weight",
     "block.qkv": "transformer.blocks.*.att_proj.weight",
@@ -72,7 +72,7 @@ def fits(contents: Any) -> bool:
 
 
 class Config(ModelFile):
-    """YAML config of OLMo.
+    """Model that a YAML config of OLMo describes.
 
     Args:
         contents: Contents of the YAML file, for which `fits` is true.
@@ -156,12 +156,12 @@ class Config(ModelFile):
         return names
 
     def _columns(self, role: str, std: float | None, output: float, optimizer: str) -> Columns:
-        """Return the values of the role's parameter.
+        """Return std, learning rate, weight decay, eps and multiplier of the role's parameter.
 
         Args:
             role: Key of `_parameter_names`.
             std: Initial standard deviation. `None` for gains.
-            output: Factor on the logits, in effect for the role "readout" alone.
+            output: Factor on the logits. Only the role "readout" uses it.
             optimizer: Name of `mupax.presets.optimizers.OPTIMIZERS`.
         """
         settings = self._settings
@@ -190,7 +190,7 @@ class Config(ModelFile):
         }
 
     def _stds(self) -> dict[str, float]:
-        """Return initial standard deviations by role, by the table of this file."""
+        """Return initial standard deviations by role, as OLMo's `init_fn` draws them."""
         model = self._model
         sizes = self._sizes
         init_fn = model.get("init_fn")
