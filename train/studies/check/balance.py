@@ -102,7 +102,6 @@ def balance(
         config: Optimizer settings. Learning rate, schedule, decay and clipping do not matter.
         reference: Preset that gives the initialization, multipliers, eps, and for each group the
             learning rate times weight decay; `sp` by default. Its learning rates are replaced.
-        seed: Seed of the initialization.
         centered: Whether the model's output is f(w) - f(w0), where w0 are the initial parameters.
 
     Returns:
@@ -189,7 +188,6 @@ def desiderata(
         batch: Batch as for `balance`.
         config: Optimizer settings. Learning rate, schedule, decay and clipping do not matter.
         *presets: Presets to measure. One compiled program serves them all.
-        seed: Seed of the initialization.
         centered: Whether the output is f(w) - f(w0), where w0 are the initial parameters.
 
     Raises:

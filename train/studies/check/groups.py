@@ -145,7 +145,6 @@ def troubles(
     an update that vanishes. Numbers without a fault have no entry.
 
     Args:
-        specs: Parameters of the model, by name.
         limit: Limit in which the table is judged.
     """
     health = Health(preset, limit, lambda spec, lim: gradient(spec, lim, preset))

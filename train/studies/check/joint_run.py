@@ -70,7 +70,6 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
     Args:
         config: Run whose optimizer has the hyperparameters of the base.
         grows: "batch" (at the same tokens) or "tokens" (at the same batch).
-        count: Number of runs, including the first.
 
     Raises:
         ConfigError: A run has no whole number of steps, the optimizer or rule does not fit, or eps

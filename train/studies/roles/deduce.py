@@ -784,7 +784,7 @@ def _as_heads(
     heads fill the width (embed = heads * head_dim). Other models keep their names.
 
     Args:
-        names: Names of the parameter's dimensions.
+        names: Names of the parameter's dimensions, from `axis_names`.
         cuts: Sizes of the parts of each dimension that the loss cuts, from `cuts_of`.
     """
     if "head_dim" in sizes or "heads" not in sizes:

@@ -161,7 +161,7 @@ def _closure(
 
     Args:
         users_of: Results of the operations that read each value, from `users`.
-        ops: Names of the operations to follow.
+        ops: Names of the primitives to follow, such as `LAYOUT`.
     """
     stack = list(nodes)
     result: set[Node] = set()

@@ -252,11 +252,8 @@ def param_dims_of(atoms: Iterable[Atom]) -> frozenset[ParamDim]:
 def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...] | None:
     """Return the dimensions of an array after a reshape, which joins and cuts its atoms.
 
-    The result is `None` if a new dimension begins or ends inside an atom that cannot be cut there.
-
-    Args:
-        dims: Dimensions before the reshape.
-        shape: Shape after the reshape.
+    `dims` are the dimensions before the reshape, and `shape` is the shape after it. The result is
+    `None` if a new dimension begins or ends inside an atom that cannot be cut there.
     """
     # A stack of the atoms, the outermost on top.
     atoms = list(itertools.chain(*dims))

@@ -156,7 +156,7 @@ def _is_over_keys(flow: Flow, mix: Node, side: int, exp: Node) -> bool:
     Args:
         mix: Product of two activations, perhaps of softmax weights and values.
         side: Index of the operand of `mix` that may have the weights, 0 or 1.
-        exp: Exponential in the softmax.
+        exp: Exponential of the softmax, a member of `flow.exps`.
     """
     summed: set[Atom] = set()
     for atom in itertools.chain(*mix.info["contracted"][side]):
@@ -314,7 +314,6 @@ class Matrices:
     role is not certain, by parameter.
 
     Args:
-        flow: Analysis of the loss.
         attentions: All attention of the loss, from the function `attentions`.
         names: Axis names of each parameter's dimensions. Parameters without an entry get no role.
     """
@@ -596,8 +595,7 @@ def complete_dims(
     """Return the sorted indices of the parameter's dimensions that `dims` consist of.
 
     Args:
-        use: Use of the parameter.
-        shape: Shape of the stored parameter.
+        shape: Shape of the stored parameter, before any cut.
         dims: Dimensions of the parameter in the layout in which it is used (`use.view`), such as
             those that a product sums over.
 

@@ -86,7 +86,6 @@ class _Interpreter:
 
         Args:
             consts: Values of the jaxpr's constants: arrays, or nodes of an outer jaxpr.
-            inputs: Nodes of the jaxpr's arguments.
         """
         values: dict[Any, Node] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -296,11 +295,7 @@ def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def _is_zero(operands: Sequence[Node]) -> bool:
-    """Return whether a difference is always 0, as in x - stop_gradient(x).
-
-    Args:
-        operands: Both operands of the difference.
-    """
+    """Return whether the difference of two operands is always 0, as in x - stop_gradient(x)."""
     left, right = operands
     while left.op in operations.SAME or right.op in operations.SAME:
         if left.op in operations.SAME:

@@ -314,10 +314,8 @@ def _with_row(graph: Graph, node: Node, axis: int) -> Node:
 def _selection(slices: Sequence[Slice]) -> dict[str, Any]:
     """Return the `info` of a slice: under "selected", the parameters that are left in it.
 
-    The result is empty if the array is no concatenation of parameters.
-
-    Args:
-        slices: Slice of every dimension.
+    `slices` has the slice of every dimension. The result is empty if the array is no concatenation
+    of parameters.
     """
     params = []
     for part in slices:
