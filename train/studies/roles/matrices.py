@@ -293,7 +293,7 @@ class _Product:
         return f"contracts {self.summed_axes}"
 
     def constraint(self, role: Role, evidence: str, *, cross: bool = False) -> Constraint:
-        """Return the constraint that the product's parameter has a role.
+        """Return a `Constraint` by which the product's parameter has the given role.
 
         Args:
             evidence: Reason for the role, written after `contraction`.

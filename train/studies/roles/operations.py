@@ -81,7 +81,7 @@ def kind_of(op: str, inputs: Sequence[Node]) -> Kind:
 
 
 def _is_scaled_view(op: str, inputs: Sequence[Node]) -> bool:
-    """Return whether a primitive multiplies or divides one view by constants, or negates it.
+    """Return whether a primitive scales one view of a parameter by constants, or negates it.
 
     Args:
         inputs: Operands, all of them views or constants.
@@ -154,7 +154,7 @@ def _joined_values(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
 
 
 def _segmented(views: Sequence[Node], axis: int) -> Dim:
-    """Return the dimension along which views are concatenated, with a segment for each view."""
+    """Return the dimension along which views are concatenated. Its atom has a segment per view."""
     param_dims: frozenset[ParamDim] = frozenset()
     segments = []
     stop = 0

@@ -29,7 +29,7 @@ SEARCHED_AXES = ("peak_lr", "batch_sequences")
 FAR = 1.0
 """Distance beyond the runs of a table, in octaves, from which on a plan gets a caution."""
 PRIOR_SHARE = 0.7
-"""Ratio of deviations, fitted to prior, from which on runs hardly determine a number."""
+"""Ratio of fitted to prior standard deviation below which the runs determine a number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from mupax import MupaxError, disk
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")
 """Ends of the names of files that are tables."""
 SAME_RATE = 1 / 16
-"""Width in octaves of the bins in which learning rates count as equal, but rounded differently."""
+"""Width, in octaves, of bins of learning rates. Rates in one bin count as the same rate."""
 SAME_LOSS = 1e-6
 """Relative difference up to which the losses of two rows count as equal."""
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -124,7 +124,7 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True)
 class RunTable:
-    """Table of M training runs, one for each model, length, learning rate and batch.
+    """Table of M training runs, one for each model, number of tokens, learning rate and batch.
 
     Rows of the file that differ only in the seed are averaged. Of several weight decays, the one
     with the lowest loss is taken.
@@ -485,7 +485,7 @@ class _Run(NamedTuple):
 def _merged(
     path: Path, digest: str, values: dict[str, np.ndarray], lines: Sequence[int]
 ) -> RunTable:
-    """Return a table with one run for each model, length, learning rate and batch.
+    """Return a table with one run for each model, number of tokens, learning rate and batch.
 
     Log losses are averaged over seeds, and are inf if a seed diverged. Of several weight decays the
     one with the lowest mean is kept. FLOPs are dropped if there are parameters and tokens.
@@ -553,7 +553,7 @@ def _merged(
 
 
 def _rows_by_setting(values: Mapping[str, np.ndarray], num_rows: int) -> list[list[int]]:
-    """Group rows by model, length, learning rate and batch, and return the row indices of each.
+    """Group rows by model, tokens, learning rate and batch, and return each group's row indices.
 
     Learning rates that round to the same 1/16 octave count as equal.
 
@@ -581,7 +581,7 @@ def _rows_of_seeds(
     """Return the index of the first row of each seed, among rows that may differ in seed alone.
 
     Args:
-        rows: Indices of rows with the same model, length, learning rate, batch and weight decay.
+        rows: Indices of rows with the same model, tokens, learning rate, batch and weight decay.
         loss: Losses of all rows [rows].
         seeds: Seeds of all rows [rows]; without the column, all have one seed.
         lines: Line of each row in the file, for messages [rows].
