@@ -1,21 +1,25 @@
-"""Learning rates for a model without a preset: equal parts of the loss decay, features at speed 1.
+"""Learning rates for a model without a preset, so that all layers lower the loss equally.
 
-These are the desiderata of Chizat and Netrapalli 2023 (arXiv 2311.18718), solved at a reference
-initialization. `mupax.train.studies.check.feature_speed` measures them.
+Layer l is the embedding, a block or the readout, L in all. ∇_l is the gradient of its weights, and
+u_l the optimizer's first update at learning rate 1. Derived learning rates and readout scale meet
+the desiderata of Chizat and Netrapalli 2023 (arXiv 2311.18718) at a reference initialization.
+`mupax.train.studies.check.feature_speed` measures them.
 
-* Balance and loss decay: rate_l = 1 / (L <∇_l, u_l>), for L layers with the embedding and the
-  readout, and u_l the optimizer's first update at unit rate. SGD has u_l = ∇_l and the source's
-  1 / (L ‖∇_l‖²). Derived here: Adam and Lion have sign ∇_l, so 1 / (L ‖∇_l‖₁), and Muon has nearly
-  the nuclear norm.
-* Feature learning: ‖b‖_rms = 1 / (m cos θ) at the last layer. A scale of the readout reaches it.
+* Balance and loss decay: each layer lowers the loss by 1 / L per unit of time. Its learning rate is
+  1 / (L <∇_l, u_l>). SGD has u_l = ∇_l, which gives the paper's 1 / (L ‖∇_l‖²). Derived here: Adam
+  and Lion have u_l = sign ∇_l, which gives 1 / (L ‖∇_l‖₁), and for Muon <∇_l, u_l> is nearly the
+  nuclear norm.
+* Feature learning: the output of the last block changes at a root mean square of 1 per unit of
+  time. The readout's multiplier is scaled for this.
 
-At these rates a step at peak_lr p takes p nats off the loss to first order, for every model. Start
-near p = 0.1.
+At these learning rates a step at peak_lr p takes p nats off the loss to first order, for every
+model. Start near p = 0.1.
 
 The theory is for SGD and a first step. It does not foresee gradients of queries and keys that grow
-later. Relative to `mup`, rates of queries and keys grow about as head_dim (exponents +0.9 to +1.3
-for `vit-proxy` from 16 to 64) and over-drive attention later. Signal propagation depends on the
-reference. For a deep model choose branches of depth^-1/2, because cos θ falls with depth otherwise.
+later. Relative to `mup`, learning rates of queries and keys grow about as head_dim (exponents +0.9
+to +1.3 for `vit-proxy` from 16 to 64), and attention changes too fast later. Signal propagation
+depends on the reference. For a deep model choose branches of depth^-1/2, because the alignment cos
+θ of features and backward signals falls with depth otherwise.
 """
 
 from __future__ import annotations
@@ -50,21 +54,23 @@ from mupax.train.studies.check.feature_speed import (
 from mupax.zoo.definition import Arrays, Definition, normals
 
 _CLOSE = 0.01
-"""Greatest distance of the last feature's speed from 1."""
+"""Greatest distance from 1 that is accepted for the speed of the last block's output."""
 _ROUNDS = 20
-"""Most output scales that are tried."""
+"""Largest number of readout scales that are tried."""
 _ROUNDING = 1e-6
-"""Share of the total gradient below which a gradient is round-off, and its rate noise."""
+"""Share of the total gradient norm below which a group's gradient counts as round-off error."""
 
 
 class Parts(NamedTuple):
-    """Gradient norms and loss slopes of each group in each layer, by group.
+    """Gradient norms and slopes of the loss for each group of parameters, layer by layer.
 
-    Arrays are float32 [layers], or [1] outside of stacks. u is the optimizer's update at rate 1.
+    Keys are groups (`ParamSpec.group`). Arrays are float32 [layers], or [1] for parameters outside
+    of stacked blocks.
 
     Attributes:
-        gradient: Norm ‖∇‖ of the gradient.
-        slope: Fall of the loss <∇, u>, in nats per unit of learning rate.
+        gradient: Norm ‖∇‖ of the group's gradient ∇.
+        slope: Fall of the loss in nats per unit of the group's learning rate. This is the inner
+            product <∇, u> with the optimizer's first update u at learning rate 1.
     """
 
     gradient: dict[str, jax.Array]
@@ -80,11 +86,13 @@ def balance(
     seed: int = 0,
     centered: bool = False,
 ) -> Measured:
-    """Derive a preset from backward passes over one batch at the reference initialization.
+    """Derive a preset from backward passes over one batch at a reference preset's initialization.
 
-    Within a layer every group (`ParamSpec.group`) has an equal part, too, so that gains and biases
-    move at any size. The readout's multiplier is scaled until the last feature has speed 1 within
-    1 %. One pass finds the scale exactly while logits are small; otherwise passes repeat.
+    Learning rates are such that the embedding, every block and the readout lower the loss equally.
+    Within a layer every group of parameters (`ParamSpec.group`) lowers it equally, too, so that
+    gains and biases move at any size. The readout's multiplier is scaled until the output of the
+    last block changes at a root mean square of 1 (within 1 %) per unit of time. One pass finds the
+    scale exactly while logits are small; otherwise passes repeat.
 
     Args:
         definition: Definition of a ViT, an untied decoder or encoder-decoder, or of a model that
@@ -92,9 +100,9 @@ def balance(
         batch: `inputs`, `targets` and `weights`, and for an encoder-decoder `decoder_inputs` and
             `input_mask`, too. A larger batch has less noise in the gradient.
         config: Optimizer settings. Learning rate, schedule, decay and clipping do not matter.
-        reference: Preset with the initialization, multipliers, eps and decay (lr * wd per group);
-            `sp` by default.
-        centered: Whether to train f(w) - f(w0), where w0 are the initial parameters.
+        reference: Preset that gives the initialization, multipliers, eps, and for each group the
+            learning rate times weight decay; `sp` by default. Its learning rates are replaced.
+        centered: Whether the model's output is f(w) - f(w0), where w0 are the initial parameters.
 
     Returns:
         A preset for this model at these sizes. Its `table` can be saved and loaded
@@ -102,9 +110,9 @@ def balance(
 
     Raises:
         PresetError: The readout is tied, a parameter has no gradient at this initialization (such
-            as all below a readout of zero), two parameters of a group have different numbers in
-            the reference, the reference starts keys as queries or sets Muon's blocks or norms, or
-            20 passes find no scale of the readout.
+            as every parameter but the readout if the readout is zero), two parameters of a group
+            have different numbers in the reference, the reference starts keys as queries or sets
+            Muon's blocks or norms, or 20 passes find no scale of the readout.
     """
     refuse_tied(definition)
     reference = reference or presets.get("sp")
@@ -170,16 +178,16 @@ def desiderata(
     seed: int,
     centered: bool,
 ) -> list[Speeds]:
-    """Measure every layer at each preset's initialization, under its learning rates at peak_lr 1.
+    """Measure how fast features and loss change under presets, at their initializations.
 
-    Return the speeds of each preset, in the order of `presets`.
+    Learning rates are those of each preset at peak_lr 1. Return the speeds of all layers for each
+    preset, in the order of `presets`.
 
     Args:
         definition: Definition as for `balance`. The same models are refused.
         batch: Batch as for `balance`.
         config: Optimizer settings. Learning rate, schedule, decay and clipping do not matter.
-        *presets: Presets with initialization, multipliers and rates. One compiled program serves
-            them all.
+        *presets: Presets to measure. One compiled program serves them all.
         centered: Whether the output is f(w) - f(w0), where w0 are the initial parameters.
 
     Raises:
@@ -207,7 +215,7 @@ def desiderata(
 
 
 def _refuse_blocks(preset: Preset) -> None:
-    """Raise `PresetError` for a preset whose Muon does more than orthogonalize whole matrices."""
+    """Raise `PresetError` for a preset that sets blocks or norms of Muon's orthogonalized steps."""
     if preset.muon.changes_steps:
         raise PresetError(
             f"{preset.label}: speeds are measured under steps of whole matrices; leave out "
@@ -216,14 +224,15 @@ def _refuse_blocks(preset: Preset) -> None:
 
 
 def next_scale(tried: Sequence[tuple[float, float]]) -> float:
-    """Return the output scale to try next, for a speed of 1.
+    """Return the factor on the readout to try next, in a search for speed 1 of the last feature.
 
-    Speed goes as scale^-1 while logits are small, and more steeply beyond. There, steps that trust
-    the -1 swing from side to side, so the power is taken from the last two pairs.
+    The speed is proportional to scale^-1 while logits are small, and falls more steeply beyond.
+    With the power -1 the search would then oscillate. From the second pass on the power is
+    therefore fitted to the last two pairs.
 
     Args:
-        tried: (scale, speed of the last feature) of all passes so far, at least one. All numbers
-            are above 0, and the last two scales differ.
+        tried: (scale, speed of the last block's output) of all passes so far, at least one. All
+            numbers are above 0, and the last two scales differ.
     """
     scale, speed = tried[-1]
     power = -1.0
@@ -237,9 +246,10 @@ def next_scale(tried: Sequence[tuple[float, float]]) -> float:
 
 
 def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
-    """Return the function from gradients to dw/dt = -lr u, by name, per unit of peak_lr.
+    """Return a function from gradients to the velocities dw/dt = -lr u of all parameters.
 
-    u is the optimizer's first update, without clipping or decay.
+    The function maps dicts by parameter name. u is the optimizer's first update at learning rate 1,
+    without clipping or decay, and lr the learning rate that `factors` gives at peak_lr 1.
     """
     # Clipping scales all gradients by one global norm, so a layer's update would depend on the
     # gradients of other layers.
@@ -254,7 +264,9 @@ def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -
 
 
 def direction(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
-    """Return the function from gradients to u, the optimizer's first update at rate 1, by name.
+    """Return a function from gradients to the optimizer's first updates at learning rate 1.
+
+    The function maps dicts by parameter name. Updates are positive where a step lowers a weight.
 
     Args:
         factors: Factors of every parameter. Their learning rates are ignored.
@@ -275,17 +287,20 @@ def direction(definition: Definition, factors: Factors, config: OptimizerConfig)
 def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
     """Return learning rates at which all layers, and all groups of a layer, lower the loss equally.
 
-    Each of L layers takes 1 / L off the loss, and each of its G groups 1 / (L G), so its rate is
-    1 / (L G <∇, u>). A group in several layers, such as the gains of the embedding's norm and of
-    the last norm, has one rate and at most its part in each layer. The other groups of a layer
-    share the rest. Every <∇, u> must be above 0, which is not checked here.
+    Each of L layers lowers the loss by 1 / L per unit of time, and each of the layer's G groups by
+    1 / (L G). The learning rate of a group with gradient ∇ and update u is 1 / (L G <∇, u>). A
+    group in several layers, such as the gains of the embedding's norm and of the last norm, has one
+    learning rate, with which it lowers the loss by at most 1 / (L G) in each layer. The other
+    groups of a layer share the rest equally. Every <∇, u> must be above 0, which is not checked
+    here.
 
     Args:
         grads: Gradients of the loss by parameter name.
-        updates: The optimizer's updates at rate 1, by parameter name.
+        updates: The optimizer's updates at learning rate 1, by parameter name.
 
     Returns:
-        Rate of every parameter by its name, [layers] for a stacked parameter, otherwise [].
+        Learning rate of every parameter by its name, [layers] for a stacked parameter, otherwise
+        [].
     """
     layers = chain(definition)
     groups = {name: spec.group for name, spec in definition.specs.items()}
@@ -318,7 +333,7 @@ def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
 
 
 def _slopes_by_layer(definition: Definition, grads: Arrays, updates: Arrays) -> list[Arrays]:
-    """Return <∇, u>, the product of gradients and updates, by group, for each layer of `chain`."""
+    """Return the inner product of gradients and updates by group, for each layer of `chain`."""
     slopes: list[Arrays] = []
     for g, u in zip(split(definition, grads), split(definition, updates), strict=True):
         layer_slopes: Arrays = {}
@@ -337,13 +352,14 @@ def _shared_rates(
 ) -> Arrays:
     """Return the learning rate of every group that has parameters in several layers.
 
-    It is the least of the rates at which the group has its part in one of the layers. Groups of
-    stacked parameters have a rate per layer and are left out.
+    In each layer there is a learning rate at which the group lowers the loss as much as the layer's
+    other groups. The smallest of them is returned. Groups of stacked parameters have a learning
+    rate per layer and are left out.
 
     Args:
         layers: Parameters of every layer, from `chain`.
         groups: Name of the group of every parameter, by the parameter's name.
-        slopes: <∇, u> of every group, layer by layer.
+        slopes: Fall of the loss per unit of learning rate, by group, for every layer.
     """
     counts: dict[str, int] = {}
     for layer in layers:
@@ -370,10 +386,11 @@ def _shared_rates(
 
 
 def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
-    """Return gradient norms and slopes of each group in each layer.
+    """Return gradient norms and slopes of the loss for each group, layer by layer.
 
     Args:
-        updates: The optimizer's updates at rate 1, by parameter name.
+        grads: Gradients of the loss by parameter name.
+        updates: The optimizer's first updates at learning rate 1, by parameter name.
     """
     squares: dict[str, jax.Array] = {}
     slopes: dict[str, jax.Array] = {}
@@ -391,10 +408,10 @@ def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
 
 
 def _check_gradients(parts: Parts) -> None:
-    """Raise PresetError if a group has no gradient above round-off in one of its layers.
+    """Raise PresetError if no learning rate can be derived for a group in one of its layers.
 
-    A gradient that is not finite, or along which the update would not lower the loss, is refused,
-    too.
+    This is so if its gradient is not finite or not above round-off error, or if the optimizer's
+    update would not lower the loss.
     """
     norm = math.sqrt(sum(float(jnp.sum(g**2)) for g in parts.gradient.values()))
     if not 0 < norm < math.inf:
@@ -415,7 +432,7 @@ def _check_gradients(parts: Parts) -> None:
 
 
 def _table(definition: Definition, factors: Factors, reference: Preset, optimizer: str) -> Table:
-    """Return the table of a measured preset: a row of numbers per group, and residual scales.
+    """Return the table of the derived preset: a row of numbers per group, and residual scales.
 
     Args:
         factors: Factors with the derived learning rates and multipliers.
@@ -479,6 +496,6 @@ def _residual_scales(
 
 
 def _number(values: Any) -> Number:
-    """Return one number if all layers have the same, otherwise a tuple with a number per layer."""
+    """Return a single number if all layers have the same, otherwise a tuple of one per layer."""
     numbers = tuple(map(float, np.ravel(values)))
     return numbers[0] if len(set(numbers)) == 1 else numbers

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mupax.train.studies.check.feature_speed import Speeds
 
 READ = ("--model", "--preset", "--optimizer", "--data", "--seed")
-"""Flags of a run that the command reads, with all fields under them."""
+"""Flags of a run that the command reads, including all fields below them (`--model.depth`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,9 @@ class Balance:
 def main(argv: Sequence[str]) -> int:
     """Run `mupax presets balance`: derive learning rates from one batch and write a preset.
 
-    The preset is written to `--out`, where an existing file is replaced. Then the reference and the
-    new preset are measured, and tables of both are printed. Return 0.
+    The preset is written to `--out`, where an existing file is replaced. Then the new preset and
+    the reference (the preset that gave its initialization) are measured, and tables of both are
+    printed. Return 0.
 
     Raises:
         UsageError, ConfigError: As for `configured`.
@@ -94,7 +95,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def configured(args: Balance, rest: Sequence[str]) -> Config:
-    """Return the run whose model, data, optimizer and reference are measured.
+    """Return the run whose model, data and optimizer the new preset is derived for.
+
+    The run's preset is the reference, which gives the initialization.
 
     Args:
         rest: Further words of the command line, the flags of a run.
@@ -139,9 +142,10 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
 
 
 def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
-    """Return the recipe's first training batch, or `check.even_batch`, random data, for a model.
+    """Return a recipe's first training batch, or a random batch for a model without data.
 
-    The recipe's data is prepared if needed.
+    The recipe's data is prepared first if needed, for instance tokenized. The random batch comes
+    from `check.even_batch`.
 
     Args:
         name: Name of a recipe, or of a model without data.
@@ -175,7 +179,12 @@ def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
 
 
 def _layer_rows(before: Speeds, after: Speeds, table: Table) -> list[list[str]]:
-    """Return a heading and a row per layer, with "before | after" in every cell."""
+    """Return the table of layers as text: a header, and a row per layer and the readout.
+
+    Cells are "before | after". Columns are cos θ (the alignment of a feature's change with the
+    descent direction), root mean squares of the feature and its speed, and the layer's share of the
+    loss decay.
+    """
     encoder_depth = table.sizes.get("encoder_layers", 0)
     names = ["embedding"]
     names += [f"encoder block {index}" for index in range(encoder_depth)]
@@ -199,7 +208,7 @@ def _layer_rows(before: Speeds, after: Speeds, table: Table) -> list[list[str]]:
 
 
 def _goal_rows(before: Speeds, after: Speeds) -> list[list[str]]:
-    """Return a heading and a row per desideratum: name, goal, and value before and after."""
+    """Return the table of the four desiderata as text: name, goal, value before and after."""
     rows = [
         ["", "wanted", "before", "after"],
         ["signal propagation (feature rms)", "about 1"],
@@ -217,7 +226,10 @@ def _goal_rows(before: Speeds, after: Speeds) -> list[list[str]]:
 
 
 def _rate_rows(table: Table) -> list[list[str]]:
-    """Return a heading and a row per group: multiplier, learning rate in first and last layer."""
+    """Return the table of learning rates as text: a header, and a row per group of parameters.
+
+    Columns are the multiplier in the first layer, and the learning rate in first and last layer.
+    """
     import numpy as np
 
     rows = [["group", "multiplier", "rate, first layer", "rate, last layer"]]

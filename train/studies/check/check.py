@@ -70,19 +70,20 @@ _LOGITS = 2**22
 At width 512 the products that make so many logits take half of the check's time.
 """
 _LAZY_RATE = 0.125
-"""Factor of the learning rate for tables by which features change less as the model grows.
+"""Factor on the learning rate for presets under which features change less as the model grows.
 
-Their exponent is that of the first order in the change. Under `ntk` and Adam's usual rate the
-stream changed by its own size within ten steps, and the slope was -0.30 in place of -1/2. At an
-eighth of the rate it changed by 0.31, and the slope was -0.51 (ViT with QK-norm, heads growing).
+For such presets theory gives the exponent only to first order in the change, so changes must be
+small. Under `ntk` and Adam's usual learning rate the residual stream changed by its own size within
+ten steps, and the slope was -0.30 in place of -1/2. At an eighth of that learning rate the stream
+changed by 0.31 of its size, and the slope was -0.51 (ViT with QK-norm, heads growing).
 """
 MORE_SEEDS = 4
-"""Factor of the number of seeds with which a narrow failure is decided."""
+"""Factor on the number of seeds when a check that failed narrowly is repeated."""
 LEAST_GROWTH = 4
-"""Least ratio of the largest to the smallest size.
+"""Smallest ratio of the largest to the smallest model size that a check accepts.
 
-Effects of finite size fall as 1/size. Over the first doubling alone a slope strays twice as far as
-over three doublings, over which the allowances were measured.
+Effects of finite size fall as 1/size. Over the first doubling alone a slope lies twice as far
+from theory as over three doublings, over which the allowances for finite sizes were measured.
 """
 
 
@@ -102,26 +103,27 @@ class CheckModel(NamedTuple):
 
 
 def peak_lr(optimizer_name: str, expected: Mapping[theory.ObservableStep, Expected]) -> float:
-    """Return the learning rate at which a table is checked, at the smallest size.
+    """Return the peak learning rate of a coordinate check, for the smallest model.
 
-    It is the optimizer's `check_lr`, or an eighth of it for a table by which features change less
-    as the model grows.
+    It is the optimizer's `check_lr`, or an eighth of `check_lr` for a preset under which features
+    change less as the model grows.
 
     Args:
-        expected: Theory of the table, from `theory.of`.
+        expected: Theory of the preset under check, from `theory.of`.
     """
     rate = OPTIMIZERS[optimizer_name].check_lr
     return rate * _LAZY_RATE if theory.is_lazy(expected) else rate
 
 
 def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerConfig:
-    """Return the model's structure at width 64, 4 heads, depth 2 and 16 positions.
+    """Return a model of the same structure with width 64, 4 heads, depth 2 and 16 positions.
 
-    The vocabulary becomes 64, and images become 8 x 8 pixels in patches of 2 x 2. Key heads keep
-    their ratio to query heads. Layers are applied by a scan, and `centered` is switched off.
+    It is the first of the growing models of a check. The vocabulary becomes 64, and images become
+    8 x 8 pixels in patches of 2 x 2. Key heads keep their ratio to query heads. Layers are applied
+    by a scan, and `centered` is switched off.
 
     Args:
-        written: Names of fields that keep their sizes.
+        written: Names of the fields of `model` that keep their sizes.
 
     Raises:
         ConfigError: The model is no transformer, or the sizes do not fit together.
@@ -166,9 +168,9 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
 def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> CheckModel:
     """Return the model with its vocabulary, context and output length cut to a check's limits.
 
-    The limits are a vocabulary of 2**15, lengths of 512, and lengths at which a batch has at most
-    2**22 logits (but at least 16). An image model is returned unchanged, with notes on what
-    `smallest` will shrink.
+    The vocabulary is cut to 2**15 and lengths to 512 tokens. Lengths are shortened further, but not
+    below 16 tokens, if a batch would have more than 2**22 logits. An image model is returned
+    unchanged, with notes on what `smallest` will shrink.
 
     Args:
         written: Names of fields that the user wrote. They are not changed.
@@ -209,7 +211,7 @@ def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> CheckModel:
 
 
 def _image_notes(model: ModelConfig, written: Collection[str]) -> list[str]:
-    """Return a sentence on the image size and on the patch size, if `smallest` changes them."""
+    """Return a note for each of image size and patch size that `smallest` changes."""
     small = smallest(model, written)
     notes = []
     for name in ("image_size", "patch_size"):
@@ -227,9 +229,10 @@ def _size_note(word: str, field: str, new_size: int, model_size: int) -> str:
 
 
 def _affordable_length(vocab_size: int, longest: int) -> int:
-    """Double a length from 16 to at least `longest`, or until logits would exceed `_LOGITS`.
+    """Return the longest sequence length, in tokens, at which a check can afford the logits.
 
-    Return the length, in tokens. It is at least 16, and may be above `longest`.
+    The length doubles from 16 until it is at least `longest`, or until another doubling would give
+    a batch more than `_LOGITS` logits. The result may be above `longest`.
 
     Args:
         longest: Longest sequence of the model, in tokens.
@@ -251,9 +254,10 @@ def grow(
     """Return `count` models, from `smallest(model)` on, whose size along `axis` doubles each time.
 
     Args:
-        axis: "head_dim", "heads", "depth" (with an encoder's, unless that is written),
-            "encoder_depth", "width" (heads and head_dim in turn), "mlp", "experts", "expert_dim" or
-            "kv_heads" (from 1, of 8 query heads unless `num_heads` is written).
+        axis: "head_dim", "heads", "depth" (an encoder's, too, unless `written` has
+            "encoder_depth"), "encoder_depth", "width" (doubles heads and head_dim in turn), "mlp",
+            "experts", "expert_dim" or "kv_heads" (from 1, with 8 query heads unless `written` has
+            "num_heads").
         written: Names of fields of the model that keep their sizes in the smallest model.
 
     Raises:
@@ -307,8 +311,8 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
     """Return the batch that every size trains on, drawn from a fixed seed.
 
     An image model gets 16 images of Gaussian noise with random labels. A language model gets
-    `examples` sequences from `tokens`. An encoder-decoder also gets source tokens of the same
-    distribution, with a mask of random padding. Its source tokens are among the first 64.
+    sequences of random tokens from `tokens`. An encoder-decoder also gets tokens for its encoder,
+    drawn from the first 64 of the vocabulary by the same law, with a mask of random padding.
 
     Args:
         model: Smallest model, whose inputs have the shapes of all sizes.
@@ -348,8 +352,8 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
 def even_batch(model: ModelConfig) -> dict[str, np.ndarray]:
     """Return a batch of 8 sequences whose tokens are drawn uniformly, from a fixed seed.
 
-    Targets of a decoder are its next tokens. The source of an encoder-decoder has random padding.
-    For an image model return `batch(model)`.
+    A decoder's targets are the next tokens. The encoder input of an encoder-decoder has random
+    padding. For an image model, return `batch(model)`.
     """
     if model.task == "images":
         return batch(model)
@@ -421,8 +425,9 @@ def digest(tree: Any) -> bytes:
 class Series:
     """Model at growing sizes, to be trained and measured under any preset.
 
-    Each size compiles once, or once more for each setting of Muon's blocks and norms. Trainings
-    are cached by size, seed, batch, and the factors and initial stds of the preset.
+    Presets are data to the compiled programs: each size compiles once, and once more for each
+    setting of Muon's blocks and norms. Measurements are cached by size, seed, batch, optimizer
+    hyperparameters, and the factors and initial stds that the preset gives.
 
     Args:
         config: Optimizer settings. The schedule should be constant.
@@ -469,12 +474,14 @@ class Series:
     ) -> dict[str, np.ndarray]:
         """Train every size from every seed, and return the observables by name.
 
-        Values are float64 [sizes, seeds, steps + 1]. Trainings of earlier calls are reused.
-        Gradients of shared biases that are nothing but rounding are left out.
+        Observables are root mean squares, such as that of an activation, a gradient or the change
+        of a weight. Values are float64 [sizes, seeds, steps + 1]. Measurements of earlier calls are
+        reused. Gradients of shared biases that are nothing but rounding are left out.
 
-        Observables that are recorded layer by layer are root mean squares over layers. Their layers
-        are in the result, too: under the name `LAYERS` with a last axis of layers, or, if sizes
-        differ in depth, under `ENDS` with a last axis of the least and the greatest layer.
+        An observable that is recorded layer by layer has the root mean square over layers under its
+        own name. The result also has its layers: under the name `LAYERS.format(name)` with a last
+        axis of layers, or, if sizes differ in depth, under `ENDS.format(name)` with a last axis of
+        the least and the greatest layer.
 
         Args:
             batch: `inputs`, `targets` and `weights` for every size, the same at every step.
@@ -526,10 +533,16 @@ class Series:
     def _program_for(
         self, index: int, preset: Preset
     ) -> tuple[str, Callable[..., dict[str, np.ndarray]]]:
-        """Return the key and the program of size number `index` for a preset.
+        """Return the compiled program of one size for a preset, and a key that names the program.
 
-        The key tells programs apart. One program serves all presets, except those that set blocks
-        or norms of Muon's steps: their programs are built once and kept.
+        One program serves all presets, except presets that set blocks or norms of Muon's steps.
+        These get programs of their own, which are kept for later calls.
+
+        Args:
+            index: Index of the size in `definitions`.
+
+        Returns:
+            The key, which is a part of the keys of cached measurements, and the program.
         """
         definition = self.definitions[index]
         matrix_steps = preset.matrix_steps(definition.specs, definition.sizes, self.config.name)
@@ -547,7 +560,7 @@ class Series:
         batch: Mapping[str, np.ndarray],
         seeds: int,
     ) -> list[dict[str, np.ndarray]]:
-        """Train what is not cached, and return a dict of observables for every size.
+        """Return a dict of observables for every size, and train only what is not cached.
 
         Values are [seeds, steps + 1] or [seeds, steps + 1, layers].
         """
@@ -589,7 +602,8 @@ def study(
         batch: `inputs`, `targets` and `weights` for every size (see `mupax.train.core.step`).
         seeds: Number of initializations of every size, 4 by default. A check that fails narrowly
             is repeated from four times as many.
-        accept: Troubles that the preset's source wants (`mupax.train.studies.check.theory.of`).
+        accept: Troubles that do not fail the check, such as "lazy", because the paper of the preset
+            wants them (`mupax.train.studies.check.theory.of`).
 
     Returns:
         A finding per measured observable and step that theory covers. `text` says what failed,
@@ -627,13 +641,13 @@ def measure_and_judge(
     *,
     peak_lr: float | None = None,
 ) -> list[Finding]:
-    """Train a preset at every size and return its findings.
+    """Train every size of a series under a preset, and return a finding per observable and step.
 
     If the check fails and every failure is narrow (`Finding.fails_narrowly`), it is repeated from
-    `MORE_SEEDS` times as many seeds, and those findings are returned.
+    `MORE_SEEDS` times as many seeds, and the findings of the repetition are returned.
 
     Args:
-        sizes: Grown size of each definition, or its ratio to the smallest.
+        sizes: Size that grows, in each model of the series, or its ratio to the smallest.
         expected: Theory of the preset, from `theory.of`.
         peak_lr: Peak learning rate in place of that of the series.
     """

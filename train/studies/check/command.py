@@ -89,10 +89,10 @@ class Check(ConstantFlags):
 
 
 class _Page(NamedTuple):
-    """Lines that stand around the findings on the screen.
+    """Lines that are printed around the findings.
 
     Attributes:
-        title: Line above the table.
+        title: Line above the table of findings.
         subject: Beginning of the conclusion if the check passes.
         following: Sentences on what to type next.
     """
@@ -113,7 +113,8 @@ class _Plan(NamedTuple):
         optimizer: Optimizer settings of the check.
         expected: (observable, step) to what theory expects.
         not_judged: Observables that theory says nothing about.
-        vanishing: Quantity that the preset's source lets vanish, to its exponent.
+        vanishing: Map from a quantity that the preset's paper lets vanish to the exponent that it
+            allows.
     """
 
     models: list[TransformerConfig]
@@ -129,8 +130,9 @@ class _Plan(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Run `mupax check`: print the findings, and write the files that the flags name.
 
-    Return 0 if the program does what the table says and the table is good, otherwise 1. A dry run
-    measures nothing and returns 0. With `--desiderata` run that study in place of the check.
+    Return 0 if the program does what the preset's table says and theory finds no fault in the
+    table, otherwise 1. A dry run measures nothing and returns 0. With `--desiderata`, run the study
+    of `mupax.train.studies.desiderata` in place of the check.
 
     Raises:
         ConfigError: Too few sizes or seeds, or as for `configured`.
@@ -270,7 +272,11 @@ _PLAIN_AXES = ("embed", "heads", "head_dim", "layers", "encoder_layers")
 
 
 def _print_plan(plan: _Plan) -> None:
-    """Print the sizes of a check, what theory expects, and what is not judged or may vanish."""
+    """Print the plan of a check without running it.
+
+    These are the sizes, the expected exponents, the observables that are not judged, and the
+    quantities that the preset's paper lets vanish.
+    """
     smallest = plan.models[0].sizes()
     largest = plan.models[-1].sizes()
     for model in plan.models:
@@ -299,11 +305,17 @@ _GROWTH_WORDS = {
     "kv_heads": "key heads grow",
     "mlp": "the MLP grows",
 }
-"""Grown sizes whose flag is not a word to print, or is a plural."""
+"""Words for sizes that grow, where "FLAG grows" would be wrong English or unclear."""
 
 
 def _sizes_line(name: str, models: Sequence[TransformerConfig], notes: Sequence[str]) -> str:
-    """Return the first line of the output: the trained model, and what was made smaller."""
+    """Return the first line of the output: sizes of the trained models, and what was made smaller.
+
+    Args:
+        name: Model or recipe as the user wrote it.
+        models: Models of the check, the smallest first.
+        notes: Sentence on each input that was made smaller.
+    """
     first: Any = models[0]
     last = models[-1]
     if first.task == "images":
@@ -323,8 +335,8 @@ def _next_steps(
 ) -> list[str]:
     """Return a list of at most one sentence on what to type next.
 
-    It depends on the outcome: the check passed, only the table is wrong, or the program deviates.
-    Every command in it runs as it is printed.
+    The sentence depends on the outcome: the check passed, only the preset's table is wrong, or the
+    program deviates from the table. Every command in it runs as it is printed.
 
     Args:
         config: Run with the model, the preset and the optimizer of the check.
@@ -352,12 +364,16 @@ def _next_steps(
 
 
 _SMALL_RECIPES = ("lm-tiny", "vit-digits", "ed-tiny")
-"""Recipes of data that every machine has, one for each family of the zoo."""
+"""Recipes whose data need no download, one for each family of the zoo."""
 _INPUT_AXES = ("vocab", "patch", "classes", "position")
 
 
 def _small_recipe(model: configs.ModelConfig) -> str | None:
-    """Return a small recipe whose data fit a model as it is, or `None` without one."""
+    """Return the name of a small recipe that can train a model on the recipe's data.
+
+    The recipe's own model must have the same family, vocabulary, patches, classes and positions.
+    Return `None` if no small recipe has.
+    """
     for name in _SMALL_RECIPES:
         own_model = RECIPES[name]().model
         sizes = own_model.sizes()
@@ -369,10 +385,10 @@ def _small_recipe(model: configs.ModelConfig) -> str | None:
 
 
 def _sweep_command(args: Check, config: Config, rest: Sequence[str]) -> str | None:
-    """Return a command that sweeps the learning rate of what was checked, or `None`.
+    """Return a command that sweeps the learning rate of the checked model and preset.
 
-    It is `None` for a model that no small recipe trains, and if the flags of the check make a run
-    with another preset.
+    Return `None` for a model that no small recipe can train, and if the flags of the check would
+    give a sweep of another preset.
     """
     words = [args.model]
     if not cli.is_recipe(args.model):
@@ -404,8 +420,9 @@ def _sweep_command(args: Check, config: Config, rest: Sequence[str]) -> str | No
 def _check_joint_rule(args: Check, config: Config) -> int:
     """Check a joint rule as batch or tokens grow, and report the findings. Return the exit code.
 
-    It is 0 if the check passes, otherwise 1. Cautions of the rule for the last run are printed too.
-    A dry run prints runs and theory and returns 0.
+    A joint rule scales learning rate, betas, eps, weight decay and warm-up with batch and tokens.
+    The code is 0 if the check passes, otherwise 1. The rule's cautions for the largest run are
+    printed, too. A dry run prints runs and theory and returns 0.
 
     Raises:
         ConfigError: `args.model` is no recipe, or as for `joint_run.runs`.
@@ -480,8 +497,8 @@ def _report(
 
     Args:
         not_judged: Observables that theory says nothing about. They are printed and written, too.
-        about: Facts on the check by name, for the JSON file. Its `vanishing`, quantities with the
-            exponents that the preset's source lets them have, is printed, too.
+        about: Facts on the check by name, for the JSON file. Its entry `vanishing` is printed, too:
+            quantities that the preset's paper lets vanish, with the exponents that it allows.
     """
     from mupax.train.studies.check import report
     from mupax.train.studies.check.judge import passes
@@ -601,7 +618,10 @@ def _bare_run(name: str) -> Config:
 
 
 def relative(chosen: PresetConfig, smallest: configs.ModelConfig) -> Preset:
-    """Return the preset relative to the smallest model, or absolute if it takes no base."""
+    """Return the preset with the smallest model as its base.
+
+    A preset that takes no base is returned without one.
+    """
     # Whether a preset takes a base is known only after it is built.
     absolute = preset_for(dataclasses.replace(chosen, base=None), smallest)
     if absolute.baseless:

@@ -2,11 +2,12 @@
 
     ‖df_v/dt‖ = sum_{l <= v} η_l ‖∇_l‖² / (cos θ_v ‖b_v‖)
 
-The formula is from Chizat and Netrapalli 2023 (arXiv 2311.18718). Layers are f_v = layer_v(w_v,
-f_{v-1}), and weights follow the flow dw_l/dt = -η_l ∇_l. b_v is dLoss/df_v, and the
-backward-feature angle θ_v lies between df_v/dt and -b_v. For another optimizer with update u_l,
-η_l ‖∇_l‖² becomes η_l <∇_l, u_l>. The formula holds because every path from w_l, l <= v, to the
-loss leads through f_v. A weight that acts twice breaks it.
+The formula is from Chizat and Netrapalli 2023 (arXiv 2311.18718). The feature f_v = layer_v(w_v,
+f_{v-1}) is the output of layer v. Weights w_l with gradients ∇_l follow the flow dw_l/dt = -η_l
+∇_l. The backward signal b_v is dLoss/df_v, and the angle θ_v lies between df_v/dt and -b_v. For
+another optimizer with update u_l, η_l ‖∇_l‖² becomes η_l <∇_l, u_l>. The formula holds because
+every path from w_l, l <= v, to the loss leads through f_v. It fails for a weight that acts in two
+layers.
 
 One backward pass gives every ∇_l and b_v, and one JVP every df_v/dt. There are no finite
 differences. Time is in units of the learning rates (a step of SGD at peak_lr 1 is one), losses are
@@ -36,38 +37,48 @@ Batch = Mapping[str, Any]
 
 
 class Speeds(NamedTuple):
-    """Speeds at one moment of a chain of V layers and a readout, float32.
+    """Speeds at one moment of training of a chain of V layers and a readout, float32.
 
-    Index v counts the V layers, index l layers and readout.
+    A feature is the output of a layer for the whole batch. Norms are Frobenius norms. Time is in
+    units of the learning rate: a step of SGD at peak_lr 1 takes one unit.
     """
 
     loss: jax.Array
     feature: jax.Array
-    """‖f_v‖, [V]."""
+    """Norm of each feature, [V]."""
     speed: jax.Array
-    """‖df_v/dt‖, [V]."""
+    """Norm of each feature's time derivative, [V]."""
     backward: jax.Array
-    """‖b_v‖, [V]."""
+    """Norm of the gradient of the loss with respect to each feature, [V]."""
     cosine: jax.Array
-    """cos θ_v, [V]. NaN where a feature stands still."""
+    """Cosine of the angle between a feature's time derivative and minus the gradient there, [V].
+
+    NaN where a feature stands still.
+    """
     contribution: jax.Array
-    """η_l <∇_l, u_l>, by which layer l lowers the loss per unit of time, [V + 1]."""
+    """Fall of the loss per unit of time by the weights of each layer and the readout, [V + 1]."""
     entries: jax.Array
-    """Number of entries of f_v, batch and positions included: m of the desiderata, [V]."""
+    """Number of entries of each feature, including batch and positions, [V]."""
 
     @property
     def feature_rms(self) -> jax.Array:
-        """RMS of each feature, [V]. Signal propagation asks for Θ(1)."""
+        """RMS of each feature, [V]. The desideratum "signal propagation" asks for Θ(1)."""
         return self.feature / jnp.sqrt(self.entries)
 
     @property
     def speed_rms(self) -> jax.Array:
-        """RMS of each feature's speed, [V]. Feature learning asks for Θ(1) at the last layer."""
+        """RMS of each feature's time derivative, [V].
+
+        The desideratum "feature learning" asks for Θ(1) at the last layer.
+        """
         return self.speed / jnp.sqrt(self.entries)
 
     @property
     def loss_decay(self) -> jax.Array:
-        """-dLoss/dt in nats, []. Loss decay asks for Θ(1), balance for equal parts by layer."""
+        """Fall of the loss per unit of time, in nats, [].
+
+        The desideratum "loss decay" asks for Θ(1), and "balance" for equal parts by layer.
+        """
         return jnp.sum(self.contribution, axis=-1)
 
 
@@ -79,16 +90,21 @@ def measure(
     flow: Flow,
     parts: Callable[[Any], list] = list,
 ) -> tuple[Speeds, Any]:
-    """Return every quantity of the formula, and the gradients of the loss, a pytree like `params`.
+    """Measure how fast the output of every layer changes when weights follow a flow.
 
     The function is pure: it can be compiled by `jax.jit`, or mapped over seeds by `jax.vmap`.
 
     Args:
-        layers: V functions. The first takes `inputs`, each other the output of the one before.
-        loss: Function (weights of the readout, last feature) -> loss, [].
-        flow: Function from gradients (a pytree like `params`) to velocities.
-        parts: Function from such a pytree to V + 1 parts: weights of every layer and the readout.
-            By default the pytree is a sequence of these parts.
+        layers: V functions (weights, input) -> output. The first takes `inputs`, each other the
+            output of the layer before.
+        loss: Function (weights of the readout, output of the last layer) -> loss, [].
+        flow: Function from gradients (a pytree like `params`) to the velocities dw/dt of the
+            weights, a pytree of the same structure.
+        parts: Function that splits a pytree like `params` into V + 1 parts: the weights of every
+            layer, then those of the readout. By default the pytree is a sequence of these parts.
+
+    Returns:
+        The speeds, and the gradients of the loss, a pytree like `params`.
     """
 
     def forward(params: Any, deltas: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
@@ -141,7 +157,7 @@ def measure(
 def dot(a: Any, b: Any) -> jax.Array:
     """Return the inner product of two pytrees with equal structure, float32 [].
 
-    It is computed by products and sums, so that no matrix unit rounds the factors.
+    It is computed by elementwise products and sums, because matrix units may round their inputs.
     """
     products = jax.tree.map(
         lambda x, y: jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32)), a, b
@@ -163,12 +179,13 @@ def of_model(
     *,
     centered: bool = False,
 ) -> tuple[Speeds, Arrays]:
-    """Return the speeds of a model of the zoo, and its gradients by name.
+    """Measure how fast the output of every block changes, and return the gradients by name, too.
 
-    Layers are the embedding and each block; the last norm belongs to the readout. Feature 0 is the
-    embedding, feature i the output of block i. An encoder-decoder is a chain, too: its layers are
-    the embeddings, the encoder's blocks and the decoder's blocks, and a feature is the pair of both
-    streams. The last feature is the decoder's stream alone.
+    Layers are the embedding and each block; the last norm belongs to the readout. Entry 0 of each
+    speed is for the embedding, and entry i for the output of block i, counted from 1. An
+    encoder-decoder is a chain, too: its layers are the embeddings, the encoder's blocks and the
+    decoder's blocks, and the output of a layer is the pair of both streams. The output of the last
+    layer is the decoder's stream alone.
 
     Args:
         definition: Definition of a ViT, an untied decoder or encoder-decoder, or any model with
@@ -176,19 +193,25 @@ def of_model(
             `read(h)`.
         batch: `inputs`, `targets` and `weights` (see `mupax.train.core.step`), and for an
             encoder-decoder `decoder_inputs` and `input_mask`, too.
-        flow: Function from gradients by name to velocities by name.
-        centered: Whether the output is f(w) - f(w0). `params` must then be w0, the initial ones.
+        flow: Function from gradients by name to the velocities dw/dt of the weights by name.
+        centered: Whether the output is f(w) - f(w0). `params` must then be w0, the initial
+            parameters.
 
     Raises:
-        PresetError: The readout is tied, positions are relative, or the model has other parts.
+        PresetError: The readout is tied, an encoder-decoder has relative positions, or the model
+            lacks `embed`, `block`, `read` or an axis "layers".
     """
     refuse_tied(definition)
 
     def bound(weights: Arrays, index: int | None = None, stack: str = "block.") -> Any:
         """Return the model with `weights` in place of its own parameters of these names.
 
-        With `index` the weights are of one layer, and become a stack of one layer. Multipliers and
-        the forward factors of `stack` are cut to that layer.
+        With an `index` the weights are those of one layer, and the model gets a stack of one layer.
+        Multipliers and the forward factors of `stack` are cut to that layer.
+
+        Args:
+            index: Index of the layer in its stack. `None` for weights outside of stacks.
+            stack: Prefix of the names of the stack's forward factors.
         """
         multipliers = dict(factors.multiplier)
         forward = dict(factors.forward)
@@ -309,9 +332,9 @@ def refuse_tied(definition: Definition) -> None:
 def chain(definition: Definition) -> list[dict[str, int | None]]:
     """Return the parameters of every layer: embedding, blocks, and last norm with readout.
 
-    A layer has the names of its parameters, and the index of the layer in its stack or `None` for a
-    parameter outside of stacks. Both embeddings of an encoder-decoder are one layer, because they
-    may share a table. The encoder's last norm belongs to its last block.
+    A layer is a dict from the names of its parameters to the index of the layer in its stack, or to
+    `None` for a parameter outside of stacks. Both embeddings of an encoder-decoder are one layer,
+    because they may share a table. The encoder's last norm belongs to its last block.
     """
     embed = []
     encoder = []

@@ -1,8 +1,9 @@
-"""Theory of single parameters: their labels in a report, and exponents of size, movement, gradient.
+"""Theory of single parameters: labels for reports, and exponents of size, movement and gradient.
 
 An observable of a parameter is "kind/label", such as "movement/block.mlp_in/gate". The label is the
-parameter's group (`ParamSpec.group`), and the distinguishing part of its name if the group has
-several parameters: a root mean square over a SwiGLU's gate and up projection would hide the gate.
+parameter's group (`ParamSpec.group`). If the group has several parameters, the label also has the
+words of the name that tell them apart, because a root mean square over a SwiGLU's gate and up
+projection together would hide the gate.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ COLUMNS: dict[tuple[str, int], Column] = {
     ("movement", 1): "lr",
     ("gradient", 0): "eps",
 }
-"""Kind of observable and its step to the column of a row that sets it."""
+"""Map from (kind of observable, step) to the column of a preset's table that sets its value."""
 ROUNDING = 1e-4
-"""Share of other gradients below which a gradient is float32 rounding. The largest was 3e-7."""
+"""Ratio to the median gradient below which a gradient counts as float32 rounding error.
+
+The largest ratio of a rounding error that was seen is 3e-7.
+"""
 QUERY_GAIN = "block.query.norm_gain"
-"""Label of a QK-norm's gain."""
+"""Label of the gain with which a QK-norm scales queries."""
 
 
 def labels(specs: Mapping[str, ParamSpec]) -> dict[str, str]:
@@ -46,7 +50,7 @@ def labels(specs: Mapping[str, ParamSpec]) -> dict[str, str]:
 
 
 def _part(name: str, names: Collection[str]) -> str:
-    """Return the words of a dotted name that not all `names` have, joined by dots."""
+    """Return the words of a dotted name that some of `names` lack, joined by dots."""
     word_sets = []
     for member in names:
         word_sets.append(set(member.split(".")))
@@ -57,14 +61,17 @@ def _part(name: str, names: Collection[str]) -> str:
 def slopes(
     preset: Preset, specs: Mapping[str, ParamSpec], limit: Limit, *, aligned: bool = True
 ) -> dict[tuple[str, int], float]:
-    """Return exponents of initial size, first step, and gradient over eps, by (observable, step).
+    """Return theory's exponents for every parameter, by (observable, step).
 
-    They are powers of the growing size t. Observables that the theory does not cover are left out.
+    A quantity with exponent x grows as t^x, where t is the size that grows. For each parameter
+    there are up to three: its initial size ("weight/LABEL", 0), its first step ("movement/LABEL",
+    1), and the ratio of its gradient to the optimizer's eps ("gradient/LABEL", 0). Observables that
+    the theory does not cover are left out.
 
     Args:
         limit: Limit in which t grows, with the optimizer's family.
-        aligned: Whether training has begun, so that the terms of a sum over heads have one sign. At
-            initialization they are independent.
+        aligned: Whether the terms of sums over heads have one sign, as they do in training. `False`
+            gives the exponents at initialization, where the terms are independent.
     """
     exponents: dict[tuple[str, int], float] = {}
     has_key_norm = _has_norm_of(Role.KEY, specs)
@@ -105,11 +112,12 @@ def _movement(
 ) -> float | None:
     """Return the exponent of a parameter's first step, multiplier included, or `None` if unknown.
 
-    It is unknown under SGD if the gradient's exponent is, and for matrices outside the theory that
-    Muon orthogonalizes.
+    Under SGD it is unknown if `gradient_exponent` is `None`. Under Muon it is unknown for matrices
+    that Muon orthogonalizes but the theory does not cover.
 
     Args:
-        gradient_exponent: Exponent of its gradient as stored. Only SGD's step depends on it.
+        gradient_exponent: Exponent of the parameter's stored gradient. Only SGD's step depends on
+            the gradient's size.
     """
     row = preset.row(spec)
     family = limit.family
@@ -131,9 +139,10 @@ def _movement(
 def troubles(
     preset: Preset, specs: Mapping[str, ParamSpec], limit: Limit
 ) -> dict[tuple[str, int], Trouble]:
-    """Return the faults in the preset's rows for these parameters, by (observable, step).
+    """Return the faults that theory finds in a preset's table, by (observable, step).
 
-    Rows without a fault have no entry.
+    A fault is an initial std, learning rate or eps of a parameter whose exponent is wrong, such as
+    an update that vanishes. Numbers without a fault have no entry.
 
     Args:
         limit: Limit in which the table is judged.
@@ -153,19 +162,20 @@ def troubles(
 def at_base(
     preset: Preset, specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], optimizer: str
 ) -> dict[tuple[str, int], float]:
-    """Return the numbers that a preset gives a model of these sizes, by (observable, step).
+    """Return the values that a preset predicts for a model of these sizes, by (observable, step).
 
-    The step is 0 for initialization and 1 for the first optimizer step. For each parameter, with
-    its label from `labels`, the result has:
+    A check compares them with measurements of its smallest model, which is the preset's base. The
+    step is 0 for initialization and 1 for the first optimizer step. For each parameter, with its
+    label from `labels`, the result has:
 
     * ("weight/LABEL", 0): initial size of its entries, multiplier included.
     * ("movement/LABEL", 1): size of its first step, multiplier included, divided by the peak
       learning rate, for optimizers whose steps are as large as the rate (Adam and Lion).
     * ("gradient/LABEL", 0): factor on eps.
 
-    ("attention", 0), the initial size of attention logits, is left out for a model without
-    attention and for a preset that starts keys as queries. Of one number per layer the median
-    counts.
+    It also has ("attention", 0), the initial std of attention logits, unless the model has no
+    attention or the preset starts keys as queries. If a preset has a number per layer, the median
+    over layers is used.
 
     Args:
         sizes: Size of every logical axis of the model.
@@ -198,20 +208,22 @@ def at_base(
 
 
 def _of_middle_layer(scale: Number) -> float:
-    """Return a number as it is, or the median of one number per layer (measured presets)."""
+    """Return the median of a tuple with a number per layer, or a single number unchanged."""
     return statistics.median(scale) if isinstance(scale, tuple) else scale
 
 
 def wrong_base(
     preset: Preset, specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], optimizer: str
 ) -> dict[tuple[str, int], float]:
-    """Return how many times too large the preset's numbers are, because its base is not this model.
+    """Return the factors by which a preset's numbers are wrong because its base is another model.
 
-    Keys are (observable, step). Numbers that are right to 1 % are left out. The result is empty for
-    a preset without a base or with the right one.
+    A factor is the number under the preset's own base, divided by the number with `sizes` as base.
+    Keys are (observable, step) as for `at_base`. Numbers that agree to 1 % are left out. The result
+    is empty for a preset without a base or with the right one.
 
     Args:
-        sizes: Size of every logical axis of the smallest model, which should be the base.
+        sizes: Size of every logical axis of the smallest model of a check, which should be the
+            base.
     """
     if preset.base is None:
         return {}
@@ -239,12 +251,12 @@ def wrong_base(
 def not_judged(
     specs: Mapping[str, ParamSpec], expected: Collection[tuple[str, int]]
 ) -> tuple[str, ...]:
-    """Return the names of the parameters' observables that theory says nothing about.
+    """Return the names of the parameters' observables for which theory has no exponent.
 
     Initial sizes of biases are left out, because biases start at zero.
 
     Args:
-        expected: (observable, step) pairs that theory speaks of.
+        expected: (observable, step) pairs for which theory has an exponent.
     """
     names = []
     for name, label in labels(specs).items():
@@ -256,10 +268,11 @@ def not_judged(
 
 
 def without_rounding(measured: dict[str, np.ndarray], specs: Mapping[str, ParamSpec]) -> None:
-    """Delete gradients of shared biases that are nothing but rounding from `measured`.
+    """Delete from `measured` the gradients of shared biases that are nothing but rounding.
 
-    The mean of a LayerNorm removes a bias that all channels share. Its gradient is exactly 0 in
-    theory and 1e-7 times others' in float32. Its steps have no effect, and there is no exponent.
+    A shared bias, such as one that all channels share, can be removed again by the mean of a
+    LayerNorm. In theory its gradient is then exactly 0, and in float32 it is 1e-7 times that of
+    other parameters. Such a gradient has no effect and no exponent to measure.
 
     A gradient is deleted if its largest value is below `ROUNDING` times the median of all gradients
     at step 0. Gradients that are all exactly zero stay.
@@ -287,14 +300,14 @@ def without_rounding(measured: dict[str, np.ndarray], specs: Mapping[str, ParamS
 def gradient(
     spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = True
 ) -> float | None:
-    """Return the power of the growing size t by which a parameter's stored gradient grows.
+    """Return the exponent x of a parameter's stored gradient, which grows as t^x.
 
-    The gradient of the output is of order 1. Return `None` if the theory does not cover the
-    parameter.
+    t is the size that grows, and the loss has a gradient of order 1 with respect to the output.
+    Return `None` if the theory does not cover the parameter.
 
     Args:
-        aligned: Whether training has begun, so that the terms of a sum over heads have one sign. At
-            initialization they are independent.
+        aligned: Whether the terms of sums over heads have one sign, as they do in training. `False`
+            gives the exponent at initialization, where the terms are independent.
     """
     # dL/dw = m dL/d(m w): the stored gradient has the multiplier once more.
     stored = limit.x(preset.row(spec).multiplier)
@@ -333,14 +346,15 @@ def gradient(
 
 
 def _summed(spec: ParamSpec, limit: Limit, aligned: bool) -> float:
-    """Return the exponent that the axes along which a parameter is shared add to its gradient.
+    """Return the exponent that sharing a parameter along growing axes adds to its gradient.
 
-    n gradients in concert add up to n, and at initialization to n^1/2. On a Mixer of 64 to 512
-    channels this was measured as 0.50 at initialization, 0.65 after one step, 0.82 after three and
-    1.03 after ten.
+    The gradient is a sum over the n indices of these axes. n terms of one sign add up to n, and
+    independent terms, as at initialization, to n^1/2. On a Mixer of 64 to 512 channels this
+    exponent was measured as 0.50 at initialization, 0.65 after one step, 0.82 after three and 1.03
+    after ten.
 
     Args:
-        aligned: Whether training has begun, so that the n gradients are in concert.
+        aligned: Whether the n terms have one sign, as they do in training.
     """
     shared = sum(limit.growth.get(axis, 0.0) for axis in spec.shared)
     # Independent gradients add up as the root of their number.
@@ -348,7 +362,9 @@ def _summed(spec: ParamSpec, limit: Limit, aligned: bool) -> float:
 
 
 def _of_stream(limit: Limit, effective: Mapping[str, float]) -> float:
-    """Return the gradient's exponent of a matrix that reads the stream, for inputs Theta(1).
+    """Return the exponent of the gradient of a matrix that reads the residual stream.
+
+    The entries of its inputs are Theta(1).
 
     Args:
         effective: Exponents of gradients with respect to weights times multipliers, by the matrix's
@@ -360,18 +376,19 @@ def _of_stream(limit: Limit, effective: Mapping[str, float]) -> float:
 def _vector(
     spec: ParamSpec, limit: Limit, effective: Mapping[str, float], aligned: bool
 ) -> float | None:
-    """Return the power of the growing size t by which the gradient of a gain or bias grows.
+    """Return the exponent x of the gradient of a gain or bias, which grows as t^x.
 
-    It is that of the matrix next to the vector, for inputs with entries Theta(1). Return `None` if
-    the theory does not cover the parameter.
+    t is the size that grows. The exponent follows from that of the matrix that reads the vector's
+    output or makes its input, with inputs of entries Theta(1). Return `None` if the theory does not
+    cover the parameter.
 
     Args:
         spec: Parameter, one of `VECTORS`.
         limit: Limit of the table, for the part of the model that has the parameter.
         effective: Exponents of gradients with respect to weights times multipliers, by the matrix's
             name in `Limit`.
-        aligned: Whether training has begun, so that the terms of a sum over heads have one sign. At
-            initialization they are independent.
+        aligned: Whether the terms of sums over heads have one sign, as they do in training. `False`
+            gives the exponent at initialization, where the terms are independent.
     """
     if spec.role is Role.RELATIVE_BIAS:
         # The gradient of a logit is a sum over a head's values, and over the blocks that share one

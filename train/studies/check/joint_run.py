@@ -1,8 +1,10 @@
 """Check of joint rules: a run's own optimizer on synthetic gradients, as batch or tokens grow.
 
-Every size is assembled like its run. Its optimizer chain, schedule and hyperparameters take all
-steps of the run on gradients signal + noise B^-1/2. The outcome is held against the joint rule
-(`mupax.presets.analysis.joint_limits`). `mupax check RECIPE --grow batch --joint sde` runs it.
+A joint rule scales learning rate, betas, eps, weight decay and warm-up with batch B and tokens T.
+Runs of growing B or T are assembled like real runs. Their optimizer chain, schedule and
+hyperparameters take all steps on gradients signal + noise B^-1/2. The measured exponents are
+compared with those of the rule (`mupax.presets.analysis.joint_limits`). `mupax check RECIPE --grow
+batch --joint sde` runs this check.
 """
 
 from __future__ import annotations
@@ -32,24 +34,26 @@ from mupax.zoo.configs import ConfigError
 from mupax.zoo.definition import Arrays
 
 NOISE, SIGNAL, STEADY, FAINT, STILL = range(5)
-"""Kinds of entries in each parameter.
+"""Kinds of synthetic gradients; each parameter has entries of every kind.
 
-NOISE: noise far above eps. SIGNAL: the same noise and a signal. STEADY: a gradient of the noise's
-size at every step. FAINT: noise of the size of eps. STILL: no gradient, at a weight of 1.
+NOISE: noise far above eps. SIGNAL: the same noise plus a constant. STEADY: a constant of the
+noise's size, so that updates show the learning rate. FAINT: noise of the size of eps. STILL: no
+gradient, at a weight of 1, so that updates show the weight decay.
 """
 _KINDS = 5
 _SIGNAL_TO_NOISE = 1 / 32
-"""Signal over noise at the base's batch."""
+"""Ratio of signal to noise at the base's batch."""
 _LOUD = 1e4
-"""Noise over eps, in entries other than FAINT."""
+"""Ratio of noise to eps in entries other than FAINT, unless the clip norm makes it smaller."""
 _ENTRIES = 256
 """Number of entries of every kind in each parameter, or in each layer of a stacked one."""
 _LEAST_EPS = 1e-16
-"""Least eps of the optimizer. The square of a gradient of this size is still a float32 number."""
+"""Smallest eps of an optimizer that is accepted. Gradients of its size must square in float32."""
 _MARGIN = 0.12
 """Distance from theory within which a slope passes.
 
-Adam's drift loses as much where 1 - beta is no longer small (0.06 from B = 1 to 8).
+Theory takes 1 - beta as small. Where it is not, the slope of Adam's drift is smaller (by 0.06 from
+B = 1 to 8).
 """
 _NUMBERS = {column: number for number, column in reversed(NUMBERS.items())}
 LABELS = {name: f"{name}/{_NUMBERS[column]}" for name, column in joint_limits.OBSERVABLES.items()}
@@ -60,12 +64,12 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
     """Return runs whose batch or tokens double from one to the next.
 
     The first run has the batch and tokens of the config's base, or of the config itself under the
-    joint rule "none". All have the config's optimizer as it is: no rule has scaled it.
+    joint rule "none". All runs have the unscaled optimizer settings of the config.
+    `Config.scaled_optimizer` of a run has the settings that the joint rule gives it.
 
     Args:
         config: Run whose optimizer has the hyperparameters of the base.
         grows: "batch" (at the same tokens) or "tokens" (at the same batch).
-        count: Number of runs, the first one too.
 
     Raises:
         ConfigError: A run has no whole number of steps, the optimizer or rule does not fit, or eps
@@ -118,14 +122,15 @@ def observe(
 ) -> dict[str, float]:
     """Run a config's optimizer on synthetic gradients for all steps, and return the observables.
 
-    The updates are summed and not applied: weights stay where they are. Names are those of
-    `joint_limits.OBSERVABLES`. "decay over the run" is NaN if no parameter decays.
+    The updates are summed but not applied, so weights stay constant. The names are those of
+    `joint_limits.OBSERVABLES`, such as "drift" or "memory of b1". "decay over the run" is NaN if no
+    parameter decays.
 
     Args:
         batch_ratio: Batch of the run divided by that of the first run. The noise of the gradients
             is divided by its square root.
-        programs: Compiled runs of earlier calls, extended in place. Runs that differ only in data
-            share a program.
+        programs: Cache of compiled runs for several calls, extended in place. Runs with equal
+            betas, decay, clip norm, steps and shapes share a program. By default nothing is cached.
     """
     programs = {} if programs is None else programs
     # Assembled as for a run, so that a fault of the run's own scaling shows, too.
@@ -184,12 +189,15 @@ def observe(
 
 
 def _column(factor: Mapping[str, Any], names: Collection[str]) -> np.ndarray:
-    """Return one factor of the named parameters, a row per parameter or layer, [R, 1]."""
+    """Return a factor of the named parameters as a column [R, 1].
+
+    There is a row for each parameter, or for each layer of a stacked parameter.
+    """
     return np.concatenate([np.ravel(factor[name]) for name in names])[:, None]
 
 
 def _moments(name: str) -> tuple[str, str]:
-    """Return the names of the two moments in an optimizer's state: that of b1, and that of b2.
+    """Return the names of the moments in an optimizer's state that decay by b1 and by b2.
 
     Raises:
         ConfigError: The optimizer's state has no two such fields.
@@ -212,10 +220,11 @@ def _program(
 ) -> Callable:
     """Return a function that takes all steps of a run. It compiles at its first call.
 
-    R counts parameters, or layers of stacked ones; E is `_ENTRIES`. The arguments of the function
-    are factors, hyperparameters, the scale of gradients [R, 5, 1], and the batch divided by the
-    base's. It returns the sum of updates [R, 5, E], the share of each moment that one step replaces
-    (1 - beta, [2]), and the mean update of STEADY entries at every step [steps, R].
+    Arrays have R rows (one per parameter, or per layer of a stacked one), 5 kinds of gradients
+    (NOISE to STILL) and E = `_ENTRIES` entries of each kind. The arguments of the function are
+    factors, hyperparameters, the scale of gradients [R, 5, 1], and the batch divided by the base's.
+    It returns the sum of updates [R, 5, E], the share of each moment that one step replaces (1 -
+    beta, [2]), and minus the mean update of STEADY entries at every step [steps, R].
 
     Args:
         fields: Names of the two moments in the state of `tx`, from `_moments`.
@@ -228,11 +237,17 @@ def _program(
     ends = np.cumsum(num_rows)
 
     def joined(tree: Mapping) -> jax.Array:
-        """Return the arrays of all parameters in one, [R, 5, E]."""
+        """Return the arrays of all parameters as one array [rows, kinds of gradients, entries].
+
+        A parameter has one row, and a stacked parameter one row per layer.
+        """
         return jnp.concatenate([tree[name].reshape(-1, _KINDS, _ENTRIES) for name in shapes])
 
     def parted(rows: jax.Array) -> Arrays:
-        """Return rows [R, 5, E] as arrays by parameter name, the inverse of `joined`."""
+        """Split an array [rows, kinds of gradients, entries] into arrays by parameter name.
+
+        This is the inverse of `joined`.
+        """
         params = {}
         for (name, shape), begin, end in zip(shapes.items(), ends, ends[1:], strict=False):
             params[name] = rows[begin:end].reshape(*shape, _KINDS, _ENTRIES)
@@ -271,10 +286,10 @@ def _program(
             return (after, moved + moves), -jnp.mean(moves[:, STEADY], axis=1)
 
         def replaced(state: optax.OptState, field: str) -> jax.Array:
-            """Return 1 - beta of a moment.
+            """Return 1 - beta of the moment named `field`, measured at the last step.
 
-            The derivative of a moment with respect to itself one step earlier is beta, whatever the
-            moment averages.
+            The derivative of a moment with respect to its own value one step earlier is beta, so
+            this works for any moment.
             """
             before = optax.tree.get(state, field)
 
@@ -300,10 +315,11 @@ def _program(
 
 
 def expectation(runs: Sequence[Config], grows: str) -> dict[str, Expected]:
-    """Return the exponent, band, trouble and base value of every observable under the joint rule.
+    """Return what theory expects of every observable under the runs' joint rule, by name.
 
-    Values at the base come from the first run's config. Observables whose value is 0 there, such as
-    the warm-up of a run without one, are left out.
+    This is its exponent as the batch or the tokens grow, the band of slopes that pass, the fault of
+    the rule (if any), and the value in the first run. Observables whose value is 0 in the first
+    run, such as the warm-up of a run without one, are left out.
 
     Args:
         runs: Runs as `runs` returns them.
@@ -333,7 +349,10 @@ def expectation(runs: Sequence[Config], grows: str) -> dict[str, Expected]:
 
 
 def _base_values(config: Config) -> dict[str, Any]:
-    """Return the theoretical value of every observable of the base run, 0 if it has none."""
+    """Return the theoretical value of every observable in the first run, by name.
+
+    Decay is 0 for a run without weight decay, and warm-up is 0 for a run without warm-up.
+    """
     optimizer = config.optimizer
     steps = config.steps
     schedule = schedule_table(optimizer, steps).astype(np.float64)
@@ -353,7 +372,9 @@ def _base_values(config: Config) -> dict[str, Any]:
 
 
 def study(runs: Sequence[Config], grows: str) -> tuple[list[Finding], list[str]]:
-    """Measure every run. Return a finding per observable, and the labels of those not judged.
+    """Measure every run, and judge each observable by its slope over the runs.
+
+    Return a finding per observable, and the labels of the observables that were not judged.
 
     Args:
         runs: Runs as `runs` returns them.
@@ -375,10 +396,13 @@ def study(runs: Sequence[Config], grows: str) -> tuple[list[Finding], list[str]]
 def judged(rows: Sequence[Mapping[str, float]], expected: Mapping[str, Expected]) -> list[Finding]:
     """Return a finding per observable of `expected`, under its label in `LABELS`.
 
-    Before it is judged, the decay over the run is corrected for a learning rate that deviates.
+    The decay over the run is proportional to the learning rate. If the measured learning rate
+    deviates from the joint rule, its effect on the decay is divided out, so that a wrong rule for
+    the learning rate is not blamed on the decay.
 
     Args:
-        rows: Observables of every run, from `observe`. Each run is twice the one before.
+        rows: Observables of every run, from `observe`. The batch or the tokens double from run to
+            run.
         expected: Theory by observable, from `expectation`.
     """
     measured = {}

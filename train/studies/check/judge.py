@@ -1,8 +1,10 @@
 """Findings of the coordinate check: log-log slopes of every observable, held against theory.
 
-A finding has two verdicts. The program does what its table says if slopes agree with theory in
-every layer and the value at the smallest size is right. The table is good if theory foretells no
-trouble (`Expected.trouble`). A bad table counts even if the program does what the table says.
+A finding has two verdicts. One is on the program: it does what the preset's table (initial std,
+learning rate and eps of every parameter) says if slopes agree with theory in every layer and the
+value at the smallest size is right. The other is on the table: it is good if theory foretells no
+trouble (`Expected.trouble`). A check with a bad table fails, even if the program does what the
+table says.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ from scipy import stats
 from mupax.train.studies.check.theory import Expected
 
 LAYERS = "{}, by layer"
-"""Name of an observable that is measured layer by layer."""
+"""Template that turns an observable's name into the name of its values layer by layer."""
 ENDS = "{}, least and most"
-"""Name of an observable in the layer where it is least and in the layer where it is most."""
+"""Template for the name of an observable's least and greatest value over layers."""
 _MOVES = 0.1
-"""A slope above this counts as growth that was measured."""
+"""Measured slope above which an observable counts as growing."""
 _LAYER_MARGIN = {"gradient": 0.4}
-"""Extra room for the slope of one layer, by kind of observable."""
+"""Distance by which the band of slopes is wider, at both ends, for a single layer, by kind."""
 _DEFAULT_LAYER_MARGIN = 0.15
 _BASE = math.log(1.25)
-"""Greatest log ratio of measurement to theory at the smallest size, whose entries are few."""
+"""Greatest |log(measured / expected)| that passes at the smallest size.
+
+Small models have few entries, so their root mean squares are noisy.
+"""
 _NARROW = 0.1
-"""Greatest distance of a slope from its band at which a failure is narrow."""
+"""Greatest distance of a slope from its band at which a failure counts as narrow.
+
+A check whose failures are all narrow is repeated with more seeds.
+"""
 _FLOOR = 1e-30
 """Smallest value in a logarithm, in place of an exact zero."""
 
@@ -47,11 +55,12 @@ class Finding:
         high: Upper end of the same interval.
         values: Geometric mean over seeds, one value per size.
         expected: Theory of this observable at this step.
-        drops_smallest: True if the slope and its interval are those without the smallest size.
-        seeds: Number of initializations of every size, 0 if not recorded.
         layer: Layer that deviates from theory, such as "layer 7". `None` if no layer does.
-        base: Measured value divided by the expected one, at the smallest size. Movements are also
-            divided by their median ratio. 1 if theory has no number or a value is zero.
+        base: Measured value divided by the expected one, at the smallest size. For a movement
+            (change of a parameter) this ratio is divided by the median ratio of all movements. 1 if
+            theory has no number or a value is zero.
+        drops_smallest: True if the slope and its interval are fitted without the smallest size.
+        seeds: Number of initializations of every size, 0 if not recorded.
     """
 
     observable: str
@@ -68,9 +77,10 @@ class Finding:
 
     @property
     def agrees(self) -> bool:
-        """True if the program does what its table says.
+        """True if the measurement agrees with theory: the program does what the table says.
 
-        The slope's interval has to meet the band of theory in every layer, and the value at the
+        The table is that of the preset: initial std, learning rate and eps of every parameter. The
+        slope's interval has to meet the band of theory in every layer, and the value at the
         smallest size has to be right within a factor of 1.25. An interval that is NaN meets no
         band.
         """
@@ -84,9 +94,10 @@ class Finding:
 
     @property
     def fails_narrowly(self) -> bool:
-        """True if the slope is at most 0.1 outside its band and nothing else is wrong.
+        """True if a slope at most 0.1 outside its band is all that is wrong.
 
-        The interval of a few seeds is too narrow now and then, and a check has a hundred of them.
+        A check has about a hundred intervals, and with few seeds some are too narrow by chance.
+        Narrow failures are therefore decided by more seeds.
         """
         is_slope_alone = self.layer is None and abs(math.log(self.base)) <= _BASE
         if self.ok or self.trouble or not is_slope_alone:
@@ -96,9 +107,9 @@ class Finding:
 
     @property
     def trouble(self) -> str | None:
-        """Trouble with the table according to theory, or `None`.
+        """Fault that theory foretells of the preset's table, such as "vanishes", or `None`.
 
-        An explosion with a positive expected slope counts only if the measured slope is above 0.1.
+        "explodes" with a positive expected slope counts only if the measured slope is above 0.1.
         """
         foretold_growth = self.expected.slope > 0 and self.expected.trouble == "explodes"
         # `not >`, so that a NaN slope (all zeros) counts as no growth.
@@ -108,20 +119,22 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """True if the finding agrees with theory and the table has no trouble."""
+        """True if the measurement agrees with theory and theory foretells no trouble."""
         return self.agrees and not self.trouble
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles whose steps theory blames for the trouble. Empty without trouble."""
+        """Roles of parameters whose steps theory blames for the trouble. Empty without trouble."""
         return self.expected.roles if self.trouble else ()
 
     @property
     def verdict(self) -> str:
-        """Verdict in words: "as predicted", the trouble, "zero", "frozen" or "contradicts theory".
+        """Verdict in words, for reports.
 
-        The first says if the smallest size is left out. The last has the layer, or the ratio at the
-        smallest size, if that is what is wrong.
+        It is "as predicted" (and says so if the smallest size was left out) or the trouble if the
+        measurement agrees with theory. It is "zero" (at initialization) or "frozen" (in training)
+        if all values are 0. Otherwise it is "contradicts theory", with the layer or the ratio at
+        the smallest size if one of these is wrong.
         """
         if self.agrees:
             without = " without the smallest size" if self.drops_smallest else ""
@@ -199,12 +212,12 @@ def judge(
 
 
 def _without_smallest(finding: Finding, x: np.ndarray, values: np.ndarray) -> Finding:
-    """Return the finding with the slope over all sizes but the smallest, if that is in the band.
+    """Return the finding with the slope fitted without the smallest size, if that slope is in band.
 
-    Otherwise, and with fewer than three sizes, return the finding as it is. The slope itself has to
-    be in the band, not only its interval. What a finite size adds falls faster than the power law,
-    while a wrong rule is as wrong between the largest sizes. Only for values at initialization:
-    what explodes in training comes to rest at large sizes, too.
+    Otherwise, and with fewer than three sizes, return the finding unchanged. The new slope itself
+    has to be in the band, not only its interval. The reason: effects of finite size fall faster
+    than the power law, while a wrong rule is as wrong between the largest sizes. Used for values at
+    initialization alone, because observables that explode in training level off at large sizes.
 
     Args:
         x: log2 of the sizes, [sizes].
@@ -249,17 +262,21 @@ def _fit(x: np.ndarray, values: np.ndarray) -> _SlopeFit:
 
 @functools.cache
 def _half_width_in_deviations(seeds: int) -> float:
-    """Return half of the 95 % interval of a mean over seeds, in standard deviations of one seed."""
+    """Return the half-width of the 95 % interval of a mean over seeds.
+
+    Its unit is the standard deviation over seeds (Student's t).
+    """
     return float(stats.t.ppf(0.975, seeds - 1)) / math.sqrt(seeds)
 
 
 def _outlier(
     x: np.ndarray, name: str, step: int, measured: Mapping[str, np.ndarray], expected: Expected
 ) -> str | None:
-    """Return "layer N" for the layer outside the band of theory that strays the most, or `None`.
+    """Return "layer N" for the layer whose slope is farthest outside the band of theory.
 
-    Single layers have a margin in addition to the band. If only the least and the greatest layer
-    were recorded, return "one layer". `None` also means that no layers can be compared.
+    Return `None` if all layers are in the band or no layers can be compared. The band is wider for
+    single layers (`_LAYER_MARGIN`). If only the least and the greatest layer were recorded, return
+    "one layer" in place of "layer N".
 
     Args:
         x: log2 of the sizes, centered, [sizes].
@@ -297,10 +314,11 @@ def _outlier(
 def _base_ratios(
     measured: Mapping[str, np.ndarray], expected: Mapping[tuple[str, int], Expected]
 ) -> dict[tuple[str, int], float]:
-    """Return measured over expected values at the smallest size, where theory has a number.
+    """Return measured / expected values at the smallest size, by (observable, step).
 
-    Movements are divided by their median ratio, so that they are compared with each other.
-    Observables with an exact zero are left out.
+    Observables for which theory has no number, and those with an exact zero, are left out. The
+    ratios of movements (changes of parameters) are divided by their median, because a factor that
+    all movements share comes from the optimizer and not from the preset.
     """
     ratios: dict[tuple[str, int], float] = {}
     for (name, step), theory in expected.items():
@@ -333,7 +351,7 @@ def fails_narrowly(findings: Sequence[Finding]) -> bool:
 
 
 def passes(findings: Sequence[Finding]) -> bool:
-    """Return True if the program does what its table says and the table has no trouble.
+    """Return True if all findings agree with theory and theory foretells no trouble.
 
     A check without findings does not pass.
     """

@@ -50,16 +50,17 @@ from mupax.zoo.layers.stack import over_layers
 Batch = Mapping[str, Any]
 _BY_OWN_WEIGHTS = ("query", "key", "attention")
 CROSS = "contribution/block.cross.attention_out"
-"""Contribution of cross-attention to the stream.
+"""Name of the observable that is cross-attention's contribution to the residual stream.
 
-It is apart from the block's contribution, so that a wrong scale of this branch has a name.
+It is reported apart from the contribution of the whole block, so that a wrong scale of this branch
+shows under its own name.
 """
 _BY_LAYER = (*_BY_OWN_WEIGHTS, "contribution", CROSS)
-"""Activations that are recorded layer by layer. A table sets them at initialization."""
+"""Activations that are recorded layer by layer. A preset sets their size at initialization."""
 LOOKED_UP = frozenset({Role.TOKEN_EMBEDDING, Role.POSITION, Role.RELATIVE_BIAS})
 """Roles of tables that a batch reads in some rows only."""
 ROW_AXES = frozenset({"vocab", "position", "source", "distance", "input", "output", "classes"})
-"""Axes that count the rows of lookup tables. A preset never lets them grow."""
+"""Axes that count the rows of lookup tables. Their sizes stay constant in every limit."""
 
 
 def program(
@@ -76,8 +77,8 @@ def program(
 
     Args:
         options: XLA compiler options of the initialization and of the step.
-        still_steps: Number of first updates by which the optimizer moves nothing. They are taken
-            and not counted, so that step 1 is the first that moves.
+        still_steps: Number of first updates that only fill the optimizer's state and move no
+            parameter. They are not counted as steps, so that step 1 moves parameters.
     """
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -102,7 +103,7 @@ def program(
         Args:
             initial: Parameters before the first step, from which movements are measured.
             start: Activations before the first step, and masks of the rows of lookup tables that
-                were read in any earlier step. At step 0 its activations are replaced.
+                were read in any earlier step. At step 0 the present activations replace them.
         """
         factors = inputs.factors
         now = forward(state.params, factors, batch)
@@ -178,17 +179,17 @@ def _model_inputs(batch: Batch) -> dict[str, Any]:
 def _activations(model: Any, now: Arrays, start: Arrays, inputs: Batch, tied: bool) -> Arrays:
     """Return root mean squares of activations and of their changes, and a variance over heads.
 
-    "X" is an activation, and "change X" its change since initialization. "update X" is the change
-    of queries, keys and attention logits through their own weights alone: present weights act on
-    the inputs before training. Those three and cross-attention have no "change X". "variance over
-    heads" is that of the attention logits, if there are several heads. Values are float32 [], or
-    [layers] for the activations in `_BY_LAYER`.
+    The key "X" is the activation X, and "change X" its change since initialization. Queries, keys
+    and attention logits have "update X" in place of "change X": their change through their own
+    weights alone, where present weights act on the inputs before training. Cross-attention has
+    neither. "variance over heads" is that of the attention logits, if there are several heads.
+    Values are float32 [], or [layers] for the activations in `_BY_LAYER`.
 
-    With a tied readout, "logits" leaves out the logit of the input token itself, which is "contact
-    logit". At initialization this logit is a E_t . h / rms(h) with h = E_t + other terms: a sum of
-    D squares (D is the width), where every other logit is a sum of D products of either sign. It is
-    D^1/2 times larger: of order one under `mup`, whose other logits vanish as D^-1/2, and D^1/2
-    under `ntk`.
+    With a tied readout, "logits" leaves out the logit of the input token itself. The key "contact
+    logit" has this one. At initialization it is proportional to E_t . h / rms(h), with the token's
+    embedding E_t and the stream h = E_t + other terms. It is a sum of D squares (D is the width),
+    where every other logit is a sum of D products of either sign. It is therefore D^1/2 times
+    larger: of order one under `mup`, whose other logits vanish as D^-1/2, and D^1/2 under `ntk`.
 
     Args:
         now: Activations of this step, from `internals`.
@@ -227,7 +228,7 @@ def _activations(model: Any, now: Arrays, start: Arrays, inputs: Batch, tied: bo
 
 
 class _Weights(NamedTuple):
-    """Stored parameters before the first step and now, and gradients of the loss."""
+    """Stored parameters before the first step and now, and gradients of the loss, by name."""
 
     initial: Arrays
     params: Arrays
@@ -239,10 +240,10 @@ def _rows_read(definition: Definition, grads: Arrays) -> Arrays:
 
     Masks are bool [rows, 1], or [entries] for a bias, under the name "rows/PARAMETER".
 
-    The gradient is the only sign that works for every model: the parameter names of a user's model
-    are unknown, and an encoder, a decoder or both may read its token table. A row that the batch
-    does not read has a gradient of exactly zero. A table that is also the readout has a gradient in
-    every row, and an optimizer moves every row: then all rows are judged.
+    A gradient other than zero tells which rows the batch reads. This test works for every model:
+    the parameter names of a user's model are unknown, and its encoder, its decoder or both may read
+    the token table. A table that is also the readout has a gradient in every row, and then all rows
+    count as read.
     """
     read_by_table: Arrays = {}
     for name, spec in definition.specs.items():
@@ -274,8 +275,9 @@ def _weights(
 
     Args:
         rows_read: Masks of rows that had a gradient at any earlier step, from `_rows_read`.
-            Movement is judged on these rows.
-        read_now: Masks of rows that have a gradient now. Gradients are judged on these rows.
+            Movements are root mean squares over these rows.
+        read_now: Masks of rows that have a gradient now. Gradients are root mean squares over these
+            rows.
     """
     acting = multiplied(weights.params, factors.multiplier)
     initial = multiplied(weights.initial, factors.multiplier)
@@ -294,7 +296,8 @@ def _weights(
 def along_targets(change: jax.Array, batch: Batch) -> jax.Array:
     """Return how far the targets' logits rise or fall against the mean of all logits, float32 [].
 
-    The result is the absolute value of the weighted mean over targets.
+    The result is the absolute value of the weighted mean over targets. It is the observable "change
+    logits".
 
     Args:
         change: Change of the logits, [B, V] or [B, T, V].
@@ -397,9 +400,10 @@ def _cross(
     mask_BS: Any,
     bias: Any,
 ) -> jax.Array:
-    """Return what cross-attention adds to the stream, [B, T, D], scaled as in the block.
+    """Return the branch of cross-attention that a block adds to the stream, [B, T, D].
 
-    Cross-attention reads the stream after self-attention, which is computed here, too.
+    The branch has the block's residual scale. Cross-attention reads the stream after
+    self-attention, which is computed here, too.
 
     Args:
         h_BTD: Stream before the block, [B, T, D].

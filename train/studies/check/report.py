@@ -29,7 +29,7 @@ _SECTIONS = {
     "movement": "Movement of weights by a step",
     "gradient": "Gradients over eps",
 }
-"""Kind of observable to the heading above its rows."""
+"""Map from the kind of an observable to the heading above its rows in the picture."""
 _FAILED = "Failed"
 # Layout of the picture in inches. The rest of a column's width, next to labels and slopes, is for
 # verdicts.
@@ -40,12 +40,16 @@ _ROW_IN = 0.22
 _HEAD_IN = 0.95
 _FOOT_IN = 0.9
 _ONE_COLUMN_ROWS = 24
-"""Most rows that are drawn in a single column."""
+"""Largest number of rows that are drawn in a single column."""
 
 _BY_ROLE = ("weight", "movement", "gradient")
-"""Kinds of observables of parameters, from the one that says most about its own role."""
+"""Kinds of parameters' observables, in the order in which their failures are reported.
+
+A wrong weight or movement is the fault of the parameter's own role. A wrong gradient may come from
+another parameter, so it comes last.
+"""
 _WIDE = 112
-"""Least columns of a terminal that shows intervals and bands beside the verdict."""
+"""Smallest terminal width, in characters, at which intervals and bands are printed."""
 PASSING = (
     "a slope passes where its 95 % interval over seeds meets the band that theory leaves "
     "to finite sizes"
@@ -306,7 +310,10 @@ def _observable(panel: Any, index: int, finding: Finding) -> None:
 
 
 def _short(finding: Finding) -> str:
-    """Return the verdict without "contradicts theory", or "outside theory" if nothing is left."""
+    """Return the verdict of a failure without the words "contradicts theory".
+
+    If nothing is left, return "outside theory".
+    """
     verdict = finding.verdict.removeprefix("contradicts theory").strip(" ()")
     return verdict.replace("at the smallest size", "at the base") or "outside theory"
 
@@ -372,7 +379,7 @@ def panels(
 
 
 def _panel_handles(axes: Sequence[Any], labels: Sequence[str]) -> list[Any]:
-    """Return one line for each label that was drawn and one band, for the legend of all panels."""
+    """Return handles for the legend of all panels: a line per label that was drawn, and a band."""
     lines = {}
     bands = []
     for panel in axes:
@@ -391,9 +398,10 @@ def _panel_handles(axes: Sequence[Any], labels: Sequence[str]) -> list[Any]:
 def _panel(
     panel: Any, findings: Sequence[Finding], sizes: Sequence[float], steps: Mapping[int, str]
 ) -> None:
-    """Draw one observable at every step on log-log axes, with the band of theory around one step.
+    """Draw an observable's values against size on log-log axes, one line for each step.
 
-    That step is the first that failed, or the last. The title has its slope and verdict.
+    The band of theory is drawn around one step only: the first that failed, or the last. The title
+    has the slope and verdict of this step.
 
     Args:
         findings: Findings of the observable, one per step.
@@ -469,7 +477,7 @@ def _power_law(centre: float, ratios: Sequence[float], exponent: float) -> list[
 
 
 class CheckFailure(AssertionError):
-    """Coordinate check that did not pass. The message is that of `text`."""
+    """Error for a coordinate check that did not pass. Its message comes from `text`."""
 
 
 def show(
@@ -488,8 +496,9 @@ def show(
 
     Args:
         not_judged: Observables that theory says nothing about. The conclusion lists them.
-        blamed: What the label of an observable is: the role of a parameter, or a number of the
-            optimizer over a whole run.
+        blamed: Meaning of the labels of observables. "role" is for the check of a preset, whose
+            labels are roles of parameters; "number" is for the check of a joint rule, whose labels
+            are hyperparameters of the optimizer.
         subject: Beginning of the conclusion, as for `verdict_line`.
         following: Sentences on what to type next, printed below the conclusion.
     """
@@ -579,9 +588,11 @@ def verdict_line(
     blamed: Literal["role", "number"] = "role",
     subject: str = "",
 ) -> str:
-    """Return both verdicts in one line with Rich markup, and the observables that failed.
+    """Return the conclusion of a check in one line with Rich markup.
 
-    A check without findings fails.
+    It says whether the check passes. Otherwise it says whether the program deviates from its table,
+    or the table itself is wrong, or both, and names the observables that failed. A check without
+    findings fails.
 
     Args:
         not_judged: Observables that theory says nothing about, listed at the end of the line.
@@ -611,9 +622,13 @@ def verdict_line(
 
 
 def _evidence(failed: Sequence[Finding], blamed: str) -> str:
-    """Return the failed observables in words: activations, then parameters by role or number.
+    """Return the failed observables in words: first activations, then parameters.
 
-    Of each kind the first six are named and the rest counted.
+    Parameters are grouped by their label. At most six activations and six groups are named, and the
+    rest are counted.
+
+    Args:
+        blamed: Word for the labels, "role" or "number", as for `show`.
     """
     # A dict keeps the order and drops words that come twice.
     activations: dict[str, None] = {}
@@ -648,7 +663,10 @@ def _evidence(failed: Sequence[Finding], blamed: str) -> str:
 
 
 def _parameter_words(finding: Finding) -> str:
-    """Return the kind of a parameter's observable, its part and layer, and the table's trouble."""
+    """Return words such as "movement of gate in layer 3" for a failed finding of a parameter.
+
+    If the measurement agrees with theory, the trouble of the table follows.
+    """
     kind, _, *parts = finding.observable.split("/")
     words = kind
     for part in parts:
@@ -670,11 +688,13 @@ def to_json(
 ) -> dict[str, Any]:
     """Return a check as a dict of plain values that `json.dumps` can write.
 
-    `verdict` is "pass" or "fail", and so are `program` and `table`, the two verdicts that it
-    combines. `observables` has a row per finding.
+    The entry `verdict` is "pass" or "fail". It combines two others: `program` (measurements agree
+    with theory) and `table` (theory foretells no trouble). The entry `observables` has a dict per
+    finding.
 
     Args:
-        about: Facts on what was run, by name.
+        about: Facts on what was run, by name, such as the model and the preset. They become
+            entries, too.
         not_judged: Observables of parameters that theory says nothing about.
     """
     rows = [_row_json(finding) for finding in findings]

@@ -1,8 +1,8 @@
 """Theory of every observable of the coordinate check, as models of a series grow.
 
-Exponents come from `mupax.presets.analysis.limits`. Finite sizes stray from exponents:
-`scripts/check/allowances.py` measured by how much, on rules that are right, and wrote
-`allowances.json`. A slope passes within that allowance and a margin (`_MARGIN`).
+Exponents come from `mupax.presets.analysis.limits`. At finite sizes measured slopes differ from
+exponents: `scripts/check/allowances.py` measured by how much, under presets that are right, and
+wrote `allowances.json`. A slope passes within this allowance plus a margin (`_MARGIN`).
 """
 
 from __future__ import annotations
@@ -27,26 +27,33 @@ STEPS = (0, 1, 3, 10)
 """Numbers of optimizer steps after which observables are read."""
 ALLOWANCES = Path(__file__).with_name("allowances.json")
 NO_LIMIT = " without a limit"
-"""Suffix of allowances for rules under which something explodes as the size grows."""
+"""Suffix of keys of `allowances.json` for presets under which something explodes with size."""
 TIED = " tied"
-"""Suffix of allowances that a tied readout adds to those of a study."""
+"""Suffix of keys of `allowances.json` for models with a tied readout.
+
+These allowances are added to those under the key without the suffix, or replace them.
+"""
 ENCODED = " with an encoder"
-"""Suffix of allowances for decoders whose blocks also attend to an encoder."""
+"""Suffix of keys of `allowances.json` for decoders whose blocks also attend to an encoder."""
 _MARGIN = {"weight": 0.04, "movement": 0.08}
-"""Room around theory in addition to the allowance, by kind of observable."""
+"""Distance from theory that a slope may have in addition to the allowance, by kind."""
 _DEFAULT_MARGIN = 0.12
 # Exponents come from sums of floats, so an exact 0 may come out as rounding.
 _GROWS = 0.01
-"""An exponent above this counts as growth."""
+"""Exponent above which an observable counts as growing with size."""
 _MOST_POSITIONS = 512
-"""Largest number of positions for which squared attentions are computed, and the default."""
-_FIRST_GRADIENT = ((0, "gradient"), (1, "movement"), (1, "update query"), (1, "update key"))
-"""(step, kind) of observables that depend on the gradient at initialization and on no later one.
+"""Largest number of positions for which squared attention weights are summed.
 
-Nothing is aligned at initialization, so these have exponents of their own.
+Models without the axis "position" are taken to have this number.
+"""
+_FIRST_GRADIENT = ((0, "gradient"), (1, "movement"), (1, "update query"), (1, "update key"))
+"""(step, kind) of observables that depend on no gradient but the one at initialization.
+
+Values and backward signals are not yet aligned there, so these observables have exponents of their
+own.
 """
 LAZY = "lazy"
-"""Trouble that a user may accept: features move less as the model grows (neural tangent limit)."""
+"""Name of the trouble that a user may accept: features move less in larger models (NTK limit)."""
 
 ObservableStep = tuple[str, int]
 """Name of an observable, and the number of optimizer steps after which it is read."""
@@ -60,8 +67,9 @@ class Expected:
         slope: Exponent in the grown size.
         below: Distance by which a measured slope may be less than `slope`.
         above: Distance by which a measured slope may be greater than `slope`.
-        trouble: "explodes", "vanishes", "frozen", "lazy", "heads collapse", "eps dominates", "eps
-            fades" or a wrong base. `None` if the exponent is healthy.
+        trouble: Fault of the preset that theory foretells: "explodes", "vanishes", "frozen",
+            "lazy", "heads collapse", "eps dominates", "eps fades" or words on a wrong base. `None`
+            without a fault.
         roles: Roles of the weights whose steps theory blames for the trouble.
         base: Value at the smallest size; for a movement, divided by the peak learning rate. `None`
             if theory has no number.
@@ -86,10 +94,10 @@ class Expected:
 
 
 def is_lazy(expected: Mapping[ObservableStep, Expected]) -> bool:
-    """Return True if theory says that the stream changes less as the model grows.
+    """Return True if theory says that the residual stream changes less as the model grows.
 
-    Such an exponent is that of the first order in the change, so it can only be measured where
-    changes are small (`check.peak_lr`).
+    Theory's exponent then holds to first order in the change, so it can only be measured at a small
+    learning rate (`check.peak_lr`).
     """
     change = expected.get(("change residual", STEPS[1]))
     return change is not None and change.slope < -_GROWS
@@ -142,12 +150,14 @@ def of(
         first: Definition of the smallest model of the series.
         last: Definition of the largest model of the series.
         optimizer: Name of the optimizer, such as "adam".
-        strict: Leave out margins and allowances. Used to measure the allowances.
-        accept: Troubles that do not count. Only `LAZY`, and only for a preset whose `vanishing`
-            names "features".
+        strict: Whether bands are without margins and allowances. The script that measures the
+            allowances uses it.
+        accept: Troubles that are not reported. Only `LAZY` is possible, and only for a preset whose
+            `vanishing` names "features", because its paper wants a lazy limit.
 
     Raises:
-        PresetError: No size grows, or the preset's source does not want what `accept` names.
+        PresetError: No size grows, or `accept` has `LAZY` for a preset whose `vanishing` does not
+            name "features".
     """
     # Otherwise the flag would hide a wrong rule of a preset that should learn features.
     if LAZY in accept and "features" not in preset.vanishing:
@@ -176,19 +186,22 @@ def of(
 class _Theory:
     """Exponents, allowances and troubles of one preset as a series of models grows.
 
+    A "drop" is the distance by which a slope at finite sizes lies below its exponent. A "first
+    gradient" is the gradient at initialization.
+
     Attributes:
         definition: Smallest model.
         slopes: Exponents in the limit, where values and backward signals are aligned.
-        first_gradient_slopes: Exponents of what the gradient at initialization makes.
+        first_gradient_slopes: Exponents of first gradients and of the steps that they cause.
         unaligned_slopes: Least exponents of changes before values and backward signals are aligned.
         allowances: Name of an allowance to how far a slope may lie (below, above) its exponent.
-        fastest_growth: Greatest exponent that counts as growth after initialization, otherwise 0.
-        gain_drop: Slope by which the first gradient of attention's norm gain lies below theory.
-        concentration_drop: Slope by which the first gradient of a key's bias lies below theory.
-        attention_drop: Slope by which first gradients through attention lie below theory if
-            attention logits are larger than 1 at the smallest size.
-        gate_drop: Octaves per doubling by which gates of experts fall.
-        troubles: Words for what is wrong with a row of the table.
+        fastest_growth: Greatest exponent of any observable that grows in training, 0 if none grows.
+        gain_drop: Drop of the first gradient of the norm gain before attention (`_gain_drop`).
+        concentration_drop: Drop of the first gradient of a key's bias (`_concentration_drop`).
+        attention_drop: Drop of first gradients that come back through attention, if attention
+            logits are larger than 1 at the smallest size (`_attention_drop`).
+        gate_drop: Drop of movements of experts, from sigmoid gates that fall (`gates_fall`).
+        troubles: Words for the faults of the preset's table.
         numbers: Values that the table gives at the smallest size.
     """
 
@@ -213,7 +226,7 @@ class _Theory:
     def expected(self, name: str, step: int) -> Expected:
         """Return exponent, band, trouble and value of one observable after `step` optimizer steps.
 
-        A positive exponent after initialization is the trouble "explodes".
+        A change in training with a positive exponent has the trouble "explodes".
         """
         kind = name.partition("/")[0]
         slope = self.slopes[name, step]
@@ -236,11 +249,13 @@ class _Theory:
         return Expected(slope, margin + below, margin + above, trouble, roles, base)
 
     def _room(self, name: str, step: int, slope: float, *, grows: bool) -> tuple[float, float]:
-        """Return how far a measured slope may lie below and above its exponent, both positive.
+        """Return how far a measured slope may lie below and above its exponent.
 
-        These are allowances for finite sizes. The margin of `expected` is not part of them.
+        Both distances are at least 0. They allow for effects of finite size, and do not include the
+        margin that `expected` adds.
 
         Args:
+            slope: Exponent of the observable according to theory.
             grows: True if the observable is a change whose exponent `slope` counts as growth.
         """
         kind = name.partition("/")[0]
@@ -315,8 +330,8 @@ class _Theory:
     def _base(self, name: str, step: int) -> float | None:
         """Return the value that the table gives at the smallest size, or `None` if it gives none.
 
-        There is one for initial weights and attention logits, and for the movement of parameters
-        under Adam and Lion.
+        The table gives a value for initial weights and attention logits, and for the movement of
+        parameters under Adam and Lion.
         """
         kind = name.partition("/")[0]
         if step == 0:
@@ -336,7 +351,7 @@ def _derive_theory(
     strict: bool,
     accept: Collection[str],
 ) -> _Theory:
-    """Gather exponents, allowances and troubles of a preset. Arguments as for `of`."""
+    """Return exponents, allowances and troubles of a preset. The arguments are those of `of`."""
     exponents, factor = growth(first.sizes, last.sizes)
     family = preset.family(optimizer)
     is_tied = first.tied_readout is not None
@@ -413,9 +428,10 @@ def _derive_theory(
 
 
 def _expert_part(definition: Definition) -> str:
-    """Return the part of `Limit` for a model's experts, or "" without experts.
+    """Return the argument `part` of `Limit` that says which experts a model has.
 
-    It is "shared experts" if the model also has a dense MLP, otherwise "experts".
+    It is "shared experts" if the model has experts and a dense MLP, "experts" if it has experts
+    alone, and "" without experts.
     """
     if {"experts", "mlp"} <= definition.sizes.keys():
         return "shared experts"
@@ -425,7 +441,10 @@ def _expert_part(definition: Definition) -> str:
 def _troubles(
     preset: Preset, definition: Definition, limit: Limit, optimizer: str
 ) -> dict[ObservableStep, str]:
-    """Return what is wrong with rows of the table: exponents, the base, and attention logits."""
+    """Return words on each fault of a preset: wrong exponents, base, or attention logits.
+
+    Keys are the observables that show the fault.
+    """
     words = {}
     for key, trouble in groups.troubles(preset, definition.specs, limit).items():
         words[key] = str(trouble)
@@ -444,25 +463,30 @@ def _troubles(
 
 
 def _gain_drop(limit: Limit, factor: float, numbers: Mapping[ObservableStep, float]) -> float:
-    """Return by how much the slope of attention's norm gain's first gradient is below its exponent.
+    """Return by how much a slope at finite sizes lies below theory, for the norm before attention.
 
-    The drop is 0 unless the parts through logits fall.
+    The slope is that of the gradient of this norm's gain at initialization. The drop is 0 unless
+    the parts of the gradient that come back through attention logits fall.
 
-    The gradient is a sum of what comes back through values, queries and keys. At the base, whose
-    logits are q.k N^-1/2, the three parts are equally large in long contexts. (In one of T
-    positions, the mean squares of the parts through queries and keys are 1 - 1.64 / H_T times that
-    of values, with H_T = 1 + 1/2 + ... + 1/T.) Until values and backward signal are aligned, the
-    parts through logits fall as N^(1/2 - alpha_A) relative to values. At m times the base the mean
-    square is 1 + 2 m^(-2 gap) in the longest context and 1 + 1.06 m^(-2 gap) in one of 16. Logits
-    that are s times as large make the parts through them s times as large.
+    The gradient is a sum of parts that come back through values, queries and keys. At the base,
+    whose logits are q.k N^-1/2 (N: head dimension), the three parts are equally large in long
+    contexts. (In a context of T positions, the mean squares of the parts through queries and keys
+    are 1 - 1.64 / H_T times that of values, with H_T = 1 + 1/2 + ... + 1/T.) Until values and
+    backward signal are aligned, the parts through queries and keys fall as N^-gap relative to
+    values, with gap = alpha_A - 1/2 for logits q.k N^-alpha_A. At m times the base the mean square
+    is 1 + 2 m^(-2 gap) in the longest context and 1 + 1.06 m^(-2 gap) in one of 16. Logits that are
+    s times as large make the parts through them s times as large.
 
-    The slope of this sum from 1 to 8 is -0.144. Under `mup` it was measured as -0.139
-    [-0.18, -0.10]; under `mup-half`, whose gap is 0, as +0.005. The norm before the MLP has +0.007.
+    From m = 1 to 8 with gap = 1/2, the root of the mean square in a context of 16 has the slope
+    -0.144. Under `mup` it was measured as -0.139 [-0.18, -0.10]; under `mup-half`, whose gap is 0,
+    as +0.005. The norm before the MLP has +0.007. The drop that is returned is that of the longest
+    context, where it is greatest (0.211 for this example).
 
     Args:
         limit: Limit at initialization, where nothing is aligned.
         factor: Growth of the fastest axis, such as 8.
-        numbers: Values at the smallest size. That of attention logits is s, which counts above 1.
+        numbers: Values at the smallest size. That of attention logits is s; an s below 1 counts as
+            1.
     """
     # `limit.gradient` is that of stored weights. Divided by the multiplier it is that of weights
     # times multiplier.
@@ -479,16 +503,18 @@ def _gain_drop(limit: Limit, factor: float, numbers: Mapping[ObservableStep, flo
 def _concentration_drop(
     numbers: Mapping[ObservableStep, float], exponent: float, factor: float
 ) -> float:
-    """Return by how much the slope of a key bias's first gradient is below its exponent.
+    """Return by how much a slope at finite sizes lies below theory, for the bias of keys.
 
-    The drop is 0 unless attention logits fall.
+    The slope is that of this bias's gradient at initialization. The drop is 0 unless attention
+    logits fall as the model grows.
 
-    The gradient is a sum over positions, each times its attention, of terms of either sign, since a
-    bias that is the same for all keys changes no attention but by their positions. So it goes as
-    the root of the sum of squared attentions. With many positions and normal logits of standard
-    deviation s this is e^(s^2 / 2) times that of even attention. Under `mup` s is 1 at the smallest
-    size and falls as N^-1/2. With 512 positions the slope was -0.89 up to head_dim 64 (theory
-    -1/2), and -0.65 with logits of a quarter of the size.
+    The gradient is a sum over positions, each weighted by its attention, of terms of either sign.
+    (A bias that is the same for all keys changes attention only through their positions.) The sum
+    is therefore proportional to the root of the sum of squared attention weights. With many
+    positions and normal logits of standard deviation s, this root is e^(s^2 / 2) times that of even
+    attention. Under `mup` s is 1 at the smallest size and falls as N^-1/2 (N: head dimension). With
+    512 positions the slope was -0.89 up to head_dim 64 (theory -1/2), and -0.65 with logits of a
+    quarter of the size.
 
     Args:
         numbers: Values at the smallest size. That of attention logits is s.
@@ -503,10 +529,10 @@ def _concentration_drop(
 
 
 def _comes_through_attention(name: str) -> bool:
-    """Return whether the first gradient of this name comes back through attention, in part or whole.
+    """Return whether a gradient at initialization comes back through attention, if only in part.
 
     Args:
-        name: Name of the observable, such as gradient/block.value.
+        name: Name of an observable of the parameter, such as "gradient/block.value".
     """
     group = name.partition("/")[2]
     is_of_attention = group.startswith(
@@ -519,21 +545,24 @@ def _comes_through_attention(name: str) -> bool:
 def _attention_drop(
     numbers: Mapping[ObservableStep, float], exponent: float, factor: float, positions: int
 ) -> float:
-    """Return by how much slopes of first gradients through attention are below their exponents.
+    """Return by how much slopes at finite sizes lie below theory, for gradients via attention.
 
-    The drop is 0 unless attention logits fall and are larger than 1 at the smallest size.
+    The slopes are those of gradients at initialization. The drop is 0 unless attention logits fall
+    as the model grows and are larger than 1 at the smallest size.
 
-    Values and their gradients are sums over positions, each times its attention. If the terms of
-    all positions are independent, the sums go as the root of the sum of squared attentions, which
-    falls with the logits; if the terms are equal, they do not fall. Slopes lie between the two. As
-    `lm-proxy` grows from head_dim 16 to 64 under `mup`, the slope of the values' gradient was -0.13
-    with c_a = 1, -0.26 with 2 and -0.33 with 4. What logits of 1 do is among the allowances.
+    Outputs of attention, and the gradients of values, are sums over positions, each weighted by its
+    attention. If the terms of all positions are independent, the sums are proportional to the root
+    of the sum of squared attention weights, which falls with the logits. If the terms are equal,
+    the sums do not fall. Slopes lie between the two. As `lm-proxy` grows from head_dim 16 to 64
+    under `mup`, the slope of the values' gradient was -0.13 with logits times c_a = 1, -0.26 with
+    c_a = 2 and -0.33 with c_a = 4. The effect of logits of size 1 is among the allowances, so only
+    the excess over it is returned.
 
     Args:
-        numbers: Values at the smallest size. That of attention logits is their deviation.
+        numbers: Values at the smallest size. That of attention logits is their standard deviation.
         exponent: Exponent of the attention logits at initialization, -1/2 for head_dim under `mup`.
         factor: Growth of the fastest axis, such as 8.
-        positions: Number of positions. More than `_MOST_POSITIONS` count as so many.
+        positions: Number of positions. Larger numbers count as `_MOST_POSITIONS`.
     """
     deviation = numbers.get(("attention", 0), 1.0)
     if exponent >= -_GROWS or deviation <= 1:
@@ -548,11 +577,13 @@ def _attention_drop(
 
 @functools.cache
 def _squared_attentions(deviation: float, positions: int) -> float:
-    """Return the sum of squared attentions in causal attention, as a mean over random logits.
+    """Return the sum over all queries and keys of squared causal attention weights.
+
+    The sum is an average over random logits.
 
     Args:
         deviation: Standard deviation of the logits, which are normal and independent.
-        positions: Number of positions. More than `_MOST_POSITIONS` count as so many.
+        positions: Number of positions. Larger numbers count as `_MOST_POSITIONS`.
     """
     import numpy as np
 
@@ -566,10 +597,11 @@ def _squared_attentions(deviation: float, positions: int) -> float:
 
 
 def gates_fall(first: Mapping[str, int], last: Mapping[str, int]) -> float:
-    """Return by how many octaves per doubling the mean sigmoid gate of active experts falls.
+    """Return the log2 by which the mean sigmoid gate of active experts falls per doubling in size.
 
-    This is the most that gates can fall: from router scores of Normal(0, 1) to scores of 0, where
-    every gate is 1/2.
+    A gate is the sigmoid of a router score. This is the most that gates can fall: from router
+    scores of Normal(0, 1) in the smallest model to scores of 0 in the largest, where every gate is
+    1/2.
 
     Args:
         first: Size of every logical axis of the smallest model, "experts" and "active" among them.
@@ -588,9 +620,9 @@ def gates_fall(first: Mapping[str, int], last: Mapping[str, int]) -> float:
 
 
 def allowance(observable: str, step: int) -> str:
-    """Return the name of an observable's allowance, such as "gradient/block.norm_gain @0".
+    """Return the key of an observable in `allowances.json`, such as "gradient/block.norm_gain @0".
 
-    All parts of a group, such as the norms of a block, share one allowance.
+    All parameters of a group, such as the norms of a block, share one allowance.
 
     Args:
         observable: Name from `mupax.train.studies.check.observables`.
@@ -602,9 +634,9 @@ def allowance(observable: str, step: int) -> str:
 
 
 def _waits_for_readout(name: str, step: int) -> bool:
-    """Return whether an observable is zero because the readout starts at zero.
+    """Return whether an observable is exactly zero if the readout starts at zero.
 
-    No other parameter has a gradient before the first step of such a readout.
+    With such a readout only the readout has a gradient before the first step.
     """
     kind, _, group = name.partition("/")
     is_readout = group.startswith("readout")
@@ -615,10 +647,11 @@ def _waits_for_readout(name: str, step: int) -> bool:
 
 
 def _grown_size(exponents: Mapping[str, float], *, encoded: bool) -> str:
-    """Return the size whose allowances apply.
+    """Return the name of the size that grows, under which `allowances.json` has allowances.
 
-    This is "depth" of a decoder (perhaps together with its encoder), "encoder_depth" alone,
-    "head_dim" or "heads" alone, and "width" for all other growth.
+    It is "depth" if the decoder's depth grows (with the suffix `ENCODED` if the model has an
+    encoder), "encoder_depth" if only the encoder's depth grows, "head_dim" or "heads" if that axis
+    grows without the other, and "width" for all other growth.
 
     Args:
         exponents: Exponent of every axis that grows, from `growth`.
@@ -633,9 +666,10 @@ def _grown_size(exponents: Mapping[str, float], *, encoded: bool) -> str:
 
 
 def _embedding_moves(preset: Preset, definition: Definition, limit: Limit) -> list[float]:
-    """Return exponents of the movements of what embeds the inputs of the (decoder's) stream.
+    """Return exponents of the movements of the parameters that embed a model's inputs.
 
-    These are token and position tables, the matrix of patches and its bias.
+    These are token and position tables, the matrix of patches and its bias. Tables of an encoder
+    are left out.
     """
     # Slopes of all other parameters would be computed for nothing.
     embedding_specs = {}
@@ -651,7 +685,7 @@ def _embedding_moves(preset: Preset, definition: Definition, limit: Limit) -> li
 
 
 def _blamed_roles(name: str, limit: Limit) -> tuple[str, ...]:
-    """Return the weights whose steps make an observable grow, or () if theory names none."""
+    """Return roles of the weights whose steps make an observable grow; () if theory names none."""
     activation = name.partition(" ")[2]
     if activation in ("query", "key", "embedding"):
         return (activation,)
@@ -665,7 +699,7 @@ def _blamed_roles(name: str, limit: Limit) -> tuple[str, ...]:
 
 
 class _DecoderChange(NamedTuple):
-    """Exponents of changes of a decoder, those that come from an encoder included."""
+    """Exponents of the changes of a decoder's features and output, with its encoder's effect."""
 
     features: float
     output: float
@@ -674,11 +708,11 @@ class _DecoderChange(NamedTuple):
 def _slopes(
     preset: Preset, definition: Definition, limit: Limit, *, aligned: bool = True
 ) -> dict[ObservableStep, float]:
-    """Return the exponent of every observable and step.
+    """Return theory's exponent of every observable at every step.
 
     Args:
-        aligned: Whether training has begun, so that the terms of a gradient's sum over heads have
-            one sign. At initialization they are independent.
+        aligned: Whether the terms of a gradient's sum over heads have one sign, as they do in
+            training. `False` gives exponents at initialization, where the terms are independent.
     """
     slopes = {
         ("embedding", 0): limit.embedded,
@@ -715,7 +749,7 @@ def _slopes(
 
 
 def _change_with_encoder(limit: Limit) -> _DecoderChange:
-    """Return exponents of a decoder's changes where an encoder changes, too.
+    """Return exponents of the changes of a decoder whose encoder changes, too.
 
     Changes of the encoder reach the decoder through branches that are independent of them.
     """
@@ -727,12 +761,15 @@ def _change_with_encoder(limit: Limit) -> _DecoderChange:
 
 @functools.cache
 def _allowances(study: str, *, explodes: bool, tied: bool) -> dict[str, tuple[float, float]]:
-    """Return the measured allowances (below, above) by name. A study without entries has none.
+    """Return how far slopes may lie (below, above) their exponents, by name from `allowance`.
 
-    If something explodes, the allowances for rules without a limit apply, if they were measured.
+    These are the measured effects of finite size. The result is empty for an optimizer and size
+    that were not measured.
 
     Args:
         study: Optimizer family and grown size, such as "adam head_dim".
+        explodes: Whether something explodes under the preset. Allowances that were measured under
+            such presets are used then, if there are any.
         tied: Whether the readout shares the embedding's table.
     """
     studies = json.loads(ALLOWANCES.read_text())["allowances"]

@@ -1,13 +1,15 @@
 """Command `mupax check MODEL --desiderata`: which dimensions of a transformer can be scaled.
 
-Blocks of the zoo's transformers are cut into their mappings. For each mapping the root mean squares
-of its output, of the output's speed under the mapping's own weights, and of the backward signal are
-measured. In a series of models one dimension doubles alone, and log-log slopes are compared with
-theory (`mupax.presets.analysis.desiderata`, which `mupax presets desiderata` prints).
+Blocks of the zoo's transformers are cut into their mappings, such as q, softmax or MLP in. Three
+root mean squares are measured for each mapping: that of its output, that of the speed with which
+the mapping's own weights change the output, and that of the backward signal (the gradient of the
+loss with respect to the output). In a series of models one dimension doubles alone, and log-log
+slopes are compared with theory (`mupax.presets.analysis.desiderata`, which `mupax presets
+desiderata` prints).
 
-Everything is exact and from one batch. Backward signals are gradients of zeros that are added to
-every mapping (one VJP). Speeds are one JVP of the same program with the input of every mapping held
-fixed.
+Everything is exact and from one batch. Backward signals are gradients with respect to zeros that
+are added to the output of every mapping (one VJP). Speeds are one JVP of the same program with the
+input of every mapping held fixed.
 
 Shapes: B batch, T and S positions, H heads, K key heads, N head dimension, D width, F hidden.
 """
@@ -46,7 +48,7 @@ Hold = Callable[[Any], Any]
 """Function on the input of a mapping, such as `jax.lax.stop_gradient`."""
 
 OF_TOKENS = ("positions", "targets")
-"""Dimensions that count tokens. Every position sees all positions when they grow."""
+"""Dimensions that count tokens. While one of them grows, attention is not causal."""
 _HEADS = 4
 _DIM = 32
 _WIDTH = 128
@@ -57,7 +59,7 @@ BAND = 0.15
 """Greatest difference of an exponent between theory and measurement that counts as agreement."""
 
 Row = dict[str, dict[str, tuple[Cell, Cell]]]
-"""Dimension to desideratum to (theory, measurement)."""
+"""Results of one preset: (theory, measurement) by dimension that grows, then by desideratum."""
 
 
 class BlockProbe:
@@ -67,10 +69,13 @@ class BlockProbe:
     activation and MLP out.
 
     Args:
-        zeros: Arrays that are added to the outputs of mappings, by name with `label`. An output
-            without an array stays as it is.
-        hold: Function on the input of every mapping, such as `jax.lax.stop_gradient`.
-        masked: Whether positions of a causal model see no later positions.
+        zeros: Arrays of zeros that are added to the outputs of mappings, by name including `label`.
+            Gradients with respect to them are the backward signals. An output without an array
+            stays as it is.
+        hold: Function that is applied to the input of every mapping, such as
+            `jax.lax.stop_gradient`.
+        masked: Whether the attention of a causal model is masked, so that positions see no later
+            positions.
         label: Prefix of every name, such as "encoder ".
     """
 
@@ -82,10 +87,12 @@ class BlockProbe:
         self.outputs: Arrays = {}
 
     def mapping(self, name: str, x: jax.Array) -> jax.Array:
-        """Add a mapping's zeros, if it has any, to its output. Record the sum and return it.
+        """Record the output of a mapping, after its array of `zeros` (if any) is added.
+
+        Return the sum.
 
         Args:
-            name: Name of the mapping in its stack, without the label.
+            name: Name of the mapping, without the label.
             x: Output of the mapping, of any shape.
         """
         name = self.label + name
@@ -101,14 +108,14 @@ class BlockProbe:
         bias_HTS: jax.Array | None = None,
         part: str = "",
     ) -> jax.Array:
-        """Apply an attention to heads that are projected already, and record all its mappings.
+        """Apply attention to projected queries, keys and values, and record all its mappings.
 
-        Return its output, [B, T, D].
+        Return the output of the attention, [B, T, D].
 
         Args:
             heads: Queries [B, T, H, N], keys [B, S, K, N] and values [B, S, K, N].
             bias_HTS: Bias that is added to the logits, if any.
-            part: Prefix of the names of its mappings, such as "cross ".
+            part: Prefix of the names of the attention's mappings, such as "cross ".
         """
         q_BTHN, k_BSKN, v_BSKN = heads
         q_BTHN = self.mapping(f"{part}q", q_BTHN)
@@ -181,10 +188,12 @@ def forward(
     Args:
         model: Transformer of the zoo. An encoder-decoder gets no padding.
         batch: `inputs` and `targets`, and `decoder_inputs` if there is an encoder.
-        zeros: Arrays that are added to the outputs of mappings, by name. Those of mappings of
-            blocks have a first axis of layers. An output without an array stays as it is.
-        hold: Function on the input of every mapping.
-        masked: Whether positions of a causal model see no later positions.
+        zeros: Arrays of zeros that are added to the outputs of mappings, by name. Gradients with
+            respect to them are the backward signals. Arrays for mappings of blocks have a first
+            axis of layers. An output without an array stays as it is.
+        hold: Function that is applied to the input of every mapping.
+        masked: Whether the attention of a causal model is masked, so that positions see no later
+            positions.
     """
     outputs: Arrays = {}
 
@@ -197,8 +206,8 @@ def forward(
     ) -> jax.Array:
         """Apply all blocks of a stack to its embedding and return the stream after them.
 
-        The stack's `zeros` are added to the outputs of its mappings. The sums are written into
-        `outputs`, with names that begin with `label`.
+        The `zeros` of this stack are added to the outputs of its mappings. The sums are written
+        into `outputs`, under names that begin with `label`.
         """
         graph, stacked = nnx.split(block)
         # These two are added outside of the scan, which only takes arrays with an axis of layers.
@@ -250,10 +259,11 @@ class Mappings(NamedTuple):
 
     Attributes:
         signal: Outputs of the mappings.
-        speed: Speeds of the outputs by the mapping's own weights alone. Every weight and layer has
-            an equal part of the loss decay.
-        backward: Backward signals.
-        parts: rate ‖∇‖² of every weight under the preset's own rates, summed over layers.
+        speed: Speeds with which the mappings' own weights change the outputs. Weights move by SGD
+            with learning rates at which every weight in every layer lowers the loss equally.
+        backward: Backward signals: gradients of the loss with respect to the outputs.
+        parts: Fall of the loss by each weight under the preset's own learning rates: learning rate
+            times squared gradient norm, summed over layers.
     """
 
     signal: Arrays
@@ -272,9 +282,10 @@ def measure(
     Args:
         definition: Definition of a transformer of the zoo with an untied readout. An
             encoder-decoder has two embedding tables.
-        factors: Multipliers, and learning rates of SGD for `parts`.
+        factors: Multipliers of the forward pass, and learning rates of SGD for `Mappings.parts`.
         batch: `inputs` and `targets`, and `decoder_inputs` if there is an encoder.
-        masked: Whether positions of a causal model see no later positions.
+        masked: Whether the attention of a causal model is masked, so that positions see no later
+            positions.
     """
 
     def loss(params: Arrays, zeros: Arrays, hold: Hold = lambda x: x) -> tuple[jax.Array, Arrays]:
@@ -322,12 +333,13 @@ def measure(
 def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerConfig]:
     """Return `count` models in which one dimension, such as "d_k" or "heads", doubles alone.
 
-    The smallest is large enough that slopes are close to the exponents of the limit.
+    The smallest model is large enough that slopes are close to the exponents of the limit.
 
     Args:
-        model: Model with the structure to measure. The models have as many key heads as query
-            heads, no tie, and an embedding table of the encoder's own.
-        dimension: Dimension that grows, one of `growths`. Only text has "positions".
+        model: Model with the structure to measure. The results have as many key heads as query
+            heads, an untied readout, and a separate embedding table for an encoder.
+        dimension: Dimension that grows, one of `mupax.presets.analysis.desiderata.growths`.
+            "positions" is for models of text only.
     """
     start: Any = check.smallest(dataclasses.replace(model, value_dim=None))  # pyright: ignore[reportCallIssue]
     models = []
@@ -341,8 +353,8 @@ def _sizes(dimension: str, factor: int, *, denoises: bool, text: bool) -> dict[s
     """Return the config fields of a model whose `dimension` is `factor` times the smallest size.
 
     Args:
-        dimension: Dimension that grows, one of `growths`.
-        denoises: Whether the model is an encoder-decoder (`denoises`).
+        dimension: Dimension that grows, one of `mupax.presets.analysis.desiderata.growths`.
+        denoises: Whether the model is an encoder-decoder (`ModelConfig.denoises`).
         text: Whether the model reads tokens and not images.
     """
     sizes: dict[str, Any] = {
@@ -395,12 +407,14 @@ def _sizes(dimension: str, factor: int, *, denoises: bool, text: bool) -> dict[s
 
 
 def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
-    """Return the first 2 examples of `check.even_batch`, or 1 if the dimension counts tokens.
+    """Return the random batch on which a model is measured, without padding.
 
-    Nothing is padding. So few examples keep the number of tokens below the width.
+    It has the first 2 examples of `check.even_batch`, or 1 example if `dimension` is in
+    `OF_TOKENS`. So few examples keep the number of tokens below the width.
 
     Args:
         model: Model from `grown`.
+        dimension: Dimension that grows, one of `mupax.presets.analysis.desiderata.growths`.
     """
     examples = 1 if dimension in OF_TOKENS else 2
     arrays = {}
@@ -413,13 +427,12 @@ def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
 
 
 def base(smallest: TransformerConfig, dimension: str) -> dict[str, int]:
-    """Return the base sizes of presets: those of the smallest model, with one layer if depth grows.
+    """Return the base sizes for presets: those of the smallest model, with two exceptions.
 
-    With a base of one layer, branches are small at every depth.
-
-    If d_k of an encoder-decoder grows, its base is an eighth of the smallest. Logits of scale 1/d_k
-    are then small at every size, and so is what the encoder gets back through keys, whose power
-    differs from that through values.
+    If depth grows, the base has one layer, so that residual branches are small at every depth. If
+    d_k of an encoder-decoder grows, the base has an eighth of the smallest d_k. Attention logits of
+    scale 1/d_k are then small at every size. So is the part of the encoder's gradient that comes
+    back through keys, whose exponent differs from that of the part through values.
 
     Args:
         smallest: Smallest model from `grown`.
@@ -437,11 +450,12 @@ class Series:
     """Models of one structure at growing sizes, each compiled once for all presets.
 
     Args:
-        definitions: Models, each twice as large as the one before in the dimension that grows. At
-            least two, or no slope can be fitted.
+        definitions: Models, each twice as large as the one before in the dimension that grows. A
+            slope needs at least two.
         batches: Batch of each of the `definitions`, in their order.
         seeds: Number of initializations of each model, from seeds 0 to `seeds` - 1.
-        masked: Whether positions of a causal model see no later positions.
+        masked: Whether the attention of a causal model is masked, so that positions see no later
+            positions.
     """
 
     def __init__(
@@ -458,7 +472,7 @@ class Series:
         self._programs = [self._program(definition, masked) for definition in definitions]
 
     def _program(self, definition: Definition, masked: bool) -> Any:
-        """Return a function (seeds, stds, factors, batch) -> `Mappings`, with arrays [seeds].
+        """Return a function (seeds, initial stds, factors, batch) -> `Mappings`, arrays [seeds].
 
         It compiles at its first call.
         """
@@ -473,9 +487,9 @@ class Series:
     def slopes(self, preset: Preset) -> dict[str, dict[str, float]]:
         """Measure every size under a preset, and return log-log slopes over the sizes.
 
-        Slopes are keyed by field of `Mappings`, then by mapping, and fitted to geometric means over
-        seeds. Learning rates are those of SGD, or of the preset's first optimizer if it has no rule
-        for SGD.
+        The result has slopes by field of `Mappings`, then by mapping. They are fitted to geometric
+        means over seeds. Learning rates are those of the preset for SGD, or for the preset's first
+        optimizer if it has no rule for SGD.
 
         Args:
             preset: Rules, relative to the smallest size, or absolute.
@@ -513,12 +527,13 @@ def compared(
     *,
     encoder: bool = False,
 ) -> dict[str, tuple[Cell, Cell]]:
-    """Return (theory, measurement) of signal, speed, balance and loss decay, by these names.
+    """Return (theory, measurement) for each desideratum.
 
-    If theory has no exponent, the measurement is theory's cell.
+    Keys are "signal", "speed", "balance" and "loss decay". If theory has no exponent, the
+    measurement is theory's cell, too.
 
     Args:
-        dimension: Dimension that grows, one of `growths`.
+        dimension: Dimension that grows, one of `mupax.presets.analysis.desiderata.growths`.
         slopes: Measured slopes, from `Series.slopes`.
         encoder: True if the model has an encoder in addition to its decoder.
     """
@@ -551,7 +566,7 @@ def compared(
 
 
 def apart(expected: Cell, measured: Cell) -> dict[str, float]:
-    """Return measured minus theoretical exponents by name, for those farther apart than `BAND`."""
+    """Return measured minus theoretical exponents by mapping, only differences above `BAND`."""
     gaps = {}
     for name, exponent in expected.exponents.items():
         gap = measured.exponents[name] - exponent
@@ -573,14 +588,14 @@ def measured(
     The models of a dimension are compiled once for all presets.
 
     Args:
-        presets: Functions from the sizes of the base, by axis, to a preset.
+        presets: Functions that return a preset for given base sizes, by axis.
         count: Number of sizes of a dimension, each twice the one before. At least 2.
         seeds: Number of initializations of each model, from seeds 0 to `seeds` - 1.
         dimensions: Dimensions to grow; by default all that the model has. "positions" is skipped
             for a model of images.
 
     Returns:
-        A row per preset: (theory, measurement) by dimension and desideratum.
+        A row per preset: (theory, measurement) by dimension, then by desideratum.
     """
     rows: list[Row] = [{} for _ in presets]
     for dimension in dimensions or theory.growths(encoder=model.denoises):
@@ -598,9 +613,10 @@ def measured(
 
 
 def table(row: Row) -> list[list[str]]:
-    """Return a header and a line per dimension, with "theory | measurement" in every cell.
+    """Return the table of one preset's results as text: a header, and a line per dimension.
 
-    The last column names exponents that are farther apart than `BAND`.
+    Cells are "theory | measurement". The last column has the mappings whose exponents differ by
+    more than `BAND`, with the differences.
     """
     lines = [["dimension", "scales", *theory.COLUMNS, "apart"]]
     for dimension, cells in row.items():
@@ -618,7 +634,9 @@ def table(row: Row) -> list[list[str]]:
 def cell_text(expected: Cell, measurement: Cell) -> str:
     """Return theory and measurement as text, such as "yes | -0.03" or "no: q, k -0.5 | -0.51".
 
-    Without an exponent from theory, return the reason for that.
+    "yes" means that theory says the desideratum holds, and the measured exponent farthest from 0
+    follows. "no" names the mappings that break it, with theory's exponent and the mean of the
+    measured ones. If theory has no exponent, return the reason.
     """
     if expected.exponent is None:
         return expected.why
@@ -690,7 +708,7 @@ def _refuse_other_mappings(model: TransformerConfig) -> None:
 
 
 def to_json(row: Row) -> dict[str, Any]:
-    """Return all exponents as [theory, measured], by dimension, desideratum and name."""
+    """Return all exponents as [theory, measured], by dimension, then desideratum, then mapping."""
     content: dict[str, Any] = {}
     for dimension, cells in row.items():
         content[dimension] = {}

@@ -1,10 +1,10 @@
 """`mupax presets dynamics`: training of a model with infinitely many heads, and of finite models.
 
-Both train on one batch and are described by the same arrays. A run's config is translated into the
-config of its infinite limit (`mupax.presets.infinite.stack`).
+Both train on one batch, and their results are arrays of the same kind. A run's config is translated
+into the config of its infinite limit (`mupax.presets.infinite.stack`).
 
-Z networks, S training steps (S + 1 states: before each step and after the last), B examples,
-T positions, C classes or channels, L layers, D width.
+Shapes: Z networks, S training steps (S + 1 states: before each step and after the last),
+B examples, T positions, C classes or channels, L layers, D width.
 """
 
 from __future__ import annotations
@@ -45,21 +45,24 @@ PATHS = {
 }
 """Path of a parameter in the zoo, by its name in `LimitConfig`."""
 SHARE = 4
-"""A matrix is revealed along at most 1/SHARE of its directions.
+"""Divisor of the width that gives the largest number of directions to draw a matrix along.
 
-The records of so many directions take the memory of the matrix itself.
+A random matrix is drawn only along the directions (vectors) that it is applied to. Records of width
+/ SHARE directions take as much memory as the matrix itself.
 """
 
 PROG = "mupax presets dynamics"
 MATRICES = 22
-"""Number of vectors of a block that are recorded for each direction.
+"""Number of vectors that a block records for each direction that its matrices are applied to.
 
-1 + 9 for queries, keys and values together, 4 for each of the other three matrices.
+These are 1 + 9 for queries, keys and values together, and 4 for each of the other three matrices.
 """
 
 
 def with_heads(config: Config, heads: int) -> Config:
-    """Return the run with `heads` heads of its own head dimension, and the width to match.
+    """Return the run with another number of heads, and with the width that these heads fill.
+
+    The head dimension stays the same.
 
     Raises:
         ConfigError: The model is no vision transformer.
@@ -72,10 +75,14 @@ def with_heads(config: Config, heads: int) -> Config:
 
 
 def numbers(config: Config) -> LimitConfig:
-    """Return the config of a run's infinite limit, at the run's own sizes.
+    """Translate a run's config into the config of its infinite limit.
+
+    Initial stds, learning rates and scales are those that the run's preset gives at the run's own
+    sizes.
 
     Raises:
-        ConfigError: The model or the optimizer has no limit here. The text says what to write.
+        ConfigError: The limit does not cover the model or the optimizer (see `check`). The text
+            says what to write.
         PresetError: See `mupax.train.config.preset.preset_of`.
     """
     check(config)
@@ -179,7 +186,10 @@ def check(config: Config) -> None:
 
 
 def check_rank(config: Config, images: int) -> int:
-    """Return the number of directions along which the run reveals every matrix.
+    """Return the number of directions along which a run has to draw every initial matrix.
+
+    A matrix is drawn only along the vectors that it is applied to. There is one for each position
+    of each image at each step and after the last step.
 
     Args:
         config: Run with the steps, positions and width to count with.
@@ -214,7 +224,7 @@ def check_rank(config: Config, images: int) -> int:
 
 
 def patches(images_BHWC: np.ndarray, size: int) -> np.ndarray:
-    """Return the inputs of the patch embedding, [B, T, size * size * C], in the zoo's order.
+    """Cut images into patches as the zoo does, and return the patches, [B, T, size * size * C].
 
     Args:
         images_BHWC: Square images, so that `H == W`.
@@ -238,17 +248,18 @@ def _vit(config: Config) -> ViTConfig:
 
 
 def _word(value: Any) -> str:
-    """Return a value as it is written on the command line."""
+    """Return a config value as text for the command line; an empty tuple is written ''."""
     return "''" if value == () else str(value)
 
 
 class _NetworkStates(NamedTuple):
-    """States of one network in training.
+    """Records of one network before each of S training steps and after the last.
 
     Attributes:
-        logits: [S + 1, B, C].
+        logits: Logits of the B examples, [S + 1, B, C].
         features: Inputs of the readout, [S + 1, B, D].
-        attention: [S + 1, L, 2] as in `mupax.presets.infinite.stack.Snapshot`, or empty.
+        attention: Mean over heads of the squared attention logits, and square of their mean over
+            heads, for each layer, [S + 1, L, 2]. Empty for finite models.
     """
 
     logits: Any
@@ -262,12 +273,13 @@ class Trajectory:
 
     Attributes:
         losses: Mean cross-entropy in nats, [Z, S + 1].
-        logits: Centered logits, [Z, S + 1, B, C].
-        memory: C(t, s), the kernel of the readout's inputs at steps t and s, averaged over
-            examples, [Z, S + 1, S + 1].
-        kernels: Kernel of the readout's inputs of two examples, [Z, S + 1, B, B].
-        attention: Squares of attention logits as in `mupax.presets.infinite.stack.Snapshot`,
-            [Z, S + 1, L, 2]. Empty for finite models.
+        logits: Logits, minus the initial logits if the model is centered, [Z, S + 1, B, C].
+        memory: C(t, s), the mean over channels of the product of the readout's inputs at steps t
+            and s, averaged over examples, [Z, S + 1, S + 1].
+        kernels: Mean over channels of the product of the readout's inputs of two examples,
+            [Z, S + 1, B, B].
+        attention: Mean over heads of the squared attention logits, and square of their mean over
+            heads, for each layer, [Z, S + 1, L, 2]. Empty for finite models.
     """
 
     losses: np.ndarray
@@ -281,7 +293,8 @@ class Trajectory:
         """Compute losses and kernels from the states of Z networks, and return the trajectory.
 
         Args:
-            networks: States of each network, with logits that are centered already.
+            networks: Records of each network. Logits of a centered model have the initial logits
+                subtracted already.
             targets: Classes of the examples, int [B].
         """
         logits = []
@@ -324,24 +337,26 @@ def limit(
     responses: bool = True,
     dtype: type[np.floating] = np.float32,
 ) -> Trajectory:
-    """Train networks that stand for the infinite model, with the same batch at every step.
+    """Train very wide networks that stand for the infinite model, with one batch at every step.
 
-    The networks have a finite number of heads, and exactly the law of dense networks of that width.
-    Return their trajectory.
+    The networks have a finite number of heads. Matrices are drawn only along the directions that
+    they are applied to, which gives exactly the distribution of dense networks of that width.
+    Return the trajectory of the networks.
 
     Args:
         config: Run with the model (at any number of heads), preset, optimizer and steps.
-        images: [B, height, width, channels].
+        images: Images of the batch, [B, height, width, channels].
         targets: Classes, int [B].
         heads: Number of heads that stands for infinitely many.
-        draws: Z, number of independent networks. They are trained one after another.
+        draws: Number Z of independent networks. They are trained one after another.
         seed: Seed of all random numbers. The first networks are the same for any `draws`.
-        responses: Whether products with a matrix and with its transpose are correlated. `False` is
-            a control (`mupax.presets.infinite.dice.LazyGaussian`).
+        responses: Whether products with a matrix and with its transpose are correlated, as they are
+            in a real network. `False` is a control experiment
+            (`mupax.presets.infinite.dice.LazyGaussian`).
         dtype: Dtype of the networks, float32 by default.
 
     Raises:
-        ConfigError: The model or the optimizer has no limit here (see `check`).
+        ConfigError: The limit does not cover the model or the optimizer (see `check`).
     """
     wide = with_heads(config, heads)
     model: Any = wide.model
@@ -382,13 +397,13 @@ def limit(
 def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: int) -> Trajectory:
     """Train the run's own model by the zoo's training step, with the same batch at every step.
 
-    Return the trajectory. It has no attention logits. All runs are on one device.
+    Return the trajectory, in which `attention` is empty. All networks train on one device.
 
     Args:
-        config: The run. Its data are not used.
-        images: [B, height, width, channels].
+        config: Run with the model, preset, optimizer and steps. Its data are not used.
+        images: Images of the batch, [B, height, width, channels].
         targets: Classes, int [B].
-        seeds: Number of networks `Z`, with seeds from 0.
+        seeds: Number Z of networks, initialized from seeds 0 to `seeds` - 1.
     """
     import jax
     import jax.numpy as jnp
@@ -410,7 +425,10 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
 
     @jax.jit
     def outputs_of(params: Any, step_inputs: Any) -> tuple[jax.Array, jax.Array]:
-        """Return logits, less those of the reference if there is one, and inputs of the readout."""
+        """Return the logits and the inputs of the readout.
+
+        If there are reference parameters (of a centered model), their logits are subtracted.
+        """
         factors = step_inputs.factors
         readings = []
         for weights in (params, step_inputs.reference):
@@ -487,9 +505,10 @@ class Dynamics:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train the networks, print a table, and write JSON and a figure if asked. Return exit code 0.
+    """Run `mupax presets dynamics`: train the networks, print a table, and write JSON and a figure.
 
-    A dry run only prints the sizes of the network and of its records. Existing files are replaced.
+    JSON and figure are written if flags name their paths, and existing files are replaced. A dry
+    run only prints the sizes of the network and of its records. Return exit code 0.
 
     Raises:
         UsageError, ConfigError, PresetError: The flags or the model do not fit.
@@ -540,7 +559,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _config(args: Dynamics, rest: Sequence[str]) -> Config:
-    """Return the config of the run to compute the infinite limit of.
+    """Return the config of the run whose infinite limit is computed.
 
     A model without a recipe gets the recipe `bordelon-vit`. That recipe trains on synthetic images
     (`shapes`) unless `--data.name` is given. The run has `args.steps` steps.
@@ -563,7 +582,10 @@ def _config(args: Dynamics, rest: Sequence[str]) -> Config:
 
 
 def _with_model_flag(argv: Sequence[str]) -> list[str]:
-    """Return a command line in which a config file (`--config PATH` or first) is `--model PATH`."""
+    """Return the command line with a config file written as `--model PATH`.
+
+    The user may have written it as `--config PATH` or as the first word.
+    """
     words = cli.with_file_first(argv)
     if words and cli.is_file(words[0]):
         return ["--model", *words]
@@ -577,13 +599,14 @@ def mean(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rows(limit: Trajectory, nets: Mapping[int, Trajectory]) -> list[list[str]]:
-    """Return a header and a line per step: losses, kernels and attention logits, as text.
+    """Return the table of results as text: a header and a line per step.
 
-    Cells after the step number are means over networks with their standard errors.
-    C(t, 0) is divided by the square root of C(t, t) C(0, 0). The last two columns are the root mean
-    square of the attention logits, and of their mean over heads.
+    Columns after the step are means over networks with their standard errors: losses, the kernel
+    C(t, t) of the readout's inputs, C(t, 0) divided by the square root of C(t, t) C(0, 0), and the
+    root mean squares of the attention logits and of their mean over heads.
 
     Args:
+        limit: Networks that stand for the infinite model.
         nets: Finite models by their number of heads. Only their losses are in the table.
     """
     own_kernel_ZT = np.einsum("ztt->zt", limit.memory)
@@ -616,9 +639,10 @@ def _cells(values: np.ndarray) -> list[str]:
 def picture(
     limit: Trajectory, nets: Mapping[int, Trajectory], title: str
 ) -> matplotlib.figure.Figure:
-    """Return a figure of loss, C(t, s) and attention logits by layer over the steps.
+    """Return a figure over the steps: loss, kernel C(t, s), and attention logits by layer.
 
     Args:
+        limit: Networks that stand for the infinite model. C(t, s) is `Trajectory.memory`.
         nets: Finite models by their number of heads. Only their losses are drawn.
     """
     # `Figure` and not pyplot, which keeps figures in global state and may ask for a display.
@@ -648,9 +672,10 @@ def picture(
 def _draw_losses(
     axes: Any, steps: np.ndarray, limit: Trajectory, nets: Mapping[int, Trajectory]
 ) -> None:
-    """Draw the losses of finite models, the faintest for the fewest heads, and of the limit.
+    """Draw the losses of finite models and of the infinite limit over the steps.
 
-    Every finite network has a thin line, and their mean a full one. The limit has error bars.
+    Every finite network has a thin line, and the mean of a model's networks has a thick one. Models
+    with fewer heads are fainter. The limit is a mean with error bars.
     """
     from mupax.train.run.report.plotting import BLUE, ORANGE
 
@@ -665,7 +690,10 @@ def _draw_losses(
 
 
 def _draw_kernels(axes: Any, steps: np.ndarray, limit: Trajectory) -> None:
-    """Draw the mean over networks of C(t, s) over t, a line for each s, later ones darker."""
+    """Draw the kernel C(t, s) over t, with a line for each s (darker for a later s).
+
+    C(t, s) is `Trajectory.memory`, averaged over networks.
+    """
     from mupax.train.run.report.plotting import BLUE
 
     memory = limit.memory.mean(0)
@@ -674,7 +702,7 @@ def _draw_kernels(axes: Any, steps: np.ndarray, limit: Trajectory) -> None:
 
 
 def _draw_attention(axes: Any, steps: np.ndarray, limit: Trajectory) -> None:
-    """Draw the root mean square of every layer's attention logits, and of their mean over heads."""
+    """Draw two lines per layer: RMS of the attention logits, and RMS of their mean over heads."""
     from mupax.train.run.report.plotting import BLUE, GREY
 
     num_layers = limit.attention.shape[2]

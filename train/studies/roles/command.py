@@ -84,9 +84,10 @@ def _zoo_model(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str,
 
 
 def _function(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]:
-    """Import a MODULE:FUNCTION, first from the present directory, and return its traced roles.
+    """Import a user's MODULE:FUNCTION and return the roles traced from its loss.
 
-    Declarations and differences, the first and the last value, are empty.
+    The module is searched in the present directory first. The first and the last value, which are
+    declarations and differences from them, are empty.
 
     Raises:
         UsageError: `--sizes` is missing or wrong, or the function cannot be imported.
@@ -131,7 +132,10 @@ def _parsed_sizes(text: str) -> dict[str, int]:
 
 
 def text(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str, str]) -> str:
-    """Return a table of roles, then lines of refusals and differences, then a summary.
+    """Return the report of the command as text.
+
+    It has a table of roles, a line for each refusal (a parameter whose role is not certain) and for
+    each difference from the declarations, and a summary.
 
     Args:
         declared: Declarations by parameter. Empty for a MODULE:FUNCTION, which has none.
@@ -163,10 +167,11 @@ def text(declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str
 def as_json(
     declared: Mapping[str, ParamSpec], roles: Roles, differing: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the contents of `text` as values for JSON.
+    """Return the report of the command as values for JSON.
 
-    Keys are `parameters`, `tied_readout` (`None` without one), `refused` and `differs`, and
-    `declared`, the number of declarations.
+    Keys are `parameters` (found roles by parameter), `tied_readout` (`None` without one), `refused`
+    (reasons by parameter), `differs` (differences by parameter), and `declared`, the number of
+    declarations.
 
     Args:
         declared: Declarations by parameter. Empty for a MODULE:FUNCTION, which has none.

@@ -1,7 +1,9 @@
-"""Declarations of all parameters of a traced loss, with evidence, and the reasons of refusals.
+"""Roles and axes of all parameters, deduced from a traced loss, with the evidence for each.
 
-Axes come from shapes at several sizes. A dimension can hold two axes: if a Linear to
-heads * head_dim is reshaped to [..., heads, head_dim], the graph shows how the loss cuts it.
+The result is a declaration (`ParamSpec`) per parameter, or the reason why its role is not certain
+("refused"). Axes come from the parameters' shapes at several sizes. A dimension can hold two axes:
+if a Linear to heads * head_dim is reshaped to [..., heads, head_dim], the graph shows how the loss
+cuts it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from mupax.train.studies.roles.matrices import (
 
 _ENDS = frozenset({Role.MLP_OUT, Role.EXPERT_OUT})
 _STREAM = frozenset({Role.ROUTER, Role.PATCH_EMBEDDING, Role.TOKEN_EMBEDDING})
-"""Roles of matrices that write the stream or choose experts, so that no gain belongs to them."""
+"""Roles of matrices to which no gain belongs, because they make the stream or choose experts."""
 _LOOKUPS = {"position": Role.POSITION, "source": Role.POSITION, "distance": Role.RELATIVE_BIAS}
 """Roles of tables that are looked up along an axis. All others are token embeddings."""
 _JOINS = ("concatenate", "select_n", "scatter", "dynamic_update_slice", "stack")
@@ -38,7 +40,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def fact(matrices: Matrices, use: OperandUse) -> Constraint:
     """Return the role that a parameter has in one operation other than a matrix product.
 
-    The operation is a sum, a product of elements, a lookup or a concatenation.
+    The operation is a sum, an elementwise product, a lookup or a concatenation.
 
     Raises:
         Refusal: The role is not certain.
@@ -99,9 +101,10 @@ def _looked_up(matrices: Matrices, use: OperandUse) -> Constraint:
 
 
 def _bias_after_branch(matrices: Matrices, use: OperandUse) -> Constraint | None:
-    """Return the role of a bias whose matrix ended the branch before, as in h + x @ w + b.
+    """Return the role of a bias that is added after its branch was added, as in h + x @ w + b.
 
-    The result is `None` if the parameter is no such bias.
+    There (h + x @ w) + b adds the bias b to the residual stream, after the product x @ w has ended
+    the branch. The result is `None` if the parameter is no such bias.
     """
     flow = matrices.flow
     assert use.other is not None
@@ -121,9 +124,9 @@ def _bias_of(matrix: Constraint, evidence: str) -> Constraint:
 
 
 def _constraints(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Constraint | None]:
-    """Return the constraint of every product with a parameter among sources of a signal.
+    """Return the role of every parameter whose product is among the sources of a signal.
 
-    The constraint is `None` for a parameter whose role in the product was refused.
+    The entry is `None` for a parameter whose role in the product is not certain.
     """
     constraints = []
     for source in sources:
@@ -133,7 +136,7 @@ def _constraints(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Co
 
 
 def _accepted(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Constraint]:
-    """Return the constraints of products with parameters among sources, without refused ones."""
+    """Return the roles of the parameters whose products are sources, without uncertain ones."""
     return [fact for fact in _constraints(matrices, sources) if fact is not None]
 
 
@@ -145,10 +148,9 @@ def _role_names(roles: Iterable[Role]) -> str:
 def _added(matrices: Matrices, use: OperandUse) -> Constraint:
     """Return the role of a parameter that is added: a bias, a position or a relative bias.
 
-    A relative bias is added to attention logits.
-
     Raises:
-        Refusal: It is none of these, or is added to the product of a parameter that is refused.
+        Refusal: The parameter is none of these, or is added to the product of a parameter whose own
+            role is not certain.
     """
     flow = matrices.flow
     other = use.other
@@ -195,7 +197,8 @@ def _added(matrices: Matrices, use: OperandUse) -> Constraint:
 def _added_to_logits(use: OperandUse, in_block: bool) -> Constraint:
     """Return the role of a relative bias, for a parameter that is added to attention logits.
 
-    Its rows must be chosen by an index that does not depend on the batch: distances of positions.
+    The rows of its table must be chosen by distances of positions, which do not depend on the
+    batch.
 
     Args:
         use: Use of the parameter as a summand of attention logits.
@@ -216,9 +219,10 @@ def _added_to_logits(use: OperandUse, in_block: bool) -> Constraint:
 
 
 def _output_axes(matrices: Matrices, sources: Iterable[SignalSource]) -> set[str]:
-    """Return the axes of the parameters of products, without those that the products sum over.
+    """Return the output axes of the parameters whose products are among the sources of a signal.
 
-    Sources that are no product with a parameter, or a refused one, add nothing.
+    Output axes are those that the product does not sum over. Other sources, and parameters whose
+    role is not certain, add nothing.
     """
     axes: set[str] = set()
     for source in sources:
@@ -236,16 +240,16 @@ def _output_axes(matrices: Matrices, sources: Iterable[SignalSource]) -> set[str
 
 
 def _axes(matrices: Matrices, use: OperandUse) -> tuple[str, ...]:
-    """Return the single axes of the parameter in a use, in the order of its dimensions."""
+    """Return the axes of the parameter in a use, in order. A dimension of two axes gives both."""
     return split_names(matrices.names[use.param])
 
 
 def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
-    """Return the role norm gain, with its axes, for a parameter in an elementwise product.
+    """Return the role of a norm gain, for a parameter in an elementwise product.
 
     Raises:
-        Refusal: It multiplies neither a norm of the stream, nor a norm of one matrix's product, nor
-            the product of one matrix that ends a branch.
+        Refusal: The parameter multiplies neither a normalized stream, nor the normalized product of
+            one matrix, nor the product of one matrix that ends a branch.
     """
     flow = matrices.flow
     node = use.node
@@ -303,9 +307,10 @@ def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
 
 
 def _are_streams(flow: Flow, sources: Sequence[SignalSource]) -> bool:
-    """Return whether all sources are ends of branches, lookups, or products with parameters.
+    """Return whether a signal with these sources can be the residual stream.
 
-    Without sources return False.
+    Every source must be the end of a branch, a lookup, or a product with parameters, and there must
+    be at least one.
     """
     if not sources:
         return False
@@ -317,13 +322,15 @@ def _are_streams(flow: Flow, sources: Sequence[SignalSource]) -> bool:
 
 
 def _normalized(matrices: Matrices, factor: Node) -> Node | None:
-    """Return the signal that a norm's factor multiplies after a gain was multiplied into it.
+    """Return the input of a norm whose gain is multiplied first with the norm's factor.
+
+    An example is x * (rsqrt(mean square of x) * gain), where the result is x.
 
     Args:
         factor: Product of the gain and the factor of the norm.
 
     Returns:
-        The input of the norm, or `None` if no single signal is multiplied.
+        The input of the norm, or `None` if the factor does not multiply a single signal.
     """
     stack = [factor]
     while stack:
@@ -339,9 +346,10 @@ def _normalized(matrices: Matrices, factor: Node) -> Node | None:
 
 
 def cuts_of(graph: Graph) -> dict[ParamDim, set[tuple[int, ...]]]:
-    """Return the sizes that the loss cuts each dimension of a parameter into, outermost first.
+    """Return the sizes of the parts that reshapes in the loss cut each parameter dimension into.
 
-    A dimension that is not cut has no entry.
+    A tuple has the sizes of one cut, the outermost part first. A dimension that is not cut has no
+    entry.
     """
     cuts: dict[ParamDim, set[tuple[int, ...]]] = {}
     for node in graph.nodes:
@@ -357,7 +365,11 @@ def cuts_of(graph: Graph) -> dict[ParamDim, set[tuple[int, ...]]]:
 def _add_cuts(
     cuts: dict[ParamDim, set[tuple[int, ...]]], param_dims: Iterable[ParamDim], dim: Dim
 ) -> None:
-    """Add the sizes of a dimension's parts, if it has any, to the `cuts` of `param_dims`."""
+    """Add the ways in which a dimension is cut to the entries of `param_dims` in `cuts`.
+
+    Args:
+        cuts: Result of `cuts_of`, changed in place.
+    """
     parts = _parts(dim)
     if parts:
         for param_dim in param_dims:
@@ -365,7 +377,10 @@ def _add_cuts(
 
 
 def _parts(dim: Dim) -> set[tuple[int, ...]]:
-    """Return tuples of sizes: of a dimension's atoms if it has several, and of each atom's cuts."""
+    """Return the ways in which a dimension is cut, as tuples of sizes, outermost first.
+
+    A dimension of several atoms is cut into these atoms. An atom can be cut further into two parts.
+    """
     parts: set[tuple[int, ...]] = set()
     if len(dim) > 1:
         parts.add(tuple(atom.size for atom in dim))
@@ -378,7 +393,7 @@ def _parts(dim: Dim) -> set[tuple[int, ...]]:
 
 
 def _descendants(atom: Atom) -> list[Atom]:
-    """Return the atom and all parts that it was cut into."""
+    """Return the atom, the parts that it was cut into, the parts of these, and so on."""
     if atom.parts is None:
         return [atom]
     outer, inner = atom.parts
@@ -386,10 +401,11 @@ def _descendants(atom: Atom) -> list[Atom]:
 
 
 def _aligned_dims(use: OperandUse) -> list[tuple[ParamDim, Dim]]:
-    """Return dimensions of a parameter with the dimensions of activations that they lie along.
+    """Return pairs of a parameter's dimension and the activation's dimension that it meets.
 
-    A product contracts the two with each other, a sum adds along them. A use without another
-    operand has none, nor has a sum whose operands differ in their number of dimensions.
+    A matrix product pairs the dimensions that it sums over. An elementwise operation pairs
+    dimensions at the same index. The list is empty for a use without another operand, and for an
+    elementwise operation whose operands differ in their number of dimensions.
     """
     view = use.view
     node = use.node
@@ -427,7 +443,9 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Result of tracing a loss.
+    """Roles and axes of all parameters of a model, traced from its loss.
+
+    A parameter is "refused" if its role is not certain.
 
     Attributes:
         specs: Declaration of each parameter, by path. Refused parameters have none.
@@ -443,7 +461,7 @@ class Roles:
 
 
 def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
-    """Return the declarations of the parameters of a traced loss, and reasons for those refused.
+    """Deduce the role and axes of every parameter of a traced loss.
 
     Args:
         graph: Graph of the loss at the sizes of the first sample.
@@ -488,10 +506,10 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
 
 
 def _fact(matrices: Matrices, all_attention: list[Attention], use: OperandUse) -> Constraint:
-    """Return the role of a parameter in one use, and whether the use is in an encoder.
+    """Return the role of a parameter in one use of the loss.
 
-    For a norm before queries of cross-attention `cross` is set. `shared` has the axes that the
-    parameter is shared along.
+    In the result, `encoder` says whether the use is in an encoder, `cross` is set for a norm before
+    the queries of cross-attention, and `shared` has the axes that the parameter is shared along.
 
     Raises:
         Refusal: The role is not certain.
@@ -537,7 +555,7 @@ def _is_in_encoder(flow: Flow, cross_attention: list[Attention], node: Node) -> 
 def _makes_cross_queries(flow: Flow, cross_attention: list[Attention], node: Node) -> bool:
     """Return whether all matrices that read `node` make queries of cross-attention.
 
-    If no matrix reads it, return False.
+    Return False if no matrix reads `node`.
     """
     queries: set[Node] = set()
     for attention in cross_attention:
@@ -551,10 +569,12 @@ def _makes_cross_queries(flow: Flow, cross_attention: list[Attention], node: Nod
 
 
 def _shared(matrices: Matrices, use: OperandUse, constraint: Constraint) -> tuple[str, ...]:
-    """Return the growing axes of the other operand that the parameter itself lacks.
+    """Return the growing axes along which a parameter is shared.
 
-    The parameter's gradient is a sum over these axes. The result is empty outside of residual
-    branches, for a gain or bias of queries or keys, and for a relative bias.
+    These are axes of the operand that the parameter meets in a use, but not of the parameter. An
+    example is the axis of channels for a Mixer's MLP over patches. The parameter's gradient is a
+    sum over them. The result is empty outside of residual branches, for a gain or bias of queries
+    or keys, and for a relative bias.
     """
     # For a QK-norm's gain and a relative bias, rules and theory find this sum from the axes of the
     # parameter itself.
@@ -588,9 +608,12 @@ def _shared(matrices: Matrices, use: OperandUse, constraint: Constraint) -> tupl
 
 
 def _agreed(facts: list[Constraint]) -> tuple[Constraint, Constraint | None]:
-    """Return the constraint that all uses agree on.
+    """Return the role on which all uses of a parameter agree.
 
-    The second value is the constraint of a readout that is tied to this embedding, or `None`.
+    Uses as token embedding and as readout agree, too: the readout is then tied to the embedding.
+
+    Returns:
+        The role, and the role as a tied readout or `None`.
 
     Raises:
         Refusal: There are no uses, or they do not agree.
@@ -659,8 +682,8 @@ def axis_names(
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """Return the name of the axis of every dimension of every parameter, from sizes and shapes.
 
-    A dimension of two axes has both names in order, with a space between: "heads head_dim"
-    (`split_names`).
+    A dimension has the name of the axis whose size equals its own in all samples. A dimension of
+    two axes has both names in order, with a space between: "heads head_dim" (`split_names`).
 
     Args:
         samples: Shapes at the base sizes first, then with each size changed.
@@ -668,8 +691,9 @@ def axis_names(
             By default such dimensions are refused.
 
     Returns:
-        Names by parameter, and reasons by refused parameter: a dimension belongs to no single
-        axis, or two dimensions to one. The names of a refused parameter may be incomplete.
+        Names by parameter, and the reason for each parameter without certain names: a dimension
+        belongs to no single axis, or two dimensions belong to the same axis. The names of such a
+        parameter may be incomplete.
     """
     cuts = {} if graph is None else cuts_of(graph)
     # No parameter has an axis of active experts. The encoder's output ("memory") is as wide as the
@@ -717,14 +741,16 @@ def _cut_axes(
     columns: Mapping[str, tuple[int, ...]],
     cuts: Collection[tuple[int, ...]],
 ) -> str:
-    """Return the two axes whose product a dimension is, in the order in which the loss cuts it.
+    """Return the names of the two axes whose product a dimension is, such as "heads head_dim".
 
-    The result is empty if there are none, or if their order cannot be told.
+    The outer axis comes first, as the loss cuts the dimension. The result is "" if no two axes fit,
+    or if both have the same size, so that their order cannot be told.
 
     Args:
         column: Size of the dimension in every sample.
         columns: Size of every axis in every sample.
-        cuts: Sizes of the parts that the loss cuts the dimension into, the outermost first.
+        cuts: Ways in which the loss cuts the dimension, each with the sizes of the parts, the
+            outermost first.
     """
     for outer_axis, inner_axis in itertools.permutations(columns, 2):
         outer_sizes = columns[outer_axis]
@@ -742,7 +768,7 @@ def _cut_axes(
 
 
 def _is_square(sizes: Mapping[str, int]) -> bool:
-    """Return whether heads that make up the width are as many as each is wide."""
+    """Return whether heads fill the width and their number equals their dimension."""
     return "head_dim" not in sizes and sizes["embed"] == sizes["heads"] ** 2
 
 
@@ -752,9 +778,14 @@ def _as_heads(
     sizes: Mapping[str, int],
     cuts: Mapping[ParamDim, Collection[tuple[int, ...]]],
 ) -> list[str]:
-    """Return the names with "heads head_dim" for a width that the loss cuts into heads.
+    """Return a parameter's axis names, with a width that the loss cuts into heads named as heads.
 
-    In models whose heads make up the width, embed = heads * head_dim, no size is named head_dim.
+    Its name "embed" becomes "heads head_dim". This is for models without a size "head_dim", whose
+    heads fill the width (embed = heads * head_dim). Other models keep their names.
+
+    Args:
+        names: Names of the parameter's dimensions, from `axis_names`.
+        cuts: Sizes of the parts of each dimension that the loss cuts, from `cuts_of`.
     """
     if "head_dim" in sizes or "heads" not in sizes:
         return names
@@ -776,7 +807,7 @@ def _reason(
 
     Args:
         column: Size of the dimension in every sample.
-        matching: Axes with these sizes, none or at least two.
+        matching: Names of the axes with these sizes, none or at least two.
         columns: Size of every axis in every sample.
     """
     if matching:

@@ -1,8 +1,9 @@
-"""Signals in a traced loss: the operations that carry them, their products, branches and norms.
+"""Paths of signals in a traced loss, with the products, residual branches and norms on them.
 
-Layout operations, sums, scalings, gains and norms carry a signal unchanged in kind. Elementwise
-nonlinearities and gates carry it, too, but are noted. Statistics (of norms and softmaxes) and
-integers carry none: norms and softmaxes only scale a signal by a statistic of its own.
+A signal is a floating-point activation that is more than a statistic or scale of another. Layout
+operations, sums, scalings, gains and norms carry a signal on unchanged in kind. Elementwise
+nonlinearities and gates carry it on, too, but paths record that they were passed. Statistics of
+norms and softmaxes carry no signal, because they only scale one, and integers carry none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mupax.train.studies.roles.operations import LAYOUT
 
 SQUARES = frozenset({"square", "integer_pow"})
 _SCALES = LAYOUT | {"add", "add_any", "sub", "mul", "div", "max", "reduce_sum"}
-"""Operations between the squares and the root of a norm's statistic."""
+"""Operations that may lie between the squares and the root in a norm's root mean square."""
 
 ADDS = frozenset({"add", "add_any", "sub"})
 BRANCHES = frozenset({"add", "add_any"})
@@ -40,9 +41,9 @@ STILL = frozenset(
         "sign",
     }
 )
-"""Operations in which a signal ends: orders and extremes.
+"""Operations that end a signal: sorting, maxima and minima, rounding, signs.
 
-Other operations use their results only for purposes that need no gradient.
+Losses use their results only for choices and for numerical stability, and need no gradient of them.
 """
 
 
@@ -50,20 +51,19 @@ class Norms(NamedTuple):
     """Values of all norms in a graph."""
 
     statistics: set[Node]
-    """Values between the input of a norm and its root."""
+    """Values from the squares of a norm's input up to the argument of the root."""
     factors: set[Node]
-    """Values that a norm multiplies or divides by, with or without its gain."""
+    """Roots that a norm multiplies or divides its input by, and their products with gains."""
 
 
 def norms(graph: Graph) -> Norms:
     """Find the norms, such as LayerNorm and RMSNorm, in the graph of a traced loss.
 
-    A norm is known by its statistic: the root of a sum of squares. Before the root a constant (eps)
-    may be added, and before the squares a mean subtracted.
+    A norm is recognized by its root of a sum of squares. Before the root a constant (eps) may be
+    added, and before the squares a mean subtracted.
 
     Returns:
-        The values of all norms together: those from the squares up to the root (`statistics`), and
-        the roots and all else that a norm multiplies or divides by (`factors`).
+        The values of all norms together.
     """
     statistics: set[Node] = set()
     factors: set[Node] = set()
@@ -83,7 +83,10 @@ def norms(graph: Graph) -> Norms:
 
 
 def _statistic(root: Node) -> set[Node]:
-    """Return the values from a root back to the squares. Empty if it is no root of their sum."""
+    """Return the values from a root's argument back to the squares that it sums.
+
+    The result is empty if `root` is no root of a sum of squares.
+    """
     chain: set[Node] = set()
     stack = [root.inputs[0]]
     has_sum = False
@@ -109,13 +112,14 @@ class Softmaxes(NamedTuple):
     exps: set[Node]
     """Exponentials that are divided by their sums."""
     denominators: set[Node]
-    """These sums, and their inverses."""
+    """Sums of these exponentials, and inverses of the sums."""
 
 
 def softmaxes(graph: Graph) -> Softmaxes:
     """Find the softmaxes of a graph: exponentials that are divided by their sums.
 
-    Return the values of all softmaxes together. A product with the inverse of the sum counts, too.
+    A product with the inverse of the sum counts as a division. Return the values of all softmaxes
+    together.
     """
     users_of = users(graph)
     exps: set[Node] = set()
@@ -153,7 +157,12 @@ def _is_inverse(node: Node, operand: Node) -> bool:
 def _closure(
     nodes: Iterable[Node], users_of: Mapping[Node, list[Node]], ops: frozenset[str]
 ) -> set[Node]:
-    """Return all values that operations `ops` compute from `nodes`, in one or more steps."""
+    """Return all values that are computed from `nodes` by operations in `ops` alone.
+
+    Args:
+        users_of: Results of the operations that read each value, from `users`.
+        ops: Names of the primitives to follow, such as `LAYOUT`.
+    """
     stack = list(nodes)
     result: set[Node] = set()
     while stack:
@@ -165,11 +174,11 @@ def _closure(
 
 
 class Step(NamedTuple):
-    """Operand whose signal enters a value, as `Flow.carriers` returns it."""
+    """Operand of an operation whose signal goes on in the result, from `Flow.carriers`."""
 
     source: Node
     plain: bool
-    """Whether the step has no nonlinearity, gate or product of two signals."""
+    """True if the operation is no nonlinearity, gate or product of two signals."""
 
 
 class SignalSource(NamedTuple):
@@ -177,26 +186,26 @@ class SignalSource(NamedTuple):
 
     node: Node
     params: frozenset[str]
-    """Parameters, if the origin is a product with parameters. Empty otherwise."""
+    """Paths of the parameters, if `node` is a matrix product with parameters. Otherwise empty."""
     plain: bool
-    """Whether no nonlinearity, gate or product of two signals lies between."""
+    """True if no nonlinearity, gate or product of two signals lies on the way."""
 
 
 class Destination(NamedTuple):
-    """Value at which `Flow.reaches` stops or passes: a product, the end of a branch, or the loss.
+    """Value to which a signal leads, as `Flow.reaches` returns it.
 
-    Unsupported operations and `top_k` are destinations, too.
+    This is a matrix product, the end of a branch, the loss, an unsupported operation or a `top_k`.
     """
 
     end: Node
     last: Node
     """Operand of `end` that carries the signal."""
     plain: bool
-    """Whether no nonlinearity, gate or product of two signals lies between."""
+    """True if no nonlinearity, gate or product of two signals lies on the way."""
 
 
 class Branch(NamedTuple):
-    """Residual branch, which a sum ends."""
+    """Residual branch, from where it leaves the stream to the sum that adds it back."""
 
     fork: Node
     """Value of the stream at which the branch leaves it."""
@@ -207,14 +216,14 @@ class Branch(NamedTuple):
 class Flow:
     """Analysis of a graph: the paths of its activations from operation to operation.
 
-    It has the matrix products, residual branches, norms and softmaxes on these paths. A signal is a
-    floating-point activation that is more than a statistic or scale of another.
+    It finds the matrix products, residual branches, norms and softmaxes on these paths. A signal is
+    a floating-point activation that is more than a statistic or scale of another.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.matrices: dict[Node, list[OperandUse]] = {}
-        """Uses of parameters in each product with parameters."""
+        """Uses of parameters in each matrix product with parameters."""
         for use in graph.uses:
             if use.node.op == "dot":
                 self.matrices.setdefault(use.node, []).append(use)
@@ -246,7 +255,7 @@ class Flow:
         self.statistics, self.normalizers = norms(graph)
         self.exps, self.denominators = softmaxes(graph)
         self.consumers: dict[Node, list[tuple[Node, bool]]] = {}
-        """Values into which each value carries its signal, with `Step.plain`."""
+        """Values in which the signal of each value goes on, each with its `Step.plain`."""
         for node in graph.nodes:
             for source, plain in self.carriers(node):
                 self.consumers.setdefault(source, []).append((node, plain))
@@ -254,7 +263,7 @@ class Flow:
         """Products of two activations. `matrices.attentions` removes sums that a router weighs."""
 
         self.branches: dict[Node, Branch] = {}
-        """Branch that each sum ends."""
+        """Residual branches by the sum that ends each."""
         for node in graph.nodes:
             branch = self._branch(node)
             if branch is not None:
@@ -265,10 +274,10 @@ class Flow:
         return ancestor is node or bool(self._ancestors[node.number] >> ancestor.number & 1)
 
     def carriers(self, node: Node) -> list[Step]:
-        """Return the operands that carry a signal into a value.
+        """Return the operands whose signal goes on in a value.
 
-        Statistics and factors of norms, orders and extremes (`STILL`), integers, and values that
-        are no activations have none.
+        The list is empty for statistics and factors of norms, results of operations in `STILL`
+        (sorting, maxima, rounding), integers, and values that are no activations.
         """
         if not node.floating or node.kind != "activation":
             return []
@@ -295,7 +304,7 @@ class Flow:
         return [Step(operand, is_linear) for operand in signals]
 
     def matrix(self, node: Node) -> bool:
-        """Return whether a value is a product of parameters with an activation or the batch."""
+        """Return whether a value is a matrix product of parameters with an activation or batch."""
         return node in self.matrices
 
     def mixes(self, node: Node) -> bool:
@@ -307,13 +316,13 @@ class Flow:
     def sources(self, node: Node, *, through: bool = False) -> list[SignalSource]:
         """Return the origins of a value's signal.
 
-        An origin is a product with parameters, a product of two signals, the end of a branch, a
+        An origin is a matrix product with parameters or of two signals, the end of a branch, a
         lookup, an unsupported operation, or a value without a signal among its operands, such as
         the batch.
 
         Args:
-            through: Follow the signal through nonlinearities and elementwise products of signals,
-                and set `SignalSource.plain` to `False` then. By default they are origins, too.
+            through: Whether to follow the signal through nonlinearities and elementwise products of
+                signals. `SignalSource.plain` is `False` then. By default they are origins, too.
         """
         result: dict[tuple[Node, frozenset[str]], SignalSource] = {}
         stack: list[tuple[Node, frozenset[str] | None, bool]] = [(node, None, True)]
@@ -351,10 +360,10 @@ class Flow:
         return list(result.values())
 
     def _is_origin(self, node: Node) -> bool:
-        """Return whether `sources` stops at a value: a product of two activations, or a lookup.
+        """Return whether `sources` has to stop at a value.
 
-        It also stops at unsupported operations and ends of branches. Products with parameters are
-        not tested here.
+        These are products of two activations, lookups, unsupported operations and ends of branches.
+        Products with parameters are origins, too, but are not tested here.
         """
         is_product = node in self.products
         return is_product or node in self.opaque or node in self.branches or node.op == "lookup"
@@ -362,12 +371,14 @@ class Flow:
     def reaches(self, node: Node, param: str = "") -> Iterator[Destination]:
         """Yield the destinations of a value's signal.
 
-        Destinations are the next products, ends of branches, unsupported operations, `top_k` and
-        the loss. A product of two activations is yielded, and its own destinations are, too.
+        Destinations are the next matrix products, ends of branches, unsupported operations, `top_k`
+        and the loss. At a product of two activations the signal is followed farther, so its
+        destinations are yielded, too.
 
         Args:
-            param: Parameter whose signal it is. Of a concatenation of several products, only the
-                part of this parameter is followed. By default all of it.
+            param: Path of the parameter whose product `node` is. If `node` is a product with
+                several concatenated parameters, only the part of this parameter is followed. By
+                default everything is followed.
         """
         stack = [(node, True)]
         visited = set()
@@ -402,9 +413,9 @@ class Flow:
         return self._users.get(node, [])
 
     def norm(self, node: Node) -> Node | None:
-        """Return the input of the norm whose result a value is, or `None` if it is no such result.
+        """Return the input of the norm that a value is the result of, or `None` without a norm.
 
-        Gains, biases and layout operations may lie between.
+        Gains, biases and layout operations may lie between the norm and the value.
         """
         while node.kind == "activation":
             signals = [step.source for step in self.carriers(node)]
@@ -419,9 +430,10 @@ class Flow:
         return None
 
     def norm_after(self, node: Node) -> bool:
-        """Return whether a norm's factor is applied to a value next, after layout operations alone.
+        """Return whether a norm's factor multiplies a value next, as in (x * gain) * factor.
 
-        A factor whose statistic is computed from the value itself does not count.
+        Only layout operations may lie between. A factor that is computed from the value itself does
+        not count.
         """
         for user in self.users(node):
             for operand in user.inputs:
@@ -434,9 +446,9 @@ class Flow:
     def branch_of(self, node: Node) -> Node | None:
         """Return the sum that ends the innermost residual branch that a value is in.
 
-        A value is in a branch if it is computed from the fork, where the branch leaves the stream,
-        and is the last value of the branch or one that this is computed from. The fork itself is
-        not in the branch. The result is `None` if the value is in no branch.
+        A branch begins after its fork, the value at which it leaves the stream, and ends with the
+        last value that the sum adds to the stream. A value in it is computed from the fork, and is
+        the last value or used to compute it. The result is `None` if the value is in no branch.
         """
         # Sums are in the order of computation, so the first that fits ends the innermost branch.
         for end, branch in self.branches.items():
@@ -447,25 +459,25 @@ class Flow:
 
     @functools.cached_property
     def _streams(self) -> set[Node]:
-        """Forks of all branches, and all values that are summed up in them."""
+        """Values of the residual stream: forks of all branches, and what was summed up in them."""
         nodes: set[Node] = set()
         for branch in self.branches.values():
             nodes.update(self._stream(branch.fork))
         return nodes
 
     def between(self, node: Node) -> bool:
-        """Return whether a value is the stream itself after one branch and before another.
+        """Return whether a value is the stream itself, after one branch and before another.
 
-        An example is a norm that follows the sum.
+        An example is the result of a norm that follows the sum of stream and branch.
         """
         if node not in self._streams or self.branch_of(node) is not None:
             return False
         return any(end is not node and self.precedes(end, node) for end in self.branches)
 
     def _branch(self, node: Node) -> Branch | None:
-        """Return the branch that a value ends, or `None` if it is no sum of a stream and a branch.
+        """Return the residual branch that a sum adds to the stream, or `None` for any other value.
 
-        A branch has at least one product with parameters.
+        A branch has at least one matrix product with parameters.
         """
         if node.op not in BRANCHES or len(node.inputs) != 2:
             return None
@@ -485,7 +497,10 @@ class Flow:
         return None
 
     def _has_matrix_between(self, first: Node, last: Node) -> bool:
-        """Return whether a product with parameters comes after `first`, up to and with `last`."""
+        """Return whether a product with parameters is computed from `first` and leads to `last`.
+
+        The product may be `last` itself, but not `first`.
+        """
         for product in self.matrices:
             is_after_first = product is not first and self.precedes(first, product)
             if is_after_first and self.precedes(product, last):
@@ -493,7 +508,10 @@ class Flow:
         return False
 
     def _stream(self, node: Node) -> list[Node]:
-        """Return a value and all values that enter it through sums, layout, or constant factors."""
+        """Return a value and all that enters it through sums, layout or constant factors.
+
+        If the value is the residual stream, these are its earlier values.
+        """
         stack = [node]
         result: list[Node] = []
         while stack:

@@ -1,8 +1,9 @@
-"""Graph of a traced loss, in which every dimension of every value is made of atoms.
+"""Graph of a traced loss, which follows the dimensions of parameters from value to value.
 
-An atom is an axis or a part of one. Reshapes cut and join atoms, transposes move them, and products
-copy the atoms that they keep. For every value the graph therefore knows which dimensions of which
-parameters its own dimensions are, whatever layout operations lie between.
+Every dimension of every value is made of atoms. An atom is an axis of an array or a part of one.
+Reshapes cut and join atoms, transposes move them, and products copy the atoms that they do not sum
+over. For every value the graph therefore knows which dimensions of which parameters its own
+dimensions are, through any layout operations.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 ParamDim = tuple[str, int]
 """Path of a parameter, and the index of one of its dimensions."""
 Kind = Literal["constant", "data", "view", "derived", "activation"]
-"""Dependence of a value.
+"""Kind of a value, by the arrays that it depends on.
 
 * constant: on nothing.
 * data: on the batch alone.
@@ -28,15 +29,15 @@ Kind = Literal["constant", "data", "view", "derived", "activation"]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Atom:
-    """Axis, or a part of one.
+    """Axis of an array, or a part that a reshape cut it into.
 
     Attributes:
         size: Number of elements along the atom.
         param_dims: Dimensions of parameters that the atom is, or is a part of.
-        source: Atom that this one was cut out of.
-        parts: Outer and inner atom that this one was last cut into.
-        segments: End along the atom, and parameters, of each array of a concatenation of
-            parameters. Empty without one.
+        source: Atom that this one was cut out of. `None` for a complete axis.
+        parts: Outer and inner atom that this one was last cut into. `None` before a cut.
+        segments: For an axis along which parameters are concatenated: the end index and the
+            parameter paths of each array, in order. Otherwise empty.
         broadcast: Whether all elements along the atom are equal.
     """
 
@@ -50,7 +51,7 @@ class Atom:
     def copy(self) -> Atom:
         """Return a new atom of the same size, parameters and segments, for a product's result.
 
-        It is not linked to the atom that this one was cut out of, nor to its parts.
+        The copy has no `source` and no `parts`.
         """
         # Without `broadcast`, because the product may differ along the axis.
         return Atom(self.size, self.param_dims, segments=self.segments)
@@ -70,7 +71,7 @@ class Atom:
 
         `outer_size` must divide the size of the atom.
 
-        The parts are kept in `parts`, so that an equal cut directly after it returns the same two
+        The parts are kept in `parts`. If the next cut has the same size, it returns the same two
         atoms.
         """
         if self.parts is None or self.parts[0].size != outer_size:
@@ -105,11 +106,12 @@ class Node:
         op: Primitive that made the value, or "parameter", "batch", "constant", "lookup", "loss".
         inputs: Operands of the primitive.
         dims: Atoms of each dimension.
-        kind: Dependence on parameters and the batch.
+        kind: What the value depends on: parameters, batch, both or neither.
         floating: Whether the value has real numbers. Others carry no gradient.
-        params: Parameters that a view shows. A derived value has those of the views among its
-            inputs.
-        picks: Dimensions of these parameters that an index chose, with the kind of the index.
+        params: Paths of the parameters that a view consists of. A derived value has those of the
+            views among its inputs. Empty for other kinds.
+        picks: Dimensions of these parameters from which a gather took rows, with the kind of the
+            gather's index.
         info: Further facts about the operation, by name: "contracted", "batched" and "kept" of a
             product (`operations.dot`), "summed" of a reduction, "chosen" of a lookup, "selected" of
             a slice of a concatenation, "power" of `integer_pow`, "value" of a scalar constant.
@@ -132,7 +134,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OperandUse:
-    """Operation in which a parameter meets an activation or the batch.
+    """Use of a parameter: an operation in which it meets an activation or the batch.
 
     Attributes:
         param: Path of the parameter.
@@ -147,7 +149,7 @@ class OperandUse:
     other: Node | None
 
     def dims_of_param(self, dims: Iterable[Dim]) -> tuple[int, ...]:
-        """Return the indices of the parameter's dimensions that `dims` are made of, sorted."""
+        """Return the indices of the parameter's dimensions that occur in `dims`, sorted."""
         indices = set()
         for dim in dims:
             for atom in dim:
@@ -175,7 +177,7 @@ class Graph:
     ) -> Node:
         """Add a value and return its node. The arguments are the attributes of `Node`.
 
-        Views and derived values take over the parameters of the views among their inputs.
+        A view or derived value gets the `params` and `picks` of the views among its inputs.
         """
         params: frozenset[str] = frozenset()
         picks: frozenset[tuple[ParamDim, Kind]] = frozenset()
@@ -213,9 +215,9 @@ class Graph:
 
 
 def users(graph: Graph) -> dict[Node, list[Node]]:
-    """Return, for each value, the results of the operations of which it is an operand.
+    """Return, for each value, the results of the operations that read the value.
 
-    Values without such a result have no entry.
+    Values that no operation reads have no entry.
     """
     result: dict[Node, list[Node]] = {}
     for node in graph.nodes:
@@ -248,9 +250,10 @@ def param_dims_of(atoms: Iterable[Atom]) -> frozenset[ParamDim]:
 
 
 def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...] | None:
-    """Return the dimensions after a reshape: atoms joined and cut.
+    """Return the dimensions of an array after a reshape, which joins and cuts its atoms.
 
-    The result is `None` if a new dimension begins or ends inside an atom that cannot be cut there.
+    `dims` are the dimensions before the reshape, and `shape` is the shape after it. The result is
+    `None` if a new dimension begins or ends inside an atom that cannot be cut there.
     """
     # A stack of the atoms, the outermost on top.
     atoms = list(itertools.chain(*dims))
@@ -278,14 +281,18 @@ class Slice(NamedTuple):
 
     dim: Dim
     params: frozenset[str] | None
-    """Parameters in the range, if the dimension is a concatenation of several. `None` otherwise."""
+    """Paths of the parameters in this part of a concatenation of parameters.
+
+    `None` for any other dimension, and for all of a dimension.
+    """
 
 
 def sliced(dim: Dim, start: int, stop: int, stride: int = 1) -> Slice:
     """Return the part of a dimension from `start` to `stop`.
 
-    The whole dimension is returned unchanged. A part has one new atom, or none at size 1. If the
-    dimension is a concatenation of parameters, the result names those in the range.
+    If the range is all of the dimension, return the dimension unchanged. Otherwise the part is one
+    new atom, or no atom at size 1. If the dimension is a concatenation of parameters, the result
+    has the paths of the parameters in the range.
     """
     size = size_of(dim)
     count = len(range(start, stop, stride))

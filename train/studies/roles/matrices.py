@@ -1,7 +1,7 @@
-"""Roles of parameters that products contract, from the inputs and the destinations of a product.
+"""Roles of the parameters of matrix products, from a product's inputs and destinations.
 
-Attention is a softmax of a product that weighs a sum. The matrices that make its queries, keys and
-values are found first, then all others.
+Attention is recognized as a softmax of a product whose weights multiply and sum values. The
+matrices that make its queries, keys and values are found first, then all others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mupax.train.studies.roles.graph import Atom, Dim, Node, OperandUse
 from mupax.train.studies.roles.operations import LAYOUT
 
 Matrix = tuple[Node, str]
-"""Product with a parameter, and the path of the parameter."""
+"""Matrix product with a parameter, and the path of this parameter."""
 
 FIXED = frozenset(
     {
@@ -33,7 +33,7 @@ FIXED = frozenset(
         "active",
     }
 )
-"""Axes that stay finite in every limit: axes of the data and of the readout."""
+"""Axes of the data and of the readout, whose sizes stay constant in every limit."""
 
 
 class Attention(NamedTuple):
@@ -42,10 +42,10 @@ class Attention(NamedTuple):
     Attributes:
         logits: Product of queries and keys.
         mix: Product of softmax weights and values.
-        queries: Products with parameters that make the queries.
-        keys: Products with parameters that make the keys.
-        values: Products with parameters that make the values.
-        cross: Whether keys come from another stream than queries.
+        queries: Matrix products with parameters that make the queries.
+        keys: Matrix products with parameters that make the keys.
+        values: Matrix products with parameters that make the values.
+        cross: Whether keys come from another stream than queries (cross-attention).
     """
 
     logits: Node
@@ -57,18 +57,22 @@ class Attention(NamedTuple):
 
 
 class _SoftmaxProduct(NamedTuple):
-    """Product in which the weights of a softmax over keys meet the values."""
+    """Product `mix` of the weights of a softmax over keys with the values.
+
+    `logits` is the product whose softmax gives the weights.
+    """
 
     mix: Node
     side: int
-    """Index of the operand with the weights, 0 or 1."""
+    """Index of the operand of `mix` that has the weights, 0 or 1."""
     logits: Node
 
 
 def attentions(flow: Flow) -> list[Attention]:
     """Find all attention in a loss, and return one entry for each softmax over keys.
 
-    Products of two activations that are sums weighed by a router are removed from `flow.products`.
+    `flow.products`, the products of two activations, changes in place. Products with the weights
+    that a router gives its experts are removed from it.
     """
     products = []
     for mix in flow.graph.nodes:
@@ -129,9 +133,9 @@ def _logits(flow: Flow, mix: Node, side: int) -> Node | None:
 
 
 def _key_side(mix: Node, side: int, logits: Node) -> int | None:
-    """Return the index of the operand of the logits that has the keys, or `None`.
+    """Return the index (0 or 1) of the operand of the logits that has the keys, or `None`.
 
-    It is the side whose rows the mix sums over.
+    The keys are on the side whose rows the product with the values sums over.
 
     Args:
         mix: Product of softmax weights and values, as in `Attention`.
@@ -147,7 +151,13 @@ def _key_side(mix: Node, side: int, logits: Node) -> int | None:
 
 
 def _is_over_keys(flow: Flow, mix: Node, side: int, exp: Node) -> bool:
-    """Return whether a softmax normalizes over the axis that its weights are summed over."""
+    """Return whether a softmax normalizes over the same axis that the product `mix` sums over.
+
+    Args:
+        mix: Product of two activations, perhaps of softmax weights and values.
+        side: Index of the operand of `mix` that may have the weights, 0 or 1.
+        exp: Exponential of the softmax, a member of `flow.exps`.
+    """
     summed: set[Atom] = set()
     for atom in itertools.chain(*mix.info["contracted"][side]):
         summed.update(atom.ancestors())
@@ -162,9 +172,9 @@ def _is_over_keys(flow: Flow, mix: Node, side: int, exp: Node) -> bool:
 
 
 def _is_weighed(flow: Flow, node: Node) -> bool:
-    """Return whether one side of a product comes from scores that a `top_k` chooses by.
+    """Return whether one operand of a product comes from scores that a `top_k` chooses by.
 
-    An example is the weight of an expert.
+    An example is the product of experts' outputs with the router's weights.
     """
     for operand in node.inputs:
         sources = flow.sources(operand, through=True)
@@ -174,7 +184,7 @@ def _is_weighed(flow: Flow, node: Node) -> bool:
 
 
 def _are_all_chosen_by(flow: Flow, sources: list[SignalSource]) -> bool:
-    """Return whether all origins are products with parameters that a `top_k` chooses by."""
+    """Return whether all sources are products with parameters that a `top_k` chooses by."""
     for source in sources:
         if not source.params:
             return False
@@ -184,7 +194,10 @@ def _are_all_chosen_by(flow: Flow, sources: list[SignalSource]) -> bool:
 
 
 def _matrices(flow: Flow, node: Node) -> frozenset[Matrix]:
-    """Return the products with parameters that a value comes from without a nonlinearity."""
+    """Return the matrix products with parameters that a value comes from.
+
+    No nonlinearity may lie between.
+    """
     matrices = set()
     for source in flow.sources(node):
         for param in source.params:
@@ -193,7 +206,7 @@ def _matrices(flow: Flow, node: Node) -> frozenset[Matrix]:
 
 
 def _streams(flow: Flow, matrices: frozenset[Matrix]) -> set[Node]:
-    """Return the sources of the activations that these parameters are multiplied with."""
+    """Return the values from which the inputs of these matrix products come."""
     nodes = set()
     for node, param in matrices:
         for use in flow.matrices[node]:
@@ -205,7 +218,7 @@ def _streams(flow: Flow, matrices: frozenset[Matrix]) -> set[Node]:
 
 
 def split_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return single axes: a name of two axes, such as "heads head_dim", is split at its space."""
+    """Return the axes in dimension names; a name such as "heads head_dim" has two of them."""
     axes: list[str] = []
     for name in names:
         axes += name.split()
@@ -226,11 +239,13 @@ class Constraint:
         fan_in: Indices of the parameter's dimensions that a product sums over.
         in_block: Whether the use is in a residual branch.
         cross: Whether the use is in attention to another stream.
-        of: For a vector, the role of its matrix, or `Role.NORM_GAIN` for the bias of a norm.
-        value_dim: For a query or key, whether values have a size of their own.
-        encoder: Whether keys of cross-attention are computed from it.
-        tied: Whether it is a readout with the table of an embedding.
-        shared: Growing axes of the other operand that the parameter itself lacks.
+        of: For a gain or bias, the role of its matrix, or `Role.NORM_GAIN` for the bias of a norm.
+            `None` otherwise.
+        value_dim: For a query or key, whether values have a head dimension of their own.
+        encoder: Whether the use is in an encoder: keys of cross-attention are computed from it.
+        tied: Whether the parameter is a readout that shares the table of an embedding.
+        shared: Growing axes along which the parameter is shared. The operand that it meets has
+            these axes, and the parameter has not.
     """
 
     role: Role
@@ -247,7 +262,7 @@ class Constraint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Product:
-    """Product with a parameter whose role is wanted.
+    """Matrix product with a parameter whose role is to be found.
 
     Attributes:
         use: Use of the parameter.
@@ -256,7 +271,7 @@ class _Product:
         fan_in: Indices of the parameter's dimensions that are summed over.
         names: Axes of all dimensions of the parameter.
         in_block: Whether the product is in a residual branch.
-        destinations: Where the product's signal goes.
+        destinations: Next products, ends of branches and so on that the product's signal reaches.
     """
 
     use: OperandUse
@@ -278,7 +293,7 @@ class _Product:
         return f"contracts {self.summed_axes}"
 
     def constraint(self, role: Role, evidence: str, *, cross: bool = False) -> Constraint:
-        """Return the constraint that the product's parameter has a role.
+        """Return a `Constraint` by which the product's parameter has the given role.
 
         Args:
             evidence: Reason for the role, written after `contraction`.
@@ -293,14 +308,14 @@ class _Product:
 
 
 class Matrices:
-    """Roles of parameters in every product with a parameter, deduced when an object is made.
+    """Roles of the parameters in all matrix products of a loss, deduced by the constructor.
 
-    `constraints` has the roles by product and parameter, and `refused` the reasons why a role is
-    not certain, by parameter.
+    The attribute `constraints` has the role by (product, parameter). `refused` has the reason why a
+    role is not certain, by parameter.
 
     Args:
-        attentions: All attention of the loss, from `attentions`.
-        names: Axes of the dimensions by parameter. Parameters without names are left out.
+        attentions: All attention of the loss, from the function `attentions`.
+        names: Axis names of each parameter's dimensions. Parameters without an entry get no role.
     """
 
     def __init__(
@@ -405,10 +420,10 @@ class Matrices:
                 )
 
     def _attention_out(self, product: _Product, sources: list[SignalSource]) -> Constraint | None:
-        """Return the role of a product that reads attention, `None` for any other product.
+        """Return the role of a product that reads the output of attention, otherwise `None`.
 
         Raises:
-            Refusal: The product reads attention and something else.
+            Refusal: The product reads the output of attention and something else.
         """
         read = []
         for attention in self.attentions:
@@ -441,8 +456,9 @@ class Matrices:
         """Return the role of a product of an MLP or of experts, or `Role.HIDDEN` for any other.
 
         Raises:
-            Refusal: The parameter has an axis of experts along which nothing chooses, or it is
-                neither the first nor the last matrix of the experts' MLPs.
+            Refusal: The parameter has an axis of experts, but no product or routing treats it as
+                one matrix per expert. Or it has one matrix per expert, but is neither the first
+                nor the last of an MLP.
         """
         flow = self.flow
         use = product.use
@@ -495,7 +511,7 @@ class Matrices:
         )
 
     def _rows(self, product: _Product) -> list[int]:
-        """Return the indices of the parameter's dimensions that hold one matrix per position.
+        """Return the indices of the parameter's dimensions that count matrices, as for experts.
 
         These are batch dimensions of the product, and dimensions that routing indexes.
         """
@@ -513,9 +529,9 @@ class Matrices:
         return any((use.param, index) in atom.param_dims for atom in left_atoms | right_atoms)
 
     def _of_attention(self, use: OperandUse) -> list[Constraint]:
-        """Return one constraint for each role of query, key and value that a product has.
+        """Return the roles in attention that a product has: none or some of query, key and value.
 
-        Their `fan_in` is not set.
+        The field `fan_in` of the results is not set.
         """
         # By role, because several attentions may use a matrix in one role without contradiction.
         constraints: dict[Role, Constraint] = {}
@@ -576,15 +592,16 @@ def _constraint_on_data(product: _Product) -> Constraint:
 def complete_dims(
     use: OperandUse, shape: tuple[int, ...], dims: tuple[Dim, ...]
 ) -> tuple[int, ...]:
-    """Return the sorted indices of the parameter's dimensions that `dims` of its view consist of.
+    """Return the sorted indices of the parameter's dimensions that `dims` consist of.
 
     Args:
         shape: Shape of the stored parameter, before any cut.
-        dims: Dimensions of the view, such as those that a product sums over.
+        dims: Dimensions of the parameter in the layout in which it is used (`use.view`), such as
+            those that a product sums over.
 
     Raises:
-        Refusal: The view has only a part of such a dimension, or mixes dimensions. A view of
-            several parameters, such as fused projections, is not tested for this.
+        Refusal: `dims` have only a part of such a dimension, or mix dimensions. A view of several
+            parameters, such as fused projections, is not tested for this.
     """
     indices = use.dims_of_param(dims)
     for index in indices:
@@ -602,7 +619,10 @@ def complete_dims(
 
 
 def _is_one_hot(node: Node) -> bool:
-    """Return whether a value is an equality test (`eq`), perhaps in another layout or dtype."""
+    """Return whether a value is the result of a test for equality, as `jax.nn.one_hot` makes it.
+
+    It may be in another layout or dtype.
+    """
     # `jax.nn.one_hot` broadcasts the ids and a range of numbers, and compares them.
     while node.op in LAYOUT and node.inputs:
         node = node.inputs[0]

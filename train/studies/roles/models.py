@@ -1,7 +1,8 @@
 """Tracing of models: the graph of a loss, and parameter shapes at several sizes.
 
-A model is one of the zoo, or anyone's `build(sizes)`. The graph is read from the loss' jaxpr, which
-never runs: calls are entered, loops run twice, and all branches are taken.
+A model is one of the zoo, or anyone's `build(sizes)`. The graph is read from the jaxpr of the loss,
+which is never executed. Calls are entered, the body of a scan is entered for two rounds, and all
+branches of a conditional are entered.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from mupax.zoo.layers.linear import readout_method
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Parameters in which an equation holds the jaxpr that it calls."""
+"""Names of the parameters of a jaxpr equation that can hold the jaxpr that it calls."""
 OPAQUE = frozenset({"shard_map", "pallas_call", "xla_pmap"})
-"""Calls that are not entered, because their jaxpr is about parts of arrays or about memory."""
+"""Primitives whose inner jaxpr is not entered, because it works on shards or memory blocks."""
 
 # Not 1, because the graph of a loss cannot follow a dimension of size 1.
 BATCH = 2
@@ -41,13 +42,13 @@ _FOLLOWING = {
     "encoder_depth": "encoder_blocks",
     "target_len": "targets",
 }
-"""Fields that follow other fields if they are `None`, and the properties with their values then."""
+"""Properties with the values of config fields that are `None`, by the name of the field."""
 _TOGETHER = (("num_heads", "num_kv_heads"), ("image_size", "patch_size"))
 """Fields that can only be doubled together in some models."""
 
 
 def trace(loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any) -> Graph:
-    """Trace a loss and return its graph. Nothing is computed.
+    """Trace a loss and return its graph, without computing any array.
 
     Args:
         loss: Function of parameters and a batch that returns a scalar.
@@ -84,7 +85,7 @@ class _Interpreter:
         """Add all values of a jaxpr to the graph, and return the nodes of its outputs.
 
         Args:
-            consts: Arrays, or nodes of an outer jaxpr.
+            consts: Values of the jaxpr's constants: arrays, or nodes of an outer jaxpr.
         """
         values: dict[Any, Node] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -115,7 +116,8 @@ class _Interpreter:
     def _equation(self, eqn: Any, operands: list[Node]) -> list[Node]:
         """Add the outputs of an equation to the graph, and return their nodes.
 
-        Calls, scans and conditionals are entered, except while loops and the calls in `OPAQUE`.
+        Calls, scans and conditionals are entered: their inner equations are added, too. While loops
+        and the primitives in `OPAQUE` are added as single operations.
         """
         name = eqn.primitive.name
         params = eqn.params
@@ -155,7 +157,10 @@ class _Interpreter:
     def _cond(
         self, branches: Sequence[Any], operands: list[Node], outputs: list[_Output]
     ) -> list[Node]:
-        """Add all branches of a conditional to the graph. Return a `select_n` for each output."""
+        """Add all branches of a conditional to the graph.
+
+        Return a node for each output, as if `select_n` chose among the results of the branches.
+        """
         # The first operand chooses the branch.
         results = [self.run(*_opened(branch), operands[1:]) for branch in branches]
         selected = []
@@ -228,9 +233,10 @@ class _Interpreter:
     def _scan(
         self, params: dict[str, Any], operands: list[Node], outputs: list[_Output]
     ) -> list[Node]:
-        """Add the body of a scan to the graph for its first two rounds (or one if it has one).
+        """Add the body of a scan to the graph for the first two steps (or one if it has only one).
 
-        The second round reads the carry of the first. Return the last carry and stacked outputs.
+        The second step reads the carry of the first. Return the nodes of the last carry and of the
+        stacked outputs.
 
         Args:
             params: Parameters of the `scan` in its jaxpr.
@@ -281,12 +287,15 @@ class _Interpreter:
 
 
 def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Return the open jaxpr and the constants of a closed jaxpr. An open one has no constants."""
+    """Return the open jaxpr and the constants of a jaxpr.
+
+    An open jaxpr is returned unchanged, without constants.
+    """
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def _is_zero(operands: Sequence[Node]) -> bool:
-    """Return whether both operands of a difference are one value, as in x - stop_gradient(x)."""
+    """Return whether the difference of two operands is always 0, as in x - stop_gradient(x)."""
     left, right = operands
     while left.op in operations.SAME or right.op in operations.SAME:
         if left.op in operations.SAME:
@@ -297,9 +306,10 @@ def _is_zero(operands: Sequence[Node]) -> bool:
 
 
 class Build(Protocol):
-    """Function that builds a model at given sizes.
+    """User's function that builds a model at given sizes, for `roles_of`.
 
-    It returns the shapes of its parameters, loss(params, batch), and the shapes of a batch.
+    It returns three values: a tree with the shapes of the model's parameters, the function
+    loss(params, batch), and a tree with the shapes of a batch.
     """
 
     def __call__(
@@ -308,7 +318,7 @@ class Build(Protocol):
 
 
 class _Sizes(dict[str, int]):
-    """Sizes by axis. A missing axis raises a PresetError that says what to write."""
+    """Dict of sizes by axis, where a missing axis raises a PresetError that says what to write."""
 
     def __missing__(self, axis: str) -> int:
         raise PresetError(
@@ -318,7 +328,9 @@ class _Sizes(dict[str, int]):
 
 
 def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
-    """Return the declarations of the parameters of a user's model, traced from its loss.
+    """Deduce the role and axes of every parameter of a user's model from its loss.
+
+    The loss is traced and never runs. The shapes at several sizes tell the axes.
 
     Args:
         build: Function that makes the model at any sizes. Shapes (`jax.ShapeDtypeStruct`) suffice,
@@ -366,9 +378,10 @@ def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
 
 
 def roles_of_config(config: ModelConfig) -> Roles:
-    """Return the declarations of a model of the zoo, traced from the loss that it trains with.
+    """Deduce the role and axes of every parameter of a zoo model from its training loss.
 
-    Nothing is computed.
+    The loss is traced and never runs. The result can be compared with the model's own declarations
+    (`differences`).
     """
     model = definition(config)
     batch = {}
@@ -384,9 +397,9 @@ def roles_of_config(config: ModelConfig) -> Roles:
 def loss_of(
     model: Definition, layout: Layout = ONE_DEVICE
 ) -> Callable[[Mapping[str, Any], Mapping[str, Any]], jax.Array]:
-    """Return the summed loss of a model of the zoo, a function of parameters and a batch.
+    """Return a function of parameters and a batch that computes the summed loss of a zoo model.
 
-    It includes the penalty of routers, if the model has experts. All multipliers are 1.
+    The loss includes the penalty of routers, if the model has experts. All multipliers are 1.
 
     Args:
         layout: Layout of the devices that the loss is traced for, by default one device.
@@ -420,9 +433,10 @@ def loss_of(
 
 
 def variations(config: ModelConfig) -> list[ModelConfig]:
-    """Return the model with one size doubled, for every size that can be changed.
+    """Return configs of a model in which one size is doubled, one config for every size.
 
-    Two sizes are doubled if they only change together.
+    Two sizes are doubled together if the model cannot change one alone. Fields that cannot be
+    doubled are left out.
     """
     values = {}
     for field in dataclasses.fields(config):
@@ -458,7 +472,8 @@ def variations(config: ModelConfig) -> list[ModelConfig]:
 def _sample(config: ModelConfig) -> Sample:
     """Return the sizes of a model and the shapes of its parameters, from its declarations.
 
-    Its modules make every parameter with this shape (`mupax.zoo.definition.Init.param`).
+    Declared shapes are the real ones: the modules make every parameter with the declared shape
+    (`mupax.zoo.definition.Init.param`).
     """
     return Sample(config.sizes(), families.shapes(config))
 
@@ -469,8 +484,8 @@ def differences(
     """Return the differences between declarations and traced roles, in words by parameter.
 
     Parameters that agree and parameters that tracing refused have no entry. The initial value of a
-    gain is not compared, because no loss shows it. There is an entry "tied readout" if that of the
-    config differs from the traced one, unless tracing refused its table.
+    gain is not compared, because no loss shows it. There is an entry "tied readout" if the config's
+    tied readout differs from the traced one, unless tracing refused the table of the readout.
 
     Args:
         declared: Declarations to compare. By default those of the config.
@@ -495,7 +510,7 @@ def differences(
 def _is_table_refused(config: ModelConfig, roles: Roles, declared: Mapping[str, ParamSpec]) -> bool:
     """Return whether tracing refused the table of a declared tied readout.
 
-    A refused table leaves no trace of the readout, which may be right.
+    Such a readout cannot be traced, so its absence is no difference.
     """
     readout = config.tied_readout
     if readout is None:
@@ -507,9 +522,9 @@ def _is_table_refused(config: ModelConfig, roles: Roles, declared: Mapping[str, 
 
 
 def refuse_wrong_declarations(config: ModelConfig) -> None:
-    """Raise an error if a model's declarations are not what tracing its loss shows.
+    """Raise an error if a model's declared roles contradict those traced from its loss.
 
-    Parameters that tracing refuses pass.
+    Parameters for which tracing finds no certain role pass.
 
     Raises:
         PresetError: A declaration differs from the role that the loss shows.
@@ -523,7 +538,10 @@ def refuse_wrong_declarations(config: ModelConfig) -> None:
 
 
 def _different_fields(declared: ParamSpec, traced: ParamSpec) -> str:
-    """Return the different fields of two declarations but `start`, in words, or "" without any."""
+    """Return words on the fields in which two declarations differ, or "" if there are none.
+
+    The field `start`, the initial value of a gain, is not compared.
+    """
     words = []
     for field in dataclasses.fields(declared):
         declared_value = getattr(declared, field.name)
@@ -536,7 +554,7 @@ def _different_fields(declared: ParamSpec, traced: ParamSpec) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return the value of a declaration's field as text: a tuple in parentheses, a role's name."""
+    """Return a field's value as text: a tuple in parentheses, an enum member by its value."""
     if isinstance(value, tuple):
         return f"({', '.join(value)})"
     return str(getattr(value, "value", value))

@@ -1,4 +1,8 @@
-"""Results of JAX's primitives in the graph: the atoms of their dimensions, and their kind."""
+"""Rules for JAX's primitives in the graph of a loss: kind and dimensions of their results.
+
+A kind says what a value depends on (parameters, batch, both or neither). Dimensions are made of
+atoms, which are axes or parts of axes (`mupax.train.studies.roles.graph`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ SAME = frozenset({
     "name", "reduce_precision", "stop_gradient", "device_put", "pvary", "pbroadcast", "reshard",
     "layout_constraint",
 })  # fmt: skip
-"""Primitives that return their operand."""
+"""Primitives that return their operand unchanged, perhaps in another dtype or layout."""
 LAYOUT = SAME | {
     "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice",
     "dynamic_slice", "split", "concatenate", "stack", "pad", "rev", "gather", "scatter",
@@ -34,7 +38,7 @@ LAYOUT = SAME | {
 }  # fmt: skip
 """Primitives that move elements and compute nothing."""
 SCALING = frozenset({"mul", "div", "neg"})
-"""Primitives that leave a view a view if the other operand is a constant."""
+"""Primitives that only scale a parameter by constants, so that the result counts as a view."""
 REDUCTIONS = frozenset(
     {
         "reduce_sum",
@@ -59,9 +63,10 @@ ELEMENTWISE = frozenset({
 def kind_of(op: str, inputs: Sequence[Node]) -> Kind:
     """Return the kind of a primitive's result, from the kinds of its operands.
 
-    A parameter with an activation or the batch gives an activation. A parameter alone stays a view
-    under layout operations and constant factors, and is derived under all others. Without
-    parameters the kind is "data" if the batch is among the operands, and otherwise "constant".
+    The kind says what the value depends on. A parameter and an activation or the batch give an
+    "activation". Parameters alone give a "view" under layout operations and constant factors, and
+    "derived" under all others. Without parameters the kind is "data" if the batch is among the
+    operands, and otherwise "constant".
     """
     kinds = {node.kind for node in inputs}
     if not kinds & {"view", "derived", "activation"}:
@@ -76,7 +81,7 @@ def kind_of(op: str, inputs: Sequence[Node]) -> Kind:
 
 
 def _is_scaled_view(op: str, inputs: Sequence[Node]) -> bool:
-    """Return whether a primitive multiplies one view by constants, divides it, or negates it.
+    """Return whether a primitive scales one view of a parameter by constants, or negates it.
 
     Args:
         inputs: Operands, all of them views or constants.
@@ -89,10 +94,11 @@ def _is_scaled_view(op: str, inputs: Sequence[Node]) -> bool:
 
 
 def combined(inputs: Sequence[Node], shape: tuple[int, ...]) -> tuple[Dim, ...]:
-    """Return the dimensions of an elementwise result.
+    """Return the dimensions of the result of an elementwise operation.
 
-    Dimensions of activations come before those of views, and these before those of constants. A
-    dimension along which all elements are equal is taken only if every operand has such a one.
+    Each dimension is taken from one operand of the same shape: from an activation if possible, then
+    from a view, a derived value, the batch or a constant. Operands whose elements are all equal
+    along the dimension (broadcast) are passed over if another operand varies.
     """
     order = ("activation", "view", "derived", "data", "constant")
     # Scalars have no dimensions that could say anything.
@@ -113,9 +119,10 @@ def combined(inputs: Sequence[Node], shape: tuple[int, ...]) -> tuple[Dim, ...]:
 
 
 def joined(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
-    """Return the dimensions of concatenated arrays.
+    """Return the dimensions of the concatenation of arrays.
 
-    If all arrays are views of parameters, the dimension `axis` has a segment for each of them.
+    If all arrays are views of parameters, the dimension `axis` has an `Atom` with a segment for
+    each array.
 
     Args:
         axis: Dimension along which the arrays are concatenated.
@@ -133,9 +140,10 @@ def joined(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
 
 
 def _joined_values(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
-    """Return the dimensions of concatenated arrays that are not all views.
+    """Return the dimensions of the concatenation of arrays that are not all views of parameters.
 
-    They are those of the first activation (or array), with a new dimension along `axis`.
+    The dimensions are those of the first activation (without one, of the first array), with a new
+    dimension along `axis`.
     """
     # `max` returns the first of equals: the first activation, or the first array without one.
     leading = max(inputs, key=lambda node: node.kind == "activation")
@@ -146,7 +154,7 @@ def _joined_values(inputs: Sequence[Node], axis: int) -> tuple[Dim, ...]:
 
 
 def _segmented(views: Sequence[Node], axis: int) -> Dim:
-    """Return the dimension along which views are concatenated, with a segment for each view."""
+    """Return the dimension along which views are concatenated. Its atom has a segment per view."""
     param_dims: frozenset[ParamDim] = frozenset()
     segments = []
     stop = 0
@@ -158,7 +166,10 @@ def _segmented(views: Sequence[Node], axis: int) -> Dim:
 
 
 def _merged(dims: Sequence[Dim], size: int) -> Dim:
-    """Return one dimension for a dimension of several views, with the parameters of all."""
+    """Return one dimension in place of a dimension of several views.
+
+    It has the parameter dimensions of all of them, atom by atom if their atoms have equal sizes.
+    """
     sizes = []
     for dim in dims:
         sizes.append([atom.size for atom in dim])
@@ -243,9 +254,10 @@ def layout(
 
 
 def _reshaped(array: Node, shape: tuple[int, ...]) -> Sequence[Dim]:
-    """Return the dimensions after a reshape.
+    """Return the dimensions of an array after a reshape.
 
-    If it mixes atoms, every new dimension can belong to all parameters of the array.
+    If the reshape cuts atoms where they cannot be cut, nothing more is known: every new dimension
+    then counts as part of all parameter dimensions of the array.
     """
     dims = regrouped(array.dims, shape)
     if dims is not None:
@@ -260,9 +272,10 @@ def _reshaped(array: Node, shape: tuple[int, ...]) -> Sequence[Dim]:
 def _dynamically_sliced(
     inputs: Sequence[Node], shape: tuple[int, ...]
 ) -> tuple[list[Dim], dict[str, Any]]:
-    """Return the dimensions of a dynamic slice, and its selection of parameters.
+    """Return the dimensions of a dynamic slice, and its `info` for the graph.
 
-    The selection is empty if a start is unknown, or if the array is no concatenation.
+    From a concatenation of parameters the info has "selected", the parameters in the slice. It is
+    empty if a start is unknown, or if the array is no such concatenation.
 
     Args:
         inputs: Array, then the start index of every dimension.
@@ -299,9 +312,10 @@ def _with_row(graph: Graph, node: Node, axis: int) -> Node:
 
 
 def _selection(slices: Sequence[Slice]) -> dict[str, Any]:
-    """Return the field "selected" of a slice's info: the parameters that are left in it.
+    """Return the `info` of a slice: under "selected", the parameters that are left in it.
 
-    Only a slice of a concatenation has the field.
+    `slices` has the slice of every dimension. The result is empty if the array is no concatenation
+    of parameters.
     """
     params = []
     for part in slices:
@@ -317,9 +331,9 @@ def _gathered(
 ) -> Node:
     """Add the result of a gather to the graph, and return it.
 
-    Rows of a parameter are a lookup if the index comes from the batch alone, and this use is
-    recorded. They are a view if the index comes from constants, such as positions, or from
-    activations, such as routing.
+    If a parameter's rows are gathered by an index of the batch alone, the result is a "lookup",
+    which is recorded as a use of the parameter. If the index comes from constants, such as
+    positions, or from activations, such as routing, the result is a view of the parameter.
 
     Args:
         params: Parameters of the primitive in its jaxpr, such as `dimension_numbers`.
@@ -364,8 +378,9 @@ def _gathered(
 def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
     """Add the result of a `dot_general` to the graph, and return it.
 
-    Its info has, for the left and the right side, the dimensions that it sums over ("contracted"),
-    the batch dimensions ("batched"), and the atoms of the others in the result ("kept").
+    Each entry of its `info` has a part for the left and the right operand: the dimensions that the
+    product sums over ("contracted"), the batch dimensions ("batched"), and the atoms of the other
+    dimensions, as they are in the result ("kept").
 
     Args:
         params: Parameters of the primitive in its jaxpr. Only `dimension_numbers` is read.
@@ -396,7 +411,7 @@ def dot(graph: Graph, inputs: Sequence[Node], params: dict[str, Any]) -> Node:
 
 
 def _copied(dim: Dim) -> Dim:
-    """Return copies of a dimension's atoms, of the same parameters, for the result of a product."""
+    """Return a dimension of copied atoms, with the same parameters, for a product's result."""
     return tuple(atom.copy() for atom in dim)
 
 
@@ -410,8 +425,8 @@ def ragged(
 ) -> Node:
     """Add the result of a `ragged_dot_general` to the graph, and return it.
 
-    It multiplies rows in groups by one matrix per group. The dimension of groups counts as a batch
-    dimension of the matrices.
+    This primitive multiplies each group of rows by a matrix of its own, such as tokens by their
+    expert's matrix. The dimension of groups counts as a batch dimension of the matrices.
 
     Args:
         inputs: Rows, matrices, and the sizes of the groups.

@@ -1,6 +1,7 @@
 """Command `mupax plan --from TABLE.csv`, which plans a run by a law of anybody's runs.
 
-It prints the best rate and batch of a size and length, and the loss.
+A law of the loss is fitted to the runs of the table. The command prints the best learning rate and
+batch for a model size and length of training, and the loss.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ FORMAT = "table plan 1"
 SEARCHED_AXES = ("peak_lr", "batch_sequences")
 """Axes that the best run is searched over."""
 FAR = 1.0
-"""Smallest distance beyond the runs that a forecast gets a caution for, in octaves."""
+"""Distance beyond the runs of a table, in octaves, from which on a plan gets a caution."""
 PRIOR_SHARE = 0.7
-"""Share of the prior's deviation from which on the runs hardly determine a number of the law."""
+"""Ratio of fitted to prior standard deviation below which the runs determine a number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
     """Plan a run from a table, print the plan as text or JSON, and write it to `--out`. Return 0.
 
     Raises:
-        UsageError, ConfigError: The words do not say one table and one run.
-        TableError: No law can be fitted to the table, or the table says nothing of the run.
+        UsageError, ConfigError: The flags do not name exactly one table and one run.
+        TableError: No law can be fitted to the table, or the run cannot be forecast from it.
         DiskError: The table cannot be read, or the plan cannot be written.
     """
     options = command_line.parse(TablePlan, PROG, argv)
@@ -104,12 +105,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _request(options: TablePlan) -> dict[str, float]:
-    """Return those of parameters, tokens and FLOPs that the options have, as numbers by name.
+    """Return the size and length, or the FLOPs, of the run that the user wants to plan, by name.
 
-    One of parameters and tokens alone passes here.
+    Keys are "parameters" and "tokens", or "flops". Only one of the first two may be given; whether
+    the law needs both is checked later.
 
     Raises:
-        UsageError: The options name no run or two runs, or a rate or batch is not above 0.
+        UsageError: The options name no run or two runs, or a learning rate or batch is not above 0.
         ConfigError: A size, length or budget is no number above 0.
     """
     request: dict[str, float] = {}
@@ -137,13 +139,14 @@ def _content(
     """Return the plan as plain values for JSON: best rate, batch and loss, next runs and law.
 
     A budget of FLOPs is turned into the best size and tokens first, unless the table has FLOPs
-    alone. With a rate or batch in the options, the entry "at" has the loss there.
+    alone. If the options have a learning rate or batch, the entry "at" has the loss with it. The
+    entry "next" has the runs that would narrow the forecast.
 
     Args:
         request: Parameters and tokens, or FLOPs, from `_request`.
 
     Raises:
-        TableError: The table says nothing of the run.
+        TableError: The run cannot be forecast from the table.
     """
     fit = forecaster.fit
     place = dict(request)
@@ -187,7 +190,7 @@ def _content(
 
 
 def _chosen(options: TablePlan) -> dict[str, float]:
-    """Return the values of `--peak-lr` and `--batch-sequences` by name, only those given."""
+    """Return the values of `--peak-lr` and `--batch-sequences`, as far as given, by name."""
     chosen: dict[str, float] = {}
     for name in SEARCHED_AXES:
         value = getattr(options, name)
@@ -197,7 +200,7 @@ def _chosen(options: TablePlan) -> dict[str, float]:
 
 
 def _best_values(best: Recommendation) -> dict[str, float]:
-    """Return the best rate and batch as numbers by name, without those that are `None`."""
+    """Return the best learning rate and batch by name. One that is `None` is left out."""
     values = {}
     if best.peak_lr is not None:
         values["peak_lr"] = best.peak_lr.value
@@ -207,7 +210,10 @@ def _best_values(best: Recommendation) -> dict[str, float]:
 
 
 def _best_json(best: Recommendation) -> dict[str, Any]:
-    """Return a recommendation as plain values for JSON; `None` stays `None`."""
+    """Return the best rate and batch, and the loss, as plain values for JSON.
+
+    Each is an interval with its ends and value, or `None`.
+    """
     intervals = {
         "peak_lr": best.peak_lr,
         "batch_sequences": best.batch_sequences,
@@ -223,10 +229,11 @@ def _best_json(best: Recommendation) -> dict[str, Any]:
 
 
 def _law_json(forecaster: Forecaster) -> dict[str, Any]:
-    """Return the numbers and the noise of a law as rounded values for JSON.
+    """Return the fitted numbers and the noise of a law as rounded values for JSON.
 
-    `of_runs` of a number is true if its deviation is below `PRIOR_SHARE` of its prior's, so that
-    the runs determine it.
+    Each number has a value, a standard deviation, and `of_runs`. The last is true if the deviation
+    is below `PRIOR_SHARE` times that of the prior, so that the runs and not the prior determine the
+    number.
     """
     fit = forecaster.fit
     deviations = fit.covariance.diagonal() ** 0.5
@@ -262,12 +269,14 @@ def _cautions(
 ) -> list[str]:
     """Return reasons to doubt the plan, a sentence each.
 
-    Reasons are a run far beyond the table's, an axis of which the table says little, and a rate or
-    batch at or beyond the end of the table's.
+    There are four: the planned run is far beyond the runs of the table; the runs say little about
+    an axis; a learning rate or batch of the user is outside of the table's range; and the best one
+    is at an end of this range.
 
     Args:
         place: Planned run: parameters and tokens (or FLOPs), by their names in `COLUMNS`.
-        chosen: Peak rate and batch that the user named, if any, by the same names.
+        chosen: Peak learning rate and batch that the user named, if any, by their names in
+            `COLUMNS`.
     """
     fit = forecaster.fit
     cautions = []
@@ -350,7 +359,10 @@ def _conclusion(content: dict[str, Any]) -> str:
 
 
 def _plan_rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return rows of text with each value, its interval and source; the first row has headings."""
+    """Return the table of planned values as text: a row of headings, then a row per value.
+
+    A row has the value, its interval and where it comes from.
+    """
     rows: list[tuple[str, ...]] = [("", "value", "90 % interval", "from")]
     table = content["table"]
     source = f"law over {table['used']} of {table['rows']} runs of {table['file']}"
@@ -372,7 +384,7 @@ def _plan_rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _next_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return rows of text of the runs that would narrow the interval; the first row has headings.
+    """Return the table of runs that would narrow the forecast: a row of headings, then the runs.
 
     Args:
         runs: Fields of `NextRun` of each run.

@@ -1,11 +1,13 @@
-"""`mupax plan --model NAME --tokens N` without a study: rate and batch by the best evidence.
+"""`mupax plan --model NAME --tokens N` without a study: learning rate and batch by evidence.
 
-Kinds of evidence, best first: a measurement of this project under a preset that carries it over, a
-law of published runs, constants that others published. Evidence applies to models of its kind whose
-sizes are within `FAR` doublings of the sizes that it comes from.
+There are three kinds of evidence, the best first: mupax's own measurement under a preset that
+transfers the learning rate over sizes, a law fitted to published runs, and constants that others
+published. Evidence applies to a model of the same type (images or dense language models) whose
+sizes are within `FAR` doublings of the sizes that the evidence comes from.
 
-The law is a file, which has what a forecast needs but not the runs of the fit. `laws/NAME.json`
-come with mupax. `python -m scripts.studies.published_runs law TABLE.csv` writes them.
+A law is stored in a file, which has what a forecast needs but not the runs of the fit. The files
+`laws/NAME.json` come with mupax. `python -m scripts.studies.published_runs law TABLE.csv` writes
+them.
 """
 
 from __future__ import annotations
@@ -33,33 +35,33 @@ from mupax.zoo.configs import CONFIGS, ConfigError
 from mupax.zoo.families import ModelConfig
 
 Kind = Literal["measured here", "published law", "published constants"]
-"""Kinds of evidence, the best first."""
+"""Kinds of evidence on a learning rate, the best first."""
 LAW_TOKENS = 2048
-"""Tokens of a sequence in the runs of the published law."""
+"""Tokens per sequence in the published runs that the law is fitted to."""
 TABLES = (Role.TOKEN_EMBEDDING, Role.POSITION, Role.READOUT)
-"""Roles that the published law's number of parameters leaves out."""
+"""Roles of parameters that the published law does not count in the size of a model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Settings of a model by one source, and how far they can be trusted.
+    """Learning rate and batch that one source recommends for a run, and how far to trust it.
 
     Attributes:
         kind: Kind of the evidence.
-        source: Name of the source, for a person.
+        source: Name of the source as it is printed: a tuned preset or a paper.
         preset: Value for `--preset`.
         peak_lr: Peak learning rate.
-        rate_interval: Interval of the rate. `None` if unknown.
-        level: Level of the intervals in percent. Studies of `mupax` give 95, the published law 90.
-            `None` for published constants, which have no intervals.
+        rate_interval: Interval (low, high) of the learning rate. `None` if unknown.
+        level: Probability of the intervals in percent. Studies of mupax give 95, the published law
+            90. `None` for published constants, which have no intervals.
         batch: Batch in examples of the model. `None` if unknown.
-        batch_interval: Interval of the batch. `None` if unknown.
+        batch_interval: Interval (low, high) of the batch. `None` if unknown.
         loss: Loss at the end, in nats per token of the source's data. `None` if unknown, or if the
             evidence does not apply.
-        doublings: Distance from the nearest model that was tried, in doublings of the size that is
-            farthest.
-        applies: True if the distance is at most `FAR`.
-        remark: Conditions of the evidence.
+        doublings: Distance of the run from what the source tried, in doublings of a size or of the
+            run's length, whichever is farther.
+        applies: True if the distance is at most `FAR` doublings.
+        remark: Conditions and limits of the evidence, in words.
     """
 
     kind: Kind
@@ -87,9 +89,10 @@ def body_parameters(model: ModelConfig) -> int:
 
 
 def candidates_for(model: ModelConfig, tokens: float) -> list[Evidence]:
-    """Return the best evidence of each kind, ordered by kind, with what does not apply at the end.
+    """Return the best evidence of each kind for a run, the best first.
 
-    The list has at most three entries. A kind without evidence for such a model is left out.
+    Evidence that does not apply comes last. The list has at most three entries, because there are
+    three kinds. A kind without evidence for such a model is left out.
 
     Args:
         tokens: Number of tokens, or images, of the run.
@@ -101,13 +104,14 @@ def candidates_for(model: ModelConfig, tokens: float) -> list[Evidence]:
 
 
 class _Candidate(NamedTuple):
-    """Tuned preset with its sort key, the first four fields: the smallest key is the best.
+    """Tuned preset with its sort key: the preset whose first four fields are smallest is the best.
 
     Attributes:
-        is_far: True if its sizes are more than `FAR` doublings away.
-        is_unproven: True if its rate is not known to transfer.
-        doublings: Doublings from its sizes, or beyond its run length, whichever is more.
-        use: Value for `--preset`, the last key, so that the order is unique.
+        is_far: True if `doublings` is more than `FAR`.
+        is_unproven: True if the preset's learning rate is not known to transfer over sizes.
+        doublings: Doublings between the run and the sizes of the preset's study, or by which the
+            run is longer than the study's runs, whichever is more.
+        use: Value for `--preset`. It is a part of the key, so that the order is unique.
         tuned: The preset.
     """
 
@@ -119,10 +123,11 @@ class _Candidate(NamedTuple):
 
 
 def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
-    """Return the evidence of the best tuned preset that mupax measured, or `None` without one.
+    """Return the evidence of the best preset that mupax tuned itself, or `None` without one.
 
-    Presets of another kind of model, and those whose rate drifts with size, are left out. Presets
-    within `FAR` doublings come first, then those whose rate transfers, then the nearest.
+    Presets for another type of model, and presets whose learning rate was found to drift with size,
+    are left out. A preset within `FAR` doublings of the run is better than one farther away. Among
+    these, a preset whose learning rate is known to transfer is better, and then the nearest one.
     """
     candidates: list[_Candidate] = []
     for path in find.files().values():
@@ -164,9 +169,10 @@ def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
 
 
 def _law(model: ModelConfig, tokens: float) -> Evidence | None:
-    """Return the evidence of the law of published runs, or `None` if the model is no dense decoder.
+    """Return the evidence of the law that is fitted to published runs of dense decoders.
 
-    The loss is left out if the model is more than `FAR` doublings beyond the law's runs.
+    Return `None` if the model is no decoder-only language model without experts. The loss is left
+    out if the run is more than `FAR` doublings beyond the published runs.
     """
     if not _is_dense_decoder(model):
         return None
@@ -202,9 +208,10 @@ def _law(model: ModelConfig, tokens: float) -> Evidence | None:
 
 
 def _published(model: ModelConfig) -> Evidence | None:
-    """Return the evidence of the tuned preset with published constants that is nearest in size.
+    """Return the evidence of constants that others published, for the model nearest in size.
 
-    Return `None` if none is for models of this kind.
+    Such constants are kept as tuned presets. Return `None` if no such preset is for models of the
+    same type (see `_same_kind`).
     """
     best: tuple[float, Tuned] | None = None
     for path in find.files().values():
@@ -233,9 +240,13 @@ def _published(model: ModelConfig) -> Evidence | None:
 
 
 def _distance(sizes: Mapping[str, int], model: Mapping[str, int]) -> float:
-    """Return the doublings between two models in width ("embed") or depth, whichever are more.
+    """Return the doublings between two models in width or in depth, whichever is larger.
 
-    An axis that one of them lacks is left out. At least one axis must be in both.
+    An axis that one of the models lacks is left out. At least one axis must be in both.
+
+    Args:
+        sizes: Sizes of one model by axis; "embed" is its width and "layers" its depth.
+        model: Sizes of the other model by axis.
     """
     doublings = []
     for axis in ("embed", "layers"):
@@ -245,10 +256,10 @@ def _distance(sizes: Mapping[str, int], model: Mapping[str, int]) -> float:
 
 
 def _same_kind(tuned: Tuned, model: ModelConfig) -> bool:
-    """Return True if a tuned preset is for models of this kind.
+    """Return True if a tuned preset was tuned for the same type of model.
 
-    The two kinds are models of images, and decoder-only language models without experts. Any other
-    model has no preset.
+    There are two types: models of images, and decoder-only language models without experts. Any
+    other model has no tuned preset.
     """
     if tuned.provenance["unit"] != model.unit:
         return False
@@ -268,7 +279,7 @@ def _is_dense_decoder(model: ModelConfig) -> bool:
 
 
 def plan(name: str, tokens: float, path: Path | None) -> int:
-    """Print a model's rate and batch by the best evidence, a train command and all other evidence.
+    """Print the learning rate and batch by the best evidence, a train command and all evidence.
 
     Args:
         name: Key of `CONFIGS`.
@@ -279,7 +290,7 @@ def plan(name: str, tokens: float, path: Path | None) -> int:
         0, the exit code.
 
     Raises:
-        ConfigError: No evidence applies to models of this kind and size.
+        ConfigError: No evidence applies to a model of this type and size.
     """
     model = CONFIGS[name]
     candidates = candidates_for(model, tokens)
@@ -323,15 +334,16 @@ def plan(name: str, tokens: float, path: Path | None) -> int:
 
 
 def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence) -> str:
-    """Return a `mupax train` command for a model with the preset, rate and batch of evidence.
+    """Return a `mupax train` command for a model, with preset, learning rate and batch by evidence.
 
-    The recipe is that of the same model type with the nearest number of parameters. A tuned preset
-    sets the rate itself, so that the command has no `--optimizer.peak-lr` then.
+    Its recipe is the one for the same type of model with the nearest number of parameters. A tuned
+    preset sets the learning rate itself, so that the command has no `--optimizer.peak-lr` then.
 
     Args:
         name: Key of `CONFIGS` of the model.
         tokens: Number of tokens, or images, of the run.
-        evidence: Evidence for the preset, rate and batch. Without a batch the recipe's is used.
+        evidence: Evidence for preset, learning rate and batch. If it has no batch, the recipe's
+            batch is used.
     """
     recipes: dict[str, Config] = {}
     for recipe, make in RECIPES.items():
@@ -359,7 +371,7 @@ def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence
 
 
 def rows(candidates: list[Evidence]) -> list[tuple[str, ...]]:
-    """Return evidence as rows of text for the terminal. The first row has the column headings."""
+    """Return a table as text: a row of headings, then a row for each piece of evidence."""
     table = [("evidence", "rate", "interval", "batch", "loss", "")]
     for evidence in candidates:
         interval = "not known"
@@ -394,11 +406,11 @@ DENSE = FOLDER / "published-dense.json"
 
 
 def to_json(forecaster: Forecaster) -> dict[str, Any]:
-    """Return a law as plain values for JSON, from which `load` makes a forecaster again.
+    """Return a fitted law as plain values for JSON, from which `load` makes a forecaster again.
 
     The content has the terms, the fitted numbers with their covariance, the noise, the smallest and
-    largest value of every axis, the deviation per octave beyond them (`Forecaster.beyond`), and the
-    name and sha256 of the table. The runs and their effects are left out.
+    largest value of every axis, the error per octave beyond these (`Forecaster.beyond`), and the
+    name and sha256 of the table. The runs and the effects of their settings are left out.
     """
     fit = forecaster.fit
     form = fit.form
@@ -441,15 +453,15 @@ def _term_json(term: Term) -> dict[str, Any]:
 def load(path: Path = DENSE) -> Forecaster:
     """Read a law that `to_json` wrote, and return a forecaster of it.
 
-    The runs of the fit are not in the file. The forecaster's table has only the two ends of each
-    axis.
+    The file does not have the runs of the fit. The table of the forecaster's law has only the
+    smallest and largest value of each axis.
 
     Args:
         path: File of the law; the law of published dense decoders by default.
 
     Raises:
         DiskError, JsonError: The file does not exist, or is no JSON.
-        TableError: The file is of another kind or version, or an entry of a law is missing.
+        TableError: The file is no law or one of another version, or an entry is missing.
     """
     content = disk.read_json(path)
     advice = "write it by `python -m scripts.studies.published_runs law TABLE.csv`"

@@ -1,6 +1,6 @@
-"""Forecasts from a law of the loss: best rate and batch, and losses, each with a 90 % interval.
+"""Forecasts from a law of the loss: best learning rate and batch, and losses, with intervals.
 
-The interval of a loss has four parts:
+A setting is a model and a length of training. A 90 % interval of a loss has four parts:
 
 * the Gaussian around the fitted numbers of the law;
 * the effect that the runs of a new setting share, with Student's t, since settings are few;
@@ -22,23 +22,32 @@ from mupax.train.studies.tables.law import AXES, Fit, Form, fitted, form_of, set
 from mupax.train.studies.tables.table import RunTable, TableError
 
 SETTING_AXES = ("parameters", "tokens", "flops")
-"""Axes that a setting, which is a model and a length of training, has numbers of."""
+"""Axes of the law that describe a setting (a model and a length of training)."""
 DRAWS = 2000
-"""Number of draws R that an interval is made from."""
+"""Number R of random draws from which an interval is computed."""
 LOW, HIGH = 0.05, 0.95
 """Quantiles at the ends of a 90 % interval."""
 SHARED_FREEDOM = 6
 """Degrees of freedom of Student's t for the effect that the runs of a setting share."""
 RUN_FREEDOM = 4
-"""Degrees of freedom of Student's t for the noise of a run, since some runs are far off."""
+"""Degrees of freedom of Student's t for the noise of a run, few since outliers occur."""
 BEYOND, BEYOND_FREEDOM = 0.003, 3
-"""Prior deviation of the log loss per octave beyond the runs, and the fits that it counts as."""
+"""Prior of the deviation of the log loss per octave beyond the runs of a table.
+
+The first number is the deviation, and the second its weight as a number of measurements.
+"""
 SEARCHED_PER_OCTAVE = 2
-"""Rates per octave, and batches per octave, of the search that `Forecaster.best` assumes."""
+"""Number of learning rates, and of batches, per octave in the user's search for the best run.
+
+`Forecaster.best` gives intervals for the result of such a search.
+"""
 LEAST_SIZES = 3
-"""Smallest number of distinct values of an axis for a fit without the largest or smallest."""
+"""Smallest number of values of an axis for fits without its largest or its smallest one."""
 BEST_RUNS = 0.02
-"""Excess of the log loss over the best of a setting below which `_prediction_errors` uses a run."""
+"""Largest excess of the log loss, over the best of its setting, with which a run counts as good.
+
+`_prediction_errors` compares the law with good runs alone.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,24 +60,24 @@ class Interval:
 
     @classmethod
     def from_draws(cls, draws: np.ndarray) -> Interval:
-        """Return the median and the interval of draws [R]."""
+        """Return the median and the 90 % interval of random draws [R] of a number."""
         low, value, high = np.quantile(draws, [LOW, 0.5, HIGH])
         return cls(float(low), float(value), float(high))
 
     @property
     def half_width(self) -> float:
-        """Half of the width of the interval, as a share of the median."""
+        """Half of the interval's width, divided by the median."""
         return (self.high - self.low) / 2 / self.value
 
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """Best rate and batch for a model size and a number of tokens, with the predicted loss.
+    """Best learning rate and batch for a model size and number of tokens, with predicted loss.
 
     Attributes:
-        peak_lr: Best rate at the best batch; `None` if the rate does not vary in the table.
-        batch_sequences: Best batch; `None` if the batch does not vary in the table.
-        loss: Loss of one run with this rate and batch.
+        peak_lr: Best peak learning rate at the best batch; `None` if it does not vary in the table.
+        batch_sequences: Best batch in sequences; `None` if it does not vary in the table.
+        loss: Loss of one run with this learning rate and batch.
     """
 
     peak_lr: Interval | None
@@ -78,13 +87,13 @@ class Recommendation:
 
 @dataclasses.dataclass(frozen=True)
 class NextRun:
-    """Run that would narrow a forecast.
+    """Run that would narrow the interval of a forecast, if it were added to the table.
 
     Attributes:
-        values: Number of each axis of the law: size, length, rate and batch.
-        flops: Training FLOPs of the run, counted as 6 N D.
-        half_width: Half-width of the interval of the best loss after the run, as a share of the
-            half-width before it.
+        values: Number of each axis of the law: size, length, learning rate and batch.
+        flops: Training FLOPs of the run, counted as 6 * parameters * tokens.
+        half_width: Half-width of the interval of the best loss with this run, divided by the
+            half-width without it.
     """
 
     values: Mapping[str, float]
@@ -93,12 +102,13 @@ class NextRun:
 
 
 class Forecaster:
-    """Forecasts of loss, best rate and best batch from a fitted law, each with a 90 % interval.
+    """Forecasts of loss, best learning rate and batch from a fitted law, with 90 % intervals.
 
     Args:
-        fit: Law. The table of a stored law has only the smallest and largest value of each axis.
-        beyond: Value of the property `beyond`, as a stored law has it. By default it is measured
-            from the runs of the table.
+        fit: Fitted law. The table of a law that was read from a file has only the smallest and
+            largest value of each axis.
+        beyond: Value of the property `beyond`, as a law from a file has it. By default it is
+            measured from the runs of the table.
     """
 
     def __init__(self, fit: Fit, beyond: Mapping[str, tuple[float, int]] | None = None) -> None:
@@ -121,9 +131,10 @@ class Forecaster:
 
     @functools.cached_property
     def beyond(self) -> Mapping[str, tuple[float, int]]:
-        """Deviation of the log loss per octave beyond the runs, and its degrees of freedom.
+        """Error that a forecast makes per octave outside of the table's range, by axis.
 
-        The keys are the axes of the law that are in `SETTING_AXES`.
+        It is a standard deviation of the log loss, with the degrees of freedom that it was
+        estimated with. The keys are the axes of the law that are in `SETTING_AXES`.
         """
         if self._stored_beyond is not None:
             return self._stored_beyond
@@ -134,9 +145,10 @@ class Forecaster:
         return deviations
 
     def distance(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the octaves of a setting beyond the table's runs, for each axis of `beyond`.
+        """Return how many octaves a model and length lie outside of the table's range, by axis.
 
-        The number is positive in either direction, and 0 for an axis within the range of the runs.
+        The number is positive above and below the range, and 0 within it. Keys are those of
+        `beyond`.
 
         Args:
             values: Number of at least each axis of `beyond`, by its name in `AXES`.
@@ -149,10 +161,11 @@ class Forecaster:
         return octaves
 
     def check(self, values: Mapping[str, float]) -> None:
-        """Refuse a setting that the table says nothing of.
+        """Raise an error for a run that cannot be forecast from the table.
 
         Args:
-            values: Numbers of a run by their names in `AXES`. Rate and batch may be left out.
+            values: Numbers of a run by their names in `AXES`. Learning rate and batch may be left
+                out.
 
         Raises:
             TableError: The table has no column for one of `values`, a size or length that the law
@@ -202,7 +215,7 @@ class Forecaster:
 
         Args:
             values: Number of each axis of the size and length, by its name in `AXES`.
-            points: Numbers of the runs [M], for every axis of the law.
+            points: Numbers of the M runs, for every axis of the law [M].
         """
         losses = self._draw_losses(values, points, self._draw(values))
         return [Interval.from_draws(np.exp(row)) for row in losses]
@@ -210,22 +223,24 @@ class Forecaster:
     def lowest(self, values: Mapping[str, float], points: Mapping[str, np.ndarray]) -> Interval:
         """Return the median and 90 % interval of the lowest loss among several runs of a search.
 
-        The noise of the runs makes it lower than the loss of one run at the best rate and batch.
+        Because runs are noisy, the lowest loss is lower than that of a single run at the best
+        learning rate and batch.
 
         Args:
             values: Number of each axis of the size and length, by its name in `AXES`.
-            points: Numbers of the runs of the search [M], for every axis of the law.
+            points: Numbers of the M runs of the search, for every axis of the law [M].
         """
         losses = self._draw_losses(values, points, self._draw(values))
         return Interval.from_draws(np.exp(losses.min(axis=0)))
 
     def best(self, values: Mapping[str, float]) -> Recommendation:
-        """Return the best rate and batch for a size and length, and the loss of a run with them.
+        """Return the best learning rate and batch for a size and length, and the loss with them.
 
-        They are searched between the smallest and the largest rate and batch of the table.
+        Learning rates and batches from the smallest to the largest of the table are compared.
 
-        The intervals of rate and batch hold nine in ten of the best runs of a search with two rates
-        and two batches per octave. They count the noise of the runs of that search.
+        The intervals of learning rate and batch say where the best run of a search would be, in
+        nine of ten cases. The search has two learning rates and two batches per octave. Its best
+        run is random, because the law is uncertain and runs are noisy.
 
         Args:
             values: Number of each axis of the size and length, by its name in `AXES`.
@@ -255,10 +270,11 @@ class Forecaster:
         return Recommendation(intervals["peak_lr"], intervals["batch_sequences"], loss)
 
     def compute_optimal(self, flops: float) -> tuple[Interval, Interval, Recommendation]:
-        """Return the size, the tokens and the best rate and batch for a budget of FLOPs, 6 N D.
+        """Return the best model size, tokens, learning rate and batch for a budget of FLOPs.
 
-        Sizes from 4 octaves below the runs to 6 octaves beyond them are compared, as far as the
-        budget leaves a token for every 10 parameters.
+        FLOPs are counted as 6 * parameters * tokens. Sizes from 4 octaves below the smallest of the
+        table to 6 octaves above the largest are compared, as far as the budget leaves a token for
+        every 10 parameters.
 
         Raises:
             TableError: The law is not a function of both size and length, or the budget is too
@@ -309,12 +325,13 @@ class Forecaster:
     def next_runs(
         self, values: Mapping[str, float], share: float = 0.25, count: int = 3
     ) -> list[NextRun]:
-        """Return the runs that would narrow the interval of the best loss most.
+        """Return the runs that would narrow the interval of a forecast's loss most, best first.
 
         Candidates are the sizes and lengths of the table, and doublings of the largest of them up
-        to `values`, each with its best rate and batch. The narrowing follows from the Gaussian
-        around the fit alone. The result is empty for a law that is not of both size and length, and
-        if every candidate has more FLOPs than `share` allows.
+        to `values`, each with its best learning rate and batch. The narrowing is computed from the
+        covariance of the fitted law and the noise of a run, without a new fit. The result is empty
+        for a law that is not a function of both size and length, and if every candidate has more
+        FLOPs than `share` allows.
 
         Args:
             values: Numbers of the size and length of the forecast.
@@ -353,12 +370,11 @@ class Forecaster:
         return sorted(candidates, key=lambda run: run.half_width)[:count]
 
     def prior_share(self, values: Mapping[str, float], axis: str) -> float:
-        """Return the uncertainty about an axis after the fit, as a share of that of the prior.
+        """Return how much of the prior's uncertainty about an axis is left after the fit, 0 to 1.
 
-        A share near 1 means that the runs say little about the axis.
-
-        The uncertainty is the standard deviation of the change of the best log loss when `axis`
-        doubles: that of the fitted law over that of the prior.
+        A share near 1 means that the runs say little about the axis. The uncertainty is the
+        standard deviation of the change of the best log loss when `axis` doubles. The share is this
+        deviation for the fitted law, divided by that for the prior.
 
         Args:
             values: Number of each axis of the size and length, by its name in `AXES`.
@@ -371,25 +387,25 @@ class Forecaster:
         return float(np.sqrt(change @ self.fit.covariance @ change)) / max(prior, 1e-12)
 
     def _slopes_at_best(self, values: Mapping[str, float]) -> np.ndarray:
-        """Return the derivatives of the log loss at a setting's best rate and batch [P].
+        """Return the derivatives of a setting's lowest log loss by the numbers of the law [P].
 
-        They are by the numbers of the law.
+        The lowest loss is that at the best learning rate and batch.
         """
         losses, slopes = self.fit.log_loss(self.fit.grid(values))
         return slopes[int(np.argmin(losses))]
 
     def _draw_numbers(self) -> np.ndarray:
-        """Return draws of the deviations of the law's numbers from the fitted ones [P, R]."""
+        """Return R random draws of the law's P numbers, minus the fitted numbers [P, R]."""
         count = len(self.fit.numbers)
         # The small diagonal keeps a nearly singular covariance positive definite.
         root = np.linalg.cholesky(self.fit.covariance + 1e-12 * np.eye(count))
         return root @ self._generator.standard_normal((count, DRAWS))
 
     def _draw(self, values: Mapping[str, float]) -> _Draws:
-        """Return draws of the law's numbers and of the effect that a new setting's runs share.
+        """Return random draws of the law's numbers and of the effect that a setting's runs share.
 
-        The effect includes the error of each octave beyond the table's runs. The generator is reset
-        first, so that all settings get the same draws.
+        The effect includes the error for each octave outside of the table's range. The generator is
+        reset first, so that all settings get the same random numbers.
         """
         # Every setting gets the same draws, so that a forecast does not depend on earlier ones.
         self._generator = np.random.default_rng(0)
@@ -407,8 +423,8 @@ class Forecaster:
 
         Args:
             values: Number of each axis of the size and length, by its name in `AXES`.
-            points: Numbers of the runs [M], for every axis of the law.
-            draws: Draws for this setting, from `_draw`.
+            points: Numbers of the M runs, for every axis of the law [M].
+            draws: R draws for this setting, from `_draw`.
         """
         grid_losses, grid_slopes = self.fit.log_loss(self.fit.grid(values))
         point_losses, slopes = self.fit.log_loss(points)
@@ -424,11 +440,11 @@ class Forecaster:
 
 @dataclasses.dataclass(frozen=True)
 class _Draws:
-    """Draws of the unknowns of a forecast, other than the noise of each run.
+    """R random draws of the unknowns of a forecast, other than the noise of each run.
 
     Attributes:
-        numbers: Deviations of the law's numbers from the fitted ones [P, R].
-        effect: Effect on the log loss that the runs of the setting share [R].
+        numbers: Draws of the law's P numbers, minus the fitted numbers [P, R].
+        effect: Draws of the effect on the log loss that the runs of a setting share [R].
     """
 
     numbers: np.ndarray
@@ -436,11 +452,14 @@ class _Draws:
 
 
 def _deviation_per_octave(fit: Fit, axis: str) -> tuple[float, int]:
-    """Return the deviation of the log loss per octave beyond the runs, and its degrees of freedom.
+    """Measure the error of forecasts per octave outside of the table's range of an axis.
 
     A law is fitted without the largest value of the axis, and another without the smallest. The
     errors of their predictions for the runs left out are averaged with the prior `BEYOND`. The
     prior alone is returned for fewer than 3 distinct values, or if neither law can be fitted.
+
+    Returns:
+        Standard deviation of the log loss per octave, and its degrees of freedom.
     """
     logs = np.log2(fit.table.values[axis])
     distinct = np.unique(np.round(logs, 3))
@@ -464,9 +483,10 @@ def _deviation_per_octave(fit: Fit, axis: str) -> tuple[float, int]:
 
 
 def _prediction_errors(fit: Fit, table: RunTable) -> np.ndarray:
-    """Return the predicted minus the measured log loss for each setting of a table [K].
+    """Return the predicted minus the measured log loss for each setting of a table.
 
-    The error of a setting is the median over its runs that are within 2 % of its best loss.
+    A setting is all runs of one model and length. Its error is the median over the runs that are
+    within 2 % of its best loss.
     """
     setting = settings_of(table)
     errors = []
@@ -484,9 +504,13 @@ def _number_text(value: float) -> str:
 
 
 def _candidates(tried: np.ndarray, goal: float) -> list[float]:
-    """Return the distinct numbers of an axis in the table, and doublings of the largest.
+    """Return the distinct values of an axis in the table, then doublings of the largest one.
 
     The doublings end at `goal`, with a tolerance of 1 %.
+
+    Args:
+        tried: Value of the axis for each run of the table [M].
+        goal: Value of the axis for the forecast.
     """
     values = [float(value) for value in np.unique(tried)]
     value = values[-1]

@@ -1,21 +1,23 @@
 """Law of the loss over model size N, tokens D, peak rate r and batch B, fitted to a table of runs.
 
-    L = E + A N^-a + C D^-c             size and length: Hoffmann et al. 2022 (2203.15556), approach 3
-      + P r^-p B^q D^-s                 progress that a small rate does not make
-      + S B^b D^-t                      few steps: a large batch (McCandlish et al. 2018, 1812.06162)
-      + V r^v B^-w D^y N^z              noise of the gradient: a large rate at a small batch
-      + U r^u B^k D^-l N^m              instability: a large rate, above all in short runs
+    L = E + A N^-a + C D^-c           size and length: Hoffmann et al. 2022 (2203.15556), approach 3
+      + P r^-p B^q D^-s               too little progress: a small learning rate
+      + S B^b D^-t                    few steps: a large batch (McCandlish et al. 2018, 1812.06162)
+      + V r^v B^-w D^y N^z            noise of the gradient: a large rate at a small batch
+      + U r^u B^k D^-l N^m            instability: a large rate, above all in short runs
 
-A table that has training FLOPs F alone gets L = E + K F^-k. Each term is a product of powers, so
-the log of the loss is convex in the logs of rate and batch: there is one best rate and batch, and
-both move with N and D. A factor whose axis does not vary in the table is left out, and so is a term
-that needs such an axis. Every number has a prior (`TERMS`), which decides where the runs say
-little.
+The other letters are fitted and called the numbers of the law. A table that has training FLOPs F in
+place of N and D gets L = E + K F^-k. N, D, r, B and F are called axes. Each term is a product of
+powers, so the log of the loss is convex in the logs of rate and batch: there is one best rate and
+batch, and both move with N and D. A factor whose axis does not vary in the table is left out, and
+so is a term that needs such an axis. Every number has a prior (`TERMS`), which decides where the
+runs say little.
 
-Runs of one model and length share an effect that no term explains. It is fitted, too, around 0 (a
-random effect). The noise of a run grows with the distance of its loss from the best one. The
-uncertainty of the fit is a Gaussian around it (Laplace's approximation). It is carried to losses to
-first order, since numbers of the law that cannot be told apart still agree on the losses.
+Runs of one model and length are a setting. They share an effect that no term explains, which is
+fitted, too, around 0 (a random effect). The noise of a run grows with the distance of its loss from
+the best one of its setting. The uncertainty of the fit is a Gaussian around it (Laplace's
+approximation). It is carried to losses to first order, since numbers of the law that cannot be told
+apart still agree on the losses.
 """
 
 from __future__ import annotations
@@ -31,32 +33,35 @@ from mupax.mappings import select_keys
 from mupax.train.studies.tables.table import RunTable, TableError
 
 AXES = ("parameters", "tokens", "peak_lr", "batch_sequences", "flops")
-"""Names of the columns that the law is a function of."""
+"""Columns of a table that the law of the loss is a function of, the axes of the law."""
 WINDOW = 0.12
-"""Largest excess of the log loss over the best one of the same model and length.
+"""Largest excess of a run's log loss over that of the best run of the same model and length.
 
-Runs beyond it are left out, because they diverged or nearly did.
+Runs above it are left out of the fit, because they diverged or nearly did.
 """
 LEAST_RUNS = 3
 """Smallest number of runs with a finite loss that a law is fitted to."""
 SHARED, NEAR, FAR = 0.003, 0.0025, 0.1
-"""First guesses of the fields of `Noise` with these names."""
+"""Values of the fields of `Noise` (log-loss deviations) in the first round of a fit."""
 LEAST_NEAR, LEAST_FAR = 0.0005, 0.02
-"""Smallest values of `NEAR` and `FAR` after a fit, since few runs may agree by chance."""
+"""Smallest values of `Noise.near` and `Noise.far` in a fit, since few runs may agree by chance."""
 SHARED_PRIOR, SHARED_FREEDOM = 0.002, 2
-"""Prior of `Noise.shared`: a deviation, and the number of settings that it weighs as much as."""
-FAR_EXCESS = 0.03
-"""Excess of the log loss above which runs determine `Noise.far`.
+"""Prior of `Noise.shared`: the deviation, and its weight as a number of settings.
 
-Runs below a third of it determine `Noise.near`.
+A setting is all runs of one model and length.
+"""
+FAR_EXCESS = 0.03
+"""Excess of the log loss, over the best of its setting, above which a run determines `Noise.far`.
+
+Runs with less than a third of it determine `Noise.near`.
 """
 ROUNDS = 3
-"""Number of fits. Each uses the noise that the fit before it left."""
+"""Number of rounds of a fit. Each fits the law with the noise that the round before estimated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prior:
-    """Gaussian prior of a number of the law."""
+    """Gaussian prior of a fitted number of the law: its mean and standard deviation."""
 
     mean: float
     deviation: float
@@ -64,14 +69,14 @@ class Prior:
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """Product of powers that is added to the loss.
+    """Term of the law of the loss: a product of powers of axes, such as model size or batch.
 
     Attributes:
         name: Name of the term, as in the law that is printed.
-        share: Prior of the natural log of the term's size, at the middle of the table and as a
-            share of the lowest loss of the table.
+        share: Prior of the natural log of the term's size in the middle of the table's range of
+            every axis, divided by the lowest loss of the table.
         exponents: Axis to the prior of its exponent.
-        needs: Axes that must vary in the table. Otherwise the law does without the term.
+        needs: Axes that must vary in the table. Otherwise the law leaves the term out.
     """
 
     name: str
@@ -127,8 +132,8 @@ TERMS = (
 """Terms of the law, with the prior of each number.
 
 The exponents of size are those of Hoffmann et al. All others are guesses that only give a sign and
-an order of magnitude. A floor of half the loss is that of published laws at losses of 2 to 3 nats,
-with a deviation of a quarter of it either way.
+an order of magnitude. Published laws at losses of 2 to 3 nats have a floor of about half the loss.
+The prior of the floor is this half, with a deviation of a quarter of it.
 """
 
 
@@ -136,10 +141,12 @@ with a deviation of a quarter of it either way.
 class Form:
     """Functional form of the law for a table: its terms and axes, without fitted numbers.
 
+    Shapes: M runs, A axes, P fitted numbers of the law.
+
     Attributes:
         terms: Terms of `TERMS` that the table can determine, with the exponents of axes that vary.
         axes: Axes that vary in the table. Arrays of shape [..., A] have them in this order.
-        centre: Middle between the smallest and the largest log2 of each axis [A].
+        centre: Midpoint between the smallest and the largest log2 of each axis in the table [A].
         loss: Lowest loss of the table, in nats.
     """
 
@@ -150,7 +157,10 @@ class Form:
 
     @property
     def names(self) -> list[str]:
-        """Names of the numbers of the law: for each term its size, then its exponents [P]."""
+        """Names of the fitted numbers of the law, such as "size" and "size.parameters".
+
+        For each term there is its size, then its exponents.
+        """
         names = []
         for term in self.terms:
             names.append(term.name)
@@ -159,7 +169,7 @@ class Form:
 
     @property
     def prior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Prior means and standard deviations of the numbers of the law, [P] and [P]."""
+        """Prior means and standard deviations of the fitted numbers, in the order of `names`."""
         means: list[float] = []
         deviations: list[float] = []
         for term in self.terms:
@@ -169,10 +179,10 @@ class Form:
         return np.array(means), np.array(deviations)
 
     def place(self, values: Mapping[str, np.ndarray | float]) -> np.ndarray:
-        """Return the log2 of each run's axes, less the centre of the table [M, A].
+        """Return the coordinates of M runs in the law: log2 of each axis minus `centre` [M, A].
 
         Args:
-            values: Numbers or arrays [M] of each axis of `axes`, broadcast against each other.
+            values: Number or array [M] for each axis of `axes`, broadcast against each other.
         """
         numbers = []
         for axis in self.axes:
@@ -181,11 +191,14 @@ class Form:
         return np.stack([np.log2(column) for column in columns], axis=1) - self.centre
 
     def log_loss(self, numbers: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the natural log of the loss [M] and its derivatives by the law's numbers [M, P].
+        """Return the natural log of the loss of M runs, and its derivatives by the P numbers.
 
         Args:
-            numbers: Numbers of the law [P].
-            place: Runs as `Form.place` returns them [M, A].
+            numbers: Numbers of the law, in the order of `names` [P].
+            place: Coordinates of the runs, from `Form.place` [M, A].
+
+        Returns:
+            Log losses [M], and derivatives [M, P].
         """
         # `factors` has the derivative of the log of a number's own term by this number, [M, P].
         factors = np.zeros((len(place), len(numbers)))
@@ -207,12 +220,15 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Standard deviations of the log of the loss.
+    """Standard deviations of the natural log of the loss around the law.
+
+    A setting is all runs of one model and length. The excess of a run is the log of its loss, minus
+    the log of the best loss of its setting.
 
     Attributes:
         shared: Deviation of the effect that all runs of a setting share.
-        near: Deviation of a run at the best rate and batch.
-        far: Growth of that deviation per unit of the log of the loss over the best one.
+        near: Deviation of a run at the best learning rate and batch of its setting.
+        far: Increase of the deviation of a run per unit of its excess.
     """
 
     shared: float = SHARED
@@ -220,28 +236,29 @@ class Noise:
     far: float = FAR
 
     def of_run(self, excess: np.ndarray) -> np.ndarray:
-        """Return the standard deviation of the log loss of each run [M].
-
-        It is `near` at the best rate and batch of a setting and grows linearly with the excess.
+        """Return the standard deviation of the log loss of each of M runs, `near + far * excess`.
 
         Args:
-            excess: Log of their loss, less the log of the best loss of their setting [M].
+            excess: Log of each run's loss, minus the log of the best loss of its setting [M].
+                Numbers below 0 count as 0.
         """
         return self.near + self.far * np.maximum(excess, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Fitted law with its uncertainty.
+    """Fitted law of the loss with its uncertainty.
+
+    Shapes: M runs, K settings (all runs of one model and length), P fitted numbers of the law.
 
     Attributes:
-        table: Table that the law was fitted to, without runs beyond `WINDOW`.
-        form: Terms of the law.
-        numbers: Numbers of the law in the order of `form.names` [P].
+        table: Table that the law was fitted to, without runs that diverged or nearly did.
+        form: Terms and axes of the law.
+        numbers: Fitted numbers of the law in the order of `form.names` [P].
         covariance: Covariance of the numbers [P, P].
         noise: Noise of settings and runs.
-        effects: Effect that the runs of each setting share, in addition to the law [K].
-        effect_variances: Variances of the effects, as far as the runs leave them open [K].
+        effects: Difference of each setting's log losses from the law, shared by its runs [K].
+        effect_variances: Variances of `effects` that are left after the fit [K].
         setting: Index of each run's setting [M].
     """
 
@@ -255,23 +272,28 @@ class Fit:
     setting: np.ndarray
 
     def log_loss(self, values: Mapping[str, np.ndarray | float]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the fitted log loss [M] and its derivatives by the numbers of the law [M, P].
+        """Return the fitted log loss of M runs, and its derivatives by the numbers of the law.
 
         Args:
-            values: Numbers or arrays [M] of each axis of the law, broadcast against each other.
+            values: Number or array [M] for each axis of the law, broadcast against each other.
+
+        Returns:
+            Natural logs of losses [M], and derivatives [M, P] in the order of `numbers`.
         """
         return self.form.log_loss(self.numbers, self.form.place(values))
 
     def grid(self, values: Mapping[str, float], per_octave: int = 4) -> dict[str, np.ndarray]:
-        """Return a grid of rates and batches between the table's ends, at one size and length.
+        """Return a grid of learning rates and batches for one model size and length.
+
+        They range from the smallest to the largest of the table.
 
         Args:
-            values: Number of each axis of the law other than rate and batch.
-            per_octave: Number of points per octave of rate and of batch.
+            values: Number of each axis of the law other than learning rate and batch.
+            per_octave: Number of points per octave of learning rate and of batch.
 
         Returns:
-            Array of all points of the grid [M] for each axis of the law. A rate or batch that does
-            not vary in the table is left out.
+            Array of the numbers of all M points, for each axis of the law. A learning rate or batch
+            that does not vary in the table is no axis.
         """
         ranges = []
         searched = []
@@ -334,7 +356,7 @@ def form_of(table: RunTable) -> Form:
 
 
 def settings_of(table: RunTable) -> np.ndarray:
-    """Return the index of each run's setting [M]. Runs of one model and length are one setting."""
+    """Return the index of each run's setting [M], from 0. A setting is one model and length."""
     columns = []
     for axis in ("parameters", "tokens", "flops"):
         if axis in table.values:
@@ -345,7 +367,10 @@ def settings_of(table: RunTable) -> np.ndarray:
 
 
 def lowest_of(table: RunTable) -> np.ndarray:
-    """Return the lowest log loss of each setting, in the order of `settings_of` [K]."""
+    """Return the lowest log loss of each setting [K], by the index that `settings_of` gives it.
+
+    A setting is all runs of one model and length.
+    """
     setting = settings_of(table)
     lowest = np.full(setting.max() + 1, math.inf)
     # `at` counts repeated indices, which plain indexing would not.
@@ -354,10 +379,10 @@ def lowest_of(table: RunTable) -> np.ndarray:
 
 
 def fitted(table: RunTable, form: Form | None = None) -> Fit:
-    """Fit a law to the runs of a table, in `ROUNDS` rounds that also estimate the noise.
+    """Fit the law of the loss to the runs of a table, in rounds that also estimate the noise.
 
     Args:
-        table: Runs. Those that diverged, or nearly, are left out (`WINDOW`).
+        table: Runs. Runs that diverged or nearly did are left out (`WINDOW`).
         form: Terms of the law, by default those of `form_of`.
 
     Raises:
@@ -392,7 +417,11 @@ def fitted(table: RunTable, form: Form | None = None) -> Fit:
 
 
 def _setting_values(table: RunTable, setting: np.ndarray, index: int) -> dict[str, float]:
-    """Return the values of the first run of the setting with this index, by column."""
+    """Return the numbers of the first run of setting number `index`, by column.
+
+    Args:
+        setting: Index of each run's setting [M].
+    """
     first = int(np.argmax(setting == index))
     row = {}
     for axis, column in table.values.items():
@@ -410,11 +439,13 @@ def _once(
 ) -> Fit:
     """Return the most probable law for a given noise, with the covariance of its numbers.
 
-    Effects of settings are fitted at the same time. Large residuals count less (pseudo-Huber).
+    The effects that the runs of a setting share are fitted at the same time. Large residuals count
+    less (pseudo-Huber).
 
     Args:
-        setting: Index of each run's setting [M].
-        excess: Log of each run's loss, less the log of its setting's best one [M].
+        setting: Index of each run's setting, its model and length [M].
+        excess: Log of each run's loss, minus the log of the best loss of its setting [M]. The noise
+            depends on it.
         start: Numbers of the law at which the search starts [P]; the prior means by default.
     """
     place = form.place(table.values)
@@ -471,9 +502,9 @@ def _once(
 
 
 def _pseudo_huber(residual: np.ndarray) -> np.ndarray:
-    """Return residuals shrunk so that their squares grow only linearly where they are large.
+    """Shrink large residuals, so that their squares grow only linearly, and return all residuals.
 
-    A single run with a large residual then does not bend the law.
+    A single run with a large residual then does not distort the fit.
     """
     return np.sign(residual) * np.sqrt(2 * (np.sqrt(1 + residual**2) - 1))
 
@@ -487,7 +518,7 @@ def _pseudo_huber_slope(residual: np.ndarray) -> np.ndarray:
 
 
 def _noise(fit: Fit, missed: np.ndarray, excess: np.ndarray) -> Noise:
-    """Return the noise estimated from a fit's residuals and effects.
+    """Estimate the noise for the next round of a fit, from the residuals and effects of this one.
 
     `near` and `far` use medians, so that single runs do not move them. Each keeps the value of the
     round before if at most `LEAST_RUNS` runs determine it.
@@ -495,7 +526,7 @@ def _noise(fit: Fit, missed: np.ndarray, excess: np.ndarray) -> Noise:
     Args:
         fit: Law with the effects of settings, fitted with the noise of the round before.
         missed: Absolute residuals of the runs' log losses [M].
-        excess: Predicted log losses of the runs, less the best one of their setting [M].
+        excess: Predicted log loss of each run, minus the best one of its setting [M].
     """
     # Median of the absolute value of a standard normal variable.
     normal = 0.6745

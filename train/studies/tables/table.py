@@ -24,9 +24,9 @@ from mupax import MupaxError, disk
 ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson")
 """Ends of the names of files that are tables."""
 SAME_RATE = 1 / 16
-"""Octaves within which two learning rates are one rate that was rounded in two ways."""
+"""Width, in octaves, of bins of learning rates. Rates in one bin count as the same rate."""
 SAME_LOSS = 1e-6
-"""Share of the loss within which two rows of one run have the same loss."""
+"""Relative difference up to which the losses of two rows count as equal."""
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 """Factor of the letter behind a number such as 22.7B."""
 POSITIVE = ("parameters", "tokens", "flops", "peak_lr", "batch_sequences")
@@ -39,15 +39,15 @@ class TableError(MupaxError):
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Number of a run that a table may have.
+    """Description of a column that a table of runs may have, such as tokens or loss.
 
     Attributes:
         name: Name in `--columns`.
         meaning: Description with the unit, for messages.
-        min_median: Smallest median that the numbers can have in this unit.
-        max_median: Largest median that the numbers can have in this unit.
-        required: True if there is no law without this column.
-        hint: Usual mistake behind a median outside of these bounds.
+        min_median: Smallest plausible median of the column. A smaller one means a wrong unit.
+        max_median: Largest plausible median of the column. A larger one means a wrong unit.
+        required: True if no law can be fitted without this column.
+        hint: Advice for messages on the usual mistake behind a median outside of the bounds.
     """
 
     name: str
@@ -119,22 +119,23 @@ COLUMNS = {
         ),
     )
 }
-"""Numbers that are read from a row, by name."""
+"""Columns of a table that are read, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunTable:
-    """Runs, one for each model, length, rate and batch.
+    """Table of M training runs, one for each model, number of tokens, learning rate and batch.
 
-    Seeds are averaged. Of several weight decays, the one with the lowest loss is taken.
+    Rows of the file that differ only in the seed are averaged. Of several weight decays, the one
+    with the lowest loss is taken.
 
     Attributes:
         source: Name of the file.
         digest: sha256 of the file.
-        values: Name in `COLUMNS` to a number per run [M], for the columns that the table has.
-            Without loss, seed and weight decay.
+        values: Numbers of the runs [M] by name in `COLUMNS`, for the columns that the file has.
+            Loss, seed and weight decay are not among them.
         log_loss: Natural log of the loss, as a mean over seeds [M]; inf for runs that diverged.
-        seeds: Number of seeds in each of these means [M].
+        seeds: Number of seeds over which each `log_loss` is averaged [M].
         seed_deviation: Standard deviation of the log of the loss from seed to seed; `None` if no
             run has two seeds.
         decay: Weight decay of each run [M]; `None` without that column.
@@ -177,16 +178,18 @@ def is_table(path: str | Path) -> bool:
 
 
 def read(path: Path, columns: Sequence[str] = ()) -> RunTable:
-    """Read the runs of a file. Seeds of a run are averaged, and its best weight decay is kept.
+    """Read the runs of a file, average each over its seeds, and keep its best weight decay.
 
     Args:
         path: CSV (a line of names first), TSV, or JSONL (an object per line).
-        columns: Words such as `tokens=D*1e9`: a name in `COLUMNS`, the file's name for it, and a
-            factor to its unit. By default columns have the names in `COLUMNS`.
+        columns: Words such as `tokens=D*1e9`: a name in `COLUMNS`, the name of the column in the
+            file, and a factor that converts the file's unit into that of `COLUMNS`. By default the
+            file has the names and units of `COLUMNS`.
 
     Raises:
-        TableError: The file has no rows or lacks a column, a text is no number, a unit cannot be
-            right, no loss is finite, or two rows of one run have two losses.
+        TableError: The file has no rows or lacks a column, a cell is no number, the numbers of a
+            column are too large or too small for its unit, no loss is finite, or two rows of the
+            same run and seed have different losses.
         JsonError: A line of a JSONL file is no JSON object.
         DiskError: The file cannot be read.
     """
@@ -305,7 +308,9 @@ def _parse_csv(path: Path, text: str) -> _Parsed:
 
 
 def _sources(path: Path, names: Sequence[str], words: Sequence[str]) -> dict[str, _Source]:
-    """Return the source of each number: the column of the same name, unless a word names another.
+    """Return which column of the file each column in `COLUMNS` is read from.
+
+    It is the column of the same name, unless a word of `--columns` names another.
 
     Args:
         names: Names of the file's columns, in their order in the file.
@@ -349,7 +354,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _source(word: str, text: str, names: Sequence[str]) -> _Source:
-    """Return the source that a text such as `D*1e9` or `batch_tokens/2048` names.
+    """Return the file's column and factor that a text such as `D*1e9` or `batch_tokens/2048` names.
 
     Args:
         word: Complete word of `--columns`, for messages.
@@ -377,15 +382,13 @@ def _source(word: str, text: str, names: Sequence[str]) -> _Source:
 
 
 def _numbers(path: Path, parsed: _Parsed, name: str, source: _Source) -> np.ndarray:
-    """Return the file's numbers times `source.factor`, which are in the column's unit.
-
-    The result is float64 [rows].
+    """Return the numbers of a column for all rows, in the unit of `COLUMNS`, float64 [rows].
 
     Args:
         name: Name of the column in `COLUMNS`, such as tokens.
 
     Raises:
-        TableError: A cell is no number that the column can have (`_is_valid`).
+        TableError: A cell is no number, or one that the column cannot have (`_is_valid`).
     """
     numbers = []
     for row, line in zip(parsed.rows, parsed.lines, strict=True):
@@ -401,10 +404,10 @@ def _numbers(path: Path, parsed: _Parsed, name: str, source: _Source) -> np.ndar
 
 
 def _is_valid(name: str, number: float | None) -> bool:
-    """Return True if a column can have a number.
+    """Return True if a number read from a cell is valid in the column called `name`.
 
-    `None` is never valid. Only a loss may be nan, for a diverged run. Columns in `POSITIVE` need a
-    number above 0.
+    `None`, a cell without a number, is never valid. Only a loss may be nan, for a diverged run.
+    Columns in `POSITIVE` need a number above 0.
     """
     if number is None:
         return False
@@ -416,7 +419,7 @@ def _is_valid(name: str, number: float | None) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """Return a cell such as 1e9, 1,000, 22.7B or nan as a number, or `None` if it is none.
+    """Return a cell such as 1e9, 1,000, 22.7B or nan as a number, or `None` if it has none.
 
     The texts "inf" and "diverged" become nan.
     """
@@ -438,7 +441,7 @@ def _number(value: Any) -> float | None:
 
 
 def _check_unit(path: Path, column: Column, numbers: np.ndarray, text: str) -> None:
-    """Refuse a column whose median is outside of the bounds of its unit.
+    """Raise an error for a column whose median is implausible, so that its unit must be wrong.
 
     Args:
         text: Name of the column in the file, for messages.
@@ -464,13 +467,13 @@ def _check_unit(path: Path, column: Column, numbers: np.ndarray, text: str) -> N
 
 
 class _Run(NamedTuple):
-    """Rows of one run that differ only in their seed, put together.
+    """Rows of a table that differ only in their seed, averaged to one run.
 
-    Runs are compared by their loss, and at equal loss by the order of their rows.
+    Runs are ordered by their loss, and at equal loss by their first row.
 
     Attributes:
-        log_loss: Mean over seeds.
-        first_row: Index of the first of the rows.
+        log_loss: Natural log of the loss, as a mean over seeds; inf if a seed diverged.
+        first_row: Index of the run's first row in the file.
         seeds: Number of seeds.
     """
 
@@ -482,10 +485,10 @@ class _Run(NamedTuple):
 def _merged(
     path: Path, digest: str, values: dict[str, np.ndarray], lines: Sequence[int]
 ) -> RunTable:
-    """Return a table with one run for each model, length, rate and batch.
+    """Return a table with one run for each model, number of tokens, learning rate and batch.
 
-    Log losses are averaged over seeds, inf if a seed diverged. Of several weight decays the one
-    with the lowest mean is kept. FLOPs are dropped if there are parameters and tokens.
+    Log losses are averaged over seeds, and are inf if a seed diverged. Of several weight decays the
+    one with the lowest mean is kept. FLOPs are dropped if there are parameters and tokens.
 
     Args:
         digest: sha256 of the file.
@@ -550,7 +553,7 @@ def _merged(
 
 
 def _rows_by_setting(values: Mapping[str, np.ndarray], num_rows: int) -> list[list[int]]:
-    """Return lists of row indices, one for each model, length, rate and batch.
+    """Group rows by model, tokens, learning rate and batch, and return each group's row indices.
 
     Learning rates that round to the same 1/16 octave count as equal.
 
@@ -575,9 +578,10 @@ def _rows_of_seeds(
     seeds: np.ndarray | None,
     lines: Sequence[int],
 ) -> list[int]:
-    """Return the index of the first row of each seed, among rows of one run and weight decay.
+    """Return the index of the first row of each seed, among rows that may differ in seed alone.
 
     Args:
+        rows: Indices of rows with the same model, tokens, learning rate, batch and weight decay.
         loss: Losses of all rows [rows].
         seeds: Seeds of all rows [rows]; without the column, all have one seed.
         lines: Line of each row in the file, for messages [rows].
