@@ -385,7 +385,7 @@ def _unstable_preset(
     """Return the caution on a preset that is itself not stable, with three observables.
 
     Args:
-        follow: Whether the files follow the preset.
+        follow: `True` if the text says that the files follow the preset.
     """
     clauses = []
     for row, entry in unstable[:3]:

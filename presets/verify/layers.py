@@ -79,7 +79,7 @@ def _different_layers(layers: Sequence[Layers]) -> list[str]:
     """Return the names of layers with a value that grows differently from the other layers'.
 
     Args:
-        layers: One parameter's layers in each dump.
+        layers: One parameter's layers, an item for each dump. The first is the base.
     """
     different: dict[str, None] = {}
     base = layers[0]
@@ -130,10 +130,10 @@ def _outliers(growth: Mapping[str, float | None], noise: float) -> list[str]:
     Args:
         noise: Difference of logarithms that is allowed in addition to the factor `OUTLIER`.
     """
-    known = [value for value in growth.values() if value is not None]
-    if not known:
+    logarithms = [value for value in growth.values() if value is not None]
+    if not logarithms:
         return []
-    usual = statistics.median_low(known)
+    usual = statistics.median_low(logarithms)
     outliers = []
     for name, value in growth.items():
         if value is not None and value != usual and abs(value - usual) > math.log(OUTLIER) + noise:

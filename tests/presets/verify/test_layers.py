@@ -17,11 +17,11 @@ QUERY = "attn.q_proj.weight"
 
 def faults(report: Contents) -> list[str]:
     """Return the names of parameters with a fault."""
-    found = []
+    parameters = []
     for finding in report["lines"][0]["findings"]:
         if finding["severity"] == "fault":
-            found += finding["names"]
-    return found
+            parameters += finding["names"]
+    return parameters
 
 
 def deep(width: int, **fields: float) -> Contents:
