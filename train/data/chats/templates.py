@@ -29,7 +29,7 @@ from mupax.train.data.interface import DataError
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 ASSETS = "assets.json"
-"""File next to a run's copy of its tokenizer, with facts on its data (`train.checkpoints.assets`)."""
+"""File next to a run's copy of its tokenizer, with facts on its data (`checkpoints/assets.py`)."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKS = "\ufdd0\ufdd1"
 """Characters that `Template.marked` writes before and after each answer, to find the answers.
