@@ -56,7 +56,7 @@ class Files(NamedTuple):
     records: list[tuple[str, Lines | Table]]
     ids: list[tuple[str, IdFile]]
     sides: dict[str, Literal["train", "eval"]]
-    """Side, "train" or "eval", of each file whose own or folder's name says so, by relative path."""
+    """Side ("train" or "eval") of each file whose own or folder's name tells it, by its path."""
     marked: list[str]
     """Relative paths of plain text that begins with the byte order mark of UTF-8."""
     broken: BrokenLog
