@@ -490,7 +490,6 @@ class ImageData(LabelledData):
 
     Args:
         config: Data settings: sizes of batches, and whether to augment.
-        train: Training images with labels.
         eval_: Evaluation images with labels. They have a fixed shuffled order. With
             data.eval_examples, only the first ones of this order are used.
         views: View for training and view for evaluation. If data.augment is off, training uses the

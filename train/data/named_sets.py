@@ -60,8 +60,7 @@ def _set_config(source: str, run_data: DataConfig, data: Data) -> DataConfig:
 
     Args:
         source: Source of the set, as data.name takes it.
-        run_data: Data settings of the run.
-        data: Data of the run.
+        data: Data of the run, whose tokenizer file is used.
     """
     set_config = dataclasses.replace(run_data, name=source, evaluate=(), mix=(), stream=False)
     tokenizer_path = getattr(data.tokenizer, "path", None)
@@ -104,8 +103,8 @@ def _check_tokenizer(source: str, data: Data, loaded: Data) -> None:
 
     Args:
         source: Name of the set's source, for the message.
-        data: Data of the run.
-        loaded: Data of the set.
+        data: Data of the run. Its facts name its tokenizer.
+        loaded: Data of the set, which must have the same tokenizer.
     """
     run_tokenizer = data.facts.get("tokenizer")
     set_tokenizer = loaded.facts.get("tokenizer")

@@ -256,7 +256,7 @@ class ChatTokens:
         """Return the range of characters that message i, which is no answer, has in a text.
 
         Args:
-            text: Rendered text of all messages.
+            text: Text rendered from all of `messages`.
 
         Raises:
             DataError: The text of the first messages alone is not a beginning of `text`.
@@ -272,7 +272,7 @@ class ChatTokens:
         Args:
             before: Rendered text of the messages before a message.
             after: Rendered text of the messages up to this message.
-            text: Rendered text of all messages.
+            text: Text rendered from all of `messages`.
         """
         if not (text.startswith(after) and after.startswith(before)):
             raise DataError(

@@ -114,7 +114,7 @@ def _is_target(tokens: np.ndarray, vocab: int) -> np.ndarray:
 
     Args:
         tokens: Ids as `ChatTokens` encodes them. V to 2 V - 1 and 2 V + 1 are targets.
-        vocab: V, vocabulary size of the tokenizer.
+        vocab: V, vocabulary size of the tokenizer, without the ids of targets.
     """
     return ((tokens >= vocab) & (tokens < 2 * vocab)) | (tokens == 2 * vocab + 1)
 
@@ -247,7 +247,7 @@ class Conversations(Data):
         Args:
             side: All windows of the training or of the evaluation part.
             numbers: Numbers of the windows in `side`, at most `count`.
-            count: B, number of rows.
+            count: B, number of rows, at least the number of windows.
         """
         # Unused places have the separator, an id that every model can read. They are no targets.
         tokens = np.full((count, self._size), self._separator, np.int32)

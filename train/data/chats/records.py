@@ -91,9 +91,8 @@ def _content(
     Args:
         value: Value of the field. `None` if the record does not have the field.
         where: File and line or row of the record, for error messages.
-        field: Name of the field.
         text_fields: Names of other fields that the user may have meant, for the error message.
-        without_answer: Records without an answer, as keys.
+        without_answer: Dict whose keys are the records without an answer to train on.
 
     Raises:
         DataError: The value is not a valid list of messages. The error says where the record is.

@@ -389,8 +389,8 @@ def _check_parts(parts: Any, length: int, where: str) -> None:
     """Raise `DataError` unless a `train_detail` (`PARTS`) is a list of valid parts of a content.
 
     Args:
-        parts: Value of the field.
-        length: Number of characters of the content.
+        parts: Value of the field `train_detail`.
+        length: Number of characters of the content, which bounds the offsets.
         where: Name of the message, for the error.
     """
     form = '{"begin_offset": 0, "end_offset": 9, "train": false}'
@@ -574,9 +574,7 @@ def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
     """Count the size of the result of a string method before the method is called.
 
     Args:
-        text: String whose method is called.
         name: Name of the method, such as "center".
-        args: Arguments of the call.
 
     Raises:
         TemplateLimitError: The result is too large.
@@ -609,8 +607,8 @@ def _check_format(form: str, values: tuple[Any, ...]) -> None:
     """Count the size of a formatted string before it is made, such as "%5d" % 3.
 
     Args:
-        form: Format string.
-        values: Values that are formatted.
+        form: Format string, such as "%5d" or "{:5}".
+        values: Values that are formatted, which may be widths for `*`.
 
     Raises:
         TemplateLimitError: The format string has a number of more than six digits, or has "*" and

@@ -60,7 +60,6 @@ def pages(file: BinaryIO, start: int, size: int) -> Iterator[Page]:
     No error is raised for an unreadable header: pyarrow raises one when it reads the values.
 
     Args:
-        file: Open Parquet file.
         start: Position of the first page in bytes.
         size: Number of bytes of all pages with their headers.
     """

@@ -148,10 +148,6 @@ class BrokenLog:
         """Add the count of a part to the log and to the log's file in the cache, if there is one.
 
         Nothing is added if the log already has an equal count for the part.
-
-        Args:
-            name: Name that identifies the part.
-            part: Count of its broken entries.
         """
         # A part that is read again gives the same entries, which are logged already.
         if self._parts.get(name) == part:
@@ -189,7 +185,6 @@ class Tally:
 
         Args:
             place: Name of the entry, such as its file and line, for the summary.
-            error: Error of the entry.
 
         Raises:
             DataError: The tally was made with `skip` false. The message is that of `error` and,

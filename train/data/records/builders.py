@@ -175,7 +175,6 @@ def info(builder: tfds.core.DatasetBuilder, features: dict[str, Any]) -> tfds.co
     """Return the TFDS info of a data set whose records stay in the order in which they are made.
 
     Args:
-        builder: TFDS builder of the data set.
         features: TFDS feature or dtype of each field, by name.
     """
     features_dict = tfds.features.FeaturesDict(features)

@@ -162,7 +162,7 @@ def _write(record: Path, entries: Sequence[tuple[str, Stamp, str]]) -> None:
     """Write the stamps and content digests of files for the next run. Ignore errors of writing.
 
     Args:
-        record: JSON lines file, which is replaced.
+        record: JSON lines file in the cache, which is replaced by the entries.
         entries: Path, stamp and content digest of each file.
     """
     with contextlib.suppress(DataError, OSError):

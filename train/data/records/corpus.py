@@ -100,7 +100,7 @@ class Piece:
         A piece is broken if it has a NUL byte or, with `is_utf8`, a byte that is not UTF-8.
 
         Args:
-            data: Bytes of the piece.
+            data: Bytes of the piece, as read from the file.
 
         Returns:
             Index of the first such byte in `data`, and the rest of a sentence that describes it.
@@ -125,7 +125,7 @@ class Piece:
         Lines are counted from 1 at the beginning of the file.
 
         Args:
-            data: Bytes of the piece.
+            data: Bytes of the piece, as read from the file.
             offset: Index of a byte in `data`.
         """
         lines = 1 + data.count(b"\n", 0, offset)

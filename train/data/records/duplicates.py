@@ -64,7 +64,6 @@ def _copies(train: np.ndarray, held_out: np.ndarray, separator: int) -> tuple[in
     Args:
         train: Ids of all training documents, one after the other.
         held_out: Ids of all evaluation documents, one after the other.
-        separator: Id that ends every document.
 
     Returns:
         Number of evaluation documents with a copy in training, and number of all evaluation
@@ -96,7 +95,6 @@ def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarr
 
     Args:
         tokens: Ids of all documents, one after the other.
-        separator: Id that ends every document.
 
     Returns:
         Index of the first token of each document, and of its separator, int64 [documents] each.
@@ -119,7 +117,6 @@ def _keys(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarr
     different documents may have equal hashes, too.
 
     Args:
-        tokens: Ids of all documents.
         starts: Index of the first token of each document.
         stops: Index of the token after the last of each document.
     """

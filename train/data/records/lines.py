@@ -276,7 +276,6 @@ class Lines:
         """Return the document of a record, the text of its field `self.field`, in UTF-8.
 
         Args:
-            row: Fields of the record.
             where: File and line of the record, for the message.
 
         Raises:

@@ -193,7 +193,6 @@ def _file_split(
         parts: Names of the training, the evaluation and the unused part.
         names: Name of the file, or of its folder, that decides, by file. A file that is not a key
             is outside the split.
-        files: All files.
         prefix: Folder that contains the names, for the line to the user. "" or "FOLDER/".
     """
     sides: dict[str, Literal["train", "eval"]] = {}

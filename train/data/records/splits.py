@@ -136,7 +136,6 @@ def _train_size(files: Files, name: str, file: IdFile, for_eval: set[str]) -> in
     evaluation.
 
     Args:
-        files: All files of the user.
         name: Path of the file relative to the folder.
         for_eval: Names of the files of ids that are for evaluation by hash.
     """

@@ -110,7 +110,7 @@ class Table:
 
         Args:
             value: Value of the column in this row.
-            where: File and row, for the message.
+            where: File and row of the value, for the message.
 
         Raises:
             DataError: The value is null or no text (`lines.content_of`).
@@ -264,7 +264,6 @@ def copied_bytes(path: Path, field: str, group: int, limits: LimitsConfig) -> in
     limits. The result is 0 without copies, and for a file in a bucket, where pages are not checked.
 
     Args:
-        field: Name of the column.
         group: Number of the row group, from 0.
         limits: Limits on what the pages and the copied texts unpack to.
 
@@ -303,7 +302,6 @@ class _Cursor:
     """Reader of one column of a row group that decodes few rows at a time.
 
     Args:
-        field: Name of the column.
         group: Number of the row group, from 0.
         copied: Result of `copied_bytes` for the group. `None` if it is unknown.
 
@@ -391,7 +389,6 @@ class _Cursor:
         """Return the headers of a column's pages, up to the first that cannot be read.
 
         Args:
-            file: Open Parquet file.
             column: Metadata of a leaf column of the row group.
 
         Raises:

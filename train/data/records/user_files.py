@@ -108,7 +108,6 @@ def files(
     """Find a user's files, sort them by format, and split them if their names say how.
 
     Args:
-        path: File or folder of the user.
         kind: Formats to read: "text" for plain text, records and ids, "records" for records and
             ids, "chat" for records that contain messages.
         field: Name of the field of records whose text is a document.
@@ -246,8 +245,7 @@ def _split(result: Files, place: str) -> tuple[Files, list[str]]:
     """Split files by their names, if possible (`split_names`).
 
     Args:
-        result: All files by format.
-        place: Path of the folder, for messages.
+        result: All files by format, before the split.
 
     Returns:
         Files in use, and lines for the user about the split. With a split by name, `sides` of the
@@ -319,7 +317,7 @@ def _place_file(
 
     Args:
         result: Files by format, to which the file is added.
-        name: Path relative to the user's folder.
+        name: Name of the file in these lists, its path relative to the user's folder.
         field: Field of records whose text is a document.
         vocab_size: Vocabulary size of the tokenizer that made files of ids. With `None`, .bin and
             .npy are tried as plain text.

@@ -70,9 +70,6 @@ def _marks(source: Sequence) -> list[bytes]:
     """Return bytes that identify a part of CIFAR-5M, for its digest.
 
     They are its number of images, its first image and its last image.
-
-    Args:
-        source: Records of the part.
     """
     length = len(source).to_bytes(8, "little")
     first = source[0]["image"].tobytes()
@@ -152,9 +149,6 @@ class Cifar5m(tfds.core.GeneratorBasedBuilder):
 
 def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
     """Yield every image of a part, uint8 [32, 32, 3], and its label. 4096 images are read at once.
-
-    Args:
-        path: npz file of the part.
 
     Raises:
         DataError: The file is damaged or is not a part of CIFAR-5M.

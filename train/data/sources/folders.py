@@ -214,7 +214,6 @@ class KeptFiles:
     Pixels are kept in memory as uint8 [size, size, channels].
 
     Args:
-        files: Images to fit.
         view: View that fits an image to the model's size and uses no random numbers.
         size: Pixels on a side of a fitted image.
         channels: Channels of the images of `files`.
@@ -647,7 +646,6 @@ def _scanned(
     broken are decoded again in every run, because another version of PIL may read them.
 
     Args:
-        train: Training images.
         eval_: Evaluation images. Empty if they are the same as the training images.
         channels: Channels that the model reads, 1 for grey or 3 for colour.
         background: Colour behind transparent pixels, or `none`.
@@ -904,10 +902,6 @@ def _split_by_names(path: Path, names: list[str]) -> Folder:
     Top-level folders without folders of classes are not used. If there is no folder to evaluate on,
     the training images are split by hash.
 
-    Args:
-        path: User's folder.
-        names: Names of its top-level folders.
-
     Raises:
         DataError: There is nothing to train on, a class has no training image, an evaluation class
             is no training class, there is no evaluation image, or names have different words for
@@ -955,8 +949,7 @@ def _split_by_hash(path: Path, part: _Part, notes: list[str]) -> Folder:
     About 8 % are for evaluation, and at least one image of each class is on either side.
 
     Args:
-        path: Folder of the classes, for messages.
-        part: Images by class.
+        path: Folder that has the folders of classes, for messages.
         notes: Lines for the user that come before those about files left out.
 
     Raises:
@@ -1071,9 +1064,6 @@ def to_evaluate(name: str, run: Mapping[str, Any]) -> Folder:
 def without_images(folder: Folder, classes: Sequence[str]) -> list[str]:
     """Return a line for the user that names the classes without an image in a folder.
 
-    Args:
-        classes: Names of the model's classes.
-
     Returns:
         List with the line, or an empty list if all classes have images.
     """
@@ -1086,8 +1076,7 @@ def _numbered(part: _Part, classes: Sequence[str]) -> _Labelled:
     """Return all images of a part, sorted by name, with their labels set.
 
     Args:
-        part: Images by class.
-        classes: Names of all classes by label.
+        classes: Names of all classes, in the order of their labels.
     """
     labels = {name: label for label, name in enumerate(classes)}
     numbered: _Labelled = []
@@ -1100,7 +1089,6 @@ def _check_filled(part: _Part, path: Path) -> None:
     """Raise `DataError` if a class has no image.
 
     Args:
-        part: Images by class.
         path: Folder of the classes, for the message.
     """
     for name, files in part.classes.items():

@@ -137,7 +137,6 @@ def _open(
     """Return the images of a folder as batches.
 
     Args:
-        folder: Folder of the IDX files.
         names: Names of the classes by label. None names them by their labels, "0", "1", ...
         view: View that augments training images. Evaluation images are shown unchanged.
 
@@ -220,7 +219,6 @@ def _array(file: Path, stream: Any, stored_bytes: int, limits: LimitsConfig) -> 
     At most one byte more than the header says is unpacked, so that a harmful file fills no memory.
 
     Args:
-        file: Path of the file, for messages.
         stream: Unpacked content of the file, from its beginning.
         stored_bytes: Size of the file on disk in bytes.
 

@@ -298,7 +298,6 @@ def _feature(builder: Any, data_set: DataSet, kinds: tuple[type, ...], usual: st
     It is the feature of the given kinds that has the usual name, or else the only one of the kinds.
 
     Args:
-        builder: TFDS builder of the data set.
         kinds: Feature classes of TFDS. A feature of a subclass does not count.
         usual: Name to prefer. With "image", only features of three axes count.
 
@@ -450,7 +449,7 @@ def unknown(name: str, base: Path) -> str:
     the kinds of data.
 
     Args:
-        name: Value of data.name.
+        name: Value of data.name that no data set has.
         base: Folder of prepared data sets, whose names may be suggested, too.
     """
     path = Path(name)

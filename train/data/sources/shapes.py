@@ -143,7 +143,6 @@ def render(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.
     An image depends on the seed, the stream and its own index alone.
 
     Args:
-        seed: Seed of the stream.
         stream: `TRAIN` or `EVAL`.
         indices: Index of each image in the stream, in [0, LENGTH), int64 [B].
     """
@@ -273,7 +272,6 @@ def _inside(rng: _Random, x_P: np.ndarray, y_P: np.ndarray, shape_B: np.ndarray)
     The coverage is the approximate share of each pixel that is inside of the shape, float32 [B, P].
 
     Args:
-        rng: Random numbers.
         x_P: Horizontal place of each pixel from the centre of the image, in pixels, [1, P].
         y_P: Vertical place of each pixel from the centre of the image, in pixels, [1, P].
         shape_B: Index in `SHAPES` of each image's shape, int [B].

@@ -96,7 +96,6 @@ def part_config(config: DataConfig, name: str) -> DataConfig:
     for text:PATH without such records.
 
     Args:
-        config: Data settings of the mixture.
         name: Source of the text, as data.name takes it.
     """
     part = dataclasses.replace(config, name=name, mix=(), eval_examples=None)
@@ -127,7 +126,6 @@ def weighted(
     """Return several texts as one. Documents are interleaved, and special tokens joined.
 
     Args:
-        texts: Texts by name.
         weights: Weight of each text by name: its share of the bytes, relative to the others. A
             small text is read again until all others have been read. With None each text is read
             once.
@@ -180,7 +178,7 @@ def _training_part(documents: Documents) -> Iterator[bytes]:
     """Yield the training texts of a corpus. Documents of token ids are left out.
 
     Args:
-        documents: Documents by "train" and "eval".
+        documents: Documents of the corpus under the keys "train" and "eval".
     """
     parts = documents["train"]
     for i in range(len(parts)):
@@ -224,7 +222,6 @@ def _written(template: Template, documents: Documents) -> Iterator[bytes]:
     """Render conversations, and yield the texts between the template's special tokens.
 
     Args:
-        template: Chat template.
         documents: Conversations by "train" and "eval", as JSON of their messages.
     """
     # "(?!)" matches nothing: a template without special tokens is not cut.

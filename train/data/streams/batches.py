@@ -226,10 +226,9 @@ class Stream(TextWindows):
         """Return the random order of the windows of a pool, a permutation of range(size).
 
         Args:
-            lane: Index of the lane.
             epoch: Number of the lane's epoch, from 0.
             pool: Number of the pool in its lane, from 0.
-            size: Number of windows of the pool.
+            size: Number of windows of the pool. The last pool of a lane may be smaller.
         """
         return interface.rng(self._seed, interface.POOLS, lane, epoch, pool).permutation(size)
 

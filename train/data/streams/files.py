@@ -64,7 +64,7 @@ def _chunks(
     The last list may be empty. Its position is the beginning of the next part.
 
     Args:
-        documents: All documents of the part.
+        documents: All documents of the part, including those before `first`.
         file: Index of the file, for the positions (`FileDocuments`).
         part: Index of the part, for the positions.
         first: Index of the first document to yield.

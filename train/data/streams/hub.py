@@ -256,7 +256,6 @@ def _chosen(splits: list[str], name: str) -> tuple[str, str | None]:
     of a data set on the hub, so splits with an unknown name are no error, but are not used.
 
     Args:
-        splits: Names of all splits.
         name: Name of the data set for the message.
 
     Raises:
@@ -277,7 +276,6 @@ def _named(splits: list[str], part: split_names.Split) -> str | None:
     comes last, and only if it is the only one.
 
     Args:
-        splits: Names to choose from.
         part: Part of the data: "train", "validation" or "test".
     """
     words: list[str] = [part]
@@ -295,7 +293,7 @@ class HubDocuments:
     A position in them is a value of `IterableDataset.state_dict`.
 
     Args:
-        split: "train" or "eval".
+        split: "train" for the training documents, "eval" for the evaluation documents.
         field: Name of the field of a record that has the text.
         shard: (index of the share, number of shares). Share i of n has the files i, i + n, i + 2 n
             and so on. The default is all files.
@@ -352,7 +350,7 @@ class HubDocuments:
 
         Args:
             rows: `IterableDataset` of the records, set to the position.
-            position: Position of the first record.
+            position: Position of the first record, which identifies the first list in the log.
 
         Raises:
             DataError: A record has no text in the field.
@@ -435,7 +433,6 @@ def _commit(name: str, repository: str, revision: str | None) -> str:
     """Ask the hub for the commit to which a revision of a data set points now, and return it.
 
     Args:
-        name: Value of data.name, for messages.
         repository: Name of the data set on the hub.
         revision: Branch, tag or commit. None is the default branch.
 
@@ -459,7 +456,6 @@ def _asking(name: str, unreachable: type[DataError | ReadError] = DataError) -> 
     A `DataError` or `ReadError` in the `with` block passes unchanged.
 
     Args:
-        name: Value of data.name, for the message.
         unreachable: Class of the error that is raised if the network or the disk does not answer.
 
     Raises:

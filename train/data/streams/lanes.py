@@ -82,8 +82,6 @@ class StreamShard:
 
     Args:
         path: Path of the lane's files without their suffixes, in a folder that exists.
-        documents: Documents of the lane in order.
-        encoder: Tokenizer of the documents.
     """
 
     def __init__(self, path: Path, documents: Documents, encoder: Encoder) -> None:

@@ -47,7 +47,7 @@ class TextWindows(Data):
 
     Args:
         config: Configuration with the batch sizes and the masks.
-        eval_: Packed evaluation text.
+        eval_: Packed evaluation text, from which evaluation windows are cut.
         tokenizer: Tokenizer that made the tokens.
         seq_len: T, number of tokens predicted per window.
         facts: Further facts to record about the corpus.
@@ -332,7 +332,7 @@ class TokenData(TextWindows):
     Args:
         config: Configuration with the batch sizes and the masks.
         train: Packed training text of N tokens. An epoch has (N - T) // T windows.
-        eval_: Packed evaluation text.
+        eval_: Packed evaluation text, from which evaluation windows are cut.
         tokenizer: Tokenizer that made the tokens.
         seq_len: T, number of tokens predicted per window.
         seed: Seed of the order of windows, and of the tokens at which epochs start to cut.
@@ -404,7 +404,7 @@ class TokenData(TextWindows):
 
 
 def _num_windows(tokens: np.ndarray, seq_len: int) -> int:
-    """Return the number of windows in which every token of a text but the first is a target once."""
+    """Return the number of windows that predict every token of a text but the first once."""
     return -(-(len(tokens) - 1) // seq_len)
 
 
@@ -413,7 +413,7 @@ def check_length(config: DataConfig, side: str, count: int, least: int, seq_len:
 
     Args:
         config: Configuration with the name of the text.
-        side: "training" or "evaluation", for the message.
+        side: "training" or "evaluation", which the error message names.
         count: Number of tokens of the text.
         least: Smallest number of tokens that is accepted.
         seq_len: Sequence length of the model, for the message.

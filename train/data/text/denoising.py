@@ -79,7 +79,7 @@ def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float
     Args:
         data: Data with a known size of an epoch, so no stream.
         vocab_size: Number of ids, which are in [0, vocab_size).
-        special: Ids that are never copied.
+        special: Ids that are never copied, such as the ids of sentinels.
     """
     assert data.train_size is not None
     num_train = -(-data.train_size // data.batch_size)
@@ -137,7 +137,7 @@ def copy_losses(
     Args:
         train: Training examples, from which the share of right guesses is measured for each length
             of the match.
-        test: Examples whose targets are predicted.
+        test: Examples whose targets are predicted by the copy model.
         otherwise: -ln p of the same targets under the model that has the rest of the probability,
             [P].
         special: Ids that are never copied, such as the ids of sentinels.

@@ -58,7 +58,7 @@ def _ids(name: str, size: int, separator: str | None) -> Ids:
 
     Args:
         name: Value of `data.tokenizer`, for the message.
-        size: SIZE, the number of ids.
+        size: SIZE, the number of ids, which are in [0, SIZE).
         separator: Id that ends a document, as text. The default is the last id.
 
     Raises:
@@ -112,8 +112,8 @@ def _size(name: str, kind: str, least: int) -> int | None:
 
     Args:
         name: Value of `data.tokenizer`.
-        kind: KIND, "ids" or "bpe".
-        least: Smallest SIZE that is accepted.
+        kind: KIND, which is "ids" or "bpe" here.
+        least: Smallest SIZE that is accepted without an error.
 
     Raises:
         DataError: SIZE is not a number of at least `least`.

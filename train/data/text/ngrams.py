@@ -143,9 +143,8 @@ def _lookup(sorted_keys: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np
     """Return the value of each of `keys` in a table, or 0 for a key that is not in the table.
 
     Args:
-        sorted_keys: Keys of the table, ascending.
+        sorted_keys: Keys of the table, ascending and without duplicates.
         values: Values of the table in the order of its keys.
-        keys: Keys to look up.
     """
     indices = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
     return np.where(sorted_keys[indices] == keys, values[indices], 0)

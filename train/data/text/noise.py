@@ -256,7 +256,7 @@ class Sentinels(_Spans):
 
         Args:
             tokens: Windows, [B, N].
-            starts: Not used.
+            starts: Not used, because sentence boundaries do not matter here.
             uniforms: Random numbers in [0, 1), [B, 2, N], which choose the lengths of the remaining
                 pieces and of the spans.
             ids: Special ids, of which `eos` and `sentinels` are used.
@@ -318,7 +318,7 @@ def _parts(items: int, count: int, uniforms: np.ndarray) -> np.ndarray:
 
     Args:
         items: Sum of the lengths of a row, at least `count`.
-        count: Number of lengths in a row.
+        count: Number of lengths in a row, at least 1.
         uniforms: Random numbers in [0, 1), [B, N] with N of at least items - 1.
     """
     shuffled = np.argsort(uniforms[:, : items - 1], axis=1)

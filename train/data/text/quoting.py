@@ -168,7 +168,6 @@ def _makes(merge: str | Sequence[str], tokens: Collection[str]) -> bool:
 
     Args:
         merge: The two tokens that are merged, as a pair or as a string with a space between them.
-        tokens: Special tokens.
     """
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return first in tokens or second in tokens or first + second in tokens

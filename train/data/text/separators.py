@@ -31,7 +31,6 @@ def check(
     268 million tokens are searched.
 
     Args:
-        encoder: Tokenizer, whose separator ends a document.
         tokens: Ids of the training or the evaluation text, [count].
         note: Function that prints a line for the user.
         is_text: True if the tokens were made from text. False if they are ids of a file.

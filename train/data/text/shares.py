@@ -63,7 +63,7 @@ def steps(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
     The last list may have less.
 
     Args:
-        parts: Parts, each a list of documents.
+        parts: Parts in order, each a list of documents.
         size: Smallest size of a list in bytes.
     """
     step = []
@@ -123,7 +123,7 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
 
     Args:
         documents: Sequence of the parts of the training or evaluation text (`packing.Documents`).
-        side: "train" or "eval".
+        side: "train" or "eval", with which the names of the files begin.
         first: Index of the first part to yield. It is above 0 after a process was killed.
         folder: Folder of the packed corpus. The shares are in the folder `FOLDER` in it.
         dtype: NumPy type of the ids. A share of another type is not used.
@@ -181,7 +181,6 @@ def _bounds(i: int, count: int) -> tuple[int, int]:
     The range is the same in every process.
 
     Args:
-        i: Index of a part.
         count: Number of all parts of the training or evaluation text.
     """
     size = max(_PARTS, -(-count // _MOST_SHARES))
@@ -229,8 +228,6 @@ def _write(
     """Tokenize the parts of a share and write them to a file, which appears when it is complete.
 
     Args:
-        path: File of the share.
-        parts: Parts of the share in order.
         dtype: NumPy type of the ids in the file.
         step_bytes: Bytes of text that are tokenized at once.
     """

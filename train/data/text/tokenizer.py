@@ -100,7 +100,6 @@ class Bytes:
         """Return the ids of each text, and the range of characters that each id stands for.
 
         Args:
-            texts: Texts to encode.
             written: For each text, the index of the first character of each special token that is
                 to be encoded as a token. Only used by a tokenizer that encodes all other special
                 tokens as plain text (`variant`).
@@ -632,7 +631,7 @@ def _common_edge(stops: np.ndarray, starts: np.ndarray, first: int, last: int) -
     Args:
         stops: Ends of the tokens of the first piece, ascending.
         starts: Starts of the tokens of the second piece, ascending.
-        first: Position at which the overlap begins.
+        first: Position at which the overlap and the second piece begin.
         last: Position at which the overlap and the first piece end.
     """
     middle = (first + last) // 2
@@ -742,7 +741,6 @@ def check_content(content: bytes, name: str) -> None:
     Only a file that may have a Unigram model is parsed. Any other file must only be small enough.
 
     Args:
-        content: Content of the file.
         name: Name of the file, for the message.
 
     Raises:
@@ -837,7 +835,7 @@ def _checked_growth(library: Any, name: str) -> float:
 
 
 def _check_model(model: Any, name: str) -> None:
-    """Raise `DataError` for a model with too long prefixes or suffixes, or a too high word length.
+    """Raise `DataError` for a model whose prefixes, suffixes or word limit are too long.
 
     Args:
         model: Model of a `tokenizers.Tokenizer`.
@@ -875,7 +873,7 @@ def _check_step(fields: Any, part: str, name: str) -> None:
     place.
 
     Args:
-        fields: JSON of the part.
+        fields: JSON of the part, which is changed in place.
         part: Name of the part, for the message.
         name: Name of the file, for the message.
     """
