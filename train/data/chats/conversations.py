@@ -126,8 +126,8 @@ class Conversations(Data):
         config: Data settings: sizes of batches and document mask.
         train: Packed training conversations, encoded by `tokens`.
         eval_: Packed evaluation conversations, encoded by `tokens`.
-        tokens: Encoder of the conversations. Batches have the ids of its tokenizer, and targets
-            are told by `weights`.
+        tokens: Encoder of the conversations. Batches have the ids of its tokenizer, and `weights`
+            mark the targets.
         seq_len: T, number of predicted tokens per window.
 
     Raises:

@@ -42,8 +42,8 @@ A file with an equal stamp is assumed to be unchanged.
 def digest(files: Sequence[Path], note: cache.Note) -> str:
     """Return a digest of the paths and contents of files.
 
-    A file is read only if its stamp has changed since the last call. The digests of contents are
-    cached on disk.
+    A file is read only if its size, times or inode have changed since the last call. The digests of
+    contents are cached on disk.
 
     Args:
         files: Files in an order that is always the same. A file in a bucket is represented by its

@@ -33,7 +33,7 @@ def report(sides: Mapping[str, PackedCorpus], separator: int, note: cache.Note) 
     are cached on disk.
 
     Args:
-        sides: Both sides of a packed corpus, "train" and "eval".
+        sides: Packed training and evaluation text of a corpus, under "train" and "eval".
         separator: Id that ends every document of the corpus.
         note: Function that prints a line for the user. It is called only if there are copies.
     """

@@ -59,7 +59,10 @@ class IdFile:
 
     @property
     def is_usual(self) -> bool:
-        """True if the type is in a header, or is the default for a file without a header."""
+        """True if the type of an id is in a header, or is the default for a file without one.
+
+        Otherwise the content of the file has shown that ids are wider (`opened`).
+        """
         has_header = self.offset > 0
         return has_header or self.dtype.str == default_width(self.vocab_size)
 

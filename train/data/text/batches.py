@@ -164,11 +164,12 @@ class TextWindows(Data):
     def begin_documents(self) -> None:
         """Insert the tokenizer's start tokens (bos) before every evaluation document, in memory.
 
-        Published models were trained on documents that begin with these tokens. The inserted tokens
-        do not count in the loss, and all tokens of the text do. Windows, their order, the number of
-        examples and the bytes per token are computed anew. Nothing changes for a tokenizer without
-        start tokens. Call this once: a second call would insert the tokens again.
+        The inserted tokens do not count in the loss, and all tokens of the text do. Windows, their
+        order, the number of examples and the bytes per token are computed anew. Nothing changes for
+        a tokenizer without start tokens. Call this once: a second call would insert the tokens
+        again.
         """
+        # Published models were trained on documents that begin with these tokens.
         begin = self.tokenizer.start
         if not len(begin):
             return

@@ -324,8 +324,8 @@ class Denoising(Data):
     def _padding(self, num_rows: int) -> Batch:
         """Return a batch of rows without text, which `_noised` then fills.
 
-        Ids are pad and weights 0. The first encoder position is visible. The first decoder input is
-        eos for infilling and pad for sentinels.
+        Ids are pad and weights 0. Only the first position of `input_mask` is 1. The first decoder
+        input is eos for infilling and pad for sentinels.
         """
         batch: Batch = {}
         for name, spec in self.example.items():
@@ -342,7 +342,7 @@ class Denoising(Data):
 def load(
     config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note = print
 ) -> Denoising:
-    """Load the text and the noise that a configuration names, for an encoder-decoder.
+    """Load the text that a configuration names with span corruption, for an encoder-decoder.
 
     Args:
         config: Configuration whose `noise` is not `None`.
@@ -351,7 +351,8 @@ def load(
         note: Function that prints a line for the user before work that takes long.
 
     Raises:
-        DataError: `denoising` fails, or the targets do not have the length of the model's.
+        DataError: `denoising` fails, or the corruption makes targets of another length than the
+            model's.
     """
     noise = noise_of(config)
     sizes = model.sizes()
@@ -370,10 +371,14 @@ def load(
 
 
 def noise_of(config: DataConfig) -> Noise:
-    """Return the noise that a configuration names. Its `noise` must not be `None`.
+    """Return the kind of span corruption that a configuration names, with rate and mean span.
+
+    Args:
+        config: Configuration whose `noise` is not `None`. The rate is `noise_rate`, and the mean
+            span is `noise_span`. `None` is the default of the kind.
 
     Raises:
-        DataError: The noise cannot have this rate or mean span.
+        DataError: The rate or the mean span is out of range.
     """
     assert config.noise is not None
     fields = {"rate": config.noise_rate, "mean_span": config.noise_span}
@@ -391,12 +396,13 @@ def denoising(
     seed: int,
     note: cache.Note = print,
 ) -> Denoising:
-    """Load the text that a configuration names, and corrupt its windows with some noise.
+    """Load the text that a configuration names, and corrupt spans of its windows.
 
     The text is prepared first if it is not in the cache.
 
     Args:
         config: Configuration with the text and the batch sizes.
+        noise: Kind of span corruption, `Infilling` or `Sentinels`.
         inputs: S, number of encoder positions. Windows are as long as S allows.
         vocab_size: Vocabulary size of the model. Default: as many ids as are needed.
         seed: Seed of the order and of the noise.
