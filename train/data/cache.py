@@ -101,10 +101,11 @@ def prepare_again(name: str) -> str:
 
 @contextlib.contextmanager
 def whole(folder: Path, name: str) -> Iterator[None]:
-    """Raise `DataError` in place of errors of TFDS, protobuf and array_record about damaged files.
+    """Turn an error that a damaged data set causes inside the `with` block into a `DataError`.
 
-    Any other error in the block counts as damage, too, such as a missing file. Errors of mupax and
-    of the disk pass unchanged.
+    Every exception counts as damage, such as those of TFDS, protobuf and array_record, and that of
+    a missing file. Two kinds pass unchanged: errors of mupax, and errors of the disk other than a
+    missing file.
 
     Args:
         folder: Folder of the prepared data set, for the message.
@@ -151,11 +152,11 @@ def folder(path: Path) -> Path:
 def lock(
     base: Path, name: str, note: Note, meanwhile: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Hold the lock file NAME.lock of a folder in the block.
+    """Hold the lock file `base/NAME.lock` while the `with` block runs.
 
-    One process prepares data while others wait, in one run or in several. A lock is freed if its
-    process is killed. Hosts without a common file system have no common lock, and each prepares its
-    own copy.
+    With it, one process prepares data while others wait, in one run or in several. A lock is freed
+    if its process is killed. Hosts without a common file system have no common lock, and each
+    prepares its own copy.
 
     Args:
         base: Folder of the lock file. It is made if needed.
@@ -205,12 +206,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def delete_incomplete(data_set: Path) -> None:
-    """Delete incomplete folders that killed preparations of a data set left.
+    """Delete the incomplete folders that TFDS left when a preparation of the data set was killed.
 
-    The caller holds the data set's lock.
+    They are named `incomplete.XXXXXX_VERSION`. The caller must hold the data set's lock, so that no
+    running preparation loses its folder.
 
     Args:
-        data_set: Folder of the data set's version, with `incomplete.XXXXXX_VERSION` of TFDS next to it.
+        data_set: Folder of one version of the data set. The incomplete folders are next to it.
     """
     for name in disk.names(data_set.parent):
         if name.startswith("incomplete.") and name.endswith(f"_{data_set.name}"):
@@ -224,14 +226,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return named numbers from the cache. Compute and cache them if they are not there.
+    """Return named numbers, such as reference losses, from the cache on disk.
 
-    Numbers that cannot be written to the cache are still returned. Nothing is locked, so processes
-    that call this at once all compute.
+    Numbers that are not there are computed and cached. Numbers that cannot be written to the cache
+    are still returned. Nothing is locked, so processes that call this at once all compute.
 
     Args:
-        name: Name of the file without its suffix. It must tell apart everything that the numbers
-            depend on.
+        name: Name of the cache file without its suffix. It must be different for every input on
+            which the numbers depend, so it usually contains a digest of them.
         compute: Function that returns the numbers by name. It is called only if they are not
             cached. All must be floats: with a whole number (int) they are computed each time.
     """

@@ -1,7 +1,8 @@
-"""Views of images of any size: random crops for training, and the fit of `data.pixels`.
+"""Views that bring images of any size to the model's size, by a random crop or by a fixed fit.
 
-`sources/folders.py` and `sources/published.py` show images through these views. Predictions fit
-images with `fitted`, too. `images.py` says what a view is.
+A view is a function of raw images and uniform random numbers (`images.View`). Random crops are for
+training. The fit is set by `data.pixels`, has no randomness, and is for evaluation and predictions.
+`sources/folders.py` and `sources/published.py` use these views.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _MAX_LOG_STRETCH = 0.15
 _MAX_SHIFT = 0.125
 """Largest shift, as a share of a side."""
 _LONGEST = 32
-"""Longest side of a scaled image, in model sizes. A longer image is cropped before it is scaled."""
+"""Longest side of a scaled image, as a multiple of the model's image size.
+
+An image that would be longer is cropped before it is scaled, so that it fits into memory.
+"""
 
 
 class RandomCrop:
@@ -43,9 +47,12 @@ class RandomCrop:
         self._interpolation: Interpolation = interpolation
 
     def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-        """Return the crops, float32 [B, size, size, C]. The arguments are those of a `View`.
+        """Return one random crop of each image, scaled, float32 [B, size, size, C].
 
-        Columns of `uniforms` are place down, place right, mirror, area and aspect ratio.
+        Args:
+            images: B images, uint8 [h, w, C] each.
+            uniforms: float64 [B, 5] in [0, 1). The columns choose the vertical place, the
+                horizontal place, mirroring (below a half), the area and the aspect ratio.
         """
         crops = []
         for image, row in zip(images, uniforms, strict=True):
@@ -53,10 +60,13 @@ class RandomCrop:
         return np.stack(crops)
 
     def least_side(self, uniforms: np.ndarray) -> int:
-        """Return the fewest pixels of an image's shorter side for which its crop is not scaled up.
+        """Return how long an image's shorter side must be, in pixels, for a crop of full quality.
+
+        With at least this many pixels, the crop is never scaled up to `size`. So a large JPEG may
+        be decoded at a smaller size first.
 
         Args:
-            uniforms: float64 [NUMBERS], uniform numbers of the image.
+            uniforms: float64 [5], the image's row of `uniforms` in `__call__`.
         """
         area, ratio = _area_and_ratio(*uniforms[3:5])
         # A square image is the worst case. There the crop's shorter side is this share of the side.
@@ -68,7 +78,10 @@ class RandomCrop:
     ) -> np.ndarray:
         """Return one crop of an image, scaled to float32 [size, size, C] and perhaps mirrored.
 
-        The numbers are place down and right, mirror (below a half), area and aspect ratio.
+        Args:
+            u: Uniform number in [0, 1) that chooses the vertical place. So do `v` the horizontal
+                place, `a` the area and `r` the aspect ratio. The crop is mirrored if `mirror` is
+                below a half.
         """
         H, W, _ = image.shape
         share, ratio = _area_and_ratio(a, r)
@@ -86,7 +99,12 @@ class RandomCrop:
 
 
 def _area_and_ratio(a: float, r: float) -> tuple[float, float]:
-    """Return a crop's share of the image's area and its width over height, from two uniforms."""
+    """Return a random crop's share of the image's area, and its aspect ratio (width / height).
+
+    Args:
+        a: Uniform number in [0, 1) for the area, which is uniform in `_CROP_AREA`.
+        r: Uniform number in [0, 1) for the aspect ratio, which is log-uniform in `_CROP_RATIO`.
+    """
     share = _CROP_AREA[0] + a * (_CROP_AREA[1] - _CROP_AREA[0])
     # The ratio is log-uniform, so that wide and tall crops are equally likely.
     ratio = math.exp(math.log(_CROP_RATIO[0]) + r * math.log(_CROP_RATIO[1] / _CROP_RATIO[0]))
@@ -109,9 +127,12 @@ class Jitter:
         self._mirror = mirror
 
     def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-        """Return the images, float32 [B, size, size, C]. The arguments are those of a `View`.
+        """Return the transformed images, float32 [B, size, size, C].
 
-        Columns of `uniforms` are shift down, shift right, mirror, angle and scale.
+        Args:
+            images: B square images of one size, [size, size, C] each.
+            uniforms: float64 [B, 5] in [0, 1). The columns choose the shift down, the shift right,
+                mirroring (below a half), the angle with the stretch, and the scale.
         """
         x_BHWC = np.stack(images)
         side = x_BHWC.shape[1]
@@ -150,8 +171,9 @@ def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.n
     Points outside of an image get the nearest pixel of its border.
 
     Args:
+        images: [B, side, side, C].
         y_BHW: Row of each point in pixels. 0 is the first row, and fractions lie between rows.
-        x_BHW: Column of each point in pixels.
+        x_BHW: Column of each point in pixels, counted likewise.
     """
     last = images.shape[1] - 1
     y_BHW = np.clip(y_BHW, 0, last)
@@ -171,7 +193,7 @@ def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.n
 
 
 def _unmirrored(view: View) -> View:
-    """Wrap the view of a random crop, so that its images are never mirrored."""
+    """Return a view with the same random crops as `view`, but none of them mirrored."""
 
     def unmirrored(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
         uniforms = uniforms.copy()
@@ -182,13 +204,14 @@ def _unmirrored(view: View) -> View:
 
 
 def training(config: DataConfig, size: int) -> View:
-    """Return the view of training images: a random crop, or the fit of data.pixels with jitter.
+    """Return the view that brings training images of any size to the model's size.
 
-    The images may have any size. They are mirrored half of the time if `transforms.mirror`.
+    It is a random crop if `transforms.jitter` is None. Otherwise each image is fitted as in
+    evaluation (`fitted`), and then rotated, scaled, stretched and shifted a little (`Jitter`).
+    Either way half of the images are mirrored if `transforms.mirror` is set.
 
     Args:
-        config: Data settings, of which `transforms` and `pixels` are used. A `transforms.jitter` of
-            None chooses the random crop.
+        config: Data settings, of which `transforms` and `pixels` are used.
         size: Pixels on a side of the result.
     """
     transforms = config.transforms
@@ -202,23 +225,24 @@ def training(config: DataConfig, size: int) -> View:
 
 
 def _random_crop(config: DataConfig, size: int) -> View:
-    """Return the crop of data.transforms.crop: `inception_crop` or `RandomCrop`."""
+    """Return the view for the setting data.transforms.crop: `inception_crop` or `RandomCrop`."""
     if config.transforms.crop == "inception":
         return inception_crop(size)
     return RandomCrop(size, config.pixels.interpolation)
 
 
 def inception_crop(size: int) -> View:
-    """Return the random crop of big_vision's `decode_jpeg_and_inception_crop`.
+    """Return the view of a random crop as in big_vision's `decode_jpeg_and_inception_crop`.
 
     The crop is mirrored half of the time. It is drawn as in TensorFlow's
     `sample_distorted_bounding_box`:
 
     1. The aspect ratio, width over height, is uniform from 3/4 to 1.33.
     2. The height is uniform among whole numbers for which the crop fits and has 5 to 100 % of the
-    area.
-       It is one more or one less if the area of the rounded crop is not in this range.
-    3. The place is uniform, and the last place is never drawn.
+       area. The height becomes one more or one less if the area of the rounded crop is not in this
+       range.
+    3. The place is uniform, except that the crop never lies at the lower or right edge of the
+       image, unless it is as high or as wide as the image.
 
     The crop is scaled by bilinear interpolation of the four nearest pixels at any scale, as
     TensorFlow does without antialias. If no such crop fits, as in images a few pixels wide,
@@ -242,7 +266,10 @@ def _inception_crop(
 ) -> np.ndarray:
     """Return one crop of an image, scaled to float32 [size, size, C] and perhaps mirrored.
 
-    The numbers are place down and right, mirror (below a half), height and aspect ratio.
+    Args:
+        u: Uniform number in [0, 1) that chooses the vertical place. So do `v` the horizontal place,
+            `a` the height and `r` the aspect ratio. The crop is mirrored if `mirror` is below a
+            half.
     """
     H, W, _ = image.shape
     height, width = _inception_size(H, W, a, r)
@@ -253,9 +280,14 @@ def _inception_crop(
 
 
 def _inception_size(H: int, W: int, a: float, r: float) -> tuple[int, int]:
-    """Return the height and the width of a crop of an image of H x W pixels, from two uniforms.
+    """Return the height and the width of a random crop of an image of H x W pixels.
 
-    It is (H, W) if no crop has the ratio and 5 to 100 % of the area.
+    The crop is the complete image, (H, W), if no crop has the drawn aspect ratio and 5 to 100 % of
+    the area.
+
+    Args:
+        a: Uniform number in [0, 1) for the height.
+        r: Uniform number in [0, 1) for the aspect ratio (width / height).
     """
     ratio = _INCEPTION_RATIO[0] + r * (_INCEPTION_RATIO[1] - _INCEPTION_RATIO[0])
     least = _INCEPTION_AREA[0] * H * W
@@ -275,9 +307,10 @@ def _inception_size(H: int, W: int, a: float, r: float) -> tuple[int, int]:
 
 
 def _pointwise(image: np.ndarray, size: int) -> np.ndarray:
-    """Resize an image to size x size from the four nearest pixels of each point.
+    """Resize an image [H, W, C] to [size, size, C] by bilinear interpolation without antialias.
 
-    The result is float32 in whole levels, rounded down.
+    Each new pixel is interpolated from the four nearest pixels. The result is float32, with values
+    rounded down to whole numbers.
     """
     top, bottom, down = _neighbours(image.shape[0], size)
     left, right, along = _neighbours(image.shape[1], size)
@@ -287,12 +320,14 @@ def _pointwise(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def _neighbours(length: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the pixels before and after each of `size` points, and the weight of the pixel after.
-
-    The points are evenly spread along one axis.
+    """Return the two neighbouring pixels of each of `size` evenly spread points along one axis.
 
     Args:
-        length: Pixels of the image along the axis.
+        length: Number of pixels of the image along the axis.
+
+    Returns:
+        Index of the pixel before each point, index of the pixel after it, and the weight of the
+        pixel after it in a linear interpolation, [size] each.
     """
     # Half-pixel centres, as TensorFlow's resize has them since version 2.
     points = np.maximum((np.arange(size) + 0.5) * (length / size) - 0.5, 0)
@@ -302,9 +337,11 @@ def _neighbours(length: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def fitted(pixels: PixelsConfig, size: int) -> View:
-    """Return the view that makes each image a square by `pixels.fit`: centre, edge or squash.
+    """Return the view that makes each image a square of the model's size, for evaluation.
 
-    The view uses no random numbers.
+    The setting `pixels.fit` says how: "edge" scales the shorter edge and cuts out the centre,
+    "squash" scales both sides, "centre" cuts out the central 7/8 before it scales. The view uses no
+    random numbers.
 
     Args:
         pixels: Settings, of which `fit`, `resize` and `interpolation` are used. A `resize` must be
@@ -330,12 +367,13 @@ def _centre(image: np.ndarray, size: int, pixels: PixelsConfig) -> np.ndarray:
 def _scaled(image: np.ndarray, size: int, pixels: PixelsConfig) -> np.ndarray:
     """Resize an image by the fit "edge" or "squash", and cut out its middle.
 
-    "edge" scales the shorter edge to `pixels.resize` (by default `size`) and keeps the proportions;
-    "squash" scales both edges to it.
+    "edge" scales the shorter edge to `pixels.resize` and keeps the proportions. "squash" scales
+    both edges to `pixels.resize`, or to `size` if that is None.
 
     Args:
         image: Image [H, W, C].
         size: Pixels on a side of the result.
+        pixels: Settings, in which `resize` is set for the fit "edge" (`PixelsConfig.resolved`).
 
     Returns:
         The central pixels, float32 [size, size, C].
@@ -374,11 +412,12 @@ def _resized(
     size: tuple[int, int],
     interpolation: Interpolation,
 ) -> np.ndarray:
-    """Resize the box (left, top, right, bottom) of an image [H, W, C] to float32 [*size, C].
+    """Cut a box out of an image and resize the box to float32 [height, width, C].
 
     Args:
         image: uint8 [H, W, C].
-        box: Edges in pixels of the image. They may have fractions, which "area" rounds.
+        box: Edges (left, top, right, bottom) in pixels of the image. They may have fractions. The
+            interpolation "area" rounds them.
         size: (height, width) of the result in pixels.
         interpolation: "area" for the mean of covered pixels, otherwise a method of PIL.
     """
@@ -397,10 +436,15 @@ def _resized(
 
 
 def _by_area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resize an image to float32 [*size, C], each pixel the mean of the area that it covers.
+    """Resize an image so that each new pixel is the mean of the area that it covers.
 
-    As in TensorFlow's `tf.image.resize` by area, a pixel that is covered in part has the weight of
-    this part. Values are whole levels, rounded down. `size` is (height, width) in pixels.
+    As in TensorFlow's `tf.image.resize` by area, an old pixel that is covered in part has the
+    weight of this part. The result is float32 [height, width, C], with values rounded down to whole
+    numbers.
+
+    Args:
+        image: [H, W, C].
+        size: (height, width) of the result in pixels.
     """
     down = _area_shares(image.shape[0], size[0])
     along = _area_shares(image.shape[1], size[1])
@@ -411,9 +455,10 @@ def _by_area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def _area_shares(length: int, count: int) -> np.ndarray:
-    """Return the weights of old pixels in new ones along an axis, float32 [count, length].
+    """Return the matrix that resizes one axis by area, from `length` to `count` pixels.
 
-    A weight is the share of the new pixel that the old pixel covers. Each row adds up to 1.
+    Entry [i, j] is the share of new pixel i that old pixel j covers, float32 [count, length]. Each
+    row adds up to 1.
     """
     start = np.arange(count)[:, None] * (length / count)
     pixel = np.arange(length)

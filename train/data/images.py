@@ -50,10 +50,17 @@ _CONTRAST = _SIDE**2 // 256
 _LUMA = (0.2989, 0.5870, 0.1140)
 
 WHOLE = PixelsConfig(fit="squash")
-"""Fit of images of other sizes, for a data set whose images all have one size."""
+"""Pixel settings that a data set records if all of its images already have the model's size.
+
+Predictions of the trained model then scale an image of another size to this size, without a crop.
+"""
 
 View = Callable[[Sequence["np.ndarray"], "np.ndarray"], "np.ndarray"]
-"""(B images uint8 [h, w, C], uniforms float64 [B, NUMBERS]) -> float32 [B, H, W, C]."""
+"""Function that shows raw images at the model's size H x W, cropped, scaled or moved at random.
+
+It maps B images, uint8 [h, w, C] each, and uniform numbers in [0, 1), float64 [B, NUMBERS], to
+float32 [B, H, W, C] in the raw range. It draws no random numbers of its own.
+"""
 
 NUMBERS = 5
 """Number of uniform random numbers that a view takes per image."""
@@ -68,9 +75,11 @@ def randaugmented(
 ) -> np.ndarray:
     """Return images after RandAugment, float32 [B, H, W, C] in the range of the input.
 
+    Each image goes through `layers` operations, one after the other.
+
     Args:
         images: float32 [B, H, W, C] from 0 to `white`. They are rounded to 256 levels.
-        uniforms: [B, layers, RANDAUG_NUMBERS] in [0, 1).
+        uniforms: Uniform numbers in [0, 1), [B, layers, RANDAUG_NUMBERS].
         magnitude: Strength of the operations, from 0 to 10.
         white: Value of white. The default is 255.
     """
@@ -86,13 +95,14 @@ def randaugmented(
 
 
 def blended(degenerate: np.ndarray | float, image: np.ndarray, strength: float) -> np.ndarray:
-    """Move an image away from or towards a degenerate one, as PIL's `ImageEnhance` does.
+    """Blend an image with a degenerate one, such as its grey version, as PIL's `ImageEnhance` does.
 
     The result is degenerate + factor * (image - degenerate), clipped to 0..255 and rounded down,
-    with a factor of 1.8 * strength + 0.1.
+    with a factor of 1.8 * strength + 0.1. A factor above 1 moves the image away from the degenerate
+    one.
 
     Args:
-        degenerate: Array of the image's shape, or one number.
+        degenerate: Array of the image's shape, or one number for all pixels.
         image: uint8 [H, W, C].
         strength: Number from 0 to 1.
     """
@@ -129,7 +139,7 @@ def _nearest(coordinates: np.ndarray) -> np.ndarray:
 
 
 def _signed(size: float, u: list[float]) -> float:
-    """Return `size` with a random sign: positive if the first uniform number is below a half."""
+    """Return `size` with a random sign, which is positive if `u[0]` is below a half."""
     return size if u[0] < 0.5 else -size
 
 
@@ -247,22 +257,22 @@ Solarize changes no pixel at full strength, because its threshold is then 256.
 
 
 class Mix(NamedTuple):
-    """Random choices of mixup or cutmix for one batch."""
+    """Random choices of mixup or cutmix for one batch, whose images are mixed in pairs."""
 
     share: float
     """Weight of a row's own label. In mixup it is the weight of the row's own image, too."""
     box: tuple[slice, slice] | None = None
-    """Rows and columns that cutmix takes from the other image. None for mixup."""
+    """Rows and columns of pixels that cutmix takes from the other image. None for mixup."""
 
     def image(self, own: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return images mixed from two arrays of images.
 
-        mixup returns the mean with the weight `share` of `own`. cutmix returns `own` with the box
-        of `other`.
+        mixup returns share * own + (1 - share) * other. cutmix returns `own` with the pixels of
+        `other` inside the box.
 
         Args:
-            own: float32 [b, H, W, C], images of the rows.
-            other: float32 [b, H, W, C], images of the rows that are mixed in.
+            own: Images of the batch's rows, float32 [b, H, W, C].
+            other: Image that is mixed into each row, float32 [b, H, W, C].
         """
         if self.box is None:
             return np.float32(self.share) * own + np.float32(1 - self.share) * other
@@ -271,11 +281,11 @@ class Mix(NamedTuple):
         return mixed
 
     def label(self, own: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return the weighted mean of two arrays of labels. `own` has the weight `share`.
+        """Return the labels of the mixed images, share * own + (1 - share) * other.
 
         Args:
-            own: float32 [b, classes], labels of the rows.
-            other: float32 [b, classes], labels of the rows that are mixed in.
+            own: Label distribution of each row, float32 [b, classes].
+            other: Label distribution of the image mixed into each row, float32 [b, classes].
         """
         return np.float32(self.share) * own + np.float32(1 - self.share) * other
 
@@ -283,13 +293,17 @@ class Mix(NamedTuple):
 def drawn(transforms: TransformsConfig, rng: np.random.Generator, height: int, width: int) -> Mix:
     """Draw the mixup or cutmix of one batch. If both are on, each has a chance of one half.
 
-    mixup: the share is max(l, 1 - l) with l ~ Beta(alpha, alpha), so that a row's own label has the
-    larger share (big_vision). cutmix (Yun et al. 2019, algorithm 1): a box of area 1 - l with l ~
-    Beta(alpha, alpha), about a point drawn evenly, is cut at the image's edge. The share is the
-    part of the image outside of the box. If both are off, the share is 1 and there is no box.
+    * mixup: the share is max(l, 1 - l) with l ~ Beta(alpha, alpha), so that a row's own label has
+      the larger share (big_vision).
+    * cutmix (Yun et al. 2019, algorithm 1): a box with the share 1 - l of the image's area, with
+      l ~ Beta(alpha, alpha), is centred on a random pixel and cut off at the image's edge. The
+      share is the part of the image outside of the box.
+    * both off: the share is 1, and there is no box.
 
     Args:
         transforms: Settings, of which `mixup` and `cutmix` (each an alpha, 0 is off) are used.
+        height: Height of the images in pixels.
+        width: Width of the images in pixels.
     """
     use_cutmix = transforms.cutmix and (not transforms.mixup or rng.random() < 0.5)
     if not use_cutmix:
@@ -315,7 +329,7 @@ def drawn(transforms: TransformsConfig, rng: np.random.Generator, height: int, w
 def soft_labels(targets: np.ndarray, classes: int, smoothing: float) -> np.ndarray:
     """Return labels as smoothed distributions, float32 [b, classes].
 
-    The class gets 1 - smoothing. All classes share `smoothing` evenly.
+    Every class gets smoothing / classes, and the class of the row gets 1 - smoothing in addition.
 
     Args:
         targets: int32 [b], class of each row.
@@ -339,19 +353,23 @@ class LabelledData(Data):
     white: float = 255.0
     """Raw value of white. Black is 0."""
     pixels: PixelsConfig = WHOLE
-    """Normalization of values."""
+    """Settings whose `mean` and `std` normalize the images."""
 
     @abc.abstractmethod
     def shown(
         self, k: int, rows: np.ndarray, examples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return raw images of batch k, float32 [b, H, W, C] from 0 to white, and classes int32.
+        """Return rows of training batch k before RandAugment and normalization.
 
-        A view, if there is one, is applied to the images. RandAugment and normalization are not.
+        The view, such as a random crop, is already applied.
 
         Args:
-            rows: int64 [b], rows of the global batch.
-            examples: int64 [b], index of each row's example, counted from the start of the run.
+            k: Number of the batch, from 0 at the start of the run.
+            rows: Rows of the global batch, int64 [b].
+            examples: Index of each row's example, counted from the start of the run, int64 [b].
+
+        Returns:
+            Images float32 [b, H, W, C] from 0 to `white`, and classes int32 [b].
         """
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
@@ -440,9 +458,10 @@ class ScalableImages(Images, Protocol):
     """Labelled images that can be decoded at less than their full size, which is quicker."""
 
     def at_least(self, i: int, side: int | None, /) -> tuple[np.ndarray, int]:
-        """Return image i, perhaps scaled down, and its label.
+        """Return image i, perhaps scaled down, uint8 [h, w, C], and its label.
 
         Args:
+            i: Index of the image, from 0.
             side: Fewest pixels that both sides keep. None returns the full image.
         """
         ...
@@ -450,25 +469,29 @@ class ScalableImages(Images, Protocol):
 
 @runtime_checkable
 class ScaledView(Protocol):
-    """View that scales images down, and tells the smallest image size that it needs for this."""
+    """View (`View`) that also tells how small an image may be without a loss of quality.
+
+    A large JPEG can then be decoded at a smaller size, which is quicker.
+    """
 
     def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray, /) -> np.ndarray: ...
 
     def least_side(self, uniforms: np.ndarray, /) -> int:
-        """Return the fewest pixels of an image's shorter side for which it is not scaled up.
+        """Return how many pixels an image's shorter side needs, so that the view scales nothing up.
 
         Args:
-            uniforms: float64 [NUMBERS], uniform numbers of the image.
+            uniforms: Uniform numbers that the view gets for the image, float64 [NUMBERS].
         """
         ...
 
 
 class ImageData(LabelledData):
-    """Labelled images as batches, in [-1, 1] unless data.pixels says otherwise.
+    """Batches of labelled images. Values are in [-1, 1] unless data.pixels says otherwise.
 
     Args:
         config: Data settings: sizes of batches, and whether to augment.
-        eval_: Evaluation images. data.eval_examples uses the first of a fixed shuffled order.
+        eval_: Evaluation images with labels. They have a fixed shuffled order. With
+            data.eval_examples, only the first ones of this order are used.
         views: View for training and view for evaluation. If data.augment is off, training uses the
             view for evaluation.
         white: Raw value of white. The default is 255.
@@ -534,10 +557,12 @@ class ImageData(LabelledData):
         return {"inputs": inputs, "targets": targets, "weights": exists.astype(np.float32)}
 
     def eval_positions(self, indices: np.ndarray | range) -> np.ndarray:
-        """Return the position in `eval` of each evaluation example, int64. The order is fixed.
+        """Return the position of evaluation examples in the image sequence `eval`, int64.
+
+        Evaluation examples are in a shuffled order, which is the same in every run.
 
         Args:
-            indices: Numbers of evaluation examples, from 0.
+            indices: Numbers of the evaluation examples in this order, from 0.
         """
         _, positions = self._eval_shuffle(indices)
         return positions
@@ -545,11 +570,13 @@ class ImageData(LabelledData):
     def _batch(
         self, source: Images, positions: np.ndarray, view: View, uniforms: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return images seen through a view, raw float32 [b, H, W, C], and their classes int32 [b].
+        """Return images after a view, float32 [b, H, W, C], and their classes int32 [b].
+
+        The images are not normalized yet.
 
         Args:
-            positions: Positions in `source`, int64 [b].
-            uniforms: float64 [b, NUMBERS], random numbers of the view.
+            positions: Positions of the images in `source`, int64 [b].
+            uniforms: Random numbers of the view, float64 [b, NUMBERS].
         """
         if isinstance(source, ScalableImages):
             # One image at a time: photographs of 100 megapixels do not fit into memory together.
@@ -618,10 +645,13 @@ def jitter(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
     """Rotate, scale and shift images a little about their centre. This is a `View`.
 
     The largest changes are 6 degrees, 6 % in size, and a shift by 5 % of a side. Pixels are
-    bilinear, and 0 outside of the image. The view is for small drawings like digits.
+    interpolated bilinearly. Pixels from outside of the image are 0. The view is for small drawings
+    like digits.
 
     Args:
-        uniforms: Columns 0 to 3 are angle, scale, shift down and shift right.
+        images: B images of one size, [H, W, C] each.
+        uniforms: Random numbers in [0, 1). Columns 0 to 3 choose the angle, the scale, the shift
+            down and the shift right.
     """
     x_BHWC = np.stack(images).astype(np.float32)
     _, H, W, _ = x_BHWC.shape
@@ -641,9 +671,14 @@ def jitter(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
 
 
 def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Sample images [B, H, W, C] at the points (y, x) [B, h, w]. Outside values are zero.
+    """Sample images at points by bilinear interpolation, float32 [B, h, w, C].
 
-    Coordinates are in pixels, and 0 is the first pixel. The result is float32 [B, h, w, C].
+    Pixels outside of an image count as 0.
+
+    Args:
+        images: [B, H, W, C].
+        y: Row of each point in pixels, [B, h, w]. 0 is the first row.
+        x: Column of each point in pixels, [B, h, w]. 0 is the first column.
     """
     B, H, W, _ = images.shape
     # A border of zeros, so that points outside blend into black without a test.
@@ -663,12 +698,15 @@ def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def shift_and_flip(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-    """Crop mirror-padded images at a random place and mirror half of them. This is a `View`.
+    """Shift images at random and mirror half of them. This is a `View`.
 
-    It is the usual augmentation of CIFAR. The largest shift is an eighth of a side.
+    It is the usual augmentation of CIFAR: images are padded by reflection, and cropped at a random
+    place. The largest shift is an eighth of a side.
 
     Args:
-        uniforms: Columns 0 to 2 are shift down, shift right and the mirror.
+        images: B images of one size, [H, W, C] each.
+        uniforms: Random numbers in [0, 1). Columns 0 to 2 choose the shift down, the shift right
+            and the mirroring, which happens below a half.
     """
     x_BHWC = np.stack(images)
     B, H, W, _ = x_BHWC.shape
@@ -690,10 +728,10 @@ class DigitImages(NamedTuple):
     The images are from Alpaydin and Kaynak (1998), CC BY 4.0, in the order of scikit-learn.
 
     Attributes:
-        pixels: uint8 [1797, 8, 8], from 0 (white) to 16.
-        labels: uint8 [1797].
-        held_out: bool [1797], the stratified fifth of scikit-learn's `train_test_split` from state
-            0.
+        pixels: uint8 [1797, 8, 8], from 0 (background) to 16 (ink).
+        labels: Digit of each image, uint8 [1797].
+        held_out: Mask of the evaluation images, bool [1797]. They are the stratified fifth that
+            scikit-learn's `train_test_split` draws with `random_state=0`.
     """
 
     pixels: np.ndarray
@@ -717,8 +755,8 @@ def fit_logistic(
     Args:
         x: Features [examples, features].
         y: Classes [examples], from 0. Each class must occur.
-        inverse_penalty: C of the penalty 1 / (2 C) on squared weights without the biases, which is
-            added to the summed loss.
+        inverse_penalty: C of the penalty ||w||^2 / (2 C), which is added to the summed loss. The
+            biases are not penalized.
         iterations: Largest number of iterations of L-BFGS. Fewer are done if the fit converges.
     """
     from scipy.optimize import minimize

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE, MIXTURE, RANDAUG, MIXING, POOLS = range(9)
-"""Purposes of random numbers. Each purpose has its own stream."""
+"""Purposes of random numbers, as arguments of `rng`. Each purpose has its own random stream."""
 
 Batch = dict[str, "np.ndarray"]
 ALL_ROWS = slice(None)
@@ -52,8 +52,9 @@ def rng(seed: int, purpose: int, *index: int) -> np.random.Generator:
 
     Args:
         seed: Seed of the data, at least 0.
-        purpose: Stream of random numbers, such as `AUGMENTATION`.
-        *index: Number of the batch or the epoch. Each index has its own stream.
+        purpose: Use of the random numbers, one of this file's constants, such as `AUGMENTATION`.
+        *index: Whole numbers such as the number of the batch or of the epoch. Each index has its
+            own stream.
     """
     import numpy as np
 
@@ -65,8 +66,9 @@ class Shuffle:
 
     Args:
         size: Number of examples per epoch.
-        seed: Seed of the run. Runs with neighbouring seeds have no epoch's order in common.
-        purpose: Stream of random numbers, such as `EVALUATION`. The default is `ORDER`.
+        seed: Seed of the run. Seeds are hashed, so that epoch 1 of one seed does not have the order
+            of epoch 0 of the next seed.
+        purpose: Random stream, such as `EVALUATION`. The default is `ORDER`.
     """
 
     def __init__(self, size: int, seed: int, purpose: int = ORDER) -> None:
@@ -81,7 +83,7 @@ class Shuffle:
         self._shuffled = grain.MapDataset.range(size).shuffle(seed=hashed_seed)
 
     def __call__(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the epoch and the position in the data set of each example of the run.
+        """Return the epoch and the position in the data set of some examples of the run.
 
         Args:
             indices: Indices of examples, counted from the start of the run and on through all
@@ -128,7 +130,7 @@ class ReadError(MupaxFailure):
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Raise `ReadError` in place of an `OSError` in the block.
+    """Turn an `OSError` inside the `with` block into a `ReadError`.
 
     Raises:
         ReadError: The block raised an `OSError`.
@@ -141,7 +143,12 @@ def reading() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Result of a simple model on the same evaluation examples, to compare a trained model with."""
+    """Result of a simple model on the evaluation examples, to compare the trained model with.
+
+    Attributes:
+        name: Name of the simple model, such as "byte trigram".
+        value: Mean loss or accuracy of the simple model, in `unit`.
+    """
 
     name: str
     value: float
@@ -176,7 +183,7 @@ class Data(abc.ABC):
     train_size: int | None
     """Number of training examples per epoch (sequences or images).
 
-    None if only reading all of the data would tell.
+    None if the number is not known before all of the data is read, as for a stream.
     """
     eval_size: int
     """Number of evaluation examples.
@@ -230,13 +237,13 @@ class Data(abc.ABC):
         """
 
     def train_batches(self, start: int, *rows: slice) -> Generator[Batch, None, None]:
-        """Yield training batches from batch `start` on, without end. Threads make them early.
+        """Yield training batches from batch `start` on, without end.
 
-        Closing the generator ends the threads.
+        Threads make the batches ahead of time. Closing the generator ends the threads.
 
         Args:
-            *rows: Parts of each batch, which are concatenated in this order. The default is all
-                rows.
+            *rows: Rows of the global batch to yield. Several slices are concatenated in this order.
+                The default is all rows.
         """
         with self.preparing():
             yield from self._ahead(self.train_batch, rows, start, _FOREVER)
@@ -254,8 +261,8 @@ class Data(abc.ABC):
         The last batch has as many rows as the others. Rows past the last example have weight 0.
 
         Args:
-            *rows: Parts of each batch, which are concatenated in this order. The default is all
-                rows.
+            *rows: Rows of the global batch to yield. Several slices are concatenated in this order.
+                The default is all rows.
         """
         count = -(-self.eval_size // self.eval_batch_size)
         return self._ahead(self.eval_batch, rows, 0, count)
@@ -277,8 +284,12 @@ class Data(abc.ABC):
     ) -> Generator[Batch, None, None]:
         """Yield batches start to stop - 1 in order. grain threads make them ahead of time.
 
-        A batch has the parts `rows` concatenated, or all rows if `rows` is empty. The threads end
-        with the generator.
+        The threads end with the generator.
+
+        Args:
+            make_batch: Function that returns the given rows of batch k. The threads call it.
+            rows: Rows of the global batch to yield. Several slices are concatenated in this order.
+                An empty tuple yields all rows.
         """
         import grain
         import numpy as np
@@ -325,10 +336,11 @@ class Prefetch(Generic[S, T]):
         self._thread.start()
 
     def ready(self, seconds: float = 0.0) -> bool:
-        """Return whether `next` would answer at once, after waiting up to `seconds` for that.
+        """Return whether a batch or an error is there, so that `next` would not wait.
 
         Args:
-            seconds: Longest time to wait until a batch or an error is there. The default is 0.
+            seconds: Longest time to wait for a batch or an error before returning False. The
+                default is 0.
         """
         with self._queue.not_empty:
             return self._queue.not_empty.wait_for(lambda: bool(self._queue.queue), seconds)
@@ -345,7 +357,7 @@ class Prefetch(Generic[S, T]):
         return item[0]
 
     def close(self) -> None:
-        """Stop the thread, which then closes the source. Drop the batches that wait.
+        """Stop the thread, which then closes the source. Drop the batches that are not taken yet.
 
         Waits at most `_PATIENCE_S` seconds for the thread. A second call does nothing.
         """

@@ -1,6 +1,7 @@
-"""Parser of mixtures on the command line, NAME=SOURCE:WEIGHT each. Imports no JAX.
+"""Parser of text mixtures on the command line, such as `code=text:src:0.3 web=text:pages:0.7`.
 
-data.mix, `mupax data` and the tokenizer command read mixtures with it.
+Each word has the form NAME=SOURCE:WEIGHT. data.mix, `mupax data` and the tokenizer command use this
+parser. It imports no JAX, so that commands start quickly.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from mupax.train.data.interface import DataError
 NAME = "mix"
 """Value of data.name for a mixture."""
 BLOCK = 10_000
-"""Number of examples over which shares are exact. Each text must have one of them at least."""
+"""Number of successive examples in which every text of a mixture has exactly its share.
+
+The share of a text is rounded to a whole number of these examples, which must be at least 1.
+"""
 
 
 class Part(NamedTuple):
@@ -25,17 +29,17 @@ class Part(NamedTuple):
     source: str
     """Value of data.name: text:PATH, records:PATH, python_corpus or another text."""
     count: int
-    """Number of examples out of `BLOCK`."""
+    """Number of this text's examples in every `BLOCK` examples of the mixture."""
 
 
 def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
-    """Return the texts of a mixture by name, in the order in which they are written.
+    """Parse a mixture. Return its texts by name, in the order in which they are written.
 
     Weights are normalized and rounded by largest remainders, so that the counts add up to `BLOCK`.
 
     Args:
-        words: Texts, NAME=SOURCE:WEIGHT each, such as code=text:src:0.3.
-        flag: Name of the words in error messages.
+        words: Words of the command line, NAME=SOURCE:WEIGHT each, such as code=text:src:0.3.
+        flag: Option that the words belong to, which error messages name.
 
     Raises:
         DataError: A word has another form, a name occurs twice, or a weight is too small to count.
@@ -75,7 +79,10 @@ def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
 
 
 def _counts(weights: dict[str, float]) -> dict[str, int]:
-    """Return whole numbers in proportion to the weights that add up to `BLOCK`."""
+    """Return weights by name as whole numbers that add up to `BLOCK`.
+
+    The numbers are proportional to the weights, rounded by largest remainders.
+    """
     exact = {}
     for name, weight in weights.items():
         exact[name] = BLOCK * weight / sum(weights.values())

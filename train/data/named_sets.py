@@ -1,6 +1,7 @@
 """Evaluation sets of `data.evaluate`, which a run evaluates in addition to its own data.
 
-A set has its source's evaluation examples, in the run's tokens and classes.
+A set has the evaluation examples of another source. It is tokenized with the run's tokenizer, and
+has the run's classes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Data:
-    """Return the data of an evaluation set. Prepare it if needed.
+    """Return the data of an evaluation set. Prepare the data if needed.
 
-    Its evaluation examples are those of a run that trains on this source.
+    The evaluation examples are those that a run would have if it trained on this source.
 
     Args:
         name: Key of `config.data.evaluation_sets`.
@@ -51,11 +52,15 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
 
 
 def _set_config(source: str, run_data: DataConfig, data: Data) -> DataConfig:
-    """Return the data settings of an evaluation set: the run's settings with the name of the set.
+    """Return the data settings of an evaluation set: the run's settings with another source.
 
-    The name is `source`. Mixture and streaming are off. The set uses the tokenizer file that the
-    run's data has opened.
-    `field` has its default if it names a field that the set's format does not have.
+    Mixture and streaming are off. The set uses the tokenizer file that the run's data has opened.
+    `field` gets its default where the run's `field` would not fit: for text:PATH unless the run
+    reads text:PATH or a mixture, and for chat:PATH unless the run reads chat:PATH.
+
+    Args:
+        source: Source of the set, as data.name takes it.
+        data: Data of the run, whose tokenizer file is used.
     """
     set_config = dataclasses.replace(run_data, name=source, evaluate=(), mix=(), stream=False)
     tokenizer_path = getattr(data.tokenizer, "path", None)
@@ -94,7 +99,13 @@ def _load_folder(
 
 
 def _check_tokenizer(source: str, data: Data, loaded: Data) -> None:
-    """Raise an error if the set has another tokenizer than the run."""
+    """Raise `DataError` if the set has another tokenizer than the run.
+
+    Args:
+        source: Name of the set's source, for the message.
+        data: Data of the run. Its facts name its tokenizer.
+        loaded: Data of the set, which must have the same tokenizer.
+    """
     run_tokenizer = data.facts.get("tokenizer")
     set_tokenizer = loaded.facts.get("tokenizer")
     if run_tokenizer != set_tokenizer:
@@ -107,12 +118,14 @@ def _check_tokenizer(source: str, data: Data, loaded: Data) -> None:
 def _check_classes(
     run_classes: list[str] | None, set_classes: list[str] | None, some: bool = False
 ) -> None:
-    """Raise an error if the set has other classes than the run. Label 3 would mean something else.
+    """Raise `DataError` if the set has other classes than the run.
+
+    With other classes, a label such as 3 would not mean the same class in both.
 
     Args:
-        run_classes: Classes of the run. None skips the check.
-        set_classes: Classes of the set, None for text.
-        some: True if the set may have fewer classes than the run.
+        run_classes: Names of the run's classes by label. None skips the check.
+        set_classes: Names of the set's classes by label. None for text.
+        some: True if the set may have fewer classes than the run, in any order.
     """
     if some and run_classes is not None and set_classes is not None:
         from mupax.train.data.sources.folders import nfc

@@ -1,6 +1,6 @@
 """Command `mupax data show NAME`: examples of span corruption, side by side with the original text.
 
-`mupax.train.reuse.generate.denoised` prints a model's answers with the same functions.
+`mupax.train.reuse.generate.denoised` prints a denoising model's outputs with the same functions.
 """
 
 from __future__ import annotations
@@ -115,10 +115,11 @@ def examples_text(data: Denoising, count: int, width: int = 80) -> str:
 
 
 def restored(inputs: np.ndarray, targets: np.ndarray, ids: SpecialIds) -> list[int]:
-    """Return the text of an example: its inputs with each sentinel replaced by its target span.
+    """Return the tokens of an example before span corruption by sentinels.
 
-    Tokens after eos and targets before the first sentinel are left out. A sentinel without a span
-    in the targets is removed.
+    Each sentinel in the inputs is replaced by the span that follows the same sentinel in the
+    targets. A sentinel without a span in the targets is removed. Tokens after eos are left out, and
+    so are targets before the first sentinel.
 
     Args:
         inputs: int [tokens], inputs of the example.
@@ -143,7 +144,7 @@ def restored(inputs: np.ndarray, targets: np.ndarray, ids: SpecialIds) -> list[i
 
 
 def _before(tokens: np.ndarray, end: int) -> list[int]:
-    """Return the tokens before the first `end`, or all if there is none."""
+    """Return the tokens before the first token with the id `end`, or all if there is none."""
     listed = tokens.tolist()
     return listed[: listed.index(end)] if end in listed else listed
 
@@ -151,12 +152,13 @@ def _before(tokens: np.ndarray, end: int) -> list[int]:
 def visible(ids: Iterable[int], pieces: list[str], names: Mapping[int, str]) -> list[str]:
     """Return a printable word for each token.
 
-    Spaces, line ends and control bytes are signs. Bytes of other scripts are hexadecimal.
+    Signs stand for spaces, line ends and control characters, such as "·" for a space. Bytes 0x80 to
+    0xA0 are hexadecimal.
 
     Args:
         ids: Ids of the tokens, each below `len(pieces)` or in `names`.
-        pieces: Text of each id of the tokenizer.
-        names: Word for each id that stands for no text.
+        pieces: Text of each id of the tokenizer, such as " the" (`Bytes.pieces`).
+        names: Word for each id that stands for no text, such as a sentinel.
     """
     words = []
     for token in map(int, ids):
@@ -168,10 +170,10 @@ def visible(ids: Iterable[int], pieces: list[str], names: Mapping[int, str]) -> 
 
 
 def _sign(character: str) -> str:
-    """Return a printable form of one character of a piece.
+    """Return a printable form of one character of a token's text.
 
-    Spaces, line ends and control characters are signs, and bytes 0x80 to 0xA0 hexadecimal. All
-    other characters are unchanged.
+    Spaces, line ends and control characters become signs, such as "↵" for a line end. Bytes 0x80 to
+    0xA0 become hexadecimal, such as "<9f>". All other characters are unchanged.
     """
     if character < " ":
         # U+2400 and up are pictures of the control characters.
@@ -182,13 +184,13 @@ def _sign(character: str) -> str:
 
 
 def side_by_side(columns: Mapping[str, list[str]], width: int = 80) -> str:
-    """Return columns of words with their titles, as lines of text.
+    """Return a text with columns next to each other, each with its title above it.
 
-    All columns have the same width. A word is only broken if it does not fit in a line.
+    All columns have the same width. A word is only broken if it is wider than its column.
 
     Args:
-        columns: Words of each column by its title. They are joined without spaces.
-        width: Most characters per line. The default is 80.
+        columns: Words of each column by its title. The words are joined without spaces.
+        width: Largest number of characters per line of the text. The default is 80.
     """
     gaps = 2 * (len(columns) - 1)
     column_width = (width - gaps) // len(columns)
@@ -204,7 +206,7 @@ def side_by_side(columns: Mapping[str, list[str]], width: int = 80) -> str:
 
 
 def _lines(words: list[str], width: int) -> list[str]:
-    """Return the words without spaces between them, in lines of at most `width` characters."""
+    """Join words without spaces, and return them as lines of at most `width` characters."""
     lines = [""]
     for word in words:
         for part in textwrap.wrap(word, width) or [""]:

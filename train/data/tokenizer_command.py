@@ -113,9 +113,10 @@ class TrainTokenizer:
         return file
 
     def _data_flags(self) -> str:
-        """Return the flags of `mupax train` for data made of the sources, as one quoted string.
+        """Return the flags with which `mupax train` trains on the sources, quoted for a shell.
 
-        Sources with weights are a mixture. Without weights only the first source is used.
+        The command prints them as an example. With weights, the flags name all sources as a
+        mixture. Without weights, they name the first source only.
         """
         if self._is_mixture():
             read = self.sources
@@ -140,7 +141,7 @@ class TrainTokenizer:
         return bool(weighted)
 
     def _texts(self) -> TrainingTexts:
-        """Return the training texts of all sources, in the shares of their weights.
+        """Return the training texts of all sources as one, interleaved by the sources' weights.
 
         Without weights each source is read once.
 

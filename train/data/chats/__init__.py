@@ -1,1 +1,1 @@
-"""Conversations: rendered by a chat template, with a loss on what assistants say."""
+"""Conversations, rendered as text by a chat template, with a loss on the answers of assistants."""

@@ -1,8 +1,9 @@
-"""Encoder of conversations: a chat template makes text, and each token says whether it is a target.
+"""Encoder of conversations: a chat template makes text, and each id says whether it is a target.
 
-With a vocabulary of V tokens, id i is token i that is read only, and V + i is the same token as a
-target. Ids 2 V and 2 V + 1 end a conversation, read only or as a target. So conversations are
-packed, digested and resumed in the same way as text.
+A target is a token that the loss counts. All other tokens are only read, as context. With a
+vocabulary of V tokens, id i is token i as context, and id V + i is token i as a target. A
+conversation ends with id 2 V (context) or 2 V + 1 (target). So conversations are packed, digested
+and resumed in the same way as text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 Span = tuple[int, int]
-"""First character, and the character after the last."""
+"""Range of characters of a text: the first character, and the character after the last."""
 LossOn = Literal["answers", "all"]
 _UNSEEN = frozenset(("weight", PARTS))
 """Fields of checked messages that say what is trained on. The template does not see them."""
@@ -36,16 +37,20 @@ class Rendered(NamedTuple):
 
     text: str
     special: list[int]
-    """Places where special tokens of the template begin, if quoted ones are plain text."""
+    """First character of each special token that the template wrote, such as `<|im_end|>`.
+
+    Empty unless special tokens that a message quotes are encoded as plain text.
+    """
     trained: list[Span] | None
-    """Characters that are trained on. None if all are."""
+    """Ranges of characters that are trained on. None if all characters are."""
 
 
 class ChatTokens:
     """Encoder of conversations, used in place of a tokenizer.
 
-    With a tokenizer of V tokens, id i is a token that is read only, and V + i is the same token as
-    a target. Ids 2 V and 2 V + 1 end a conversation, read only or as a target.
+    Ids say whether a token is a target, which the loss counts, or is only read as context. With a
+    tokenizer of V tokens, id i is token i as context, and id V + i is token i as a target. A
+    conversation ends with id 2 V (context) or 2 V + 1 (target).
 
     Args:
         encoder: Tokenizer of the rendered text (`Bytes` or `Subwords`).
@@ -72,12 +77,12 @@ class ChatTokens:
         self.separator = 2 * encoder.vocab_size + (loss_on == "all" or not ends_by_itself)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each conversation, int32 [length]. A target's id is raised by V.
+        """Return the ids of each conversation, int32 [length], without the end of a conversation.
 
-        V is the vocabulary size of the tokenizer.
+        The id of a target is the tokenizer's id plus V, the vocabulary size of the tokenizer.
 
         Args:
-            texts: JSON of the messages of each conversation, a result of `templates.checked`.
+            texts: JSON of each conversation: a list of messages, as `templates.checked` returns it.
 
         Raises:
             DataError: The template refuses the messages, or does not tell which part is an answer.
@@ -94,9 +99,10 @@ class ChatTokens:
         return conversations
 
     def prompt(self, messages: Sequence[Any]) -> tuple[str, np.ndarray]:
-        """Return a conversation with the beginning of the next answer, as text and as int32 ids.
+        """Return the prompt for the next answer of a conversation, as text and as int32 ids.
 
-        The ids are those of the tokenizer, and none is raised by V.
+        The prompt ends with what the template writes before an answer, such as
+        `<|im_start|>assistant`. The ids are those of the tokenizer, below V.
 
         Args:
             messages: Result of `templates.checked`.
@@ -110,7 +116,7 @@ class ChatTokens:
         return text, ids
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        """Return the count of each special token in the contents of messages.
+        """Return how often the contents of messages quote each special token, by token.
 
         Args:
             text: JSON of the messages of a conversation. Empty text has no counts.
@@ -158,9 +164,14 @@ class ChatTokens:
         return Rendered(text, special, _without([(0, len(text))], context))
 
     def _quoted(self, value: Any) -> Any:
-        """Return a copy of a message with `QUOTE` inside of every special token that it quotes.
+        """Return a copy of a message with the character `QUOTE` inside of every special token.
 
-        The message is returned unchanged unless quoted special tokens are plain text.
+        So a special token that a user quotes, such as `<|im_end|>`, can be told from one that the
+        template writes. `_read` removes the character after rendering. The message is returned
+        unchanged unless quoted special tokens are encoded as plain text.
+
+        Args:
+            value: Message, or a value inside of a message.
         """
         if not self.variant:
             return value
@@ -176,15 +187,16 @@ class ChatTokens:
         return value
 
     def _read(self, text: str, spans: Sequence[Span]) -> tuple[str, list[int], list[Span]]:
-        """Remove `QUOTE` from a rendered text.
+        """Remove the character `QUOTE` from a rendered text.
 
         Args:
-            text: Text rendered from messages that are `_quoted`.
-            spans: Characters of `text`.
+            text: Text rendered from results of `_quoted`.
+            spans: Ranges of characters of `text`.
 
         Returns:
-            The text, the places where its special tokens begin, and the spans in it. There are no
-            places unless quoted special tokens are plain text.
+            The text without `QUOTE`; the first character of each special token that the template
+            wrote; and the spans as ranges of the text without `QUOTE`. The second list is empty
+            unless quoted special tokens are encoded as plain text.
         """
         quotes = np.array([match.start() for match in re.finditer(QUOTE, text)], np.int64)
 
@@ -200,12 +212,12 @@ class ChatTokens:
     def _answers(
         self, messages: Sequence[Any], by_message: bool
     ) -> tuple[str, list[tuple[int, Span]]]:
-        """Return the rendered text, and the message's number and the characters of each answer.
+        """Render messages. Return the text, and (index of the message, characters) of each answer.
 
         Args:
             messages: Messages as the template sees them (`shown_to_template`).
-            by_message: True if the number of each answer's message must be right. Otherwise the
-                numbers may be 0.
+            by_message: True if the index of each answer's message must be right. Otherwise the
+                indices may all be 0.
 
         Raises:
             DataError: The template does not tell which part of the text is an answer.
@@ -241,10 +253,13 @@ class ChatTokens:
         return text, answers
 
     def _message(self, messages: Sequence[Any], i: int, text: str) -> Span:
-        """Return the characters of message i, which is no answer, in the rendered text.
+        """Return the range of characters that message i, which is no answer, has in a text.
+
+        Args:
+            text: Text rendered from all of `messages`.
 
         Raises:
-            DataError: The template renders the first messages otherwise than in the complete text.
+            DataError: The text of the first messages alone is not a beginning of `text`.
         """
         before = self.template.render(messages[:i], prompt=False) if i else ""
         after = self.template.render(messages[: i + 1], prompt=False)
@@ -252,7 +267,13 @@ class ChatTokens:
         return len(before), len(after)
 
     def _check_beginnings(self, before: str, after: str, text: str) -> None:
-        """Raise `DataError` unless `before` begins `after` and `after` begins `text`."""
+        """Raise `DataError` unless `after` starts with `before`, and `text` starts with `after`.
+
+        Args:
+            before: Rendered text of the messages before a message.
+            after: Rendered text of the messages up to this message.
+            text: Text rendered from all of `messages`.
+        """
         if not (text.startswith(after) and after.startswith(before)):
             raise DataError(
                 f"the chat template {self.template.name} writes the beginning of a conversation "
@@ -262,13 +283,13 @@ class ChatTokens:
             )
 
     def _trained(self, message: Any, span: Span, text: str) -> list[Span]:
-        """Return the parts of a message's characters that are trained on.
+        """Return the ranges of a message's characters that are trained on.
 
-        These are none if the message's weight is 0, and otherwise all but the parts that
-        `train_detail` excludes.
+        A message of weight 0 has none. Any other message has all of its characters, except the
+        parts of its content that its field `train_detail` excludes.
 
         Args:
-            message: Message of the result of `templates.checked`.
+            message: One message of a result of `templates.checked`.
             span: Characters of `text` that belong to the message.
             text: Rendered text of the complete conversation, without `QUOTE`.
 
@@ -297,11 +318,14 @@ class ChatTokens:
         return _without([span], cut)
 
     def _targets(self, count: int, places: np.ndarray, spans: list[Span] | None) -> np.ndarray:
-        """Return a mask of the tokens that have a character that is trained on, bool [count].
+        """Return a mask of the tokens that are targets, bool [count].
+
+        A token is a target if at least one of its characters is trained on.
 
         Args:
-            places: int [count, 2], first character of each token and the one after its last.
-            spans: Characters that are trained on. None if all are.
+            count: Number of tokens.
+            places: First character of each token and the character after its last, int [count, 2].
+            spans: Ranges of characters that are trained on. None if all characters are.
         """
         if spans is None:
             return np.ones(count, bool)
@@ -317,7 +341,8 @@ class ChatTokens:
 def prompt_encoder(tokenizer: Any, template: Template, config: DataConfig) -> ChatTokens:
     """Return an encoder of prompts that treats quoted special tokens as the model's training did.
 
-    If they are plain text, the tokenizer is opened again in this mode.
+    If training encoded quoted special tokens as plain text, the tokenizer is opened again in this
+    mode.
 
     Args:
         config: Data settings of the run. `special_tokens` says whether a quoted `<|im_end|>` in a
@@ -331,7 +356,9 @@ def prompt_encoder(tokenizer: Any, template: Template, config: DataConfig) -> Ch
 
 
 def shown_to_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return messages without the fields that say what is trained on.
+    """Return messages without the fields `weight` and `train_detail`, for the chat template.
+
+    These two fields say which parts are trained on.
 
     Args:
         messages: Result of `templates.checked`.
@@ -343,7 +370,7 @@ def shown_to_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _without(spans: Sequence[Span], cut: Sequence[Span]) -> list[Span]:
-    """Return the spans without the characters of the cut ones."""
+    """Return the ranges of `spans` without the characters that are in a range of `cut`."""
     remaining = [*spans]
     for first, last in cut:
         parts: list[Span] = []
@@ -358,7 +385,7 @@ def _without(spans: Sequence[Span], cut: Sequence[Span]) -> list[Span]:
 
 
 def _unmarked(marked: str) -> tuple[str, list[Span]]:
-    """Return a marked text without its marks, and the characters between each pair of marks."""
+    """Remove the `MARKS` around answers. Return the text, and each answer's characters in it."""
     before_first, *marked_parts = marked.split(MARKS[0])
     texts = [before_first]
     spans: list[Span] = []

@@ -27,14 +27,21 @@ _SAMPLE = "The quick brown Fox (42 years old)\n  says: naïve déjà vu, 日本!
 
 
 class Windows(NamedTuple):
-    """Conversations of each window of one side."""
+    """Division of training or evaluation conversations into windows of seq_len + 1 tokens."""
 
     tokens: np.ndarray
-    """Ids of `ChatTokens` of all conversations, [count]."""
+    """Ids of all conversations, one after the other, as `ChatTokens` encodes them, [count]."""
     spans: np.ndarray
-    """First token of each conversation and the one after its last, int64 [conversations, 2]."""
+    """Range of `tokens` of each conversation in use, int64 [conversations, 2].
+
+    A range is the first token and the token after the last. It ends early for a conversation that
+    is cut.
+    """
     first: np.ndarray
-    """Number of each window's first conversation, then the number of all, [windows + 1]."""
+    """Index of each window's first conversation in `spans`, and at last len(spans), [windows + 1].
+
+    Window w has the conversations first[w] to first[w + 1] - 1.
+    """
     cut: int
     """Number of conversations that are longer than a window."""
     without_target: int
@@ -47,15 +54,16 @@ class Windows(NamedTuple):
 
 
 def windows(tokens: np.ndarray, vocab: int, separator: int, size: int) -> Windows:
-    """Divide the conversations of one side into windows.
+    """Divide the training or the evaluation conversations into windows.
 
     Each window has as many complete conversations as fit, in their order. Conversations longer than
-    a window are cut, and those without a target are left out.
+    a window are cut, and conversations without a target are left out.
 
     Args:
-        tokens: Ids of `ChatTokens`, [count].
-        vocab: V, number of ids of the tokenizer, without the ids of targets.
-        separator: Token of the tokenizer that ends a text.
+        tokens: Ids of all conversations, one after the other, as `ChatTokens` encodes them,
+            [count].
+        vocab: V, vocabulary size of the tokenizer. Ids from V to 2 V - 1 are targets.
+        separator: Id with which the tokenizer ends a text.
         size: Number of tokens of a window.
     """
     # Ids 2 V and 2 V + 1 end a conversation.
@@ -92,9 +100,9 @@ def windows(tokens: np.ndarray, vocab: int, separator: int, size: int) -> Window
 
 
 def spells_text(encoder: Tokenizer) -> bool:
-    """Return whether each byte of a text belongs to exactly one of its tokens.
+    """Return whether the tokens of a text have exactly the bytes of the text.
 
-    One sample sentence is encoded to find out.
+    Only then can a loss per byte be computed. One sample sentence is encoded to find out.
     """
     (ids,) = encoder.encode([_SAMPLE.encode()])
     size = int(encoder.token_bytes()[ids].sum()) - int(encoder.adds_space)
@@ -102,21 +110,28 @@ def spells_text(encoder: Tokenizer) -> bool:
 
 
 def _is_target(tokens: np.ndarray, vocab: int) -> np.ndarray:
-    """Return a mask of the ids of `ChatTokens` that are targets, bool of their shape."""
+    """Return a mask of the tokens that are targets, bool of the shape of `tokens`.
+
+    Args:
+        tokens: Ids as `ChatTokens` encodes them. V to 2 V - 1 and 2 V + 1 are targets.
+        vocab: V, vocabulary size of the tokenizer, without the ids of targets.
+    """
     return ((tokens >= vocab) & (tokens < 2 * vocab)) | (tokens == 2 * vocab + 1)
 
 
 class Conversations(Data):
-    """Batches of windows of conversations.
+    """Batches of conversations, several in a window of seq_len + 1 tokens.
 
     Args:
         config: Data settings: sizes of batches and document mask.
-        train: Training conversations, packed as ids of `tokens`.
-        tokens: Encoder that made the ids of both sides. Batches have the ids of its tokenizer.
+        train: Packed training conversations, encoded by `tokens`.
+        eval_: Packed evaluation conversations, encoded by `tokens`.
+        tokens: Encoder of the conversations. Batches have the ids of its tokenizer, and `weights`
+            mark the targets.
         seq_len: T, number of predicted tokens per window.
 
     Raises:
-        DataError: A side has no conversation with a target.
+        DataError: The training or the evaluation part has no conversation with a target.
     """
 
     kind = "tokens"
@@ -204,7 +219,7 @@ class Conversations(Data):
         return self.eval_examples_of(interface.batch_indices(j, self.eval_batch_size, rows))
 
     def train_examples(self, indices: Iterable[int]) -> Batch:
-        """Return training examples as a batch.
+        """Return training examples as a batch. An example is a window of conversations.
 
         Args:
             indices: Numbers of examples, counted from the start of the run and on through all
@@ -217,16 +232,22 @@ class Conversations(Data):
         """Return evaluation examples as a batch. Examples past the last one have weight 0.
 
         Args:
-            indices: Numbers of examples, ascending from 0.
+            indices: Numbers of evaluation examples in the fixed shuffled order, from 0. Numbers
+                past the last example must come last.
         """
         existing = [i for i in indices if i < self.eval_size]
         _, numbers = self._eval_shuffle(existing)
         return self._batch(self.eval_windows, numbers, len(indices))
 
     def _batch(self, side: Windows, numbers: Iterable[int], count: int) -> Batch:
-        """Return the windows with these numbers as a batch of `count` rows.
+        """Return some windows as a batch of `count` rows.
 
-        Rows after the windows have only separators, with weight 0.
+        Rows after the last window have only separators, with weight 0.
+
+        Args:
+            side: All windows of the training or of the evaluation part.
+            numbers: Numbers of the windows in `side`, at most `count`.
+            count: B, number of rows, at least the number of windows.
         """
         # Unused places have the separator, an id that every model can read. They are no targets.
         tokens = np.full((count, self._size), self._separator, np.int32)

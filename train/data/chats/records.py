@@ -1,6 +1,7 @@
-"""Readers of conversations in JSON lines and Parquet. A document is the JSON of its messages.
+"""Readers of conversations in JSON lines and Parquet, for data.name chat:PATH.
 
-`records/user_files.py` reads chat:PATH with them.
+A document is one conversation, as the JSON of its list of messages. `records/user_files.py` uses
+these readers.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ FIELD = "messages"
 
 @dataclasses.dataclass
 class ChatLines(Lines):
-    """File of JSON lines with messages. Its documents are the messages of a line, as JSON."""
+    """File of JSON lines with a conversation in each. A document is the JSON of its messages."""
 
     without_answer: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Places of lines that were left out because they have no answer to train on."""
+    """Keys are the lines, as file and number, that have no answer to train on and are left out."""
 
     def content(self, row: dict[str, Any], where: str) -> bytes:
         if row.get("tools"):
@@ -37,10 +38,10 @@ class ChatLines(Lines):
 
 @dataclasses.dataclass
 class ChatTable(Table):
-    """Parquet file with a column of messages. Its documents are the messages of a row, as JSON."""
+    """Parquet file with a conversation in each row. A document is the JSON of its messages."""
 
     without_answer: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Places of rows that were left out because they have no answer to train on."""
+    """Keys are the rows, as file and number, that have no answer to train on and are left out."""
     kind: ClassVar[str] = "messages"
 
     @staticmethod
@@ -55,10 +56,11 @@ class ChatTable(Table):
 
 
 def in_folder(path: Path) -> bool:
-    """Return whether a file, or the first file of records in a folder, has messages.
+    """Return whether a file, or a folder by its first file of records, has conversations.
 
-    Only the field or column `messages` counts. Of JSON lines, the first 50 are tried. The result is
-    False for a damaged file, and if there is no file of records.
+    A record is a conversation if it has the field or column `messages`. One such line among the
+    first 50 is enough. The result is False for a damaged file, and for a folder without JSON lines
+    or Parquet.
     """
     if path.is_file():
         files = [path]
@@ -82,17 +84,18 @@ def in_folder(path: Path) -> bool:
 def _content(
     value: Any, where: str, field: str, text_fields: list[str], without_answer: dict[str, None]
 ) -> bytes:
-    """Check the messages of a record and return them as JSON.
+    """Check the messages of a record and return them as JSON in UTF-8.
 
-    Without an answer to train on, return no bytes and add the place to `without_answer`.
+    A record without an answer to train on returns no bytes, and is added to `without_answer`.
 
     Args:
         value: Value of the field. `None` if the record does not have the field.
-        where: File and line or row, for messages.
-        text_fields: Names of the fields that could be meant instead, for the message.
+        where: File and line or row of the record, for error messages.
+        text_fields: Names of other fields that the user may have meant, for the error message.
+        without_answer: Dict whose keys are the records without an answer to train on.
 
     Raises:
-        DataError: The field has no valid list of messages. The message has the place.
+        DataError: The value is not a valid list of messages. The error says where the record is.
     """
     if not isinstance(value, list):
         # Raises the error of a record whose field is missing or of another type.

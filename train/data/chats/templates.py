@@ -1,8 +1,7 @@
 """Chat templates: conversations as text, rendered by jinja2 in its sandbox as `transformers` does.
 
 The template is next to tokenizer.json, as chat_template.jinja or as `chat_template` in
-tokenizer_config.json. It is a program of somebody else. So it runs where it can change nothing and
-read no attribute of Python's own.
+tokenizer_config.json. It is a program of somebody else, so it runs in a sandbox.
 
 The sandbox of jinja2 keeps a template from Python's own attributes, but not from `'x' * 10**10` or
 from three nested loops. So loops, calls and the sizes of texts are counted in each rendering.
@@ -30,35 +29,44 @@ from mupax.train.data.interface import DataError
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 ASSETS = "assets.json"
-"""File next to the tokenizer of a run (`mupax.train.checkpoints.assets`)."""
+"""File next to a run's copy of its tokenizer, with facts on its data (`checkpoints/assets.py`)."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKS = "\ufdd0\ufdd1"
-"""Characters that begin and end an answer in a marked text.
+"""Characters that `Template.marked` writes before and after each answer, to find the answers.
 
-By Unicode's rule they are no characters of a text, and messages that have them are refused.
+Unicode reserves them for use inside programs, and messages that have them are refused.
 """
 _CONTENT = "\ufdd2"
-"""Content of messages that show what a template writes around a content."""
+"""Content of sample messages, which are rendered to see what a template writes around a content."""
 QUOTE = "\ufdd3"
-"""Character put into special tokens that a message quotes, until the template is rendered."""
+"""Character put into special tokens that a message quotes, while the template is rendered.
+
+So a quoted special token is told from one that the template writes.
+"""
 WEIGHTS = ("weight", "train", "training", "loss")
 """Fields of a message that say whether it is trained on.
 
-They are those of OpenAI and Mistral, of axolotl, of older versions of axolotl, and of ms-swift and
-XTuner.
+In this order, they come from OpenAI and Mistral; from axolotl; from older versions of axolotl; and
+from ms-swift and XTuner.
 """
 PARTS = "train_detail"
-"""Field of a message with the parts of its content that are trained on, as in axolotl."""
+"""Field of a message that says of parts of its content whether they are trained on, as in axolotl.
+
+It is a list of {"begin_offset": 0, "end_offset": 9, "train": false}, in characters of the content.
+`end_offset` is the last character of the part.
+"""
 
 _SPECIAL = re.compile(r"<\|[^\s<>|]+\|>|<｜[^\s<>｜]+｜>|</?[A-Za-z_][\w:-]*>|\[/?[A-Z][A-Z_]*\]")
-"""Special tokens as in ChatML and Llama 3, DeepSeek, Gemma and Llama 2, and Mistral."""
+"""Pattern of special tokens: of ChatML and Llama 3, DeepSeek, Gemma and Llama 2, and Mistral."""
 
 Message = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """Chat template, compiled when it is made.
+    """Chat template of jinja2, which renders a conversation as text.
+
+    The constructor compiles the source, so that a wrong template fails at once.
 
     Raises:
         DataError: The source is not a template of jinja2.
@@ -69,7 +77,7 @@ class Template:
     name: str
     """Name of the template in error messages."""
     tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Special tokens that the template may name, by names such as bos_token."""
+    """Special tokens that the template may use as variables, by variable, such as bos_token."""
     dated: bool = False
     """True if the template may ask for today's date. Otherwise texts are the same on every day."""
 
@@ -78,11 +86,11 @@ class Template:
         _ = self._compiled
 
     def render(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        """Return the text of a conversation.
+        """Render a conversation and return its text.
 
         Args:
             messages: Result of `checked`: messages with `role` and `content`.
-            prompt: True adds the beginning of the next answer.
+            prompt: True adds what the template writes before the next answer.
 
         Raises:
             DataError: The template refuses these messages, or fails.
@@ -92,11 +100,13 @@ class Template:
         return self.marked(messages, prompt=prompt).translate(without_marks)
 
     def marked(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """Return the text of a conversation with `MARKS` around the parts in `{% generation %}`.
+        """Render a conversation with `MARKS` around the answers, and return its text.
+
+        Answers are the parts that the template has in `{% generation %}`.
 
         Args:
             messages: Result of `checked`: messages with `role` and `content`.
-            prompt: True adds the beginning of the next answer.
+            prompt: True adds what the template writes before the next answer.
 
         Raises:
             DataError: The template refuses these messages, or fails.
@@ -119,7 +129,10 @@ class Template:
 
     @functools.cached_property
     def ending(self) -> str:
-        """Text that the template writes after an answer's content, stripped. It may be empty."""
+        """Text that the template writes after an answer, such as `<|im_end|>`, without white space.
+
+        It is empty if the template writes nothing there, or refuses a question and an answer.
+        """
         question = {"role": "user", "content": "?"}
         try:
             text = self.render([question, {"role": "assistant", "content": _CONTENT}], prompt=False)
@@ -130,13 +143,13 @@ class Template:
         return text.rpartition(_CONTENT)[2].strip()
 
     def with_tokens(self, tokens: Mapping[str, str]) -> str:
-        """Return a source that renders the template's text in a program that passes other tokens.
+        """Return the template's source, changed so that another program renders the same texts.
 
-        Tokens that differ are set at the start of the source. A token that this template does not
-        have stays undefined.
+        Another program may pass other special tokens to the template. Tokens that differ are set at
+        the start of the source. A token that this template does not have becomes undefined.
 
         Args:
-            tokens: Tokens that the other program passes, by names such as bos_token.
+            tokens: Special tokens that the other program passes, by variable, such as bos_token.
         """
         parsed = _environment(self.dated, MARKS).parse(self.source)
         variables = meta.find_undeclared_variables(parsed)
@@ -155,7 +168,10 @@ class Template:
 
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """Special tokens that the template writes around messages, such as `<|im_end|>`."""
+        """Special tokens that the template writes around messages, such as `<|im_end|>`.
+
+        They are found by rendering sample conversations.
+        """
         # A dict, because a set has no order.
         tokens: dict[str, None] = {}
         for roles in (
@@ -178,12 +194,12 @@ class Template:
 
     @property
     def special_tokens_at_end(self) -> tuple[str, ...]:
-        """Special tokens that end an answer."""
+        """Special tokens that the template writes after an answer."""
         return tuple(token for token in self.special_tokens if token in self.ending)
 
     @functools.cached_property
     def _tags(self) -> set[str]:
-        """Names of the template's tags, such as `for` and `generation`."""
+        """Names of the tags in the template's source, such as `for` and `generation`."""
         lexed = _environment(self.dated, MARKS).lex(self.source)
         after_begin = False
         tags = set()
@@ -211,7 +227,8 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
     """Return the chat template of a tokenizer, or None if there is none.
 
     Args:
-        tokenizer: Value of data.tokenizer. Templates next to it count if it is a path.
+        tokenizer: Value of data.tokenizer. For a path of a .json file, the template is looked for
+            in the same folder.
         file: File of a template to use instead. None looks next to the tokenizer.
         dated: True if the template may ask for today's date.
 
@@ -254,12 +271,13 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
 
 
 def special_tokens(tokenizer: str) -> dict[str, str]:
-    """Return the special tokens that a template may name, by names such as bos_token.
+    """Return the special tokens that a template may use as variables, by variable (bos_token).
 
-    They are in files next to a tokenizer.json.
+    They are read from tokenizer_config.json next to a tokenizer.json, or from a run's assets.json.
 
     Args:
-        tokenizer: Value of data.tokenizer. If it is not a path, there are no tokens.
+        tokenizer: Value of data.tokenizer. Unless it is the path of a .json file, the result is
+            empty.
 
     Raises:
         DataError: A file next to the tokenizer is damaged.
@@ -285,10 +303,13 @@ def special_tokens(tokenizer: str) -> dict[str, str]:
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
-    """Check messages and return copies of them with a role and a text each.
+    """Check messages. Return copies of them in one form: `role`, `content` as one text, and others.
 
-    A content of several texts is joined, and null fields are dropped. The fields of `WEIGHTS` are
-    dropped, too. If one of them excludes the message from training, the copy has `weight` 0.
+    A content of several texts is joined. Null fields and the fields of `WEIGHTS` are dropped. If
+    one of the fields of `WEIGHTS` excludes the message from training, the copy has `weight` 0.
+
+    Args:
+        messages: Value of a record's field, such as a list of messages in OpenAI's format.
 
     Raises:
         DataError: The value is not a list of messages, or one has an unknown role, a content that
@@ -304,6 +325,9 @@ def checked(messages: Any) -> list[dict[str, Any]]:
 
 def _checked(message: Any, where: str) -> dict[str, Any]:
     """Check one message and return a copy of it, as `checked` describes.
+
+    Args:
+        where: Name of the message in errors, such as "messages[2]".
 
     Raises:
         DataError: The role is unknown, the content is no text, or another field is wrong.
@@ -347,7 +371,12 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
 
 
 def _is_trained(value: Any, name: str, where: str) -> bool:
-    """Return a 0 or 1 of a record as a bool. Raise `DataError` for any other value."""
+    """Return a field that is 0 or 1, or a bool, as a bool. Raise `DataError` for other values.
+
+    Args:
+        name: Name of the field, for the error.
+        where: Name of the message, for the error.
+    """
     if not isinstance(value, bool | int | float) or value not in (0, 1):
         raise DataError(
             f"{where} has the {name} {value!r:.40}; write 0 (context, not trained on) or 1, or take it "
@@ -357,7 +386,13 @@ def _is_trained(value: Any, name: str, where: str) -> bool:
 
 
 def _check_parts(parts: Any, length: int, where: str) -> None:
-    """Raise an error if a `train_detail` does not name parts of a content of this length."""
+    """Raise `DataError` unless a `train_detail` (`PARTS`) is a list of valid parts of a content.
+
+    Args:
+        parts: Value of the field `train_detail`.
+        length: Number of characters of the content, which bounds the offsets.
+        where: Name of the message, for the error.
+    """
     form = '{"begin_offset": 0, "end_offset": 9, "train": false}'
     if not isinstance(parts, list):
         raise DataError(f"{where} has the {PARTS} {parts!r:.40}; write a list of {form}")
@@ -382,17 +417,17 @@ def _fields(path: Path) -> Mapping[str, Any]:
 
 
 _MOST_TURNS = 2_000_000
-"""Most turns of all loops and calls of a rendering."""
+"""Largest number of loop iterations in one rendering, where a call counts `_TURNS_PER_CALL`."""
 _TURNS_PER_CALL = 20
-"""Turns that a call counts for, because a call of a macro takes as much time."""
+"""Loop iterations that a call counts for, because a call of a macro takes as much time."""
 _LARGEST = 32 * 2**20
-"""Most characters of a text, or items of a list, that an operation may make."""
+"""Largest number of characters of a text, or of items of a list, that one operation may make."""
 _MOST_WRITTEN = 256 * 2**20
-"""Most characters that all operations of a rendering may make together."""
+"""Largest number of characters that all operations of a rendering may make together."""
 _MOST_BITS = 4096
-"""Most bits of a number."""
+"""Largest number of bits of a whole number in a template."""
 _LONGEST_SOURCE = 2**20
-"""Most characters of a template. Real templates have some thousand."""
+"""Largest number of characters of a template. Real templates have a few thousand."""
 _WIDTHS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 """Methods of texts whose result is as wide as their argument says."""
 _WIDE_FILTERS = frozenset({"batch", "center", "indent", "slice", "tojson", "truncate", "wordwrap"})
@@ -404,7 +439,12 @@ class TemplateLimitError(jinja2.TemplateError):
 
 
 class _Spent(threading.local):
-    """Counters of the rendering in this thread."""
+    """Counters of the current rendering in this thread.
+
+    Attributes:
+        turns: Number of loop iterations so far, at most `_MOST_TURNS`.
+        written: Number of characters and list items made so far, at most `_MOST_WRITTEN`.
+    """
 
     turns = 0
     written = 0
@@ -420,7 +460,7 @@ def _begin_rendering() -> None:
 
 
 def _turn(count: int = 1) -> None:
-    """Add turns of a loop to the counter. Raise `TemplateLimitError` above the bound."""
+    """Count loop iterations. Raise `TemplateLimitError` above `_MOST_TURNS`."""
     _SPENT.turns += count
     if _SPENT.turns > _MOST_TURNS:
         raise TemplateLimitError(f"it loops more than {_MOST_TURNS:,} times")
@@ -452,12 +492,19 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _widest(values: Any) -> int:
-    """Return the largest absolute value among whole numbers, or 0 if there are none."""
+    """Return the largest absolute value among the whole numbers in `values`, or 0 without any.
+
+    It bounds the width of a text that a method or filter makes from these arguments.
+    """
     return max((abs(value) for value in values if isinstance(value, int)), default=0)
 
 
 def _written_out(parts: Any) -> str:
-    """Join the texts that a template writes. Raise `TemplateLimitError` above the bound."""
+    """Join the texts that a template writes, and count their characters.
+
+    Raises:
+        TemplateLimitError: The sum of this rendering is above `_MOST_WRITTEN`.
+    """
     texts = []
     for part in parts:
         _SPENT.written += len(part)
@@ -476,7 +523,7 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     concat = staticmethod(_written_out)
     marks: str
-    """Two characters, put before and after an answer."""
+    """Two characters, written before and after what is in `{% generation %}`."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Counting().visit(super()._parse(source, name, filename))
@@ -524,7 +571,14 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
 
 
 def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
-    """Count the result of a text's method before the call. Raise an error above the bounds."""
+    """Count the size of the result of a string method before the method is called.
+
+    Args:
+        name: Name of the method, such as "center".
+
+    Raises:
+        TemplateLimitError: The result is too large.
+    """
     if name in _WIDTHS:
         repeats = 1
         if name == "expandtabs":
@@ -540,16 +594,25 @@ def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
 
 
 def _check_replacement(text: Any, before: Any, after: Any) -> None:
-    """Count the result of `replace` before it is made, if all three values are texts."""
+    """Count the size of the result of text.replace(before, after) before it is made.
+
+    Nothing is counted unless all three values are strings.
+    """
     if isinstance(text, str) and isinstance(before, str) and isinstance(after, str):
         growth = text.count(before) * max(0, len(after) - len(before))
         _written(len(text) + growth)
 
 
 def _check_format(form: str, values: tuple[Any, ...]) -> None:
-    """Count the result of a format, and raise an error if its width is millions.
+    """Count the size of a formatted string before it is made, such as "%5d" % 3.
 
-    The width is a number of more than six digits in the string, or a value for `*`.
+    Args:
+        form: Format string, such as "%5d" or "{:5}".
+        values: Values that are formatted, which may be widths for `*`.
+
+    Raises:
+        TemplateLimitError: The format string has a number of more than six digits, or has "*" and
+            a value above a million, so that a field would be millions of characters wide.
     """
     digits = 0
     number = ""
@@ -562,7 +625,7 @@ def _check_format(form: str, values: tuple[Any, ...]) -> None:
 
 
 def _counted(items: Any) -> Any:
-    """Count the items of a loop and return them.
+    """Count the items of a `for` loop of a template, and return the items for the loop.
 
     Items without a length are returned as an iterator that counts them one by one.
     """
@@ -587,7 +650,9 @@ def _joined(*values: Any) -> str:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter of jinja2, so that its result is counted, where possible before it is made.
+    """Return a filter of jinja2 that does the same as `function` and counts the size of its result.
+
+    Where possible, the size is counted before the result is made.
 
     Args:
         name: Name of the filter, which tells how to estimate the size of its result.
@@ -620,7 +685,11 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_join(values: list[Any]) -> None:
-    """Count the separators of `join` before the text is made, if it joins a list by a text."""
+    """Count the characters of the separators that the filter `join` will write.
+
+    Args:
+        values: Arguments of the filter. Nothing is counted without a list and a string among them.
+    """
     lists = [value for value in values if isinstance(value, (list, tuple, range))]
     separators = [value for value in values if isinstance(value, str)]
     if lists and separators:
@@ -628,7 +697,10 @@ def _check_join(values: list[Any]) -> None:
 
 
 class _Counting(visitor.NodeTransformer):
-    """Transformer that puts counting filters around the items of loops and in place of `~`."""
+    """Transformer of a parsed template that makes its loops and its operators `~` count.
+
+    Items of a loop go through the filter `_counted`, and `~` becomes the filter `_joined`.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -658,12 +730,12 @@ class Generation(ext.Extension):
 
 @functools.cache
 def _environment(dated: bool, marks: str) -> Environment:
-    """Return the sandbox of templates, with the settings, filters and functions of `transformers`.
+    """Return the jinja2 sandbox in which templates run, set up as in `transformers`.
 
     Calls with equal arguments return one cached object.
 
     Args:
-        dated: True if templates may ask for today's date.
+        dated: True if templates may ask for today's date (`strftime_now`).
         marks: Two characters, put before and after what is in `{% generation %}`.
     """
 

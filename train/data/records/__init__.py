@@ -1,1 +1,4 @@
-"""Prepared data sets on disk: TFDS, npz files and the corpus that any Python installation has."""
+"""Data on disk: prepared TFDS data sets, a user's files by format, and their split by side.
+
+The sides of a split are "train" and "eval".
+"""

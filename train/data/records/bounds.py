@@ -15,16 +15,22 @@ from mupax.train.config.data import LimitsConfig
 from mupax.train.data.interface import DataError
 
 _HEADER_BYTES = 1 << 12
-"""Bytes that are read for a header at first."""
+"""Number of bytes that are read first for the header of a page. More are read if they are few."""
 _LARGEST_HEADER = 1 << 22
-"""Largest header in bytes. The statistics in a header may contain complete values."""
+"""Largest header of a page, in bytes. The statistics in a header may contain complete values."""
 _DICTIONARY_PAGE = 2
 _COPYING = frozenset({2, 7, 8})
-"""Encodings whose values may be much longer than their bytes on disk: PLAIN_DICTIONARY,
-DELTA_BYTE_ARRAY and RLE_DICTIONARY."""
+"""Parquet encodings whose values may be much longer than their bytes on disk.
+
+These are PLAIN_DICTIONARY, DELTA_BYTE_ARRAY and RLE_DICTIONARY. Their values refer to a dictionary
+or to an earlier value.
+"""
 
 WINDOW_BYTES = 64 * 2**20
-"""Unpacked bytes over which the ratio is measured. Content that unpacks to less is accepted."""
+"""Unpacked bytes over which `limits.ratio` (unpacked bytes per byte on disk) is checked.
+
+Content that unpacks to less is always accepted.
+"""
 
 
 class Page(NamedTuple):
@@ -38,17 +44,20 @@ class Page(NamedTuple):
     values: int
     """Number of values. 0 for a dictionary."""
     copies: bool
-    """True if the values refer to a dictionary or to earlier values."""
+    """True if the values refer to a dictionary or to earlier values.
+
+    Unpacked values may then be much longer than the page.
+    """
 
 
 class PageError(ValueError):
-    """Error of bytes that are no header of a page."""
+    """Error for bytes that are not the header of a Parquet page."""
 
 
 def pages(file: BinaryIO, start: int, size: int) -> Iterator[Page]:
     """Yield the headers of a column chunk's pages, up to the first that cannot be read.
 
-    The reader of the values reports the error of an unreadable header.
+    No error is raised for an unreadable header: pyarrow raises one when it reads the values.
 
     Args:
         start: Position of the first page in bytes.
@@ -80,9 +89,12 @@ def pages(file: BinaryIO, start: int, size: int) -> Iterator[Page]:
 
 
 def _page(fields: dict[int, Any]) -> Page | None:
-    """Return the header with some fields (`PageHeader` of parquet.thrift).
+    """Return the page header that a decoded `PageHeader` struct of parquet.thrift describes.
 
     The result is `None` if the type or a size is missing, or a size is negative.
+
+    Args:
+        fields: Values of the struct by the field numbers of parquet.thrift.
     """
     page_type = fields.get(1)
     unpacked = fields.get(2)
@@ -108,9 +120,10 @@ def _page(fields: dict[int, Any]) -> Page | None:
 
 
 class _Reader:
-    """Reader of Thrift's compact protocol.
+    """Decoder of a struct in Thrift's compact protocol, the format of Parquet's page headers.
 
-    Raises `IndexError` if there are too few bytes, and `PageError` for bytes that are no header.
+    Its methods raise `IndexError` if there are too few bytes, and `PageError` for bytes that are
+    not such a struct.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -118,7 +131,7 @@ class _Reader:
         self.position = 0
 
     def struct(self) -> dict[int, Any]:
-        """Read a struct and return its fields by number."""
+        """Read a struct and return the values of its fields by field number."""
         fields: dict[int, Any] = {}
         number = 0
         while (head := self._byte()) != 0:
@@ -152,6 +165,9 @@ class _Reader:
 
     def _value(self, field_type: int) -> Any:
         """Read a value and return it. Doubles, strings and lists are skipped and return `None`.
+
+        Args:
+            field_type: Number of the value's type in the protocol.
 
         Raises:
             PageError: The protocol has no such type.
@@ -191,12 +207,12 @@ class LimitError(DataError):
 
 
 def too_packed(place: str, unpacked: int, packed: int, limits: LimitsConfig) -> LimitError:
-    """Return the error of content that unpacks to much more than its size on disk.
+    """Return the error for content that unpacks to much more than its size on disk.
 
     Args:
         place: Name of the file, for the message.
         unpacked: Number of bytes that were unpacked so far.
-        packed: Number of bytes on disk that they come from.
+        packed: Number of bytes on disk from which these bytes were unpacked.
     """
     needed = _rounded_up(unpacked / max(1, packed))
     return LimitError(
@@ -229,7 +245,7 @@ def too_many_pixels(
         place: Name of the file, for the message.
         width: Width in pixels.
         height: Height in pixels.
-        weight: Memory of a pixel in this format, relative to PNG (PNG has 1).
+        weight: Memory that decoding one pixel takes in this image format, relative to PNG (1).
     """
     needed = _rounded_up(width * height * weight / 1e6)
     weight_note = "" if weight == 1 else f", which count {weight:g} times in this format"
@@ -240,16 +256,19 @@ def too_many_pixels(
 
 
 def _rounded_up(number: float) -> int:
-    """Return the next larger integer of at most two digits followed by zeros."""
+    """Return a larger whole number with at most two digits other than zeros, such as 130 for 123.4.
+
+    Messages suggest it as a limit.
+    """
     step = 10 ** max(0, len(str(int(number))) - 2)
     return (int(number) // step + 1) * step
 
 
 class BoundedStream(io.RawIOBase):
-    """Stream of the unpacked content of a file that raises LimitError if it unpacks to too much.
+    """Stream of a compressed file's unpacked content, with a limit on the compression ratio.
 
-    For every `WINDOW_BYTES` (64 MiB) of the content, at least 1 / `limits.ratio` as many bytes of
-    the file must have been used.
+    Reading raises `LimitError` if about `WINDOW_BYTES` (64 MiB) of the content come from fewer than
+    1 / `limits.ratio` as many bytes of the file. So a file that unpacks to terabytes is noticed.
 
     Args:
         unpacked: Binary stream that unpacks `packed`.
@@ -289,7 +308,7 @@ def check_ratio(place: str, unpacked: int, packed: int, limits: LimitsConfig) ->
     Args:
         place: Name of the file, for the message.
         unpacked: Number of bytes that were unpacked so far.
-        packed: Number of bytes on disk that they come from.
+        packed: Number of bytes on disk from which these bytes were unpacked.
 
     Raises:
         LimitError: `unpacked` is more than `WINDOW_BYTES` (64 MiB), and more than `limits.ratio`

@@ -1,6 +1,7 @@
-"""Log of the broken files and records of a user's data (`data.on_broken`).
+"""Log of the broken entries of a user's data: files, texts and records that cannot be used.
 
-The first broken entry raises an error, or all broken entries are left out and counted.
+By `data.on_broken`, the first broken entry raises an error ("stop"), or all broken entries are left
+out and counted ("skip").
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LISTED = 8
 
 
 class BrokenPart(NamedTuple):
-    """Count of the broken entries of one part of a file."""
+    """Count of the broken entries in one part of a file, a range that is read at once."""
 
     unit: str
     """Name of one entry: `record`, `text` or `file`."""
@@ -28,20 +29,21 @@ class BrokenPart(NamedTuple):
     places: list[str]
     """File and line of the first `_LISTED` entries."""
     reason: str
-    """Error of the first entry."""
+    """Message of the first entry's error, without the place."""
 
 
 class BrokenLog:
-    """Log of the broken entries that were found, by the part of a file that contains them.
+    """Log of the broken entries that were found: files, texts and records that cannot be used.
 
-    A part may be read several times, by several processes, and in an earlier run. Its entries count
+    Entries are counted by the part of a file (a range that is read at once) that contains them. A
+    part may be read several times, by several processes, and in an earlier run. Its entries count
     once.
 
     Args:
         skip: True if broken entries are left out. Otherwise the first one raises its error.
         limits: Limits on entries. An entry that exceeds them is broken.
-        names_flag: True if errors name the flag that leaves broken entries out. False for data that
-            does not read it.
+        names_flag: True if errors advise to add --data.on-broken skip. False for data that ignores
+            this option.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class BrokenLog:
         return sum(part.count for part in self._parts.values())
 
     def keep_in(self, key: str) -> None:
-        """Load the entries that the cache has under a key, and write entries there from now on.
+        """Store the log in a file of the cache, to which new entries are added from now on.
 
-        Entries that the log has already are written, too.
+        Entries that an earlier run left in this file are loaded, so that they count even if this
+        run does not read them again. Entries that the log already has are written, too.
 
         Args:
-            key: Name that identifies the data and the settings under which they are read.
+            key: Name of the file, which identifies the data and the settings under which it is
+                read.
         """
         self._path = cache.root() / "broken" / f"{key}.jsonl"
         new_parts = self._parts
@@ -90,7 +94,7 @@ class BrokenLog:
         The count is logged at the end of the block, unless the block raises an error.
 
         Args:
-            name: Name of the part: its file and its first byte or row.
+            name: Name that identifies the part: its file and its first byte or row.
             unit: Name of one entry, such as "record".
         """
         tally = Tally(self.skip, names_flag=self._names_flag)
@@ -99,23 +103,26 @@ class BrokenLog:
             self._keep(name, BrokenPart(unit, tally.count, tally.places, tally.reason))
 
     def add(self, name: str, unit: str, place: str, error: DataError) -> None:
-        """Log a part of a file, or a record, as left out, or raise its error.
+        """Log one broken entry as left out, or raise its error if broken entries are not left out.
 
         Args:
-            name: Name of the part (`part`).
+            name: Name that identifies the part of the file that contains the entry (`part`).
             unit: Name of one entry, such as "record".
             place: File and line of the entry, for the summary.
-            error: Reason, with the name of the file.
+            error: Error of the entry. Its message contains the name of the file.
 
         Raises:
-            DataError: Broken entries are not left out. The message is the message of `error`, and
-                names the flag that leaves broken entries out.
+            DataError: The log was made with `skip` false. The message is that of `error`, usually
+                with the advice to add --data.on-broken skip.
         """
         with self.part(name, unit) as tally:
             tally.add(place, error)
 
     def summary(self) -> list[str]:
-        """Return a line for each unit, with the number of entries and the places of the first."""
+        """Return lines for the user, one for each kind of broken entry, such as "record".
+
+        A line has the number of entries, the places of the first eight and the first reason.
+        """
         by_unit: dict[str, list[BrokenPart]] = {}
         for name in sorted(self._parts):
             part = self._parts[name]
@@ -138,7 +145,10 @@ class BrokenLog:
         return lines
 
     def _keep(self, name: str, part: BrokenPart) -> None:
-        """Add a part to the log and to its file in the cache, unless the log has an equal part."""
+        """Add the count of a part to the log and to the log's file in the cache, if there is one.
+
+        Nothing is added if the log already has an equal count for the part.
+        """
         # A part that is read again gives the same entries, which are logged already.
         if self._parts.get(name) == part:
             return
@@ -151,16 +161,16 @@ class BrokenLog:
 
 
 class Tally:
-    """Count of the broken entries of one part of a file while it is read.
+    """Counter of the broken entries of one part of a file while the part is read.
 
     Args:
         skip: True if broken entries are left out. Otherwise the first one raises its error.
-        names_flag: True if that error names the flag that leaves broken entries out.
+        names_flag: True if errors advise to add --data.on-broken skip.
 
     Attributes:
         count: Number of entries that were left out.
-        places: File and line of the first eight of these.
-        reason: Error of the first of these, empty if there is none.
+        places: File and line of the first eight entries that were left out.
+        reason: Reason for the first of them. Empty if there is none.
     """
 
     def __init__(self, skip: bool, *, names_flag: bool = True) -> None:
@@ -174,11 +184,11 @@ class Tally:
         """Count a broken entry as left out, or raise its error if broken entries are not left out.
 
         Args:
-            place: Name of the entry, for the summary.
+            place: Name of the entry, such as its file and line, for the summary.
 
         Raises:
-            DataError: The tally was made with `skip` false. The message is that of `error` and, with
-                `names_flag`, the flag that leaves broken entries out.
+            DataError: The tally was made with `skip` false. The message is that of `error` and,
+                with `names_flag`, the advice to add --data.on-broken skip.
         """
         if not self._skip:
             if not self._names_flag:
@@ -189,7 +199,7 @@ class Tally:
         self.leave_out(place, str(error).removeprefix(f"{place} "))
 
     def leave_out(self, place: str, reason: str) -> None:
-        """Count an entry that is left out even if broken entries raise their error.
+        """Count an entry as left out, whatever `skip` is. No error is raised.
 
         Args:
             place: Name of the entry, such as its file and line, for the summary.

@@ -1,5 +1,6 @@
-"""TFDS builders of the embedded data sets, written and read as array_record without TensorFlow.
+"""TFDS builders of the data sets that mupax makes itself: Python's standard library and digits.
 
+They are written and read as array_record files, without TensorFlow.
 The import of tensorflow_datasets is slow, so only functions that prepare or open a data set import
 this module.
 """
@@ -24,14 +25,14 @@ from mupax.train.data.interface import DataError
 
 
 class Source(Sequence[dict[str, Any]]):
-    """Sequence of the records of one split, with random access.
+    """Sequence of the records of one split of a prepared TFDS data set, with random access.
 
-    array_record has checksums, so a record that is read is a record that was written.
+    A record is a dict of features. The files have checksums, so a damaged record raises an error.
 
     Args:
         builder: TFDS builder of a prepared data set.
         split: Name of the split, or a slice of it such as "train[:10%]".
-        decoders: TFDS decoders of features. Default: the decoders of the features.
+        decoders: TFDS decoders by feature, in place of the features' own, which are the default.
 
     Raises:
         DataError: A file is missing or damaged. Reading a record may raise it, too.
@@ -81,7 +82,7 @@ class PythonCorpus(tfds.core.GeneratorBasedBuilder):
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """TFDS builder of the handwritten digits (`mupax.train.data.images.read_digits`) in order."""
+    """TFDS builder of the handwritten digits, in the order of `data.images.read_digits`."""
 
     VERSION = tfds.core.Version("1.0.0")
     pkg_dir_path: Any = Path(__file__).parent
@@ -109,9 +110,10 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
 
 def from_folder(folder: Path) -> Any:
-    """Return the TFDS builder of a prepared data set, without the code that prepared it.
+    """Return a TFDS builder that reads a prepared data set, without the code that prepared it.
 
-    The classes in its features.json are checked first, because TFDS would import them.
+    The class names in its features.json are checked first, because TFDS would import the classes
+    and so run code of whoever wrote the file.
 
     Args:
         folder: Folder of one version, DATA_DIR/NAME[/CONFIG]/VERSION.
@@ -170,7 +172,7 @@ def _class_names(fields: Any) -> Iterator[str]:
 
 
 def info(builder: tfds.core.DatasetBuilder, features: dict[str, Any]) -> tfds.core.DatasetInfo:
-    """Return the info of a data set whose records keep the order in which they are generated.
+    """Return the TFDS info of a data set whose records stay in the order in which they are made.
 
     Args:
         features: TFDS feature or dtype of each field, by name.
@@ -187,7 +189,7 @@ def embedded(
     config: str | None = None,
     **arguments: Any,
 ) -> Any:
-    """Return the TFDS builder of an embedded data set, and prepare the data set if necessary.
+    """Return the TFDS builder of a data set that mupax makes itself. Prepare the data if needed.
 
     If another process is preparing it, this process waits.
 
@@ -195,8 +197,8 @@ def embedded(
         kind: Class of the TFDS builder, such as `Digits`.
         data_dir: Value of `data.data_dir`. None is the folder in the cache.
         note: Function that prints a line for the user before the data set is prepared.
-        config: Name of the builder config. Default: no config.
-        **arguments: Further arguments of `kind`.
+        config: Name of the TFDS builder config. Default: no config.
+        **arguments: Further arguments of the constructor of `kind`.
 
     Raises:
         DataError: The folder cannot be written, or the prepared data set is damaged.

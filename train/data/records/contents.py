@@ -28,19 +28,22 @@ from mupax.train.data.interface import DataError
 _BLOCK_BYTES = 1 << 20
 _THREADS = 4
 _TICK_NS = 2 * 10**9
-"""Longest tick of a file system's clock in nanoseconds."""
+"""Longest tick of a file system's clock in nanoseconds. Times within one tick look equal."""
 _NOTED_BYTES = 1 << 30
-"""Bytes to read from which on the user is told."""
+"""Number of bytes to read from which on the user is told that reading takes time."""
 
 Stamp = list[int]
-"""Size, modification time, change time and inode of a file."""
+"""Size in bytes, modification time, change time (both in nanoseconds) and inode of a file.
+
+A file with an equal stamp is assumed to be unchanged.
+"""
 
 
 def digest(files: Sequence[Path], note: cache.Note) -> str:
     """Return a digest of the paths and contents of files.
 
-    A file is read only if its stamp has changed since the last call. The digests of contents are
-    cached on disk.
+    A file is read only if its size, times or inode have changed since the last call. The digests of
+    contents are cached on disk.
 
     Args:
         files: Files in an order that is always the same. A file in a bucket is represented by its
@@ -86,9 +89,9 @@ def digest(files: Sequence[Path], note: cache.Note) -> str:
 
 
 def stamp(path: Path) -> Stamp:
-    """Return the size, times and inode of a file. If they differ, the file may have changed.
+    """Return the size, modification time, change time and inode of a file (`Stamp`).
 
-    The times of modification and change are in nanoseconds.
+    If the stamp is not the same as before, the file may have changed.
 
     Raises:
         DataError: The file has vanished since it was listed, or its disk fails.
@@ -103,7 +106,10 @@ def stamp(path: Path) -> Stamp:
 
 
 def _remote_mark(path: Path) -> str:
-    """Return size and time of a file in a bucket, in place of a digest of its content."""
+    """Return the size and modification time of a file in a bucket as "SIZE:TIME".
+
+    This text stands for a digest of the content, which would have to be downloaded.
+    """
     stat = _status(path)
     return f"{stat.st_size}:{stat.st_mtime_ns}"
 
@@ -137,9 +143,12 @@ def _content_digest(name: str) -> str:
 
 
 def _read(record: Path) -> dict[str, tuple[Stamp, str]]:
-    """Return the recorded stamp and digest of each file, up to the first damaged line.
+    """Return the recorded stamp and content digest of each file, by its path.
 
-    The result is empty if there is no record.
+    Reading stops at the first damaged line. The result is empty if there is no record.
+
+    Args:
+        record: JSON lines that an earlier call of `digest` wrote.
     """
     recorded: dict[str, tuple[Stamp, str]] = {}
     with contextlib.suppress(OSError, disk.JsonError, KeyError), record.open("rb") as file:
@@ -150,7 +159,12 @@ def _read(record: Path) -> dict[str, tuple[Stamp, str]]:
 
 
 def _write(record: Path, entries: Sequence[tuple[str, Stamp, str]]) -> None:
-    """Replace the record by these stamps and digests. Errors of writing are ignored."""
+    """Write the stamps and content digests of files for the next run. Ignore errors of writing.
+
+    Args:
+        record: JSON lines file in the cache, which is replaced by the entries.
+        entries: Path, stamp and content digest of each file.
+    """
     with contextlib.suppress(DataError, OSError):
         cache.folder(record.parent)
         # Write to a temporary name, so that no other process reads half a record.

@@ -1,6 +1,7 @@
-"""Files of a text corpus, their side of the split by hash, and pieces of large files.
+"""Text files of a corpus: their split into training and evaluation, and pieces of large files.
 
-The side of a file is a hash of its relative path, so a file is on the same side on every machine.
+The hash of a file's relative path decides the side of the split ("train" or "eval"), so a file is
+on the same side on every machine.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ _PIECE_BYTES = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Bytes [start, stop) of a file, all on one side of the split.
+    """Bytes [start, stop) of a text file, small enough to be read at once.
+
+    All of them are on one side of the split, training or evaluation.
 
     Attributes:
         ends: True if the document ends with this piece. Only a large file has several pieces on one
             side.
-        is_utf8: True if the tokenizer reads characters. Then bytes that are no UTF-8 are broken.
-        broken: Log that counts broken text, or raises its error.
+        is_utf8: True if the tokenizer reads characters. Text that is not UTF-8 is then broken.
+        broken: Log that counts broken text, or raises its error. Text with a NUL byte is always
+            broken.
     """
 
     path: Path
@@ -56,10 +60,11 @@ class Piece:
     broken: BrokenLog = dataclasses.field(default_factory=BrokenLog, compare=False)
 
     def read(self) -> list[tuple[bytes, bool]]:
-        """Return a list of one pair, the bytes of the piece and `ends`.
+        """Read the piece. Return a list of one pair: its bytes, and whether the document ends.
 
-        The byte order mark of UTF-8 is removed. The list is empty for an empty document, and for a
-        broken one that is left out. A broken piece of a document with several pieces has no bytes.
+        A byte order mark of UTF-8 is removed. The list is empty for an empty document, and for a
+        broken document that is left out. A broken piece of a document with several pieces is an
+        empty text, so that the document still ends.
 
         Raises:
             DataError: The file is gone or has become shorter, or the text is broken and is not left
@@ -90,9 +95,15 @@ class Piece:
         return self.start > 0 or not self.ends
 
     def _problem(self, data: bytes) -> tuple[int, str] | None:
-        """Return the offset of the first byte that is no text and the problem, or `None`.
+        """Return what makes a piece broken, or `None` for a piece that can be used.
 
-        The byte is a NUL byte or, if the piece `is_utf8`, a byte that is no UTF-8.
+        A piece is broken if it has a NUL byte or, with `is_utf8`, a byte that is not UTF-8.
+
+        Args:
+            data: Bytes of the piece, as read from the file.
+
+        Returns:
+            Index of the first such byte in `data`, and the rest of a sentence that describes it.
         """
         zero = data.find(b"\0")
         if zero >= 0:
@@ -109,7 +120,14 @@ class Piece:
         return None
 
     def _line(self, data: bytes, offset: int) -> int:
-        """Return the line of the file, from 1, that contains byte `offset` of the piece."""
+        """Return the number of the line that contains byte `offset` of the piece.
+
+        Lines are counted from 1 at the beginning of the file.
+
+        Args:
+            data: Bytes of the piece, as read from the file.
+            offset: Index of a byte in `data`.
+        """
         lines = 1 + data.count(b"\n", 0, offset)
         for start in range(0, self.start, _PIECE_BYTES):
             block = read_bytes(self.path, start, min(start + _PIECE_BYTES, self.start))
@@ -118,7 +136,9 @@ class Piece:
 
 
 def side(name: str | bytes) -> Split:
-    """Return the side of the split of a file or record, by its hash. 8 % are for evaluation.
+    """Return whether a file or record is for training or for evaluation, by its hash.
+
+    About 8 % are for evaluation.
 
     Args:
         name: Relative path of the file, or text of the record.
@@ -186,17 +206,20 @@ def read_bytes(path: Path, start: int, stop: int) -> bytes:
 def text_pieces(
     files: list[tuple[str, Path]], sides: Mapping[str, str], is_utf8: bool, broken: BrokenLog
 ) -> dict[str, list[Piece]]:
-    """Return the pieces of a user's text files for both sides of the split.
+    """Divide a user's text files into pieces for training and pieces for evaluation.
 
-    A file is split by the hash of its path, unless its name tells the side. A single file without a
-    side in its name is cut at a line end, and its last tenth is for evaluation. Empty files are
-    left out.
+    A file is for one of both, by the hash of its path, unless its name tells which (`sides`). A
+    single file whose name does not tell is cut at a line end, and its last tenth is for evaluation.
+    Empty files are left out.
 
     Args:
         files: Pairs of a relative path and a file.
-        sides: Side, "train" or "eval", of each file whose name tells it, by relative path.
-        is_utf8: True if text that is no UTF-8 is broken (`Piece`).
+        sides: "train" or "eval" for each file whose name tells it, by relative path.
+        is_utf8: True if text that is not UTF-8 is broken (`Piece`).
         broken: Log of broken text (`Piece`).
+
+    Returns:
+        Pieces under the keys "train" and "eval".
     """
     # An empty file has no document, and must not be the only one of its side.
     files = [(name, path) for name, path in files if path.stat().st_size]
@@ -219,13 +242,13 @@ def text_pieces(
 
 
 def is_broken(path: Path, is_utf8: bool, broken: BrokenLog) -> bool:
-    """Return whether a text file is broken and left out. Broken text is added to the log.
+    """Return whether a text file has a NUL byte or a wrong encoding, and add it to the log.
 
     A file that is empty or larger than 16 MiB is not read, and the result is `False`.
 
     Args:
-        is_utf8: True if text that is no UTF-8 is broken (`Piece`).
-        broken: Log of broken text (`Piece`), which raises the error if nothing is left out.
+        is_utf8: True if text that is not UTF-8 is broken (`Piece`).
+        broken: Log of broken text. It raises the error if broken text is not left out.
     """
     size = path.stat().st_size
     if not 0 < size <= _PIECE_BYTES:
@@ -236,8 +259,8 @@ def is_broken(path: Path, is_utf8: bool, broken: BrokenLog) -> bool:
 def names_for_eval(names: list[str]) -> set[str]:
     """Return the names of the files that are for evaluation, by the hash of the name.
 
-    If all of several files would be on one side, the file with the nearest hash goes to the other
-    side. A single file is for training.
+    About 8 % are. If all of several files would be for training, or all for evaluation, the one
+    with the hash nearest to the bound goes to the other side. A single file is for training.
     """
     # Without a file on one side there would be nothing to train on, or to evaluate.
     ranked = sorted(names, key=rank)
@@ -252,7 +275,7 @@ def names_for_eval(names: list[str]) -> set[str]:
 def _pieces(
     path: Path, start: int, stop: int, is_utf8: bool = False, broken: BrokenLog | None = None
 ) -> list[Piece]:
-    """Return bytes [start, stop) of a file as pieces of about `_PIECE_BYTES`, cut at line ends."""
+    """Cut bytes [start, stop) of a file at line ends into pieces of about `_PIECE_BYTES`."""
     cuts = [start]
     while stop - cuts[-1] > _PIECE_BYTES:
         cuts.append(_after_line(path, cuts[-1] + _PIECE_BYTES, stop))
@@ -266,9 +289,10 @@ def _pieces(
 
 
 def _after_line(path: Path, near: int, stop: int) -> int:
-    """Return the first line start after byte `near` and before byte `stop`.
+    """Return the position at which to cut a text: the first start of a line after byte `near`.
 
-    If no line ends within `_PIECE_BYTES` or before `stop`, the next character start is returned.
+    Only the next `_PIECE_BYTES` bytes are searched, and none from `stop` on. If no line starts
+    there, the result is the first byte from `near` on that begins a UTF-8 character.
     """
     block = read_bytes(path, near, min(near + _PIECE_BYTES, stop))
     line = block.find(b"\n") + 1
@@ -283,10 +307,12 @@ def _after_line(path: Path, near: int, stop: int) -> int:
 
 
 def content_digest(files: list[tuple[str, Path]]) -> str:
-    """Return a digest of names and contents, in this order. All files are read completely.
+    """Return a digest of the relative paths and the contents of files in the given order.
+
+    All files are read completely, so they should be few.
 
     Args:
-        files: Pairs of a relative path and a file, few enough to be read at every start.
+        files: Pairs of a relative path and a file.
     """
     parts: list[str | bytes] = []
     for name, path in files:
@@ -295,7 +321,9 @@ def content_digest(files: list[tuple[str, Path]]) -> str:
 
 
 def stat_digest(files: list[tuple[str, Path]]) -> str:
-    """Return a digest of absolute paths, sizes, times and inodes, in this order. No file is read.
+    """Return a digest of the absolute paths, sizes, times and inodes of files in the given order.
+
+    No file is read.
 
     Args:
         files: Pairs of a name, which is not used, and a file.

@@ -1,6 +1,6 @@
-"""Counts of the evaluation documents and files that are also in the training part.
+"""Warnings about evaluation documents and files that are also in the training part.
 
-The user is told their number. The data are not changed.
+The user is told their number. The data is not changed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mupax.train.data.records.splits import FileParts
 from mupax.train.data.text.packing import PackedCorpus
 
 _MOST_TOKENS = 1 << 30
-"""Largest training part that is searched. A larger one would take too long to read."""
+"""Largest training part that is searched, in tokens. A larger one would take too long to read."""
 _MOST_EVAL_TOKENS = 1 << 27
-"""Largest evaluation part that is searched for, since its documents are held in memory."""
+"""Largest evaluation part whose documents are searched for, in tokens. They are held in memory."""
 _BLOCK_TOKENS = 1 << 24
 _BLOCK_BYTES = 1 << 24
 _KEY_TOKENS = 4
-"""Tokens at either end of a document that its key is made of."""
+"""Number of tokens at either end of a document from which its hash key is computed."""
 
 
 def report(sides: Mapping[str, PackedCorpus], separator: int, note: cache.Note) -> None:
@@ -33,7 +33,7 @@ def report(sides: Mapping[str, PackedCorpus], separator: int, note: cache.Note) 
     are cached on disk.
 
     Args:
-        sides: Both sides of a packed corpus, "train" and "eval".
+        sides: Packed training and evaluation text of a corpus, under "train" and "eval".
         separator: Id that ends every document of the corpus.
         note: Function that prints a line for the user. It is called only if there are copies.
     """
@@ -59,9 +59,15 @@ def report(sides: Mapping[str, PackedCorpus], separator: int, note: cache.Note) 
 
 
 def _copies(train: np.ndarray, held_out: np.ndarray, separator: int) -> tuple[int, int]:
-    """Return the number of evaluation documents that are also training documents, and of all.
+    """Count the evaluation documents that are also training documents.
 
-    Both numbers count evaluation documents. Empty documents do not count.
+    Args:
+        train: Ids of all training documents, one after the other.
+        held_out: Ids of all evaluation documents, one after the other.
+
+    Returns:
+        Number of evaluation documents with a copy in training, and number of all evaluation
+        documents. Empty documents do not count.
     """
     starts, stops = _documents(held_out, separator)
     bounds = zip(starts.tolist(), stops.tolist(), strict=True)
@@ -85,9 +91,14 @@ def _copies(train: np.ndarray, held_out: np.ndarray, separator: int) -> tuple[in
 
 
 def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the start and stop of each document without its separator, int64 [documents] each.
+    """Find the documents of a packed text.
 
-    Empty documents are left out.
+    Args:
+        tokens: Ids of all documents, one after the other.
+
+    Returns:
+        Index of the first token of each document, and of its separator, int64 [documents] each.
+        Empty documents are left out.
     """
     ends = []
     for start in range(0, len(tokens), _BLOCK_TOKENS):
@@ -100,10 +111,14 @@ def _documents(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _keys(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Return a number per document that equal documents share, uint64 [documents].
+    """Return a cheap hash of each document, uint64 [documents]. Equal documents have equal hashes.
 
-    The number is a hash of the document's length and of the tokens at its ends, so different
-    documents may share a number, too.
+    The hash is made of the document's length and of the `_KEY_TOKENS` tokens at either end, so
+    different documents may have equal hashes, too.
+
+    Args:
+        starts: Index of the first token of each document.
+        stops: Index of the token after the last of each document.
     """
     # 2^64 over the golden ratio, an odd number that spreads keys over all bits.
     factor = np.uint64(0x9E3779B97F4A7C15)
@@ -121,13 +136,14 @@ def _keys(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarr
 def report_files(
     train: Sequence[FileParts], held_out: Sequence[FileParts], note: cache.Note
 ) -> None:
-    """Tell the user how many evaluation files are also training files.
+    """Tell the user how many evaluation files have the same content as a training file.
 
     Files are compared by digest. Only files of equal size are read.
 
     Args:
-        train: Files with training parts, which may have evaluation parts, too.
-        held_out: Files with evaluation parts. A file that also has training parts is not counted.
+        train: Files from which training text is read. Some may also have evaluation text.
+        held_out: Files from which evaluation text is read. A file that may also have training text
+            is not counted.
         note: Function that prints a line for the user. It is called only if there are copies.
     """
     by_size: dict[int, list[Path]] = {}

@@ -17,7 +17,7 @@ from mupax.train.data.interface import DataError
 
 SUFFIXES = (".bin", ".npy")
 _PART_IDS = 1 << 23
-"""Ids of a file that are held in memory at once."""
+"""Number of ids of a file that are read at once."""
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
 """Type of the ids by the first number of llm.c's header."""
 _LLM_C_BYTES = 1024
@@ -28,23 +28,25 @@ _SAMPLE_BYTES = 1 << 15
 _CHECKED_IDS = 1024
 """Ids at the beginning of a file that are checked when it is opened."""
 _LARGEST_HEADER = 10_000
-"""Largest header of a .npy in bytes. NumPy reads no longer one."""
+"""Largest header of a .npy in bytes. NumPy refuses a longer header, too."""
 _ENOUGH = 64
-"""Number of ids whose upper halves are not all 0 by accident."""
+"""Number of ids from which on it is no accident that the upper halves of all are 0."""
 
 
 class WidthError(DataError):
-    """Error of a file of ids of ambiguous width: n ids, or n/2 ids of twice as many bits."""
+    """Error for a file without a header that may have n ids, or n/2 ids of twice as many bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class IdFile:
-    """File of token ids, with the separators of its documents (`opened`).
+    """File of token ids. Separators between its documents are among the ids.
+
+    `opened` makes it, after a check of the header and the first ids.
 
     Attributes:
         path: Path of the .bin or .npy.
-        dtype: Type of an id.
-        offset: Position of the first id in bytes.
+        dtype: Type of an id in the file.
+        offset: Number of bytes before the first id.
         size: Number of ids.
         vocab_size: Vocabulary size. Every id must be below it.
     """
@@ -57,7 +59,10 @@ class IdFile:
 
     @property
     def is_usual(self) -> bool:
-        """True if the type is in a header, or is the default for a file without a header."""
+        """True if the type of an id is in a header, or is the default for a file without one.
+
+        Otherwise the content of the file has shown that ids are wider (`opened`).
+        """
         has_header = self.offset > 0
         return has_header or self.dtype.str == default_width(self.vocab_size)
 
@@ -90,7 +95,11 @@ class IdFile:
         return ids
 
     def parts(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return [start, stop) as consecutive ranges of at most `_PART_IDS` ids."""
+        """Divide the range [start, stop) of ids into consecutive ranges of at most `_PART_IDS`.
+
+        Returns:
+            Pairs (start, stop), each small enough for one call of `read`.
+        """
         return [(i, min(i + _PART_IDS, stop)) for i in range(start, stop, _PART_IDS)]
 
 
@@ -120,7 +129,7 @@ def opened(path: Path, vocab_size: int) -> IdFile:
 
 
 def _array_type(path: Path, file: IO[bytes]) -> tuple[int, np.dtype]:
-    """Return the position of the first id of a .npy in bytes, and the type of an id.
+    """Read the header of a .npy. Return the byte at which the first id begins, and an id's type.
 
     Raises:
         DataError: The file is no .npy, or its array is not one row of integers.
@@ -137,7 +146,7 @@ def _array_type(path: Path, file: IO[bytes]) -> tuple[int, np.dtype]:
 
 
 def _bin_type(path: Path, file: IO[bytes], vocab_size: int) -> tuple[int, np.dtype]:
-    """Return the position of the first id of a .bin in bytes, and the type of an id.
+    """Return the byte at which the first id of a .bin begins, and the type of an id.
 
     The header of llm.c is recognized by its first number. Any other file has no header.
 
@@ -155,12 +164,13 @@ def _bin_type(path: Path, file: IO[bytes], vocab_size: int) -> tuple[int, np.dty
 
 
 def array_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read the header of a .npy file: the shape, whether the order is Fortran's, and the type.
+    """Read the header of a .npy file and leave the stream at the first value.
 
-    The stream is at the first value afterwards.
+    Returns:
+        Shape of the array, whether it is in Fortran order, and its dtype.
 
     Raises:
-        ValueError: The file is no .npy of NumPy, or its header is longer than NumPy writes one.
+        ValueError: The file is no .npy of NumPy, or its header is longer than 10,000 bytes.
     """
     version = np.lib.format.read_magic(stream)
     width = 2 if version == (1, 0) else 4
@@ -186,10 +196,13 @@ def default_width(vocab_size: int) -> str:
 
 
 def _width(path: Path, dtype: str) -> str:
-    """Return the NumPy type of the ids of a file without a header.
+    """Return the NumPy type of the ids in a file without a header, "<u2", "<u4" or "<u8".
+
+    Samples of the file are read. If every second number of 16 bits is 0, the ids have 32 bits, and
+    likewise for 64 bits.
 
     Args:
-        dtype: Type of an id unless the content shows wider ids.
+        dtype: Type of an id unless the content shows wider ids, "<u2" or "<u4".
 
     Raises:
         WidthError: All upper halves are 0, but the file is too short to tell.
@@ -217,9 +230,10 @@ def _width(path: Path, dtype: str) -> str:
 
 
 def _sampled(path: Path, itemsize: int) -> np.ndarray:
-    """Return bytes from about 16 evenly spread positions of a file, 32 KiB from each.
+    """Read 32 KiB from each of about 16 evenly spread positions of a file. Return all as uint8.
 
-    The positions are multiples of `itemsize`.
+    Args:
+        itemsize: Bytes of an item. The positions are multiples of this number.
     """
     size = path.stat().st_size
     step = max(_SAMPLE_BYTES, size // _SAMPLES)

@@ -22,12 +22,12 @@ from mupax.train.data.records import bounds
 from mupax.train.data.records.broken import BrokenLog
 
 _PART_BYTES = 1 << 24
-"""Bytes of a part, at least."""
+"""Number of bytes after which a part ends, at the next line end. A part is read at once."""
 _BLOCK_BYTES = 1 << 20
 _SHOWN = 60
 _LISTED = 8
 _TRIED_LINES = 50
-"""Number of first lines of which one must be a record, or the file has none."""
+"""Number of first lines that are tried. If none is a record, the file is no file of records."""
 
 
 class DamagedError(DataError):
@@ -35,10 +35,10 @@ class DamagedError(DataError):
 
 
 class Part(NamedTuple):
-    """Complete lines of a file."""
+    """Range of complete lines that is read at once. Bytes are those of the unpacked content."""
 
     start: int
-    """First byte of the unpacked content."""
+    """Position of the first byte."""
     size: int
     """Number of bytes."""
     line: int
@@ -47,11 +47,14 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass
 class Lines:
-    """File of JSON lines, read part by part. Parts that are read in order are unpacked once.
+    """File of JSON lines, read part by part. A part is a range of lines.
+
+    A compressed file is unpacked once if its parts are read in order. Reading an earlier part
+    unpacks it again from the beginning.
 
     Args:
         field: Name of the field whose text is the document.
-        broken: Log that counts lines which are no records, or raises their error.
+        broken: Log that counts lines that cannot be used, or raises their error.
     """
 
     path: Path
@@ -60,15 +63,15 @@ class Lines:
     _stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _stream: Any = None
     _position: int = 0
-    """Bytes of the content that `_stream` has read."""
+    """Number of bytes of the unpacked content that were read from `_stream`."""
     _size: int | None = None
-    """Bytes of the content. `None` before `parts` has read the file."""
+    """Number of bytes of the unpacked content. `None` before `parts` has read the file."""
 
     def first(self) -> None:
-        """Raise the error of the first line unless one of the first `_TRIED_LINES` is a record.
+        """Check that at least one of the first `_TRIED_LINES` lines is a record with text.
 
-        A file that begins with a JSON list over several lines has no records. A file of blank lines
-        raises nothing.
+        If none is, raise the error of the first line that is not blank. A file that begins with a
+        JSON list over several lines has no records. A file of blank lines raises nothing.
 
         Raises:
             DataError: No line is a record, or the file cannot be read or unpacked.
@@ -122,10 +125,10 @@ class Lines:
         return False
 
     def parts(self) -> Iterator[Part]:
-        """Yield the parts of the file, cut at line ends, while the file is read.
+        """Read the file, and yield the ranges of lines into which it is divided.
 
-        A line that is too long and the rest of a damaged file are in no part. They are logged in
-        `broken`, or raise their error.
+        A line that is too long is in no range, and neither is the rest of a damaged file. They are
+        logged in `broken`, or raise their error.
 
         Raises:
             DataError: A line is too long or the file is damaged, and broken entries are not left
@@ -209,7 +212,7 @@ class Lines:
             raise
 
     def _content(self, part: Part) -> bytes:
-        """Return the bytes of a part, or no bytes for a damaged part that is left out.
+        """Return the unpacked bytes of a part, or no bytes for a damaged part that is left out.
 
         Raises:
             DataError: The file has become shorter, or is damaged and not left out.
@@ -238,7 +241,7 @@ class Lines:
         return _unmarked(content) if part.start == 0 else content
 
     def _skip_to(self, position: int) -> None:
-        """Read the content up to a position, or up to its end."""
+        """Read and drop the unpacked content before byte `position`, or all if it ends earlier."""
         while self._position < position:
             block = self._stream.read(min(_BLOCK_BYTES, position - self._position))
             if not block:
@@ -270,7 +273,10 @@ class Lines:
         return self.content(row, where)
 
     def content(self, row: dict[str, Any], where: str) -> bytes:
-        """Return the document of a record, in UTF-8.
+        """Return the document of a record, the text of its field `self.field`, in UTF-8.
+
+        Args:
+            where: File and line of the record, for the message.
 
         Raises:
             DataError: The field has no text (`content_of`).
@@ -302,7 +308,7 @@ class Lines:
 
 
 def content_of(value: Any, where: str, field: str, text_fields: list[str]) -> bytes:
-    """Return the text of a record, in UTF-8.
+    """Check that the value of a record's field is text, and return it in UTF-8.
 
     Args:
         value: Value of the field. `None` if the record does not have the field.
@@ -328,7 +334,11 @@ def content_of(value: Any, where: str, field: str, text_fields: list[str]) -> by
 
 
 def _advice(text_fields: list[str]) -> str:
-    """Return the advice for a record without text in the field."""
+    """Return the end of the message about a record without text in the field.
+
+    Args:
+        text_fields: Names of the record's fields that have text, which the user may have meant.
+    """
     if not text_fields:
         return "repair or remove it"
     alternatives = f" (or {', '.join(text_fields[1:_LISTED])})" if text_fields[1:] else ""
@@ -342,7 +352,7 @@ def _unmarked(content: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path, limits: LimitsConfig) -> Iterator[IO[bytes]]:
-    """Context manager of an open stream of a file's content, unpacked by its suffix.
+    """Context manager of a stream that reads a file's content, unpacked as its suffix says.
 
     Reading raises `LimitError` if the content unpacks to more than the limits allow.
     """

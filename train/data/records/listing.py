@@ -1,4 +1,4 @@
-"""List of the files below a folder of a user's data, and of the entries that are left out."""
+"""List of the files below a folder of a user's data, and of the files and folders left out."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ _LISTED = 4
 
 
 class Listing(NamedTuple):
-    """Visible files of a folder, and the entries that are left out."""
+    """Visible files below a folder, and the files, folders and links that are left out."""
 
     files: list[tuple[str, Path]]
     """Pairs of the path relative to the folder, with slashes, and the file, sorted by path."""
     skipped: dict[str, str]
-    """Reason for each entry that is left out, by relative path. Hidden entries are not listed."""
+    """Reason why a file, folder or link is left out, by relative path.
+
+    A reason is the rest of a sentence, such as "is a link that leads nowhere". Hidden entries are
+    not listed.
+    """
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder of this name is never data, such as `.git`, `__MACOSX`."""
+    """Return whether files and folders of this name are never data, such as `.git`, `__MACOSX`."""
     return name.startswith(".") or name in _NO_DATA
 
 
 def files_below(folder: Path) -> Listing:
     """List every visible file below a folder, on this machine or in a bucket.
 
-    A linked folder is read as any other folder, but every folder is read once. A link to a folder
-    that is read anyway, or to a folder that contains the link, is skipped with a reason.
+    Links to folders are followed, but no folder is read twice. A link to a folder that is read
+    anyway, or to a folder that contains `folder`, is left out with a reason.
 
     Args:
         folder: Existing folder. Its own path may have hidden parts.
@@ -65,9 +69,9 @@ class _Walk:
         self._visited = {root}
 
     def visit(self, folder: Path, prefix: str, real_path: str) -> None:
-        """Add the files below a folder to `files`, and the entries left out to `skipped`.
+        """Add the files below a folder to `files`, and what is left out to `skipped`.
 
-        Hidden entries are passed over. Entries are visited in the order of their names.
+        Hidden entries are ignored. Entries are visited in the order of their names.
 
         Args:
             folder: Folder below the root, or the root.
@@ -104,10 +108,12 @@ class _Walk:
     def _visit_subfolder(
         self, entry: os.DirEntry[str], name: str, path: Path, parent_path: str
     ) -> None:
-        """Visit a folder or a linked folder, or add it to `skipped` with the reason.
+        """Visit a folder or a link to a folder, or add it to `skipped` with the reason not to.
 
         Args:
+            entry: Directory entry of the folder or link.
             name: Path of the folder relative to the root, with slashes.
+            path: Path at which the folder is opened.
             parent_path: Absolute path of the containing folder with all links resolved.
         """
         if entry.is_symlink():
@@ -147,7 +153,9 @@ def _reason_not_to_follow(target: str, root: str, visited: set[str]) -> str | No
 
 
 def summary(skipped: dict[str, str]) -> list[str]:
-    """Return a line for each reason, with the number of entries and the names of the first four.
+    """Return lines for the user, one for each reason why entries were left out.
+
+    A line has the number of entries and the names of the first four.
 
     Args:
         skipped: Reason for each entry, by relative path (`Listing`).

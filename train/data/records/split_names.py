@@ -1,4 +1,4 @@
-"""Split of a data set by the names of its files and folders, such as `train` and `val`."""
+"""Split of a data set into training, validation and test part by names of files and folders."""
 
 from __future__ import annotations
 
@@ -23,16 +23,22 @@ WORDS: dict[str, Split] = {
     "testing": "test",
     "holdout": "test",
 }
-"""Part of a data set for each word in a name. Used for folders of images, files of text, files of
-records, and data sets of the hub."""
+"""Part of a data set for each word that may stand in a name, such as "validation" for "dev".
+
+Used for folders of images, files of text, files of records, and data sets of the hub.
+"""
 
 
 _ABOUT = ("readme", "license", "licence", "copying", "citation", "notice")
-"""Beginnings of the names of files that describe the data and contain none."""
+"""First words of the names of files that describe a data set and contain none of its data."""
 
 
 class SplitNames(NamedTuple):
-    """Names of a data set's files or folders by the part that they tell."""
+    """Names of a data set's files or folders, by the part of the data that each name stands for.
+
+    Attributes:
+        train: Names of the training part.
+    """
 
     train: list[str]
     evaluation: list[str]
@@ -41,7 +47,7 @@ class SplitNames(NamedTuple):
     """Names of the test part if there is a validation part."""
 
     def describe(self) -> str:
-        """Return a line for the user with the names of each part."""
+        """Return a line for the user: the names to train on, to evaluate on, and not used."""
         line = f"training on {_listed(self.train)}, evaluating on {_listed(self.evaluation)}"
         if self.unused:
             line += f"; {_listed(self.unused)} is not used"
@@ -49,11 +55,12 @@ class SplitNames(NamedTuple):
 
 
 def split_word(name: str) -> str | None:
-    """Return the word of `WORDS` in the name of a file or folder, in lower case, or `None`.
+    """Return the word in a name that says which part of a data set it is, such as "val".
 
-    Words are separated by `.`, `_`, `-` or a space: `wiki.train.tokens`, `val-00001.parquet` and
-    `training_set` have a word. `trains` has none. `train_test.txt` names two parts, so the result
-    is `None`.
+    The result is in lower case, and one of the keys of `WORDS`. It is `None` for a name without
+    such a word, and for one that names two parts. Words are separated by `.`, `_`, `-` or a space:
+    `wiki.train.tokens`, `val-00001.parquet` and `training_set` have a word. `trains` has none.
+    `train_test.txt` names two parts.
 
     Args:
         name: Name of the file or folder, without the folders that contain it.
@@ -66,22 +73,23 @@ def split_word(name: str) -> str | None:
 
 
 def split_of(name: str) -> Split | None:
-    """Return the part of a data set that the name of a file or folder tells, or `None`."""
+    """Return the part of a data set that a file or folder is by its name, or `None` if unknown."""
     word = split_word(name)
     return None if word is None else WORDS[word]
 
 
 def by_name(names: Iterable[str], place: str) -> SplitNames | None:
-    """Return the parts of a data set by the names of its files or folders.
+    """Sort names of files or folders into the parts of a data set: train, validation and test.
 
-    Returns `None` unless every name tells a part, and both training and evaluation are told.
+    Returns `None` unless every name has a word for a part (`WORDS`), and there are names both for
+    training and for validation or test.
 
     Args:
         names: Names of the top-level folders, or of the files if there are no folders.
         place: Path of the data set, for the message.
 
     Raises:
-        DataError: Two names tell the same part, such as `val` and `dev`.
+        DataError: Names have different words for the same part, such as `val` and `dev`.
     """
     words: dict[Split, dict[str, list[str]]] = {"train": {}, "validation": {}, "test": {}}
     for name in sorted(names):
@@ -112,28 +120,30 @@ class FileSplit(NamedTuple):
     """Split of a folder's files by the names of the files or of their folders."""
 
     sides: dict[str, Literal["train", "eval"]]
-    """Side of each file that is used."""
+    """Whether a file is for training or for evaluation, for each file that is used."""
     unused: list[str]
-    """Files of the test part if there is a validation part."""
+    """Files of the test part, if the validation part is used for evaluation."""
     outside: list[str]
-    """Files outside the split, such as a README.md."""
+    """Files that belong to no part, such as a README.md."""
     line: str
-    """Names that are trained on, evaluated on and not used, as a line for the user."""
+    """Line for the user: the names to train on, to evaluate on, and not used."""
 
 
 def file_split(files: Iterable[str], place: str) -> FileSplit | None:
-    """Return the split that the names of files or folders tell, or `None` if they tell none.
+    """Split files by their names or the names of their folders. Return `None` if that fails.
 
-    Folders tell a split if every top-level folder has the name of a part. A single top-level
-    folder, such as `data`, is searched for such folders. Files tell a split if every file has the
-    name of a part, apart from a README, a licence and similar files.
+    A name must contain a word for a part of the data (`WORDS`), such as `train` or `val`, and there
+    must be names for training and for evaluation. Folders decide if every top-level folder has such
+    a name. If there is a single top-level folder, such as `data`, the folders in it decide.
+    Otherwise files decide if every file has such a name, except for a README, a licence and similar
+    files.
 
     Args:
         files: Paths relative to the folder, with slashes.
         place: Path of the folder, for the message.
 
     Raises:
-        DataError: Two names tell the same part.
+        DataError: Names have different words for the same part, such as `val` and `dev`.
     """
     all_files = sorted(files)
     data_files = [file for file in all_files if not _is_about(file)]
@@ -164,7 +174,10 @@ def file_split(files: Iterable[str], place: str) -> FileSplit | None:
 
 
 def _is_about(file: str) -> bool:
-    """Return whether a file describes the data, by its name, such as README.md or LICENSE.txt."""
+    """Return whether a file only describes the data, by its name, such as README.md.
+
+    A name that also names a part of the data, such as notice_train.txt, does not count.
+    """
     name = file.rpartition("/")[2].lower()
     first_word = re.split(r"[._\- ]", name)[0]
     # A name such as notice_train.txt tells a part, so the file is data.
@@ -174,10 +187,12 @@ def _is_about(file: str) -> bool:
 def _file_split(
     parts: SplitNames, names: dict[str, str], files: list[str], prefix: str
 ) -> FileSplit:
-    """Return the split of some files from the parts of their names.
+    """Return the split of some files, given the part of the data that each name stands for.
 
     Args:
-        names: Name that tells the part of a file, by file. A file without one is outside the split.
+        parts: Names of the training, the evaluation and the unused part.
+        names: Name of the file, or of its folder, that decides, by file. A file that is not a key
+            is outside the split.
         prefix: Folder that contains the names, for the line to the user. "" or "FOLDER/".
     """
     sides: dict[str, Literal["train", "eval"]] = {}
@@ -198,10 +213,11 @@ def _file_split(
 
 
 def tells_some(files: Iterable[str]) -> bool:
-    """Return whether names look like an incomplete split by name, which the user is told.
+    """Return whether file names look like an attempt to split by name that is incomplete.
 
-    At least half of the files have the name of a part, in their own or their top folder's name.
-    Among the parts are training and another one.
+    This is so if at least half of the files have a word for a part (`WORDS`) in their own name or
+    in the name of their top-level folder, and the parts are training and at least one other. The
+    user is then told why the names are not used.
 
     Args:
         files: Paths relative to the folder, with slashes.

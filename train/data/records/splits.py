@@ -1,7 +1,8 @@
-"""Parts of a user's files by the side of the split, and functions that read the parts.
+"""Division of a user's files into parts for training and for evaluation, and their readers.
 
-Names of files or folders tell the side (`split_names`). Otherwise a text is split by the hash of
-its file's path, a record by the hash of its text, and ids by their file.
+A part is a range of a file that is read at once. The sides of the split are "train" and "eval".
+Names of files or folders may decide the side (`split_names`). Otherwise the hash of the file's path
+decides for plain text and for ids, and the hash of its text decides for a record.
 """
 
 from __future__ import annotations
@@ -21,25 +22,34 @@ from mupax.train.data.records.user_files import Files
 
 SIDES = ("train", "eval")
 Reader = Callable[[], list[tuple[Any, bool]]]
-"""Function that reads a part. It returns (text as bytes or ids as an array, whether a document ends
-with it) for each document of the part."""
+"""Function that reads a part of a file from disk.
+
+It returns a pair for each document of the part, or piece of a document: the text as bytes or the
+ids as an array, and True if the document ends with it.
+"""
 
 
 class FileParts(NamedTuple):
-    """Parts of one file, with the side of the split of each."""
+    """Parts of one file (ranges that are read at once), for training and for evaluation."""
 
     name: str
-    """Path in the folder."""
+    """Path relative to the folder of the data."""
     path: Path
     sides: set[str]
-    """Sides of the split that the file may have parts of."""
+    """Sides for which the file may have text, "train" or "eval" or both."""
     parts: Callable[[], Iterator[tuple[str, Reader]]]
-    """Function that yields the parts in order, each with its side. The file is searched for parts
-    while they are yielded."""
+    """Function that yields, for each part in order, its side and a function that reads it.
+
+    A file of records is searched for parts while they are yielded.
+    """
 
 
 class Parts(Sequence[list[tuple[Any, bool]]]):
-    """Sequence of the parts of one side (`packing.Documents`). Indexing reads a part from disk."""
+    """Sequence of all parts for training, or of all for evaluation. Indexing reads a part.
+
+    An item is a list of documents, as `Reader` returns it. `packing.Documents` has one such
+    sequence per side.
+    """
 
     def __init__(self, readers: list[Reader]) -> None:
         self._readers = readers
@@ -54,16 +64,17 @@ class Parts(Sequence[list[tuple[Any, bool]]]):
 
 
 def sides(files: Files) -> dict[str, Parts]:
-    """Return the parts of both sides of the split.
+    """Divide a user's files into parts for training and parts for evaluation.
 
-    Files of lines, compressed or not, are read once to find where their parts begin. Of a table,
-    the metadata and texts that refer to a dictionary or to another text are read.
+    Files of JSON lines, compressed or not, are read once to find where their parts begin. Of a
+    Parquet file, only the metadata is read, and texts that refer to a dictionary or to another
+    text.
 
     Args:
         files: Result of `user_files.files`.
 
     Returns:
-        Parts by side, "train" and "eval".
+        Parts under the keys "train" and "eval". Indexing them reads a part from disk.
 
     Raises:
         DataError: A file is damaged, a line is too long or a file unpacks to too much, and broken
@@ -77,7 +88,7 @@ def sides(files: Files) -> dict[str, Parts]:
 
 
 def by_file(files: Files) -> list[FileParts]:
-    """Return the parts of each file, in the order in which the files are packed.
+    """Divide each file into parts, and return the files in the order in which they are packed.
 
     Args:
         files: Result of `user_files.files`.
@@ -101,12 +112,12 @@ def by_file(files: Files) -> list[FileParts]:
 
 
 def _sides_of(parts: list[tuple[str, Reader]]) -> set[str]:
-    """Return the sides of the split that have some of the parts."""
+    """Return the sides ("train", "eval") that occur in a list of parts of a file."""
     return {side for side, _ in parts}
 
 
 def _text_parts(files: Files) -> dict[Path, list[tuple[str, Reader]]]:
-    """Return the parts of each file of plain text, training parts first."""
+    """Return (side, reader) of each part of each plain-text file, training parts first."""
     parts: dict[Path, list[tuple[str, Reader]]] = {path: [] for _, path in files.text}
     if not files.text:
         return parts
@@ -120,10 +131,12 @@ def _text_parts(files: Files) -> dict[Path, list[tuple[str, Reader]]]:
 def _train_size(files: Files, name: str, file: IdFile, for_eval: set[str]) -> int:
     """Return the number of ids at the beginning of a file that are for training.
 
-    It is 0 or the size of the file. The only file of ids, without a side in its name, has its last
-    tenth for evaluation.
+    A file is for training or for evaluation as a whole, so the result is the number of its ids or
+    0. Only if there is a single file of ids, and its name does not tell, its last tenth is for
+    evaluation.
 
     Args:
+        name: Path of the file relative to the folder.
         for_eval: Names of the files of ids that are for evaluation by hash.
     """
     if name in files.sides:
@@ -135,7 +148,7 @@ def _train_size(files: Files, name: str, file: IdFile, for_eval: set[str]) -> in
 
 
 def _id_parts(file: IdFile, train_size: int) -> list[tuple[str, Reader]]:
-    """Return the parts of a file of ids, training parts first.
+    """Return (side, reader) of each part of a file of ids, training parts first.
 
     Args:
         train_size: Number of ids at the beginning that are for training (`_train_size`).
@@ -149,11 +162,12 @@ def _id_parts(file: IdFile, train_size: int) -> list[tuple[str, Reader]]:
 
 
 def _record_parts(file: Lines | Table, side: str | None) -> Iterator[tuple[str, Reader]]:
-    """Yield the parts of a file of records, on one side or on both.
+    """Yield (side, reader) of each part of a file of records.
 
     Args:
-        side: Side that the file's name tells. `None` if the hash of a record tells its side. Then
-            every part is yielded once for each side.
+        side: "train" or "eval" if the file's name decides the side. `None` if the hash of each
+            record decides. Then every part is yielded twice: a part may have records of both sides,
+            and each reader returns those of one side.
     """
     for part in file.parts():
         if side is not None:
@@ -165,13 +179,14 @@ def _record_parts(file: Lines | Table, side: str | None) -> Iterator[tuple[str, 
 
 
 def _read_records(file: Any, part: Any, side: str | None) -> list[tuple[bytes, bool]]:
-    """Return (text, True) for each text of a part that is on a side, or for all texts for `None`.
+    """Read the texts of a part of a file of records, and return (text, True) for each.
 
-    Empty texts are left out.
+    True says that the document ends with the text. Empty texts are left out.
 
     Args:
         file: `Lines` or `Table` that contains the part.
         part: Part from `file.parts()`.
+        side: "train" or "eval" for the texts that belong there by their hash. `None` for all texts.
     """
     texts = file.read(part)
     chosen = []

@@ -18,7 +18,7 @@ from mupax.train.data.records import bounds, lines
 from mupax.train.data.records.broken import BrokenLog, Tally
 
 _PART_BYTES = 1 << 24
-"""Bytes of text of a part, about."""
+"""Approximate size of the text of a part in bytes. A part is a range of rows, tokenized at once."""
 _BATCH_ROWS = (4096, 1024, 256, 64, 16, 4, 1)
 """Numbers of rows that may be decoded at once."""
 # The size of a page is known only from its header, which costs a request to a bucket. Without it,
@@ -28,15 +28,20 @@ _REMOTE_ROWS = 64
 _BATCH_BYTES = 1 << 27
 """Largest size of the rows that are decoded at once, in bytes."""
 _LARGEST_PAGE = 1 << 28
-"""Largest unpacked page in bytes, since a page is unpacked at once. A page may be larger if it
-unpacks to at most a tenth of what the ratio allows."""
+"""Largest unpacked page in bytes. A page is always unpacked at once, in memory.
+
+A page may be larger if its unpacked size is at most `limits.ratio` / 10 times its size on disk.
+"""
 _ROW_BYTES = 8
-"""Bytes that a row counts in addition to its text. Billions of empty rows fit into a few bytes."""
+"""Bytes that a row counts in addition to its text when it is compared with limits.
+
+Billions of empty rows fit into a few bytes on disk, and need memory.
+"""
 _LISTED = 8
 
 
 class Part(NamedTuple):
-    """Rows [start, stop) of a row group."""
+    """Rows [start, stop) of row group `group`, counted from the start of the group."""
 
     group: int
     start: int
@@ -47,11 +52,11 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass
 class Table:
-    """Parquet file with one column of documents.
+    """Parquet file with a column of documents, read part by part. A part is a range of rows.
 
     Args:
-        field: Name of the column whose text is the document.
-        broken: Log that counts rows without text, or raises their error.
+        field: Name of the column. The text of each row is a document.
+        broken: Log that counts rows that cannot be used, or raises their error.
 
     Raises:
         DataError: The file is damaged, or has no such column of text.
@@ -61,14 +66,14 @@ class Table:
     field: str
     broken: BrokenLog = dataclasses.field(default_factory=BrokenLog)
     kind: ClassVar[str] = "text"
-    """Content of the column, for the message."""
+    """Word for what the column must have, in error messages."""
     _cursor: _Cursor | None = None
     _counted: set[Part] = dataclasses.field(default_factory=set)
-    """Parts whose bytes are in `_unpacked` and `_packed`."""
+    """Parts that were read, whose bytes are summed in `_unpacked` and `_packed`."""
     _unpacked: int = 0
-    """Unpacked bytes of the counted parts."""
+    """Unpacked bytes of the parts that were read, to check the compression ratio."""
     _packed: int = 0
-    """Bytes on disk of the counted parts."""
+    """Bytes on disk of the parts that were read."""
     _copied: dict[int, int] = dataclasses.field(default_factory=dict)
     """Result of `copied_bytes` for each row group."""
 
@@ -103,6 +108,10 @@ class Table:
     def content(self, value: Any, where: str) -> bytes:
         """Return the document of a row, in UTF-8.
 
+        Args:
+            value: Value of the column in this row.
+            where: File and row of the value, for the message.
+
         Raises:
             DataError: The value is null or no text (`lines.content_of`).
         """
@@ -111,9 +120,10 @@ class Table:
         return lines.content_of(value, where, self.field, [])
 
     def parts(self) -> list[Part]:
-        """Return the parts of the file, which are small enough to be tokenized at once.
+        """Divide the file into ranges of rows, each small enough to be tokenized at once.
 
-        The rest of a damaged file is in no part. It is logged in `broken`, or raises its error.
+        If the file is damaged, the row groups from the damaged one on are in no range. They are
+        logged in `broken`, or raise their error.
 
         Raises:
             DataError: The file is damaged, or pages or texts unpack to much more than their size on
@@ -175,9 +185,9 @@ class Table:
         return texts
 
     def _batches(self, part: Part) -> Iterator[tuple[Any, np.ndarray]]:
-        """Yield the rows of a part as Arrow arrays, each with the bytes of its rows.
+        """Yield the rows of a part in batches: an Arrow array, and the bytes of text of each row.
 
-        Parts that are read in order are decoded once.
+        If parts are read in order, no row is decoded twice.
 
         Raises:
             DamagedError: The file cannot be read.
@@ -213,7 +223,7 @@ class Table:
 
         Args:
             batch: Arrow array of the rows, from `_Cursor.take`.
-            sizes: Bytes of each row, [rows].
+            sizes: Bytes of text of each row, [rows].
             first: Number of the first row in the file.
             tally: Count of the rows that are left out.
         """
@@ -246,15 +256,16 @@ class Table:
 
 
 def copied_bytes(path: Path, field: str, group: int, limits: LimitsConfig) -> int:
-    """Return the decoded bytes of the first rows of a row group that contain all copied texts.
+    """Measure the decoded size, in bytes, of the rows of a row group that may hold copied texts.
 
-    A copy refers to a dictionary, or to the text before it, so it may be much longer than its bytes
-    on disk. The rows are decoded to measure them, and checked against the limits. Without copies,
-    and for a file in a bucket whose pages are not checked, the result is 0.
+    A copied text is stored as a reference to a dictionary, or to the text before it, so it may be
+    much longer than its bytes on disk. The metadata of the file does not have its size. Therefore
+    rows from the first on are decoded, as many as may be copies, and are checked against the
+    limits. The result is 0 without copies, and for a file in a bucket, where pages are not checked.
 
     Args:
         group: Number of the row group, from 0.
-        limits: Limits that the pages and the copies must keep.
+        limits: Limits on what the pages and the copied texts unpack to.
 
     Raises:
         DamagedError: The file cannot be read.
@@ -292,14 +303,14 @@ class _Cursor:
 
     Args:
         group: Number of the row group, from 0.
-        copied: Result of `copied_bytes`. `None` if it is unknown.
+        copied: Result of `copied_bytes` for the group. `None` if it is unknown.
 
     Attributes:
-        row: Number of the next row that is taken, within the row group.
+        row: Number of the next row that `take` returns, from 0 within the row group.
         rows: Number of rows of the row group.
-        packed_bytes: Bytes of the column on disk.
-        copied_rows: Number of first rows that contain all copies, which may be much longer than
-            their bytes on disk.
+        packed_bytes: Bytes of the column in this row group on disk.
+        copied_rows: Number of rows, from the first on, that `copied_bytes` decodes: as many as are
+            stored as references to a dictionary or to earlier texts. 0 if none is.
 
     Raises:
         DamagedError: The file cannot be read.
@@ -322,7 +333,7 @@ class _Cursor:
             raise
 
     def _open(self, field: str, limits: LimitsConfig, copied: int | None) -> None:
-        """Check the pages of the column, choose how many rows to decode at once, and open it.
+        """Check the column's pages, choose how many rows to decode at once, and start to read it.
 
         Sets `rows`, `packed_bytes` and `copied_rows`. Pages of a file in a bucket are not checked.
 
@@ -375,7 +386,10 @@ class _Cursor:
         self._batches = iter(batches)
 
     def _headers(self, file: Any, column: Any, limits: LimitsConfig) -> list[bounds.Page]:
-        """Return the headers of a leaf column's pages, up to the first that cannot be read.
+        """Return the headers of a column's pages, up to the first that cannot be read.
+
+        Args:
+            column: Metadata of a leaf column of the row group.
 
         Raises:
             LimitError: A page or all pages unpack to much more than their size on disk.
@@ -431,13 +445,14 @@ class _Cursor:
 
 
 def _rows_at_once(headers: list[bounds.Page], copied: int | None) -> int:
-    """Return the number of rows of a column that can be decoded at once.
+    """Return the number of rows of a column that can be decoded at once, one of `_BATCH_ROWS`.
 
-    The rows have at most `_BATCH_BYTES`, however the texts are spread over the pages.
+    It is the largest for which the rows certainly take at most `_BATCH_BYTES`, or else 1.
 
     Args:
         headers: Headers of the pages of the column.
-        copied: Bytes of all texts that are copies. `None` if they are unknown.
+        copied: Result of `copied_bytes`, the decoded size of the rows that may hold copied texts.
+            `None` if it is unknown.
     """
     max_rows = _BATCH_ROWS[0]
     if any(page.copies for page in headers) and (copied is None or copied > _BATCH_BYTES):
@@ -452,7 +467,10 @@ def _rows_at_once(headers: list[bounds.Page], copied: int | None) -> int:
 
 
 def _max_bytes(pages: list[bounds.Page], count: int) -> int:
-    """Return the largest size of the pages that `count` consecutive rows can be in."""
+    """Return the largest total size of pages that `count` consecutive rows can lie in, in bytes.
+
+    It bounds the unpacked size of any `count` consecutive rows.
+    """
     max_size = 0
     first = 0  # first page of a window that ends at `page`
     size = 0
@@ -472,14 +490,14 @@ def _max_bytes(pages: list[bounds.Page], count: int) -> int:
 
 
 def _is_in(leaf: str, field: str) -> bool:
-    """Return whether a leaf column belongs to a column, by its path in the schema."""
+    """Return whether a leaf column, given by its path in the schema, belongs to column `field`."""
     return leaf == field or leaf.startswith(f"{field}.")
 
 
 def decoded_sizes(array: Any) -> np.ndarray:
-    """Return the bytes of text of each row, int64 [rows].
+    """Return the decoded size of each row in bytes of text, int64 [rows].
 
-    A value of a list counts `_ROW_BYTES` in addition to its text. A number counts `_ROW_BYTES`.
+    Each value in a list counts `_ROW_BYTES` in addition to its text. A number counts `_ROW_BYTES`.
 
     Args:
         array: Arrow array of texts or numbers, or of lists and structs of these.
@@ -515,10 +533,11 @@ def decoded_sizes(array: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def opened(path: Path, dictionaries: list[str] | None = None) -> Iterator[Any]:
-    """Context manager of an open Parquet file, as a `pyarrow.parquet.ParquetFile`.
+    """Context manager that opens a Parquet file as a `pyarrow.parquet.ParquetFile`.
 
     Args:
-        dictionaries: Paths of leaf columns that are read as dictionary arrays. Default: none.
+        dictionaries: Schema paths of leaf columns that are read as Arrow dictionary arrays.
+            Default: none.
     """
     from pyarrow import parquet
 

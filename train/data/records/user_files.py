@@ -1,6 +1,6 @@
 """A user's own files by format: plain text, JSON lines, Parquet and files of token ids.
 
-`splits` turns these files into the parts of both sides of the split.
+`splits` divides these files into parts for training and for evaluation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from mupax.train.data.records.tables import Table
 
 Named = list[tuple[str, Path]]
 _SNIFF_BYTES = 1 << 13
-"""Bytes at the beginning of a file that tell its format."""
+"""Number of bytes at the beginning of a file that are read to find its format."""
 _CHECKED_BYTES = 1 << 26
-"""Largest total size of plain text whose broken files are left out before the split. Otherwise one
-side could have broken files only."""
+"""Largest total size of plain text, in bytes, that is read before the split to find broken files.
+
+Otherwise all files of one side of the split could be broken.
+"""
 _LISTED = 8
 _LINES = (".jsonl", ".ndjson", ".json")
 _UNREAD = (".arrow", ".csv", ".feather", ".tsv")
@@ -42,19 +44,25 @@ begins with a mark of UTF-16."""
 
 
 class Files(NamedTuple):
-    """A user's files by format, each with its relative path."""
+    """A user's files by format. All paths in it are relative to the user's folder.
+
+    Attributes:
+        text: Files of plain text, as pairs of a relative path and a path.
+        records: Files of JSON lines or Parquet, as pairs of a relative path and a reader.
+        ids: Files of token ids, as pairs of a relative path and a reader.
+    """
 
     text: Named
     records: list[tuple[str, Lines | Table]]
     ids: list[tuple[str, IdFile]]
     sides: dict[str, Literal["train", "eval"]]
-    """Side of each file whose name, or whose folder's name, tells the side."""
+    """Side ("train" or "eval") of each file whose own or folder's name tells it, by its path."""
     marked: list[str]
-    """Paths of plain text that begins with the byte order mark of UTF-8."""
+    """Relative paths of plain text that begins with the byte order mark of UTF-8."""
     broken: BrokenLog
-    """Log of the entries that are left out as broken."""
+    """Log of the files, texts and records that are left out because they cannot be used."""
     is_utf8: bool
-    """True if the tokenizer reads characters."""
+    """True if the tokenizer reads characters, so that text must be UTF-8."""
 
     def every(self) -> Named:
         """Return (relative path, file) of all files, sorted."""
@@ -64,10 +72,11 @@ class Files(NamedTuple):
         return sorted(files)
 
     def reading(self) -> list[str]:
-        """Return the rules under which the files are read, where they differ from older versions.
+        """Return texts that say in which ways these files are read otherwise than by old versions.
 
-        The rules are part of the key in the cache. So a corpus that an older version packed keeps
-        its key if the same rules apply to it.
+        Such ways are a split by name, a byte order mark that is removed, an unusual width of ids,
+        and broken entries that are left out. The texts are part of the corpus's key in the cache.
+        So a corpus that an older version packed keeps its key if none of them applies.
         """
         facts = [f"{name} is for {side}" for name, side in sorted(self.sides.items())]
         marks = []
@@ -96,7 +105,7 @@ def files(
     is_utf8: bool = False,
     limits: LimitsConfig = DEFAULT_LIMITS,
 ) -> Files:
-    """Return the readable files of a file or folder, with the split that their names tell.
+    """Find a user's files, sort them by format, and split them if their names say how.
 
     Args:
         kind: Formats to read: "text" for plain text, records and ids, "records" for records and
@@ -107,12 +116,13 @@ def files(
         note: Function that prints a line for the user about files that are left out, the split, and
             files that are not plain text.
         skip_broken: True if broken files and records are left out.
-        is_utf8: True if text that is no UTF-8 is broken.
+        is_utf8: True if text that is not UTF-8 is broken.
         limits: Limits on records. Larger records are broken.
 
     Raises:
         DataError: The path does not exist, or has more unreadable than readable content, a file is
-            damaged and not left out, ids have an ambiguous width, or two names tell the same part.
+            damaged and not left out, ids have an ambiguous width, or names have different words for
+            the same part of the split (`val`, `dev`).
     """
     left_out: dict[str, str] = {}
     if path.is_file():
@@ -159,7 +169,12 @@ def files(
 
 
 class _Unread(NamedTuple):
-    """File that is not read, with its relative path."""
+    """File that is not read.
+
+    Attributes:
+        name: Path relative to the user's folder.
+        error: Error that says why.
+    """
 
     name: str
     file: Path
@@ -167,13 +182,13 @@ class _Unread(NamedTuple):
 
 
 def _check_sizes(read_size: int, refused: list[_Unread], skip_broken: bool) -> None:
-    """Raise the error of the largest refused file if refused files are the larger part.
+    """Raise an error if files that cannot be used have at least as many bytes as the files in use.
 
-    If broken files are left out, the error is raised only if no other file is read.
+    If broken files are left out, the error is raised only if no file is in use.
 
     Args:
-        read_size: Total size of the files that are read, in bytes.
-        refused: Files of a known format that cannot be read.
+        read_size: Total size of the files in use, in bytes.
+        refused: Files of a known format that cannot be used.
         skip_broken: True if broken files are left out.
 
     Raises:
@@ -193,10 +208,14 @@ def _place_files(
 ) -> tuple[list[_Unread], list[_Unread]]:
     """Add every file to the list of its format in `result`.
 
-    The other arguments are those of `files`. A file that is damaged and left out is also logged.
+    `field`, `vocab_size` and `kind` are arguments of `files`. A file that is damaged and left out
+    is also logged.
+
+    Args:
+        candidates: Pairs of a relative path and a file.
 
     Returns:
-        Files of a known format that cannot be read, and files of other formats.
+        Files of a known format that cannot be used, and files of other formats.
 
     Raises:
         DataError: A file is damaged and not left out, or has ids of ambiguous width.
@@ -223,10 +242,15 @@ def _place_files(
 
 
 def _split(result: Files, place: str) -> tuple[Files, list[str]]:
-    """Find the split that names tell. Return the files in use and lines for the user.
+    """Split files by their names, if possible (`split_names`).
 
-    The result has the side of each file. Files of an unused test part and files outside the split
-    are removed. Without a split by name all files stay, and their sides are empty.
+    Args:
+        result: All files by format, before the split.
+
+    Returns:
+        Files in use, and lines for the user about the split. With a split by name, `sides` of the
+        files is set, and files of an unused test part or outside the split are removed. Otherwise
+        all files stay, and `sides` is empty.
     """
     text = [name for name, _ in result.text]
     data_files = [name for name, _ in (*result.records, *result.ids)]
@@ -261,10 +285,11 @@ def _split(result: Files, place: str) -> tuple[Files, list[str]]:
 
 
 class _NotTextError(Exception):
-    """Error of a file whose format is not read.
+    """Error for a file that is in none of the formats that are read.
 
     Args:
-        reason: Reason for the list of files that are left out, such as "is empty".
+        reason: Rest of a sentence about the file, such as "is empty", for the list of files that
+            are left out.
     """
 
     def __init__(self, reason: str) -> None:
@@ -273,11 +298,11 @@ class _NotTextError(Exception):
 
 
 class _RefusedError(_NotTextError):
-    """Error of a file of a known format that has no records or ids of the data.
+    """Error for a file of a known format that cannot be used, such as JSON lines without the field.
 
     Args:
-        reason: Reason for the list of files that are left out.
-        message: Message if the path has no other file.
+        reason: Rest of a sentence about the file, for the list of files that are left out.
+        message: Message of the error that is raised if such files are the larger part of the data.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -291,9 +316,11 @@ def _place_file(
     """Find the format of a file, and add the file to the list of that format in `result`.
 
     Args:
-        name: Name of the file in these lists.
+        result: Files by format, to which the file is added.
+        name: Name of the file in these lists, its path relative to the user's folder.
         field: Field of records whose text is a document.
-        vocab_size: Vocabulary size for files of ids. With `None` they count as plain text.
+        vocab_size: Vocabulary size of the tokenizer that made files of ids. With `None`, .bin and
+            .npy are tried as plain text.
         kind: "text", "records" or "chat", as for `files`. Only "chat" reads records differently.
 
     Raises:
@@ -351,7 +378,7 @@ def _place_file(
 
 
 def _beginning_of_text(file: Path) -> bytes:
-    """Return the first bytes of a file of plain text.
+    """Check that a file begins as plain text, and return its first 8 KiB.
 
     Raises:
         _NotTextError: The file is no plain text.
@@ -374,10 +401,10 @@ def _beginning_of_text(file: Path) -> bytes:
 
 
 def _check_coding(file: Path, beginning: bytes) -> None:
-    """Raise _RefusedError for text in UTF-16 or UTF-32.
+    """Raise `_RefusedError` for text in UTF-16 or UTF-32, with the command that converts it.
 
     Args:
-        file: Path for the message, which is not read.
+        file: Path for the message. The file is not read.
         beginning: First bytes of the file, enough to see zeros in every second place.
     """
     encoding = _wide_encoding(beginning)
@@ -399,9 +426,13 @@ def _wide_encoding(beginning: bytes) -> str | None:
 
 
 def _looks_wide(lower: bytes, upper: bytes) -> bool:
-    """Return whether these are the lower and upper bytes of the characters of a UTF-16 text.
+    """Return whether a text may be UTF-16, from its bytes in even and in odd places.
 
     Most upper bytes of a text in Latin letters are 0, and no lower bytes are.
+
+    Args:
+        lower: Bytes that would be the lower bytes of the characters.
+        upper: Bytes that would be the upper bytes of the characters.
     """
     if len(upper) < 8 or 0 in lower:
         return False
@@ -415,9 +446,9 @@ def _no_content_message(path: Path, kind: str, not_text: Named, reasons: list[st
 
     Args:
         kind: Formats that were read (`files`).
-        not_text: Files that are not plain text. If one is a .bin or .npy, the message says how ids
-            are read.
-        reasons: Reasons for which entries were left out.
+        not_text: Files that are not plain text. If one is a .bin or .npy, the message says how
+            token ids are read.
+        reasons: Sentences that say which files were left out and why.
     """
     if any(file.suffix.lower() in ids.SUFFIXES for _, file in not_text):
         return (
@@ -443,7 +474,7 @@ def _no_content_message(path: Path, kind: str, not_text: Named, reasons: list[st
 
 
 def _format(path: Path) -> str:
-    """Return the suffix that tells the format of a file, in front of a suffix of compression."""
+    """Return the suffix that tells the format of a file, such as ".jsonl" for data.jsonl.gz."""
     is_packed = path.suffix.lower() in _PACKED
     name = path.stem if is_packed else path.name
     return Path(name).suffix.lower()
@@ -463,9 +494,9 @@ def _listed(named: Named) -> str:
 
 
 def _records_advice(path: Path) -> str:
-    """Return the advice to write a file of records as JSON lines or Parquet.
+    """Return a message that advises to write a file of records as JSON lines or Parquet.
 
-    For a .json, compressed or not, the advice has a shell command that does it.
+    For a .json, compressed or not, the message has a shell command that converts it.
     """
     advice = (
         f"{path} holds records that are not read as they are; write them as JSON lines or Parquet"

@@ -1,1 +1,4 @@
-"""Loaders of data by kind. They raise as `mupax.train.data.load` does."""
+"""Loaders of data, one for each kind of `data.name`.
+
+They raise the errors that `mupax.train.data.load` documents.
+"""

@@ -1,6 +1,6 @@
 """Loader of a user's conversations: rendered by a chat template, tokenized and packed in the cache.
 
-The folder data/chats/ has the template, the tokens of answers and the batches.
+The folder data/chats/ has the template, the encoder that marks answers, and the batches.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _NAMED = 5
 def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Conversations:
     """Load a user's conversations as batches, from a file or folder of JSON lines and Parquet.
 
-    They are tokenized and packed if they are not in the cache. The arguments are those of
-    `mupax.train.data.load`. `config.name` is chat:PATH.
+    Conversations that are not in the cache are tokenized and packed first. The arguments are those
+    of `mupax.train.data.load`. `config.name` is chat:PATH.
 
     Raises:
-        DataError: There is no chat template, the template does not tell what an answer is, or the
-            files cannot be read or do not fit the model.
+        DataError: There is no chat template, the template does not tell which part of its text is
+            an answer, or the files cannot be read or do not fit the model.
     """
     model = language_model(config.name, model)
     template = templates.find(config.tokenizer, config.chat_template)
@@ -104,7 +104,12 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
 def _given_tokenizer(
     config: DataConfig, template: templates.Template | None
 ) -> tokenizer.Tokenizer | None:
-    """Return the tokenizer that a config names, or None if it is still to be trained.
+    """Return the tokenizer that `data.tokenizer` names, or None for bpe:SIZE.
+
+    A tokenizer bpe:SIZE does not exist before it is trained on the data.
+
+    Args:
+        template: Chat template, whose tokens at the end of an answer count as special tokens.
 
     Raises:
         DataError: The tokenizer is ids:SIZE, which cannot encode text, or cannot be opened.
@@ -136,7 +141,12 @@ def _note_without_answer(files: user_files.Files, note: cache.Note) -> None:
 
 
 def _note_windows(name: str, side: Windows, seq_len: int, note: cache.Note) -> None:
-    """Tell the user how many conversations a side has, and how many were cut or left out."""
+    """Tell the user how many conversations a part has, and how many were cut or left out.
+
+    Args:
+        name: Name of the part, "training" or "evaluation".
+        side: Windows of the conversations of this part.
+    """
     lost = ""
     if side.cut:
         lost += f"; {side.cut} longer than {seq_len + 1} tokens were cut"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SOURCE = "https://storage.googleapis.com/gresearch/cifar5m/"
 PARTS = [f"part{i}" for i in range(6)]
-"""Names of the parts. The last one has the test images."""
+"""Names of the npz files without suffix. The last one has the test images."""
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 IMAGE_SHAPE = (32, 32, 3)
 _IMAGES_AT_ONCE = 4096
@@ -41,10 +41,10 @@ _IMAGES_AT_ONCE = 4096
 def cifar5m(
     config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> images.ImageData:
-    """Load CIFAR-5M as batches. Parts 0 to 4 are for training and part 5 is for evaluation.
+    """Load CIFAR-5M as batches. part0 to part4 are for training and part5 is for evaluation.
 
-    Parts are prepared from their npz files if needed. The arguments are those of
-    `mupax.train.data.load`.
+    A part is one npz file of the publication. Parts are converted to TFDS data sets if needed. The
+    arguments are those of `mupax.train.data.load`.
     """
     vision = images.vision_model(config.name, model, CLASSES)
     images.check_size(config.name, vision, IMAGE_SHAPE[0], IMAGE_SHAPE[-1])
@@ -67,7 +67,10 @@ def cifar5m(
 
 
 def _marks(source: Sequence) -> list[bytes]:
-    """Return bytes that identify a part of CIFAR-5M: its length, first image and last image."""
+    """Return bytes that identify a part of CIFAR-5M, for its digest.
+
+    They are its number of images, its first image and its last image.
+    """
     length = len(source).to_bytes(8, "little")
     first = source[0]["image"].tobytes()
     last = source[len(source) - 1]["image"].tobytes()
@@ -75,16 +78,16 @@ def _marks(source: Sequence) -> list[bytes]:
 
 
 def prepared_parts(data_dir: str | None, note: cache.Note) -> list[Any]:
-    """Return TFDS builders of all parts. Prepare parts if needed.
+    """Return the TFDS builders of all parts in order. Convert parts from their npz if needed.
 
-    A part is prepared from `partN.npz` in the data folder. A prepared part needs no npz.
+    Part N is converted from `partN.npz` in the data folder. A converted part needs no npz.
 
     Args:
         data_dir: Folder of the npz files and of prepared data. None is the folder in the cache.
         note: Function that takes one line of text about work that takes long.
 
     Raises:
-        DataError: A part is neither prepared nor there as npz. Nothing is prepared then.
+        DataError: A part is neither converted nor there as npz. Nothing is converted then.
     """
     base = cache.data_sets(data_dir)
     files: dict[str, Path] = {}
@@ -113,9 +116,9 @@ def prepared_parts(data_dir: str | None, note: cache.Note) -> list[Any]:
 class Cifar5m(tfds.core.GeneratorBasedBuilder):
     """TFDS builder of one part of CIFAR-5M.
 
-    The images are 32 x 32 and in colour, of CIFAR-10's classes, and made by a diffusion model. Each
-    part is a builder config. TFDS prepares a config completely or not at all, so a preparation that
-    was stopped continues with the part that was not finished.
+    The images are 32 x 32 pixels in colour. They have CIFAR-10's classes, and were made by a
+    diffusion model. Each part is a builder config. TFDS prepares a config completely or not at all,
+    so a preparation that was stopped continues with the part that was not finished.
 
     Args:
         source: npz file of the part. None for a part that is already prepared.
@@ -181,10 +184,11 @@ def _check_ratio(member: zipfile.ZipInfo) -> None:
 
 
 def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
-    """Return the shape and dtype of an array. The stream is then at its first value.
+    """Read the header of an array, and return its shape and dtype.
 
     Args:
         name: "X" for the images, which must be uint8, or "Y" for the labels.
+        stream: Content of the .npy. It is at the first value afterwards.
 
     Raises:
         ValueError: The header is damaged, or the array has other values than integers in C order.

@@ -1,10 +1,10 @@
 """Handwritten digits, split at random or by writer, with logistic regression as the reference.
 
-Every writer filled the same form of 130 digits in a fixed order. The data has 14 of these forms in
-a row, with a few digits missing, so the labels alone tell where a form begins. The split by writer
-tests on the last three forms. These are images 1415 to 1796: 382 of 1,797. Image 1415 begins the
-twelfth form, because every form starts with 0123456789 three times. UCI counts 13 writers for 14
-forms, so two forms may be by one writer. Which ones is not recorded.
+Every writer filled in the same form of 130 digits in a fixed order. The data has 14 of these forms
+in a row, with a few digits missing. Every form starts with 0123456789 three times, so the labels
+tell where a form begins. The split by writer tests on the last three forms, which are images 1415
+to 1796: 382 of 1,797. UCI counts 13 writers for 14 forms, so two forms may be by one writer. Which
+two is not recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WHITE = 16
 
 
 class DigitData(images.ImageData):
-    """Digits whose reference result is the accuracy of logistic regression on this split."""
+    """Batches of the handwritten digits. The reference is logistic regression on the same split."""
 
     def references(self) -> list[Reference]:
         chosen = self.eval_positions(range(self.eval_size))
@@ -98,10 +98,12 @@ def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) 
 
 
 def by_writer(labels: np.ndarray) -> np.ndarray:
-    """Return a mask of the test images of the split by writer, bool [N]: the last three forms.
+    """Return a mask of the test images of the split by writer, bool [N].
+
+    The test images are the last three forms, each filled in by one writer.
 
     Args:
-        labels: int [N], labels in the order of the data.
+        labels: Labels in the order of the data, int [N].
 
     Raises:
         DataError: No form begins at `FIRST_TEST_FORM`, so the digits are in another order.

@@ -1,9 +1,13 @@
 """Loader of a user's own images, a folder per class, read in place: data.name `images:PATH`.
 
-The files are PATH/CLASS/*.png, split by the hash of the path within PATH, with at least one image
-of each class on each side. Or they are PATH/train/CLASS/... and PATH/val/CLASS/..., split as the
-folders say. `records/split_names.py` lists the names of splits. A part is a folder such as train
-that has folders of classes.
+Images are split into training and evaluation in one of two ways:
+
+* PATH/CLASS/*.png are split by the hash of the path within PATH. Both sides get at least one image
+  of each class.
+* PATH/train/CLASS/... and PATH/val/CLASS/... are split as the folders say.
+  `records/split_names.py` lists the words in names of such folders.
+
+In this file, a part is a folder such as train that has folders of classes.
 """
 
 from __future__ import annotations
@@ -54,18 +58,18 @@ _NO_PICTURES = frozenset(
     }
     | {".mpeg", ".mpg", ".palm", ".pcd", ".pdf", ".ps", ".pxr", ".wmf"}
 )
-"""Suffixes of documents, films and containers that Pillow registers, some only for writing."""
+"""Suffixes that Pillow registers and that are not read: documents, films and containers."""
 _MODES = {1: "L", 3: "RGB"}
 _LISTED = 8
 """Number of names that a message lists."""
 _SAMPLED = 512
-"""Number of headers that are read to infer the channels and the size of a folder's images."""
+"""Number of image headers that are read to infer the channels and the size of a folder's images."""
 _SAMPLED_REMOTE = 32
-"""Number of headers for a folder in a bucket, where reading is slow."""
+"""Number of image headers that are read in a folder in a bucket, where reading is slow."""
 _SCAN_SIDE = 64
-"""Fewest pixels on a side at which the scan decodes a JPEG.
+"""Fewest pixels on a side to which a JPEG is decoded when all images are scanned for broken ones.
 
-The complete file is unpacked, but few pixels are computed.
+The complete file is unpacked, but few pixels are computed, which is quicker.
 """
 _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda pixels: pixels[:, ::-1],
@@ -76,21 +80,24 @@ _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
     8: lambda pixels: np.rot90(pixels),
 }
-"""Function that turns an image upright, by the orientation in its EXIF data."""
+"""Function that turns an array of pixels upright, by the orientation in the image's EXIF data."""
 _PIXEL_WEIGHTS = {"AVIF": 3.0, "GIF": 2.0, "ICNS": 4.0, "JPEG2000": 4.0, "TIFF": 2.0, "WEBP": 3.0}
 """Memory for decoding a pixel, relative to PNG, by format."""
 _PROGRESSIVE_WEIGHT = 1.25
-"""Memory for decoding a pixel of a progressive JPEG, whose coefficients are all held in memory."""
+"""Memory for decoding a pixel of a progressive JPEG, relative to PNG.
+
+The coefficients of the complete image are held in memory.
+"""
 _MOST_BYTES_IN_MEMORY = 2**28
-"""Most bytes of fitted images that are kept in memory, so that later epochs decode none again."""
+"""Largest size of all fitted images for which they are kept in memory after the first epoch."""
 _LARGE_PIXELS = 2**24
-"""Number of pixels above which only one image is open at a time."""
+"""Number of pixels above which only one image is open at a time, to save memory."""
 _LARGE_IMAGES = threading.RLock()
 _BAND_PIXELS = 2**22
-"""Number of pixels of a band. Large images are converted band by band."""
+"""Number of pixels of a band of rows. Large images are converted band by band, to save memory."""
 _PIL_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 _Labelled = list[tuple[str, Path, int]]
-"""Images as tuples of a name within the folder, a file and a label."""
+"""Images as tuples of a path relative to the user's folder, a path, and a label from 0."""
 
 
 @functools.cache
@@ -105,25 +112,30 @@ def is_image(name: str) -> bool:
 
 
 def not_an_image(name: str) -> str:
-    """Return the reason for which a file of this name is not read as an image."""
+    """Return the rest of a sentence that says why a file of this name is not read as an image."""
     return f"{Path(name).suffix or 'a file without ending'} is no kind of image that is read"
 
 
 class Folder(NamedTuple):
-    """Images of a folder by class, split into a training and an evaluation side."""
+    """Labelled images of a folder, split into training images and evaluation images.
+
+    Attributes:
+        train: Training images. For a folder that is only evaluated, the same list object as `eval`.
+        eval: Evaluation images.
+    """
 
     train: _Labelled
     eval: _Labelled
     classes: list[str]
-    """Names of classes in NFC, sorted. A label is an index of this list."""
+    """Names of the classes, in the order of the labels. They are sorted, and in Unicode's NFC."""
     notes: list[str]
     """Lines for the user about the split and the files that are left out."""
 
     @property
     def digest(self) -> str:
-        """Digest of the files' names and sizes. Copies of a folder have the same digest.
+        """Digest of the images' relative paths and sizes. Copies of a folder have the same digest.
 
-        Contents are not read, so that large folders are quick. Sizes are read at every access.
+        Contents are not read, which would take long. Sizes are read from disk at every access.
         """
         parts: list[str] = []
         for side, files in (("train", self.train), ("eval", self.eval)):
@@ -132,10 +144,11 @@ class Folder(NamedTuple):
         return cache.digest(*parts)
 
     def labelled_as(self, classes: Sequence[str]) -> Folder:
-        """Return a folder with these images, whose labels are indices of other classes.
+        """Return a folder with the same images, whose labels are those of a model.
 
         Args:
-            classes: Classes of a model in its order. They must include all classes of the folder.
+            classes: Names of the model's classes by label. They must include all classes of the
+                folder.
         """
         # File systems differ in how they compose accents: NFC makes equal names equal.
         label_of = {}
@@ -153,10 +166,10 @@ class Folder(NamedTuple):
 
 
 class Files:
-    """Image files with labels, decoded each time that one is asked for.
+    """Sequence of image files with labels. An image is decoded each time that it is indexed.
 
     Args:
-        files: Tuples of a name, a file and a label.
+        files: Tuples of a name, a path and a label.
         channels: 1 for grey, 3 for colour.
         background: Colour behind transparent pixels, as `data.pixels.background` names it.
         limits: Bounds on the number of pixels of an image.
@@ -196,12 +209,12 @@ class Files:
 
 
 class KeptFiles:
-    """Image files with labels, fitted as in evaluation. Each is decoded once and kept in memory.
+    """Sequence of labelled images, fitted to the model's size. Each is decoded once and then kept.
 
-    Fitted pixels are kept as uint8 [size, size, channels].
+    Pixels are kept in memory as uint8 [size, size, channels].
 
     Args:
-        view: View that fits an image and draws no random numbers.
+        view: View that fits an image to the model's size and uses no random numbers.
         size: Pixels on a side of a fitted image.
         channels: Channels of the images of `files`.
     """
@@ -228,8 +241,8 @@ class KeptFiles:
 def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterator[Image.Image]:
     """Context manager that opens an image, reads its header and holds the image open.
 
-    Any error of PIL, in the block too, becomes a DataError with the image's name. Only one large
-    image is open at a time, in all threads.
+    Any error of PIL becomes a DataError with the image's name, also one that is raised in the
+    `with` block. Of all threads, only one has a large image open at a time.
 
     Raises:
         DataError: The image cannot be read, or has 32 bits per value.
@@ -267,7 +280,7 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
 
 
 def _checked_pixels(image: Image.Image, name: str, limits: LimitsConfig) -> int:
-    """Return the number of pixels of an opened image.
+    """Check the number of pixels of an opened image against the limits, and return it.
 
     Raises:
         LimitError: Decoding the image would take too much memory.
@@ -282,10 +295,10 @@ def _checked_pixels(image: Image.Image, name: str, limits: LimitsConfig) -> int:
 
 
 def _prepare_pil(limits: LimitsConfig) -> None:
-    """Let PIL open images as large as the limits allow, and ignore its warnings, in this process.
+    """Let PIL open images as large as the limits allow, and silence its warnings, in this process.
 
-    The warnings are about palettes, EXIF data and large images, and name no file. Those that matter
-    are errors here.
+    The warnings are about palettes, EXIF data and large images, and name no file. This file raises
+    errors for what matters.
     """
     # No catch_warnings: it restores the filters of the process while other threads still decode.
     if _PIL_WARNINGS not in warnings.filters:
@@ -317,14 +330,15 @@ def decoded(
         limits: Bounds on the number of pixels.
 
     Raises:
-        DataError: The image is damaged, too large, of values without a range, or unknown to PIL.
+        DataError: The image is damaged, too large, of a format that PIL does not read, or has 32
+            bits per value, whose range is unknown.
     """
     with _opened(file, name, limits) as image:
         return _pixels(image, channels, background, side)
 
 
 def _pixels(image: Image.Image, channels: int, background: str, side: int | None) -> np.ndarray:
-    """Decode an opened image, upright and over a background, uint8 [h, w, channels].
+    """Decode an opened image, turned upright and laid over a background, uint8 [h, w, channels].
 
     Args:
         channels: 1 for grey, 3 for colour.
@@ -369,7 +383,7 @@ def _pixels(image: Image.Image, channels: int, background: str, side: int | None
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Return an image of 16 bits per value with 8 bits, and any other image unchanged."""
+    """Convert an image of 16 bits per value to 8 bits. Return any other image unchanged."""
     # `convert` would clip 16 bits at 255.
     if image.mode.startswith("I;16"):
         # 65535 // 257 = 255, so white stays white.
@@ -378,7 +392,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _on_background(image: Image.Image, background: str) -> Image.Image:
-    """Return an image with transparency laid over a colour, in mode RGBA."""
+    """Lay an image with transparency over a colour, and return it in mode RGBA."""
     foreground = image.convert("RGBA")
     plain = Image.new("RGBA", foreground.size, ImageColor.getrgb(background))
     return Image.alpha_composite(plain, foreground)
@@ -406,7 +420,7 @@ def own_images(
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of a data.name images:PATH. Raise `DataError` if there is none."""
+    """Return the path in a data.name images:PATH. Raise `DataError` if it is no folder."""
     path = path_of(name.removeprefix("images:"))
     if not path.is_dir():
         raise DataError(
@@ -419,10 +433,11 @@ def folder_of(name: str) -> Path:
 def opened(
     folder: Folder, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> images.ImageData:
-    """Return the images of a folder as batches.
+    """Return the images of a folder as batches, after a check of all images.
 
-    The first time, decode every image to find broken ones. The findings are cached on disk. With
-    `config.on_broken` skip, broken images are left out.
+    The check decodes every image, to find those that cannot be read (broken images). It is done
+    once, and its findings are cached on disk. With `config.on_broken` skip, broken images are left
+    out.
 
     Args:
         folder: Result of `split`, `held_out` or `to_evaluate`.
@@ -490,7 +505,8 @@ def _without_broken(folder: Folder, config: DataConfig, scan: _Scan, note: cache
     """Return a folder without its broken images, and tell the user which are left out.
 
     Raises:
-        DataError: `config.on_broken` is stop, or a class or a side has no image left.
+        DataError: `config.on_broken` is stop, a class has no training image left, or no evaluation
+            image is left.
     """
     broken = scan.broken
     if config.on_broken == "stop":
@@ -525,14 +541,17 @@ class _Scan(NamedTuple):
     broken: dict[str, DataError]
     """Error of each image that cannot be decoded, by path."""
     colour: int
-    """Number of images in colour."""
+    """Number of images that may have colours, rather than only grey values."""
     hidden: int
-    """Number of images of one colour over the background whose transparency has several levels."""
+    """Number of images whose picture is only in their transparency.
+
+    Laid over the background, all their pixels have one colour, but the transparency varies.
+    """
     copies: int
-    """Number of evaluation images with the bytes of a training image."""
+    """Number of evaluation images whose file is the same, byte for byte, as a training image's."""
 
     def cautions(self, channels: int, background: str) -> list[str]:
-        """Return lines that warn the user of likely mistakes.
+        """Return lines that warn the user of likely mistakes, such as colour images read as grey.
 
         Args:
             channels: Number of channels that the model reads.
@@ -564,8 +583,9 @@ class _Look(NamedTuple):
 
     Attributes:
         error: Error of a broken image. `None` if the image can be decoded.
-        colour: True if the image may have colours.
-        hidden: True if the pixels have one colour and the transparency has several levels.
+        colour: True if the image may have colours, rather than only grey values.
+        hidden: True if the picture is only in the transparency: laid over the background, all
+            pixels have one colour, but the transparency varies.
     """
 
     error: DataError | None = None
@@ -574,10 +594,11 @@ class _Look(NamedTuple):
 
 
 def _look(path: Path, channels: int, background: str, limits: LimitsConfig) -> _Look:
-    """Decode an image like training, at a small size. Return the error, or what its pixels show.
+    """Decode one image at a small size, to find out whether it is broken and what its pixels show.
 
-    The result tells whether it may have colours, and whether it is of one colour with a picture in
-    the transparency.
+    Args:
+        channels: Channels that the model reads, 1 for grey or 3 for colour.
+        background: Colour behind transparent pixels, or `none`.
     """
     try:
         with _opened(path, str(path), limits) as image:
@@ -593,7 +614,7 @@ def _look(path: Path, channels: int, background: str, limits: LimitsConfig) -> _
 
 
 def _has_levels_of_transparency(image: Image.Image) -> bool:
-    """Return whether the transparency of an image has more than one level."""
+    """Return whether some pixels of an image are more transparent than others."""
     width, height = image.size
     rows = max(1, _BAND_PIXELS // width)
     levels: set[Any] = set()
@@ -604,7 +625,7 @@ def _has_levels_of_transparency(image: Image.Image) -> bool:
 
 
 def _has_colour(image: Image.Image) -> bool:
-    """Return whether an image may have colours, by its header and its palette."""
+    """Return whether an image may have colours other than grey, by its header and its palette."""
     if image.mode in ("P", "PA"):
         colours = np.array(image.getpalette("RGB") or [], np.uint8).reshape(-1, 3)
         return bool((colours != colours[:, :1]).any())
@@ -621,8 +642,13 @@ def _scanned(
 ) -> _Scan:
     """Decode every image once, so that a broken file is named now and not in the middle of a run.
 
-    Findings are cached by names and contents. Broken images are decoded again, because
-    another decoder may read them.
+    The findings are cached on disk, under the paths and contents of the files. Images that were
+    broken are decoded again in every run, because another version of PIL may read them.
+
+    Args:
+        eval_: Evaluation images. Empty if they are the same as the training images.
+        channels: Channels that the model reads, 1 for grey or 3 for colour.
+        background: Colour behind transparent pixels, or `none`.
     """
     files = [*train, *eval_]
     paths = [path for _, path, _ in files]
@@ -674,10 +700,10 @@ def _scanned(
 
 
 def _copies(train: _Labelled, eval_: _Labelled, sizes: Sequence[int]) -> int:
-    """Return the number of evaluation images with the bytes of a training image.
+    """Return the number of evaluation images whose file equals a training image's, byte for byte.
 
     Args:
-        sizes: Bytes of each training image, then of each evaluation image.
+        sizes: Bytes of each training file, then of each evaluation file.
     """
     train_sizes = sizes[: len(train)]
     eval_sizes = sizes[len(train) :]
@@ -698,7 +724,7 @@ def _copies(train: _Labelled, eval_: _Labelled, sizes: Sequence[int]) -> int:
 
 
 def _content_digest(path: Path) -> bytes:
-    """Return a digest of a file's content, or nothing if the file cannot be read."""
+    """Return a digest of a file's content, or empty bytes if the file cannot be read."""
     try:
         return hashlib.blake2b(path.read_bytes(), digest_size=16).digest()
     except OSError:
@@ -732,17 +758,23 @@ def check_channels(name: str, channels: int) -> None:
 
 
 def nfc(name: str) -> str:
-    """Return a name in Unicode's form NFC, because macOS writes é as two characters."""
+    """Return a name in Unicode's form NFC, so that names from all file systems can be compared.
+
+    For example, macOS writes é as two characters.
+    """
     return unicodedata.normalize("NFC", name)
 
 
 class _Part(NamedTuple):
-    """Images of a folder of class folders, by class, and the files that are left out."""
+    """Images of a folder that has one folder per class, and the files that are left out of it."""
 
     classes: dict[str, _Labelled]
-    """Files by class, with the label -1 until all classes are known. A class may have no file."""
+    """Images by name of the class. Labels are -1, because not all classes are known yet.
+
+    A class may have no image.
+    """
     skipped: dict[str, str]
-    """Reason of each file or folder that is left out, by name."""
+    """Reason why a file or folder is left out, by its path relative to the user's folder."""
 
     @property
     def size(self) -> int:
@@ -751,11 +783,11 @@ class _Part(NamedTuple):
 
 
 def _part(root: Path, path: Path) -> _Part:
-    """Return the images of the class folders in `path`, and the files that are left out.
+    """Return the images of a folder that has one folder per class, and the files left out of it.
 
     Args:
-        root: Folder to which names of images are relative.
-        path: `root`, or a folder in it.
+        root: User's folder, to which the names of images are relative.
+        path: Folder that has the folders of classes: `root`, or a folder in it such as train.
 
     Raises:
         DataError: A class folder cannot be read.
@@ -790,7 +822,9 @@ def _part(root: Path, path: Path) -> _Part:
 
 
 def _folder_names(path: Path) -> list[str]:
-    """Return the sorted names of visible folders in a folder, without links to its parents.
+    """Return the sorted names of the visible folders in a folder.
+
+    Links to the folder itself or to a folder that contains it are left out.
 
     Raises:
         DataError: The folder cannot be read.
@@ -814,13 +848,11 @@ def _folder_names(path: Path) -> list[str]:
 
 
 def _parts(root: Path, names: Sequence[str]) -> _Part:
-    """Return the images of several folders of class folders as one part.
-
-    Folders of a class in several of them are joined.
+    """Return the images of several folders, each with one folder per class, joined by class.
 
     Args:
-        root: Folder to which the names of images are relative.
-        names: Names of the folders in `root`.
+        root: User's folder, to which the names of images are relative.
+        names: Names of the folders in `root`, such as train.
     """
     classes: dict[str, _Labelled] = {}
     skipped: dict[str, str] = {}
@@ -833,14 +865,15 @@ def _parts(root: Path, names: Sequence[str]) -> _Part:
 
 
 def split(path: Path) -> Folder:
-    """Return the images of a folder, split by the names of its top-level folders or by hash.
+    """Return the images of a user's folder, split into training and evaluation.
 
-    If all top-level folders have names of splits, such as train and val, they are the split. With
-    training folders only, the hash of each path splits their images. Otherwise the top-level
-    folders are classes, and the hash splits the images.
+    If the names of all top-level folders have words such as train and val, these folders are the
+    split. If there are only folders for training, the hash of each path splits their images.
+    Otherwise the top-level folders are classes, and the hash splits the images.
 
     Raises:
-        DataError: The folder has no images by class, or two parts have the same purpose.
+        DataError: The folder has no images by class, or names have different words for the same
+            part of the split, such as val and dev.
     """
     names = _folder_names(path)
     if not names:
@@ -864,14 +897,15 @@ def split(path: Path) -> Folder:
 
 
 def _split_by_names(path: Path, names: list[str]) -> Folder:
-    """Return the images of a folder whose top-level folders are all named like splits.
+    """Return the images of a folder whose top-level folders all have names such as train and val.
 
-    Folders without folders of classes are not used. If there is no folder to evaluate on, the
-    training images are split by hash.
+    Top-level folders without folders of classes are not used. If there is no folder to evaluate on,
+    the training images are split by hash.
 
     Raises:
         DataError: There is nothing to train on, a class has no training image, an evaluation class
-            is unknown, or a part is empty or given twice.
+            is no training class, there is no evaluation image, or names have different words for
+            the same part of the split.
     """
     # The test images of a competition often have no folders of classes.
     labelled = [name for name in names if _folder_names(path / name)]
@@ -910,12 +944,12 @@ def _split_by_names(path: Path, names: list[str]) -> Folder:
 
 
 def _split_by_hash(path: Path, part: _Part, notes: list[str]) -> Folder:
-    """Return the images of one part. The hash of their paths holds out some of each class.
+    """Split the images of each class by the hash of their paths into training and evaluation.
 
-    Each class has at least one image on either side.
+    About 8 % are for evaluation, and at least one image of each class is on either side.
 
     Args:
-        path: Folder that messages name, joined with the name of a class.
+        path: Folder that has the folders of classes, for messages.
         notes: Lines for the user that come before those about files left out.
 
     Raises:
@@ -948,11 +982,13 @@ def _split_by_hash(path: Path, part: _Part, notes: list[str]) -> Folder:
 
 
 def held_out(path: Path, classes: Sequence[str] | None) -> Folder:
-    """Return all images to evaluate on, of a folder that no run was trained on.
+    """Return the images of a folder to evaluate a model on that was not trained on the folder.
 
-    If the top-level folders are parts, these are the images of the test part, else of the
-    validation part, else of the training part. Otherwise they are all images of the folder. Both
-    sides of the result are this one list. Classes without images are left out.
+    If the names of all top-level folders have words such as train and test, and are not classes of
+    the model, these are the images of the test folders. Without test folders they are those of the
+    validation folders, and without these those of the training folders. Otherwise they are all
+    images of the folder. `train` and `eval` of the result are the same list. Classes without images
+    are left out.
 
     Args:
         classes: Names of the model's classes. None if they have no names.
@@ -988,10 +1024,10 @@ def held_out(path: Path, classes: Sequence[str] | None) -> Folder:
 
 
 def to_evaluate(name: str, run: Mapping[str, Any]) -> Folder:
-    """Return the images of an images:PATH that a model is evaluated on.
+    """Return the images of a folder to evaluate a trained model on.
 
-    If the model was trained on this folder or a copy, the evaluation side has the images held out
-    from training. Otherwise the images are those of `held_out`.
+    If the model was trained on this folder or on a copy of it, these are the evaluation images that
+    the run held out from training. Otherwise the result is that of `held_out`.
 
     Args:
         name: Value of data.name, images:PATH, with the folder to evaluate on.
@@ -1026,14 +1062,22 @@ def to_evaluate(name: str, run: Mapping[str, Any]) -> Folder:
 
 
 def without_images(folder: Folder, classes: Sequence[str]) -> list[str]:
-    """Return a line that names the model's classes without images in a folder, or no line."""
+    """Return a line for the user that names the classes without an image in a folder.
+
+    Returns:
+        List with the line, or an empty list if all classes have images.
+    """
     folder_classes = set(folder.classes)
     missing = [name for name in classes if nfc(name) not in folder_classes]
     return [f"there are no images of {_listed(missing)}"] if missing else []
 
 
 def _numbered(part: _Part, classes: Sequence[str]) -> _Labelled:
-    """Return the images of a part, sorted by name, with indices of `classes` as labels."""
+    """Return all images of a part, sorted by name, with their labels set.
+
+    Args:
+        classes: Names of all classes, in the order of their labels.
+    """
     labels = {name: label for label, name in enumerate(classes)}
     numbered: _Labelled = []
     for name, files in part.classes.items():
@@ -1042,7 +1086,11 @@ def _numbered(part: _Part, classes: Sequence[str]) -> _Labelled:
 
 
 def _check_filled(part: _Part, path: Path) -> None:
-    """Raise `DataError` if a class of the part in `path` has no image."""
+    """Raise `DataError` if a class has no image.
+
+    Args:
+        path: Folder of the classes, for the message.
+    """
     for name, files in part.classes.items():
         if not files:
             raise DataError(
@@ -1051,10 +1099,11 @@ def _check_filled(part: _Part, path: Path) -> None:
 
 
 def sizes(config: DataConfig) -> ImageSizes | None:
-    """Return the sizes of a model for a folder of images.
+    """Return the number of classes, the channels and the image size that a folder of images needs.
 
-    They follow from the classes and from the headers of a sample of the files. If none of these can
-    be read, there are 3 channels and `side` is None. The result is None if there is no such folder.
+    They are the defaults of a model for this data. Channels and size (the median shorter side) come
+    from the headers of a sample of the files. If no header can be read, there are 3 channels and
+    `side` is None. The result is None if there is no such folder.
 
     Args:
         config: Data settings. `config.name` is images:PATH.
@@ -1092,7 +1141,7 @@ class _Header(NamedTuple):
 
 
 def _header(path: Path, limits: LimitsConfig) -> _Header | None:
-    """Return the header of an image file, or None if it is broken."""
+    """Return the size and colours of an image file from its header, or None if it is broken."""
     try:
         with _opened(path, str(path), limits) as image:
             return _Header(min(image.size), _has_colour(image))

@@ -40,14 +40,14 @@ FILES = (
 """Files of training images, training labels, test images and test labels."""
 _BYTES = 8
 _UNCHECKED_BYTES = 1 << 28
-"""Bytes of an array up to which its file may be packed at any ratio.
+"""Largest array in bytes whose file may be compressed at any ratio.
 
-A larger array may be at most limits.ratio / 10 times as large as its file.
+A larger array may be at most limits.ratio / 10 times as large as its file on disk.
 """
 
 
 class _Greys:
-    """Labelled grey images in two arrays.
+    """Sequence of labelled grey images in memory. An item is pixels [h, w, 1] and a label.
 
     Args:
         pixels: uint8 [N, h, w].
@@ -90,18 +90,21 @@ def fashion(
 def own_files(
     config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 ) -> images.ImageData:
-    """Load a folder of IDX files as batches. Classes are named by their numbers.
+    """Load a user's folder of IDX files as batches.
 
-    The arguments are those of `mupax.train.data.load`. `config.name` is idx:FOLDER.
+    Classes are named by their labels, "0", "1" and so on. Training images are rotated, scaled and
+    shifted a little, and not mirrored. The arguments are those of `mupax.train.data.load`.
+    `config.name` is idx:FOLDER.
     """
     folder = path_of(config.name.removeprefix("idx:"))
     return _open(config, model, seed, folder, None, images.jitter)
 
 
 def sizes(config: DataConfig) -> ImageSizes | None:
-    """Return the sizes of a model for a folder of IDX files: classes, channels and pixels.
+    """Return the number of classes, the channels and the image size that a folder of IDX files has.
 
-    The result is None if files are missing or damaged, if images are not square, or without labels.
+    They are the defaults of a model for this data. The result is None if a file is missing or
+    damaged, if images are not square, or if there are no labels.
 
     Args:
         config: Data settings. `config.name` is idx:FOLDER.
@@ -134,8 +137,8 @@ def _open(
     """Return the images of a folder as batches.
 
     Args:
-        names: Names of the classes. None names them by their numbers.
-        view: View of training images. Evaluation images are shown unchanged.
+        names: Names of the classes by label. None names them by their labels, "0", "1", ...
+        view: View that augments training images. Evaluation images are shown unchanged.
 
     Raises:
         DataError: A file is missing or damaged, or images, labels and model do not fit each other.
@@ -170,7 +173,14 @@ def _open(
 
 
 def _check_pair(folder: Path, side: str, pixels: np.ndarray, labels: np.ndarray) -> None:
-    """Raise `DataError` unless images [N, h, w] and labels [N] have the same N above 0."""
+    """Raise `DataError` unless there are as many images as labels, and at least one.
+
+    Args:
+        folder: Folder of the files, for the message.
+        side: Beginning of the files' names, "train" or "t10k", for the message.
+        pixels: Images, which must be [N, h, w].
+        labels: Labels, which must be [N].
+    """
     is_pair = pixels.ndim == 3 and labels.ndim == 1 and len(pixels) == len(labels)
     if not is_pair or not len(pixels):
         raise DataError(
@@ -180,7 +190,7 @@ def _check_pair(folder: Path, side: str, pixels: np.ndarray, labels: np.ndarray)
 
 
 def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
-    """Return the array of an IDX file of uint8. The array cannot be written to.
+    """Read an IDX file of uint8 and return its array, which is read-only.
 
     Args:
         path: File without the suffix .gz. If it does not exist, the file with .gz is read.
@@ -204,7 +214,9 @@ def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
 
 
 def _array(file: Path, stream: Any, stored_bytes: int, limits: LimitsConfig) -> np.ndarray:
-    """Return the array of an opened file. At most one byte more than its header says is unpacked.
+    """Read the array of an opened IDX file.
+
+    At most one byte more than the header says is unpacked, so that a harmful file fills no memory.
 
     Args:
         stream: Unpacked content of the file, from its beginning.

@@ -1,6 +1,6 @@
-"""Loader of data.mix: several texts as one.
+"""Loader of data.mix: several texts as one data set, each with its share of the examples.
 
-`data/mix.py` parses the texts, and `text/mixture.py` makes the batches.
+`data/mix.py` parses the command line, and `text/mixture.py` makes the batches.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mupax.zoo.families import ModelConfig, TokenModel
 
 
 def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Mixture:
-    """Load the texts of `config.mix` as one, each with its share of the examples.
+    """Load the texts of `config.mix` as one data set, each with its share of the examples.
 
-    A text is prepared if needed. A tokenizer bpe:SIZE is trained on all texts first. The user is
-    told the share of each text. The arguments are those of `mupax.train.data.load`, and
+    Texts are prepared if needed. If the tokenizer is bpe:SIZE, it is trained on all texts first.
+    The user is told the share of each text. The arguments are those of `mupax.train.data.load`, and
     `config.name` is mix.
 
     Raises:
@@ -62,12 +62,13 @@ def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
 
 
 def _trained_tokenizer(config: DataConfig, model: TokenModel, note: cache.Note) -> str:
-    """Return the path of a tokenizer that is trained on the parts of a mixture, each by its weight.
+    """Return the path of a tokenizer bpe:SIZE that was trained on the texts of a mixture.
 
-    It is trained only if it is not in the cache.
+    Each text has its share of the training bytes. The tokenizer is trained only if it is not in the
+    cache.
 
     Raises:
-        DataError: A part cannot be read, or the tokenizer has more tokens than the model.
+        DataError: A text cannot be read, or the tokenizer has more tokens than the model.
     """
     texts = training_texts.opened(config, model, note)
     encoder = opened_tokenizer(config, texts.key, model.vocab_size, texts.read, note, texts.special)

@@ -1,7 +1,7 @@
-"""Loader of published data sets: data sets that TFDS has prepared in array_record, by name.
+"""Loader of published data sets by name, from folders that TFDS has prepared in array_record.
 
-A prepared data set is looked for as a folder, DATA_DIR/NAME[/CONFIG]/VERSION, without a registry or
-the network. An error says at once what is missing.
+A prepared data set is found as a folder, DATA_DIR/NAME[/CONFIG]/VERSION, without a registry or the
+network. If it is not there, the error says how to prepare it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 CONFIGS = {"c4": "c4/en"}
-"""Default configuration of a data set that has several."""
+"""TFDS configuration that is used for a data set's name alone, if the data set has several."""
 STREAMED = {"c4": "hf:allenai/c4:en"}
-"""Streamed source to write instead, for data that TFDS makes from terabytes of a crawl."""
+"""Value of data.name that streams the data set from the Hugging Face hub.
+
+Messages suggest it, because TFDS would make the data set from terabytes of a crawl.
+"""
 # TFDS has these data sets in a module that its list leaves out.
 _NOT_LISTED = ("c4",)
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
@@ -45,7 +48,7 @@ class DataSet(NamedTuple):
     digest: str
     """Digest of the description: dataset_info.json and features.json."""
     splits: dict[str, str]
-    """TFDS split of each side, `train` and `eval`."""
+    """TFDS split for each of the keys `train` and `eval`, such as "validation" or "train[95%:]"."""
 
 
 def labelled(
@@ -56,11 +59,11 @@ def labelled(
     background: str = "white",
     limits: LimitsConfig = DEFAULT_LIMITS,
 ) -> images.Images:
-    """Return the labelled images of TFDS data sources, one source after the other.
+    """Return the labelled images of TFDS data sources as one sequence, one source after the other.
 
-    An image is read and decoded each time that it is asked for. Pixels of a feature that is no
-    image file are returned unchanged, so `channels`, `background` and `limits` do not apply. Access
-    raises `DataError` for an image file that is damaged or too large.
+    An image is read and decoded each time that it is indexed. A feature that has pixels instead of
+    an image file is returned unchanged, and `channels`, `background` and `limits` do not apply.
+    Indexing raises `DataError` for an image file that is damaged or too large.
 
     Args:
         sources: Data sources, each with records by index. A record is a dict of features.
@@ -102,8 +105,8 @@ def prepared(config: DataConfig, note: cache.Note) -> DataSet:
     `mupax.train.data.load`.
 
     Raises:
-        DataError: The data set is not prepared, or has no other split to evaluate on and
-            data.train_percent is below 100.
+        DataError: The data set is not prepared. Or data.train_percent is below 100, and the data
+            set has only the split train, from which the evaluation records are taken.
     """
     data_set = find(config.name, config.data_dir)
     data_set = data_set._replace(folder=cache.fetched(data_set.folder, note))
@@ -113,12 +116,13 @@ def prepared(config: DataConfig, note: cache.Note) -> DataSet:
 
 
 def _first_percent(data_set: DataSet, config: DataConfig) -> DataSet:
-    """Return the data set with the first `train_percent` percent of its training split.
+    """Return the data set with only the first `train_percent` percent of its training split.
 
     The number of records is rounded as TFDS does.
 
     Raises:
-        DataError: The data set has no split but train, of which a part is trained on.
+        DataError: The data set has only the split train, from which the evaluation records are
+            taken.
     """
     train = data_set.splits["train"]
     if "[" in train:
@@ -144,7 +148,8 @@ def text_documents(
 ) -> tuple[str, Callable[[], packing.Documents]]:
     """Return the cache key of a data set of text, and a function that returns its documents.
 
-    The documents are by side of the split, and each is read when it is taken.
+    The function returns a sequence of documents for each of the keys "train" and "eval"
+    (`packing.Documents`). A document is read when it is indexed.
 
     Args:
         config: Data settings that name the data set.
@@ -177,10 +182,11 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     """Return a data set of labelled images as batches.
 
     Images of the model's size are augmented by `images.jitter` (grey) or `images.shift_and_flip`
-    (colour). Larger ones, and images of several sizes, are cropped and scaled.
+    (colour). Larger images, and images of several sizes, are cropped and scaled.
 
     Raises:
-        DataError: The data set is damaged, has no such features, or does not fit the model.
+        DataError: The data set is damaged, has no image or label feature, or does not fit the
+            model.
         ConfigError: `config.pixels` does not fit the size or the channels of the model's images.
     """
     import tensorflow_datasets as tfds
@@ -237,10 +243,11 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
 
 
 def sizes(config: DataConfig) -> ImageSizes | None:
-    """Return the sizes of a model for a prepared TFDS data set of images.
+    """Return the number of classes, the channels and the image size of a prepared TFDS data set.
 
-    The result is None for text, if the data set is not prepared, is damaged or in a bucket, and
-    unless it has exactly one feature of images and one of labels.
+    They are the defaults of a model for this data. The result is None if the data set is not
+    prepared, is damaged, or is in a bucket. It is also None for text, and for any data set that
+    does not have exactly one image feature and one label feature.
 
     Args:
         config: Data settings. `config.name` is a name that `find` takes.
@@ -286,14 +293,16 @@ def sizes(config: DataConfig) -> ImageSizes | None:
 
 
 def _feature(builder: Any, data_set: DataSet, kinds: tuple[type, ...], usual: str) -> str:
-    """Return the name of the feature of these kinds: the usual name, or the only one.
+    """Find the feature of a data set that has the text, the image or the label. Return its name.
+
+    It is the feature of the given kinds that has the usual name, or else the only one of the kinds.
 
     Args:
         kinds: Feature classes of TFDS. A feature of a subclass does not count.
-        usual: Name to prefer. With "image" only features of three axes count.
+        usual: Name to prefer. With "image", only features of three axes count.
 
     Raises:
-        DataError: No feature or several have these kinds, and none has the usual name.
+        DataError: None of these features has the usual name, and there is not exactly one.
     """
     features = builder.info.features
     matching = [name for name, feature in features.items() if type(feature) in kinds]
@@ -340,9 +349,9 @@ def find(name: str, data_dir: str | None) -> DataSet:
 
 
 def _not_prepared(name: str, dataset: str, folder: Path, base: Path, data_dir: str | None) -> str:
-    """Return the message for a data set without a prepared version.
+    """Return the error message for a data set without a prepared version.
 
-    It tells how to name a configuration, or the command that prepares the data set.
+    The message says how to name a configuration, or which command prepares the data set.
 
     Args:
         name: Value of data.name, perhaps with a version.
@@ -379,9 +388,11 @@ def _not_prepared(name: str, dataset: str, folder: Path, base: Path, data_dir: s
 def _described(folder: Path, dataset: str) -> DataSet:
     """Return the data set in the folder of a version, with its splits and digest.
 
-    Evaluation is on `validation`, else on `test`, else on the last 5 % of `train`.
+    The evaluation split is `validation`. Without it, it is `test`, and without both the last 5 % of
+    `train`.
 
     Args:
+        folder: Folder of the version, DATA_DIR/NAME[/CONFIG]/VERSION.
         dataset: Name of the data set, NAME[/CONFIG], for messages.
 
     Raises:
@@ -432,12 +443,14 @@ def _versions(folder: Path) -> list[str]:
 
 
 def unknown(name: str, base: Path) -> str:
-    """Return a message for a name that is no data set's.
+    """Return the error message for a data.name that no data set has.
 
-    It says how a path is written, which names are near, or which kinds of data there are.
+    The message says how to write the name of a file or folder, or suggests similar names, or lists
+    the kinds of data.
 
     Args:
-        base: Folder of data sets, whose names may be near, too.
+        name: Value of data.name that no data set has.
+        base: Folder of prepared data sets, whose names may be suggested, too.
     """
     path = Path(name)
     if path.is_dir():

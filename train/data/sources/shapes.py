@@ -37,7 +37,7 @@ CLASSES = [f"{shape}, {texture}" for shape in SHAPES for texture in ("level", "u
 TRAIN = 0
 EVAL = 1
 LENGTH = 2**40
-"""Number of images of a stream.
+"""Number of images of a stream, such as the training images of one seed.
 
 It is more than any run sees, and small enough that every index fits an int64 and a float's
 mantissa.
@@ -55,9 +55,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class EndlessData(LabelledData):
-    """Batches of striped shapes without end. No training image comes twice.
+    """Batches of images of striped shapes without end. No training image comes twice.
 
-    Image i of a run is image i of the stream of its seed.
+    Training image i of a run is image i of the stream `TRAIN` of the run's seed. Evaluation images
+    are the same for every seed.
 
     Args:
         config: Data settings: sizes of batches and number of evaluation images.
@@ -97,13 +98,13 @@ class EndlessData(LabelledData):
 
 
 def linear_accuracy(train_images: int, eval_images: int) -> float:
-    """Return the accuracy of multinomial logistic regression on pixels of evaluation images.
+    """Fit logistic regression to pixels, and return its accuracy on evaluation images.
 
     The model is fitted to training images of seed 0.
 
     Args:
-        train_images: Number of training images, the first of their stream.
-        eval_images: Number of evaluation images, the first of their stream.
+        train_images: Number of training images, which are the first ones of the stream `TRAIN`.
+        eval_images: Number of evaluation images, which are the first ones of the stream `EVAL`.
     """
     x, y = _batch(0, TRAIN, np.arange(train_images))
     # A pixel tells little. Without a strong penalty the many weights would fit noise.
@@ -128,7 +129,10 @@ def striped_shapes(
 
 
 def _batch(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return images float32 [B, H, W, C] in [-1, 1] and labels int32 [B]."""
+    """Render images, and return them as float32 [B, H, W, C] in [-1, 1] with labels int32 [B].
+
+    The arguments are those of `render`.
+    """
     raw, labels = render(seed, stream, indices)
     return normalized(raw.astype(np.float32), WHOLE), labels
 
@@ -140,7 +144,7 @@ def render(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.
 
     Args:
         stream: `TRAIN` or `EVAL`.
-        indices: int64 [B], in [0, LENGTH).
+        indices: Index of each image in the stream, in [0, LENGTH), int64 [B].
     """
     images_BHWC = np.empty((len(indices), SIZE, SIZE, 3), np.uint8)
     labels = np.empty(len(indices), np.int32)
@@ -154,9 +158,10 @@ def render(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Apply the finalizer of SplitMix64 to uint64 of any shape.
+    """Hash each uint64 of an array by the finalizer of SplitMix64.
 
-    See Steele, Lea and Flood (2014). The constants are those of Stafford's variant 13.
+    Different numbers have different hashes. See Steele, Lea and Flood (2014). The constants are
+    those of Stafford's variant 13.
     """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -164,10 +169,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class _Random:
-    """Random numbers of some images, from one SplitMix64 generator per image.
+    """Source of random numbers for B images, with one SplitMix64 generator per image.
 
-    Every draw moves the generators of all images on. Different indices have different states,
-    because `_mix` is one to one.
+    Every draw advances the generators of all images. Images of different indices start from
+    different states, because `_mix` is one to one.
     """
 
     def __init__(self, seed: int, stream: int, indices: np.ndarray) -> None:
@@ -199,7 +204,7 @@ class _Random:
 
 
 def _draw(rng: _Random) -> tuple[np.ndarray, np.ndarray]:
-    """Draw images. Return their labels, int32 [B], and their pixels, uint8 [B, P, C]."""
+    """Render one image per generator. Return labels, int32 [B], and pixels, uint8 [B, P, C]."""
     label_B = (rng.uniform(0, len(CLASSES), 1)[:, 0]).astype(np.int32)
     line = np.arange(SIZE, dtype=np.float32) - np.float32((SIZE - 1) / 2)
     y_P = np.repeat(line, SIZE)[None]
@@ -239,15 +244,16 @@ def _striped(
     angle_B1: np.ndarray,
     contrast: tuple[float, float],
 ) -> np.ndarray:
-    """Draw stripes of two colours over complete images, float32 [B, P, C].
+    """Render stripes of two random colours over complete images, float32 [B, P, C].
 
-    The colours change along the angle.
+    Values are brightnesses, mostly from 0 (black) to 1 (white). They are not clipped.
 
     Args:
+        rng: Random numbers, which choose the colours, the wavelength and the phase.
         x_P: Horizontal place of each pixel from the centre of the image, in pixels, [1, P].
         y_P: Vertical place of each pixel from the centre of the image, in pixels, [1, P].
-        angle_B1: Direction in radians in which the colours change.
-        contrast: Smallest and largest distance of the colours from their mean.
+        angle_B1: Angle in radians, from the x axis, along which the colours alternate, [B, 1].
+        contrast: Range from which the distance of the two colours from their mean is drawn.
     """
     k = 2 * np.pi / rng.uniform(4, 6.5, 1)
     k_x = k * np.cos(angle_B1)
@@ -261,9 +267,9 @@ def _striped(
 
 
 def _inside(rng: _Random, x_P: np.ndarray, y_P: np.ndarray, shape_B: np.ndarray) -> np.ndarray:
-    """Draw place, size, tilt and proportions of shapes. Return the share of each pixel inside.
+    """Place a shape of random size, tilt and proportions in each image. Return its coverage.
 
-    The result is float32 [B, P].
+    The coverage is the approximate share of each pixel that is inside of the shape, float32 [B, P].
 
     Args:
         x_P: Horizontal place of each pixel from the centre of the image, in pixels, [1, P].
@@ -292,7 +298,10 @@ def _inside(rng: _Random, x_P: np.ndarray, y_P: np.ndarray, shape_B: np.ndarray)
 
 
 def _soft(value: np.ndarray, edge: Any, sharpness: float) -> np.ndarray:
-    """Return 1 for values below the edge and 0 above, with a linear ramp of width 1 / sharpness."""
+    """Return 1 for values below the edge and 0 for values above, with a ramp from 1 to 0 between.
+
+    The ramp is linear, has the width 1 / sharpness, and has its middle at the edge.
+    """
     return np.clip(np.float32(sharpness) * (edge - value) + np.float32(0.5), 0, 1)
 
 

@@ -1,6 +1,8 @@
-"""Loaders of text that is tokenized while it is trained on.
+"""Loaders of text that is tokenized while it is trained on (streams).
 
-These are data sets of the package `datasets`, and a user's own files with data.stream.
+Streams are data sets of the package `datasets`, and a user's own files with data.stream. The
+training text of a stream is divided into lanes. A lane is a share of its files, and is tokenized on
+its own.
 """
 
 from __future__ import annotations
@@ -24,18 +26,25 @@ if TYPE_CHECKING:
     from mupax.train.config.run import DataConfig
 
 EVAL_TOKENS = 1 << 20
-"""Evaluation tokens, which are made before the first step, unless data.eval_examples is set."""
+"""Smallest number of evaluation tokens, unless data.eval_examples is set.
+
+They are tokenized before the first training step.
+"""
 
 
 class Corpus(NamedTuple):
-    """Documents of a stream, opened but not yet tokenized."""
+    """Documents of a stream, opened but not yet tokenized.
+
+    Attributes:
+        facts: Facts to record about the corpus.
+    """
 
     key: str
-    """Name of the content in the cache of this host."""
+    """Key of the content in the cache. It may be different on other hosts."""
     identity: str
-    """Name of the content that is the same on every host."""
+    """Digest that identifies the content and is the same on every host."""
     lanes: Sequence[Documents]
-    """Training documents of each lane."""
+    """Training documents of each lane. A lane is a share of the files, tokenized on its own."""
     train: Documents
     """Training documents of all lanes."""
     held_out: Documents
@@ -44,7 +53,7 @@ class Corpus(NamedTuple):
     has_bytes: bool = True
     """True if all of the content is text and not ids, so that tokens can be counted in bytes."""
     broken: BrokenLog | None = None
-    """Log of documents that are left out as broken. It has those read so far."""
+    """Log of the documents that cannot be used and are left out. It grows while text is read."""
 
 
 def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Stream:
@@ -114,7 +123,7 @@ def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 def _opened(
     config: DataConfig, model: ModelConfig, seed: int, note: cache.Note, corpus: Corpus
 ) -> Stream:
-    """Return the stream of a corpus, after tokenizing its evaluation text and first training text.
+    """Return the batches of a stream, after its evaluation text and first text are tokenized.
 
     A tokenizer bpe:SIZE is trained first. The user is told about broken documents, special tokens
     in the texts and missing separators.

@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 _UNKNOWN = 0.01
 """Share of unknown tokens above which the user is warned."""
 _LOOKED_AT = 1 << 20
-"""Number of training tokens among which unknown ones are counted."""
+"""Number of training tokens, from the first on, among which unknown tokens are counted."""
 
 
 def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
-    """Return the documents of a TFDS data source, as one side of `packing.Documents`.
+    """Return the texts of a TFDS data source in the form that packing reads (`packing.Documents`).
 
-    The result is a sequence with a part [(text as bytes, True)] for each record.
+    The result is a sequence with [(text as bytes, True)] for each record. True says that the
+    document ends with the text.
 
     Args:
-        source: Records by index. They are read one by one, when they are asked for.
+        source: Records by index. A record is read when the result is indexed.
         feature: Name of the text in a record, which is a str or bytes.
     """
 
@@ -50,9 +51,9 @@ def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
 
 
 def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
-    """Load the sources of the Python standard library as batches of text.
+    """Load the source code of the Python standard library as batches of text.
 
-    They are prepared, tokenized and packed in the cache if needed. The arguments are those of
+    It is prepared, tokenized and packed in the cache if needed. The arguments are those of
     `mupax.train.data.load`.
     """
     language_model(config.name, model)
@@ -63,10 +64,14 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
 def python_documents(
     config: DataConfig, note: cache.Note
 ) -> tuple[str, Callable[[], packing.Documents], dict[str, Any]]:
-    """Return a cache key, a function that returns documents, and facts of the standard library.
+    """Return what is needed to pack the Python standard library as text.
 
-    The function prepares the corpus on disk if needed. The facts are `python` (version), `files`
-    (number) and `text_digest`. The arguments are those of `mupax.train.data.load`.
+    The arguments are those of `mupax.train.data.load`.
+
+    Returns:
+        Key of the corpus in the cache; a function that returns the documents by "train" and "eval",
+        and prepares the corpus on disk if needed; and the facts to record: `python` (version),
+        `files` (number of files) and `text_digest`.
     """
     files = corpus.python_files()
     content = corpus.content_digest(files)
@@ -97,7 +102,9 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
 def user_text(
     config: DataConfig, model: ModelConfig, note: cache.Note
 ) -> tuple[user_files.Files, str]:
-    """Return a user's text, records and token ids, and a key that names their content in the cache.
+    """Find a user's text, records and token ids. Return them with a key for the cache.
+
+    The key is a digest of the files' contents, or of their sizes and times for a stream.
 
     The arguments are those of `mupax.train.data.load`. `config.name` is text:PATH or records:PATH.
 
@@ -141,9 +148,10 @@ def user_text(
 
 
 def _content_key(config: DataConfig, kind: str, files: user_files.Files, note: cache.Note) -> str:
-    """Return the key of a user's files in the cache: a digest of contents and ways of reading.
+    """Return the key of a user's files in the cache.
 
-    With `config.stream`, names, sizes and times stand for the contents, which are not read.
+    It is a digest of the contents of the files and of the settings under which they are read. With
+    `config.stream`, the digest has paths, sizes and times instead of contents, which are not read.
 
     Args:
         kind: "text" or "records", the word before the path in data.name.
@@ -202,10 +210,10 @@ def open_text(
         model: Model settings that the text must fit: vocabulary and sequence length.
         note: Function that takes one line of text about work that takes long.
         key: Name of the corpus and its content in the cache.
-        documents: Function that returns the documents by side of the split. It is called only if
-            something must be prepared.
+        documents: Function that returns the documents by "train" and "eval". It is called only if
+            the tokenizer must be trained or the text must be packed.
         facts: Facts to record about the corpus, in addition to its digest.
-        files: User's files that the documents are from. None for a corpus that is not a user's.
+        files: User's files from which the documents are read. None for a published corpus.
 
     Raises:
         DataError: The tokenizer, the text or the model does not fit.
@@ -249,7 +257,7 @@ def open_text(
 def _note_unknown(
     config: DataConfig, encoder: tokenizer.Tokenizer, tokens: np.ndarray, note: cache.Note
 ) -> None:
-    """Warn the user if more than 1 % of the tokens are the tokenizer's unknown token."""
+    """Warn the user if more than 1 % of `tokens` are the tokenizer's unknown token."""
     if encoder.unknown is None or not len(tokens):
         return
     share = float(np.mean(tokens == encoder.unknown))
@@ -261,11 +269,14 @@ def _note_unknown(
 
 
 def note_broken(files: user_files.Files, note: cache.Note) -> dict[str, int]:
-    """Tell the user what was left out as broken. Return {"broken": count}, or {} for nothing.
+    """Tell the user how many broken entries (files, texts and records) were left out.
 
     Args:
-        files: User's files, of which those read so far are counted.
+        files: User's files. What was read so far is counted.
         note: Function that takes one line of text per kind of broken entry.
+
+    Returns:
+        {"broken": number of entries}, which is recorded among the facts of the data. {} for none.
     """
     for line in files.broken.summary():
         note(line)
@@ -293,9 +304,9 @@ def opened_tokenizer(
     note: cache.Note,
     special: Sequence[str] = (),
 ) -> tokenizer.Tokenizer:
-    """Return the tokenizer that a config names.
+    """Return the tokenizer that `data.tokenizer` names.
 
-    bpe:SIZE is trained on the training documents and kept in the cache.
+    A tokenizer bpe:SIZE is trained on the training documents, unless it is in the cache.
 
     Args:
         key: Name of the corpus and its content in the cache.

@@ -1,6 +1,6 @@
-"""Training texts of any source, for a tokenizer that is trained on them.
+"""Training documents of any source as bytes, on which a BPE tokenizer is trained.
 
-data.tokenizer `bpe:SIZE` and the command `mupax data tokenizer` use them.
+They are used for data.tokenizer `bpe:SIZE` and by the command `mupax data tokenizer`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ class TrainingTexts(NamedTuple):
     """Training documents of a source, which can be read several times."""
 
     key: str
-    """Name of the content in the cache."""
+    """Key of the content, which names a tokenizer trained on it in the cache."""
     read: Callable[[], Iterator[bytes]]
     """Function that yields the documents in UTF-8. Each call begins with the first document."""
     special: tuple[str, ...] = ()
-    """Special tokens of a chat template around messages. Each is one token of a tokenizer."""
+    """Special tokens that a chat template writes around messages, such as `<|im_end|>`.
+
+    A tokenizer that is trained on the documents has each of them as one token.
+    """
 
 
 def opened(config: DataConfig, model: ModelConfig, note: cache.Note) -> TrainingTexts:
-    """Return the training texts of the source that a config names.
+    """Return the training documents of the source that `data.name` names, without its evaluation.
 
     The arguments are those of `mupax.train.data.load`.
 
@@ -86,14 +89,14 @@ def _mixture(config: DataConfig, model: ModelConfig, note: cache.Note) -> Traini
 
 
 def part_config(config: DataConfig, name: str) -> DataConfig:
-    """Return the data settings of one part of a mixture.
+    """Return the data settings of one text of a mixture: those of the mixture with its own name.
 
-    They have no `mix` and no `eval_examples`. In a mixture, `data.field` names the text of records.
-    A chat in a mixture with other kinds therefore has its messages in the field `messages`, and
-    plain text has no field.
+    `mix` and `eval_examples` are unset. In a mixture, `data.field` names the field of records that
+    has the text. `field` therefore gets its default for a chat that is mixed with other kinds, and
+    for text:PATH without such records.
 
     Args:
-        name: Source of the part, as data.name takes it.
+        name: Source of the text, as data.name takes it.
     """
     part = dataclasses.replace(config, name=name, mix=(), eval_examples=None)
     kinds = set()
@@ -109,7 +112,7 @@ def part_config(config: DataConfig, name: str) -> DataConfig:
 
 
 def _has_records(path: str, field: str) -> bool:
-    """Return whether a file or folder has records with text in `field` that can be read."""
+    """Return whether a file or folder has records (JSON lines, Parquet) with text in `field`."""
     try:
         files = user_files.files(path_of(path), "records", field, None, lambda line: None)
     except DataError:
@@ -123,8 +126,9 @@ def weighted(
     """Return several texts as one. Documents are interleaved, and special tokens joined.
 
     Args:
-        weights: Share of the bytes of each text, by name. A small text is read again until all
-            others have been read. With None each text is read once.
+        weights: Weight of each text by name: its share of the bytes, relative to the others. A
+            small text is read again until all others have been read. With None each text is read
+            once.
     """
     keys = []
     for name in texts:
@@ -143,7 +147,7 @@ def weighted(
 def _interleaved(
     texts: Sequence[TrainingTexts], weights: Sequence[int], repeat: bool
 ) -> Iterator[bytes]:
-    """Yield the documents of several texts, each with its share of the bytes at any time.
+    """Yield the documents of several texts, so that each text has its share of the bytes so far.
 
     Args:
         weights: Share of the bytes of each text, relative to the others.
@@ -171,7 +175,11 @@ def _interleaved(
 
 
 def _training_part(documents: Documents) -> Iterator[bytes]:
-    """Yield the texts of the training side. Documents of token ids are left out."""
+    """Yield the training texts of a corpus. Documents of token ids are left out.
+
+    Args:
+        documents: Documents of the corpus under the keys "train" and "eval".
+    """
     parts = documents["train"]
     for i in range(len(parts)):
         for content, _ in parts[i]:
@@ -180,7 +188,9 @@ def _training_part(documents: Documents) -> Iterator[bytes]:
 
 
 def _chats(config: DataConfig, note: cache.Note) -> TrainingTexts:
-    """Return rendered conversations, split at the special tokens of their chat template.
+    """Return the texts of conversations, rendered by a chat template and cut at special tokens.
+
+    So the tokenizer does not learn from the special tokens of the template.
 
     Raises:
         DataError: There is no chat template, or the files cannot be read.
@@ -209,7 +219,11 @@ def _chats(config: DataConfig, note: cache.Note) -> TrainingTexts:
 
 
 def _written(template: Template, documents: Documents) -> Iterator[bytes]:
-    """Yield the texts between special tokens of the rendered conversations."""
+    """Render conversations, and yield the texts between the template's special tokens.
+
+    Args:
+        documents: Conversations by "train" and "eval", as JSON of their messages.
+    """
     # "(?!)" matches nothing: a template without special tokens is not cut.
     cut = re.compile("|".join(map(re.escape, template.special_tokens)) or "(?!)")
     for messages in _training_part(documents):

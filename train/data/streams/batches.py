@@ -1,9 +1,10 @@
 """Batches of a text that is tokenized while it is trained on, in an order that no timing changes.
 
-Examples are windows of seq_len + 1 tokens. Rows of a batch are divided among the lanes, so that a
-process reads and tokenizes only the lanes of its own rows. A pool is a fixed number of successive
-windows of a lane, and each pool has a random order of its own. A window can therefore be read as
-soon as its pool is tokenized. After its last window a lane begins again, cut at another offset.
+Examples are windows of seq_len + 1 tokens. The text has lanes, each a share of its files. Rows of a
+batch are divided among the lanes, so that a process reads and tokenizes only the lanes of its own
+rows. A pool is a fixed number of successive windows of a lane, and each pool has a random order of
+its own. A window can therefore be read as soon as its pool is tokenized. After its last window a
+lane begins again, cut at another offset.
 
 `TokenizerThread` tokenizes windows before training waits for them.
 """
@@ -32,18 +33,23 @@ _PATIENCE_S = 5.0
 """Seconds that the end of a run waits for a source that is stuck."""
 
 _POOL = 4096
-"""Number of windows in one pool of every lane together."""
+"""Number of windows in the pools of all lanes together, where each lane has one pool.
+
+A pool is a range of successive windows of a lane that is shuffled as a whole.
+"""
 _POOLS_AHEAD = 4
-"""Number of pools that are tokenized before training waits for them."""
+"""Smallest number of pools of a lane that the thread tokenizes ahead of the pool in use."""
 
 
 class TokenizerThread:
-    """Thread that tokenizes ahead of the batches, the lane that is farthest behind first.
+    """Thread that tokenizes the text of lanes before the batches need it.
+
+    It works on the lane that has the smallest share of the tokens wanted of it.
 
     An error ends the thread. The training loop meets the same error when it waits for the tokens.
 
     Args:
-        lanes: Lanes that `want` names by index.
+        lanes: Lanes of the training text, each a share of its files.
     """
 
     def __init__(self, lanes: Sequence[StreamShard]) -> None:
@@ -53,7 +59,7 @@ class TokenizerThread:
         self._stopped = threading.Event()
 
     def want(self, lane: int, tokens: int) -> None:
-        """Ask for tokens of a lane. The thread makes them later.
+        """Ask the thread to tokenize a lane up to a number of tokens. Return at once.
 
         Args:
             lane: Index of the lane in the `lanes` of the constructor.
@@ -65,9 +71,9 @@ class TokenizerThread:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager that runs the thread in the block.
+        """Context manager that starts the thread, and stops it at the end of the `with` block.
 
-        Its end stops the thread, and waits at most `_PATIENCE_S` seconds for it.
+        The end waits at most `_PATIENCE_S` seconds for the thread.
         """
         self._stopped.clear()
         thread = threading.Thread(target=self._run, name="tokenizing", daemon=True)
@@ -92,7 +98,10 @@ class TokenizerThread:
                     self._stopped.wait(POLL_S)
 
     def _farthest_behind(self) -> StreamShard | None:
-        """Return the lane with the smallest share of its target, or None if no lane is behind."""
+        """Return the lane that has the smallest share of the tokens wanted of it (`want`).
+
+        Return None if every lane has its tokens or has ended.
+        """
         behind: list[tuple[float, int]] = []
         # A copy, because `want` may add a lane meanwhile.
         for i, target in [*self._targets.items()]:
@@ -106,16 +115,21 @@ class TokenizerThread:
 
 
 class Stream(TextWindows):
-    """Batches of windows of a text whose lanes grow while they are read.
+    """Batches of a text that is tokenized while it is trained on.
+
+    An example is a window of T + 1 tokens.
 
     Args:
-        config: Data settings. The number of lanes divides data.batch_size.
-        lanes: Lanes of the training text, of which each has equally many rows of a batch.
+        config: Data settings. The number of lanes must divide data.batch_size.
+        lanes: Lanes of the training text, each a share of its files. Each lane fills equally many
+            rows of a batch.
         eval_: Packed evaluation text, which does not grow.
         tokenizer: Tokenizer that made the tokens.
         seq_len: T, number of predicted tokens per window.
-        seed: Seed of the order and of the offsets.
-        has_bytes: True if the corpus is text and not ids, whose bytes are unknown.
+        seed: Seed of the order of windows, and of the offsets at which epochs cut the text.
+        facts: Further facts to record about the corpus.
+        has_bytes: True if the corpus was made from text. False if any of the corpus was made from
+            ids, whose bytes are unknown.
         note: Function that takes one line of text about work that takes long.
 
     Raises:
@@ -160,10 +174,10 @@ class Stream(TextWindows):
         return np.array(tokens, np.int32).reshape(-1, self._seq_len + 1)
 
     def _window(self, i: int) -> np.ndarray:
-        """Return the tokens [T + 1] of training example i. Wait until they are tokenized if needed.
+        """Return the tokens [T + 1] of training example i.
 
-        This thread tokenizes if no other one does. After the first epoch the window begins at the
-        epoch's offset.
+        If they are not tokenized yet, wait for them, or tokenize them here if nobody else does. In
+        epochs after the first, all windows are moved by the epoch's offset (`_offset`).
 
         Raises:
             DataError: The lane has ended and is too short for two windows.
@@ -198,23 +212,32 @@ class Stream(TextWindows):
         return lane.read(start, start + length + 1)
 
     def _tokens(self, pool: int) -> int:
-        """Return the number of tokens that a lane must have for all windows of a pool.
+        """Return the number of tokens that a lane must have before a pool can be read.
 
-        One window more is counted, so that the pool has its windows at any offset of an epoch.
+        One window more is counted, so that the pool is complete at any offset of an epoch.
+
+        Args:
+            pool: Number of the pool in its lane, from 0.
         """
         return ((pool + 1) * self._pool + 1) * self._seq_len
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  the data lives as long as the run
     def _order(self, lane: int, epoch: int, pool: int, size: int) -> np.ndarray:
-        """Return the order of a pool's windows, a permutation of `size` numbers."""
+        """Return the random order of the windows of a pool, a permutation of range(size).
+
+        Args:
+            epoch: Number of the lane's epoch, from 0.
+            pool: Number of the pool in its lane, from 0.
+            size: Number of windows of the pool. The last pool of a lane may be smaller.
+        """
         return interface.rng(self._seed, interface.POOLS, lane, epoch, pool).permutation(size)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019
     def _offset(self, lane: int, epoch: int) -> int:
-        """Return a random number of tokens in [0, T) that moves an epoch's windows in a lane.
+        """Return a random number of tokens, in [0, T), by which the windows of a lane are moved.
 
-        It is for epochs after the first, which has no offset, so that each cuts the lane's text at
-        other places.
+        So every epoch cuts the text at other places. The first epoch has no offset, and does not
+        call this.
         """
         rng = interface.rng(self._seed, interface.WINDOWS, lane, epoch)
         return int(rng.integers(self._seq_len))

@@ -1,6 +1,7 @@
-"""User's own files as lanes of a stream: complete files, and about as much text in every lane.
+"""Division of a user's own files among the lanes of a stream, and the documents of each lane.
 
-`sources/streams.py` makes lanes of these documents.
+A lane is a share of the files, tokenized on its own. It has complete files, and about as much text
+as every other lane. `sources/streams.py` makes a stream of them.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from mupax.train.data.records.splits import FileParts
 from mupax.train.data.streams.lanes import Chunk
 
 MOST_LANES = 64
-"""Largest number of lanes."""
+"""Largest number of lanes of a stream, each a share of its files."""
 _UNEVEN = 1.1
-"""Largest size of a lane, as a multiple of an even share. Otherwise fewer lanes are made.
+"""Largest size of a lane, as a multiple of the mean size. Fewer lanes are made if one is larger.
 
-With uneven lanes, a small one would have read all of its text before the others.
+With uneven lanes, a small lane would end long before the others, and its text would be repeated.
 """
 _CHUNK_BYTES = 1 << 18
 
 
 class FileDocuments:
-    """Documents of files, one file after the other, of one side of the split.
+    """Training documents, or evaluation documents, of some files in order.
 
-    A position is [file, part, number of documents of the part].
+    A position in them is [index of the file, index of the part of the file, number of documents of
+    the part that come before]. A part is a range of a file that is read at once.
 
     Args:
-        side: Side of the split, train or eval.
+        files: Files in the order in which they are read.
+        side: "train" for the training documents, "eval" for the evaluation documents.
     """
 
     def __init__(self, files: Sequence[FileParts], side: str) -> None:
@@ -38,10 +41,10 @@ class FileDocuments:
         self._side = side
 
     def after(self, position: Any) -> Iterator[tuple[Chunk, Any]]:
-        """Yield chunks of the documents after a position, each with the position after it.
+        """Yield lists of the documents after a position, each with the position at its end.
 
         Args:
-            position: Position that came with a chunk. None is the beginning.
+            position: Position that an earlier call yielded. None is the beginning.
         """
         first_file, first_part, first = position or (0, 0, 0)
         for i in range(first_file, len(self._files)):
@@ -56,10 +59,15 @@ class FileDocuments:
 def _chunks(
     documents: Chunk, file: int, part: int, first: int
 ) -> Iterator[tuple[Chunk, list[int]]]:
-    """Yield the documents of a part from number `first` on, in chunks of about `_CHUNK_BYTES`.
+    """Yield the documents of a part in lists of about `_CHUNK_BYTES`, each with its end position.
 
-    Each chunk comes with the position after it (`FileDocuments`). The last one has the position of
-    the next part, and may be empty.
+    The last list may be empty. Its position is the beginning of the next part.
+
+    Args:
+        documents: All documents of the part, including those before `first`.
+        file: Index of the file, for the positions (`FileDocuments`).
+        part: Index of the part, for the positions.
+        first: Index of the first document to yield.
     """
     chunk: Chunk = []
     size = 0
@@ -75,13 +83,14 @@ def _chunks(
 
 
 def lanes(files: Sequence[FileParts], batch_size: int) -> list[list[FileParts]]:
-    """Return the files of each lane, in the order of a hash of their names.
+    """Divide files among the lanes of a stream. Return the files of each lane in order.
 
     The number of lanes divides the batch size and 64. It is the largest for which no lane has more
-    than 1.1 times an even share of the bytes, or 1.
+    than 1.1 times the mean size in bytes, or else 1. The order of files is that of a hash of their
+    names.
 
     Args:
-        files: Files of one side of the split.
+        files: All files with training text, or all files with evaluation text.
     """
     sizes = {file.name: file.path.stat().st_size for file in files}
     total = sum(sizes.values())
@@ -106,5 +115,5 @@ def lanes(files: Sequence[FileParts], batch_size: int) -> list[list[FileParts]]:
 
 
 def _shuffled(files: Sequence[FileParts]) -> list[FileParts]:
-    """Return files in the order of a hash, because neighbours in a folder may be alike."""
+    """Return files in the order of a hash of their names, because neighbours may be alike."""
     return sorted(files, key=lambda file: (corpus.rank(file.name), file.name))

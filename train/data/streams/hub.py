@@ -1,7 +1,7 @@
 """Data sets of the package `datasets`: streamed from the Hugging Face hub, or in a folder.
 
 A folder has Parquet, JSON lines or other files in the layout of the hub. `sources/streams.py` makes
-batches of them.
+a stream of batches from a data set.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _ABOUT = {
     "dataset_dict.json",
     "state.json",
 }
-"""Files with facts about a data set, which are not data."""
+"""Names of JSON files that describe a data set and contain none of its data."""
 _CHUNK_BYTES = 1 << 18
 _CHUNK_ROWS = 1000
 _PACKED = (".gz", ".zst", ".bz2", ".xz")
 _CHECKED_BYTES = 64 * 2**20
-"""Largest file whose unpacked size is checked. The check reads the file, which takes time."""
+"""Largest file in bytes whose unpacked size is checked. The check reads the file."""
 _TIMEOUT_S = 10.0
 # Errors by name, because the packages that define them are optional and load slowly.
 _NOT_FOUND = {
@@ -60,28 +60,31 @@ _SHOWN = 300
 
 
 class DataSet(NamedTuple):
-    """Data set of the package `datasets`, opened."""
+    """Data set of the package `datasets`, opened for streaming."""
 
     name: str
     """Value of data.name."""
     splits: dict[str, Any]
-    """`datasets.IterableDataset` of `train` and perhaps `eval`.
+    """`datasets.IterableDataset` for the key "train", and perhaps for the key "eval".
 
-    Without `eval`, each record is for training or evaluation by a hash of its text.
+    Without "eval", the hash of its text decides whether a record is for training or evaluation.
     """
     revision: str
-    """Commit on the hub, or a digest of a folder's names and sizes. It is the same on all hosts."""
+    """Commit on the hub, or a digest of the paths and sizes of a folder's files.
+
+    It is the same on all hosts.
+    """
     key: str
-    """Name of the content in the cache."""
+    """Key of the content in the cache."""
     line: str
     """Line for the user that says which splits are trained on, evaluated on and not used."""
 
 
 def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
-    """Open the data set of a data.name for streaming. Return its splits, revision and cache key.
+    """Open the data set that `data.name` names for streaming.
 
-    The hub is asked for the commit, so that all hosts read the same one. Small files of a folder
-    are checked against the limits.
+    The hub is asked for the current commit, so that all hosts read the same one. Small files of a
+    folder are checked against the limits.
 
     Args:
         name: hf:NAME[@REVISION][:SUBSET] or hf:FOLDER[:SUBSET].
@@ -159,8 +162,8 @@ def _all_files(folder: Path) -> dict[str, Path]:
 def _check_files(files: list[Path], limits: LimitsConfig) -> None:
     """Raise an error if a file of at most 64 MiB unpacks to much more than its size.
 
-    Only Parquet, zip and compressed files are checked. `datasets` holds a row group or a line in
-    memory, whatever its size.
+    Only Parquet, zip and compressed files are checked. Without the check such a file could fill the
+    memory, because `datasets` holds a complete row group or line in memory.
 
     Raises:
         LimitError: A Parquet or zip file unpacks to more than the limits allow.
@@ -183,7 +186,7 @@ def _check_files(files: list[Path], limits: LimitsConfig) -> None:
 
 
 def _check_archive(file: Path, limits: LimitsConfig) -> None:
-    """Raise an error if a zip file unpacks to much more than its size, by its directory.
+    """Raise an error if a zip file unpacks to much more than its size. Only its index is read.
 
     Raises:
         LimitError: The archive unpacks to more than the limits allow.
@@ -201,7 +204,12 @@ def _check_archive(file: Path, limits: LimitsConfig) -> None:
 
 
 def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dict[str, list[str]]:
-    """Return the absolute paths of the files of "train" and "eval", as `datasets` takes them."""
+    """Return the absolute paths of the files for "train" and "eval", as `datasets` takes them.
+
+    Args:
+        split: Split of the files by their names.
+        files: Paths of the files by relative path.
+    """
     by_split: dict[str, list[str]] = {"train": [], "eval": []}
     for file_name, side in split.sides.items():
         # `datasets` would look for a relative path below the folder of the data set.
@@ -210,7 +218,10 @@ def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dic
 
 
 def _declares_splits(folder: Path) -> bool:
-    """Return whether the README.md names the files of splits, or the folder is a saved set."""
+    """Return whether a folder says itself which files its splits have.
+
+    It does so in the README.md, or if it was written by `save_to_disk` of `datasets`.
+    """
     readme = folder / "README.md"
     if readme.is_file():
         text = readme.read_text("utf-8", "replace")
@@ -220,14 +231,14 @@ def _declares_splits(folder: Path) -> bool:
 
 
 def _file_split(files: dict[str, Path], name: str) -> split_names.FileSplit | None:
-    """Return the split of data files by their names, or None to let `datasets` find it.
+    """Split data files by their names (`split_names`). Return None to let `datasets` find splits.
 
     Args:
-        files: Visible files of the folder by relative path. Files that are no data are passed over.
+        files: Visible files of the folder by relative path. Files without data are ignored.
         name: Value of data.name, such as `hf:FOLDER`, for the message.
 
     Raises:
-        DataError: Two names tell the same part, such as `val` and `dev`.
+        DataError: Names have different words for the same part, such as `val` and `dev`.
     """
     data_files = []
     for file_name, file in files.items():
@@ -238,11 +249,11 @@ def _file_split(files: dict[str, Path], name: str) -> split_names.FileSplit | No
 
 
 def _chosen(splits: list[str], name: str) -> tuple[str, str | None]:
-    """Return the names of the training split and of the evaluation split, which may be None.
+    """Choose the splits of a data set to train on and to evaluate on. Return their names.
 
     A single split is for training, whatever its name. Evaluation is on a validation split, or else
-    on a test split. Users cannot rename the splits of a data set on the hub, so the usual name
-    comes first, and a split with an unknown name is no error.
+    on a test split. The second result is None if there is neither. Users cannot rename the splits
+    of a data set on the hub, so splits with an unknown name are no error, but are not used.
 
     Args:
         name: Name of the data set for the message.
@@ -258,10 +269,14 @@ def _chosen(splits: list[str], name: str) -> tuple[str, str | None]:
 
 
 def _named(splits: list[str], part: split_names.Split) -> str | None:
-    """Return the name of the split that is a part of the data, or None if no name tells.
+    """Return the name of the split that is a given part of the data, or None if there is none.
 
-    The usual name comes first, then other words for the part. Then comes a name that contains a
-    word for the part, if only one does.
+    A split that has the usual name of the part is preferred, such as "validation". A split whose
+    name is another word for the part comes second, such as "dev". A name that contains such a word
+    comes last, and only if it is the only one.
+
+    Args:
+        part: Part of the data: "train", "validation" or "test".
     """
     words: list[str] = [part]
     words += [word for word, word_part in split_names.WORDS.items() if word_part == part]
@@ -273,15 +288,17 @@ def _named(splits: list[str], part: split_names.Split) -> str | None:
 
 
 class HubDocuments:
-    """Documents of a share of a data set. A position is a value of `IterableDataset.state_dict`.
+    """Training or evaluation documents of a data set, or of a share of its files.
+
+    A position in them is a value of `IterableDataset.state_dict`.
 
     Args:
-        split: `train` or `eval`.
-        field: Name of the text in a record.
-        shard: Number of the share and number of shares. A share has the files with the numbers
-            shard[0], shard[0] + shard[1], and so on. The default is all files.
-        broken: Log that counts records without text. No other record is broken, because fields have
-            the same type in all records.
+        split: "train" for the training documents, "eval" for the evaluation documents.
+        field: Name of the field of a record that has the text.
+        shard: (index of the share, number of shares). Share i of n has the files i, i + n, i + 2 n
+            and so on. The default is all files.
+        broken: Log that counts records with null in the field, which are left out. No other record
+            can be broken, because a field has the same type in all records.
     """
 
     def __init__(
@@ -308,10 +325,10 @@ class HubDocuments:
                 self._broken = BrokenLog()
 
     def after(self, position: Any) -> Iterator[tuple[Chunk, Any]]:
-        """Yield chunks of the documents after a position, each with the position after it.
+        """Yield lists of the documents after a position, each with the position at its end.
 
         Args:
-            position: Position that came with a chunk. None is the beginning.
+            position: Position that an earlier call yielded. None is the beginning.
 
         Raises:
             DataError: A record has no text in the field, or the data set cannot be parsed.
@@ -325,10 +342,15 @@ class HubDocuments:
             yield from self._chunks(rows, position)
 
     def _chunks(self, rows: Any, position: Any) -> Iterator[tuple[Chunk, Any]]:
-        """Yield the documents of rows in chunks, each with the position after it.
+        """Yield the documents of records in lists, each with the position at its end.
 
-        Empty texts and texts of the other side are left out, and records with null are logged as
-        broken. A chunk may be empty.
+        Empty texts are left out, and so are texts that are for evaluation while training documents
+        are read, or the other way round. Records with null are logged as broken. A list may be
+        empty.
+
+        Args:
+            rows: `IterableDataset` of the records, set to the position.
+            position: Position of the first record, which identifies the first list in the log.
 
         Raises:
             DataError: A record has no text in the field.
@@ -377,9 +399,11 @@ class HubDocuments:
 
 
 def _place(name: str) -> tuple[Path | tuple[str, str | None], str | None]:
-    """Return the place of a data set and the subset, which may be `None`.
+    """Parse a data.name hf:... into the place of the data set and the name of the subset.
 
-    The place is a folder of this machine, or the name and the revision of a data set on the hub.
+    Returns:
+        Folder on this machine, or (name, revision) of a data set on the hub. And the subset.
+        Revision and subset are `None` if they are not given.
 
     Raises:
         DataError: The name is that of a file, or has another form.
@@ -406,7 +430,11 @@ def _place(name: str) -> tuple[Path | tuple[str, str | None], str | None]:
 
 
 def _commit(name: str, repository: str, revision: str | None) -> str:
-    """Ask the hub for the commit that a revision of a data set names now, and return it.
+    """Ask the hub for the commit to which a revision of a data set points now, and return it.
+
+    Args:
+        repository: Name of the data set on the hub.
+        revision: Branch, tag or commit. None is the default branch.
 
     Raises:
         DataError: The hub does not answer, or has no such data set or revision.
@@ -423,12 +451,12 @@ def _commit(name: str, repository: str, revision: str | None) -> str:
 
 @contextlib.contextmanager
 def _asking(name: str, unreachable: type[DataError | ReadError] = DataError) -> Iterator[None]:
-    """Context manager that raises an error of the data in place of any other error in the block.
+    """Context manager that turns errors of `datasets` and the hub into a DataError with advice.
 
-    `DataError` and `ReadError` pass unchanged.
+    A `DataError` or `ReadError` in the `with` block passes unchanged.
 
     Args:
-        unreachable: Class of the error if the network or the disk does not answer.
+        unreachable: Class of the error that is raised if the network or the disk does not answer.
 
     Raises:
         DataError: The data set does not exist, may not be read, or cannot be parsed.

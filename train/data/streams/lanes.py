@@ -1,11 +1,11 @@
-"""Packed text that grows while it is read. A corpus has lanes, each a share of its files.
+"""Lanes of a stream: token ids on disk that grow while they are read. A lane is a share of files.
 
     FOLDER/train-3-of-8.bin      ids of the lane's documents in order, each ended by the separator
     FOLDER/train-3-of-8.jsonl    one line per step of tokenizing: size and position so far
     FOLDER/train-3-of-8.lock     held by the process that does a step
 
 The content of a lane is a function of its documents alone. It does not matter which process
-tokenizes them, when, or after how many kills.
+tokenizes them, when, or how often processes are killed.
 """
 
 from __future__ import annotations
@@ -31,32 +31,35 @@ from mupax.train.data.text import packing, shares
 from mupax.train.data.text.tokenizer import Encoder
 
 _FIRST_BYTES = 1 << 18
-"""Fewest bytes of text per step. First steps are small, so that training begins soon."""
+"""Smallest size of a tokenizing step, in bytes of text. First steps are small to begin soon."""
 _STEP_BYTES = 1 << 22
-"""Most bytes of text per step. Steps are an eighth of the text so far, up to this number."""
+"""Largest size of a tokenizing step, in bytes of text. A step is an eighth of the text so far."""
 POLL_S = 0.05
-"""Seconds between looks at a lane that another process works on."""
+"""Seconds to wait before looking again at a lane that another process tokenizes."""
 _NOTE_SECONDS = 10.0
 
 Chunk = list[tuple[bytes | np.ndarray, bool]]
-"""Pairs of content (text as bytes, or ids as an array) and a bool that a document ends with it."""
+"""List of documents or pieces of documents.
+
+Each is a pair: the text as bytes or the ids as an array, and True if a document ends with it.
+"""
 
 
 class Documents(Protocol):
-    """Documents of a lane, in a fixed order."""
+    """Documents of a lane (a share of a corpus's files), in a fixed order."""
 
     def after(self, position: Any) -> Iterator[tuple[Chunk, Any]]:
-        """Yield chunks of documents, each with the position after it.
+        """Yield lists of the documents after a position, each with the position at its end.
 
         Args:
-            position: Position from which to go on. None begins with the first document. Positions
-                are values that JSON can hold.
+            position: Position that an earlier call yielded. None begins with the first document.
+                Positions are values that JSON can hold.
         """
         ...
 
 
 class Step(NamedTuple):
-    """Size and position of a lane after a step of tokenizing: a line of its .jsonl file."""
+    """Record of one step of tokenizing a lane, which is a line of the lane's .jsonl file."""
 
     tokens: int
     """Number of tokens of the lane so far."""
@@ -67,13 +70,13 @@ class Step(NamedTuple):
     ended: bool
     """True if there are no more documents."""
     position: Any
-    """Position after this step's documents."""
+    """Position after this step's documents (`Documents.after`), from which the next step begins."""
     quoted: dict[str, int] | None = None
-    """Count of each special token in this step's texts. None if an older version did the step."""
+    """How often this step's texts contain each special token. None if an older version did it."""
 
 
 class StreamShard:
-    """Lane of a corpus: documents of a share of its files, and the tokens made of them so far.
+    """Lane of a stream: the documents of a share of its files, and the tokens made of them so far.
 
     Several threads and several processes may read and tokenize a lane at once.
 
@@ -110,10 +113,10 @@ class StreamShard:
         return bool(self._steps) and self._steps[-1].ended
 
     def first(self, tokens: int, note: cache.Note) -> packing.PackedCorpus:
-        """Return the beginning of the lane, up to the end of a step of tokenizing.
+        """Return the beginning of the lane, with at least a given number of tokens.
 
-        It is the first step after which the lane has enough tokens. Wait for the tokens, and make
-        them if no other process does.
+        It ends with the first step of tokenizing after which the lane has so many tokens. Tokens
+        that are missing are waited for, or made here if no other process makes them.
 
         Args:
             tokens: Fewest tokens to return. A lane that ends earlier is returned completely.
@@ -156,11 +159,11 @@ class StreamShard:
                 )
 
     def grow(self) -> bool:
-        """Read what other processes have tokenized, or tokenize one more step if there is nothing.
+        """Add tokens to the lane: those that other processes have made, or else one step made here.
 
         Returns:
-            False if another process is tokenizing a step. Otherwise True, also if the lane has
-            ended.
+            False if another process is tokenizing a step, so that the caller should try again
+            later. Otherwise True, also if the lane has ended.
 
         Raises:
             DataError: A document cannot be read, or the cache cannot be written.
@@ -183,17 +186,13 @@ class StreamShard:
             ) from error
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the ids from `start` to `stop` - 1, as far as they exist.
+        """Return the ids from `start` to `stop` - 1 of the lane, as far as they are on disk.
 
         Their type is `packing.id_type` of the encoder. Nothing is tokenized. The checksum of each
-        step of tokenizing is checked when the step is first read.
-
-        Args:
-            start: Index of a token of the lane.
-            stop: Index of a token of the lane.
+        step of tokenizing is compared when the step is first read.
 
         Raises:
-            DataError: The file is not what was written.
+            DataError: The ids have another checksum than the ids that were written.
         """
         first = bisect.bisect_right(self._steps, start, key=lambda step: step.tokens)
         last = bisect.bisect_left(self._steps, stop, key=lambda step: step.tokens)
@@ -203,7 +202,7 @@ class StreamShard:
         return self._ids(start, stop)
 
     def _check(self, i: int) -> None:
-        """Compare the checksum of step i's ids in the file with the recorded one. Store the result.
+        """Compare the checksum of the ids of step i with the recorded one. Store the result.
 
         Raises:
             DataError: The ids have another checksum.
@@ -225,10 +224,10 @@ class StreamShard:
         return np.fromfile(self._bin, self._dtype, stop - start, offset=offset)
 
     def _refresh(self) -> bool:
-        """Read the steps that other processes have added. Return whether there were any.
+        """Read the records of steps that other processes have done. Return whether there were any.
 
-        Reading stops at a line that is incomplete or whose tokens are not in the file. If the file
-        of lines is gone, all steps are forgotten.
+        Reading stops at a line that is incomplete or whose tokens are not in the .bin file. If the
+        .jsonl file is gone, all steps are forgotten, and the lane begins anew.
         """
         if not self._lines.exists():
             self._steps = []
@@ -257,9 +256,9 @@ class StreamShard:
         return len(self._steps) > before
 
     def _pack(self) -> None:
-        """Read and tokenize the next documents, and append their ids and a line to the files.
+        """Do one step: tokenize the next documents, and append their ids and a record to the files.
 
-        The caller holds the lock. The last step may have no documents.
+        The caller must hold the lock of the lane. The last step may have no documents.
         """
         done = self._steps[-1] if self._steps else Step(0, 0, 0, False, None)
         position = done.position
@@ -307,9 +306,9 @@ class StreamShard:
 
 
 def _write(path: Path, start: int, content: bytes) -> int:
-    """Replace everything from byte `start` on by the content, and return the file's new size.
+    """Write `content` at byte `start` of a file, drop what came after, and return the new size.
 
-    Wait until the content is on disk.
+    The content is on disk when this returns.
     """
     with path.open("ab") as file:
         file.truncate(start)

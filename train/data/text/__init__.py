@@ -1,1 +1,1 @@
-"""From text to batches of tokens: tokenizers, packing, order, and n-gram references."""
+"""Tokenizers, packing of documents, batches of tokens, span corruption and n-gram references."""

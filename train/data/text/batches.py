@@ -21,13 +21,17 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 _COUNTED_WINDOWS = 1024
-"""Windows per block while the bytes of targets are counted."""
+"""Number of windows that are counted at once, to save memory."""
 _COUNTED_TOKENS = 1 << 20
-"""Tokens per block while the bytes of targets are counted."""
+"""Number of tokens that are counted at once, to save memory."""
 
 
 class Counted(NamedTuple):
-    """Number of targets of some evaluation examples, and the size of their text."""
+    """Number of targets of some evaluation examples, and the size of their text.
+
+    Attributes:
+        targets: Number of predicted tokens that count in the loss.
+    """
 
     targets: int
     text_bytes: float
@@ -35,13 +39,15 @@ class Counted(NamedTuple):
 
 
 class TextWindows(Data):
-    """Base class of windows of text. Evaluation windows are cut from a packed text.
+    """Base class of text data whose examples are windows of T + 1 successive tokens.
 
-    Evaluation windows start at token 0 and follow one another, so every token but the first is
+    The evaluation text is cut into windows from token 0 on, such that every token but the first is
     predicted once. The windows come in a fixed shuffled order, so the first few are a fair sample.
+    Subclasses make the training windows.
 
     Args:
         config: Configuration with the batch sizes and the masks.
+        eval_: Packed evaluation text, from which evaluation windows are cut.
         tokenizer: Tokenizer that made the tokens.
         seq_len: T, number of tokens predicted per window.
         facts: Further facts to record about the corpus.
@@ -55,7 +61,7 @@ class TextWindows(Data):
 
     kind = "tokens"
     _eval_targets: np.ndarray | None = None
-    """Mask of the evaluation tokens that are targets, bool [count]. `None` if all are targets."""
+    """Mask of the evaluation tokens that count in the loss, bool [count]. `None` if all do."""
 
     def __init__(
         self,
@@ -99,11 +105,11 @@ class TextWindows(Data):
 
     @abc.abstractmethod
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
-        """Return training windows, int32 [B, T + 1].
+        """Return the tokens of training examples, int32 [B, T + 1].
 
         Args:
-            indices: Numbers of the examples. They count from the start of the run through all
-                epochs, [B].
+            indices: B numbers of examples, counted from the start of the run and on through all
+                epochs.
         """
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
@@ -113,12 +119,17 @@ class TextWindows(Data):
         return self.eval_examples_of(interface.batch_indices(j, self.eval_batch_size, rows))
 
     def train_examples(self, indices: Iterable[int]) -> Batch:
-        """Return the batch of training examples with these numbers (`train_windows`)."""
+        """Return training examples as a batch.
+
+        Args:
+            indices: B numbers of examples, counted from the start of the run and on through all
+                epochs.
+        """
         tokens = self.train_windows(indices)
         return self.batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
 
     def eval_examples_of(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return a batch of evaluation examples. Those past the last one have weight 0.
+        """Return evaluation examples as a batch. Examples past the last one have weight 0.
 
         Args:
             indices: Numbers of evaluation examples from 0, in any order, [B].
@@ -153,9 +164,10 @@ class TextWindows(Data):
     def begin_documents(self) -> None:
         """Insert the tokenizer's start tokens (bos) before every evaluation document, in memory.
 
-        The inserted tokens are no targets, and every token of the text is one. Windows, their
+        The inserted tokens do not count in the loss, and all tokens of the text do. Windows, their
         order, the number of examples and the bytes per token are computed anew. Nothing changes for
-        a tokenizer without start tokens. Call this once: a second call would insert them again.
+        a tokenizer without start tokens. Call this once: a second call would insert the tokens
+        again.
         """
         # Published models were trained on documents that begin with these tokens.
         begin = self.tokenizer.start
@@ -182,11 +194,12 @@ class TextWindows(Data):
             self.bytes_per_token = counted.text_bytes / max(counted.targets, 1)
 
     def batch_of(self, tokens: np.ndarray, weights: np.ndarray) -> Batch:
-        """Return the batch of some windows: inputs, targets and weights, [B, T] each.
+        """Return windows as a batch with `inputs`, `targets` and `weights`, [B, T] each.
 
-        `data.document_mask` adds `segments`, the number of the document within its window. It also
-        sets the weight of the first token of a document to 0. `data.reset_positions` then adds
-        `positions`, which count from the beginning of the document.
+        With `data.document_mask`, the batch has `segments` [B, T], too: the number of the document
+        of each input within its window, from 0. The weight of a target that begins a document is
+        then 0. With `data.reset_positions`, the batch also has `positions` [B, T], which count from
+        the beginning of each document.
 
         Args:
             tokens: Windows, int32 [B, T + 1].
@@ -213,8 +226,9 @@ class TextWindows(Data):
     def counted(self, examples: int) -> Counted:
         """Count the targets of the first evaluation examples and the bytes of their text.
 
-        The bytes are exact if the vocabulary spells its text. Otherwise the bytes are scaled, so
-        that all evaluation tokens together have the bytes of the evaluation text.
+        The bytes of tokens (`token_bytes`) are scaled so that all evaluation tokens together have
+        the bytes of the evaluation text. The result is exact if this scale is 1, and otherwise an
+        estimate.
 
         Args:
             examples: Number of evaluation examples.
@@ -253,12 +267,15 @@ class TextWindows(Data):
         return Counted(targets, target_bytes * self._eval_bytes / max(text_bytes, 1))
 
     def _counted_of(self, examples: int, sizes: np.ndarray, spaces: np.ndarray) -> Counted:
-        """Return the number of targets of the first evaluation examples, and their unscaled bytes.
+        """Count the targets of the first evaluation examples and the bytes of these tokens.
+
+        The bytes are not scaled to those of the text (`counted`).
 
         Args:
             examples: Number of evaluation examples.
             sizes: Bytes of each id, [V].
-            spaces: 1 for ids with a space that the first token of a document does not have, [V].
+            spaces: Number of bytes, 0 or 1, that an id has less as the first token of a document,
+                [V] (`_spaces_before_text`).
         """
         num_targets = 0
         text_bytes = 0
@@ -273,15 +290,17 @@ class TextWindows(Data):
         return Counted(num_targets, text_bytes)
 
     def _before_documents(self) -> list[int]:
-        """Return the ids that may stand directly before the first token of a document."""
+        """Return the ids after which a document begins: the separator, and start tokens in use."""
         if self._eval_targets is None:
             return [self.tokenizer.separator]
         return [self.tokenizer.separator, *self.tokenizer.start.tolist()]
 
     def _spaces_before_text(self) -> np.ndarray:
-        """Return 1 for ids whose leading space the tokenizer adds to a document, int64 [V].
+        """Return the bytes that each id has less as the first token of a document, int64 [V].
 
-        All are 0 for a tokenizer that adds no space. Otherwise ids that begin with a space have 1.
+        Some tokenizers put a space before a document, so that its first token begins with a space
+        that the text does not have. With such a tokenizer, ids that begin with a space have 1. All
+        others have 0.
         """
         spaces = np.zeros(self.tokenizer.vocab_size, np.int64)
         if self.tokenizer.adds_space:
@@ -290,10 +309,10 @@ class TextWindows(Data):
         return spaces
 
     def eval_targets(self) -> np.ndarray:
-        """Return a mask of the evaluation tokens that are predicted, bool [eval_tokens].
+        """Return a mask of the tokens of the evaluation text that are predicted, bool [count].
 
-        These are the targets of the evaluation examples in use, without the first token of the
-        text. Under `data.document_mask`, the first token of every document is not predicted either.
+        These are the targets of the evaluation examples in use. The first token of the text is
+        never predicted. Under `data.document_mask`, neither is the first token of every document.
         """
         mask = np.zeros(len(self._eval), bool)
         _, windows = self._eval_shuffle(range(self.eval_size))
@@ -306,17 +325,18 @@ class TextWindows(Data):
 
 
 class TokenData(TextWindows):
-    """Windows of a packed corpus, every window once per epoch.
+    """Batches of a packed corpus, cut into windows of T + 1 tokens, each once per epoch.
 
-    Every epoch cuts the text at another offset, which is a function of seed and epoch. So a text
-    that is repeated often is cut into other windows, with other tokens at their starts.
+    Every epoch starts to cut the text at another token, which is a function of seed and epoch. So a
+    text that is repeated often is cut into other windows every time.
 
     Args:
         config: Configuration with the batch sizes and the masks.
         train: Packed training text of N tokens. An epoch has (N - T) // T windows.
+        eval_: Packed evaluation text, from which evaluation windows are cut.
         tokenizer: Tokenizer that made the tokens.
         seq_len: T, number of tokens predicted per window.
-        seed: Seed of the order and of the offsets.
+        seed: Seed of the order of windows, and of the tokens at which epochs start to cut.
         facts: Further facts to record about the corpus.
         has_bytes: True if the corpus was made from text. False if any of the corpus was made from
             ids, whose bytes are unknown.
@@ -358,7 +378,7 @@ class TokenData(TextWindows):
         self._shuffle = interface.Shuffle(size, seed)
 
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
-        """Return training windows by their numbers, int32 [B, T + 1]."""
+        """Return the tokens of training examples, int32 [B, T + 1], as `TextWindows` describes."""
         epochs, windows = self._shuffle(indices)
         starts = []
         for epoch, window in zip(epochs, windows, strict=True):
@@ -370,7 +390,7 @@ class TokenData(TextWindows):
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
     def _offset(self, epoch: int) -> int:
-        """Return the first token of the first window of an epoch, in [0, T)."""
+        """Return the index of the token at which an epoch starts to cut the text, in [0, T)."""
         rng = interface.rng(self._seed, interface.WINDOWS, epoch)
         return int(rng.integers(self._seq_len))
 
@@ -385,16 +405,16 @@ class TokenData(TextWindows):
 
 
 def _num_windows(tokens: np.ndarray, seq_len: int) -> int:
-    """Return the number of windows that predict every token but the first once."""
+    """Return the number of windows that predict every token of a text but the first once."""
     return -(-(len(tokens) - 1) // seq_len)
 
 
 def check_length(config: DataConfig, side: str, count: int, least: int, seq_len: int) -> None:
-    """Raise an error for a text that is too short for one window.
+    """Raise an error for a text that has too few tokens.
 
     Args:
         config: Configuration with the name of the text.
-        side: Name of the side of the split, for the message.
+        side: "training" or "evaluation", which the error message names.
         count: Number of tokens of the text.
         least: Smallest number of tokens that is accepted.
         seq_len: Sequence length of the model, for the message.

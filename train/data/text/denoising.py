@@ -30,31 +30,32 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 _MOST_TARGETS = 1 << 22
-"""Training targets that the n-gram models count."""
+"""Number of training target positions from which the n-gram models are counted, about."""
 _MOST_COPIED = 1 << 18
-"""Targets of either side on which copying is measured."""
+"""Number of target positions, about, that fit the copy model and that evaluate all models."""
 _LONGEST_MATCH = 16
-"""Matching tokens beyond which a longer match is not trusted more."""
+"""Number of matching tokens from which on a longer match is not trusted more."""
 
 
 def references(data: Data, vocab_size: int, special: Iterable[int]) -> list[Reference]:
-    """Return the losses of the count models that a denoising model must beat, in nats per target.
+    """Return the losses of simple models that a denoising model should beat, in nats per target.
 
-    All are measured on the evaluation examples in use; special tokens count as targets, too:
+    Losses are means over targets of evaluation examples. Special tokens are targets, too.
 
     * uniform: every token is equally likely.
-    * trigram and 4-gram: each target from the targets before it (`ngrams`), counted on the targets
-      of one epoch.
-    * copy: the model guesses the token after the longest match of the last targets among the
-      inputs, the first match of several. A guess with c matching tokens gets the probability a(c),
-      the share of such guesses that are right in training. The 4-gram divides the rest.
+    * trigram and 4-gram: n-gram models (`ngrams`) that predict each target from the targets before
+      it. They are counted on the targets of one epoch.
+    * copy: the model looks for the longest piece of the inputs that equals the last targets, and
+      guesses the token after it. Of several pieces it takes the first. A guess after c equal tokens
+      gets the probability a(c), the share of such guesses that are right in training. The 4-gram
+      model divides the rest of the probability.
 
-    A stream and a vocabulary above 65,536 tokens have the uniform model only. The losses are cached
-    on disk.
+    Only the uniform model is returned for a stream and for a vocabulary above 65,536 tokens. The
+    losses are cached on disk.
 
     Args:
-        data: Data to measure. At most 4 million training targets are counted, and a quarter
-            million for copying.
+        data: Data to measure. About 4 million target positions of training are counted, a quarter
+            million of these for copying, and as many of the evaluation are predicted.
         vocab_size: Number of ids, which are in [0, vocab_size).
         special: Ids that are never copied, such as the ids of sentinels.
     """
@@ -72,8 +73,13 @@ def references(data: Data, vocab_size: int, special: Iterable[int]) -> list[Refe
 def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float]:
     """Return the mean loss of the trigram, 4-gram and copy models, in nats per target.
 
-    The models are counted on training batches of one epoch, so the data must be no stream, and
-    measured on evaluation batches. Both are cut off after enough targets (`references`).
+    The models are counted on training batches, and evaluated on evaluation batches, both up to a
+    number of targets (`references`).
+
+    Args:
+        data: Data with a known size of an epoch, so no stream.
+        vocab_size: Number of ids, which are in [0, vocab_size).
+        special: Ids that are never copied, such as the ids of sentinels.
     """
     assert data.train_size is not None
     num_train = -(-data.train_size // data.batch_size)
@@ -99,9 +105,9 @@ def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float
 
 
 def _examples(batches: Iterator[Batch], most_targets: int) -> Batch:
-    """Return the first batches, concatenated, that have at least `most_targets` target positions.
+    """Return the first batches, concatenated, until they have `most_targets` target positions.
 
-    All batches are returned if they have fewer.
+    All batches are returned if they have fewer. Positions of padding count, too.
     """
     parts = []
     num_targets = 0
@@ -124,11 +130,16 @@ def _counted_targets(examples: Batch) -> np.ndarray:
 def copy_losses(
     train: Batch, test: Batch, otherwise: np.ndarray, special: np.ndarray
 ) -> np.ndarray:
-    """Return -ln p of the counted targets of `test` under the copy model, [P].
+    """Return -ln p of each target of `test` with a weight above 0 under the copy model, [P].
+
+    The copy model is described in `references`.
 
     Args:
-        train: Examples on which a(c) is measured (`references`).
-        otherwise: -ln p of the same targets under the model that divides the rest, [P].
+        train: Training examples, from which the share of right guesses is measured for each length
+            of the match.
+        test: Examples whose targets are predicted by the copy model.
+        otherwise: -ln p of the same targets under the model that has the rest of the probability,
+            [P].
         special: Ids that are never copied, such as the ids of sentinels.
     """
     guess, match_lengths = guesses(train, special)
@@ -148,13 +159,16 @@ def copy_losses(
 
 
 def guesses(examples: Batch, special: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token to copy at each target position, and the length of its match, int [B, T].
-
-    A length of 0 means that no token can be copied.
+    """Return the guesses of the copy model (`references`) for every target position.
 
     Args:
         examples: Batch with `inputs`, `input_mask` and `decoder_inputs`.
         special: Ids that are never copied, such as the ids of sentinels.
+
+    Returns:
+        Id that is guessed, and number of tokens before it in the inputs that equal the last decoder
+        inputs, int [B, T] each. The number is at most `_LONGEST_MATCH`. 0 means that there is no
+        guess.
     """
     inputs = examples["inputs"]
     history = examples["decoder_inputs"]
@@ -310,8 +324,8 @@ class Denoising(Data):
     def _padding(self, num_rows: int) -> Batch:
         """Return a batch of rows without text, which `_noised` then fills.
 
-        Ids are pad and weights 0. The first encoder position is visible. The first decoder input is
-        eos for infilling and pad for sentinels.
+        Ids are pad and weights 0. Only the first position of `input_mask` is 1. The first decoder
+        input is eos for infilling and pad for sentinels.
         """
         batch: Batch = {}
         for name, spec in self.example.items():
@@ -328,7 +342,7 @@ class Denoising(Data):
 def load(
     config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note = print
 ) -> Denoising:
-    """Load the text and the noise that a configuration names, for an encoder-decoder.
+    """Load the text that a configuration names with span corruption, for an encoder-decoder.
 
     Args:
         config: Configuration whose `noise` is not `None`.
@@ -337,7 +351,8 @@ def load(
         note: Function that prints a line for the user before work that takes long.
 
     Raises:
-        DataError: `denoising` fails, or the targets do not have the length of the model's.
+        DataError: `denoising` fails, or the corruption makes targets of another length than the
+            model's.
     """
     noise = noise_of(config)
     sizes = model.sizes()
@@ -356,10 +371,14 @@ def load(
 
 
 def noise_of(config: DataConfig) -> Noise:
-    """Return the noise that a configuration names. Its `noise` must not be `None`.
+    """Return the kind of span corruption that a configuration names, with rate and mean span.
+
+    Args:
+        config: Configuration whose `noise` is not `None`. The rate is `noise_rate`, and the mean
+            span is `noise_span`. `None` is the default of the kind.
 
     Raises:
-        DataError: The noise cannot have this rate or mean span.
+        DataError: The rate or the mean span is out of range.
     """
     assert config.noise is not None
     fields = {"rate": config.noise_rate, "mean_span": config.noise_span}
@@ -377,12 +396,13 @@ def denoising(
     seed: int,
     note: cache.Note = print,
 ) -> Denoising:
-    """Load the text that a configuration names, and corrupt its windows with some noise.
+    """Load the text that a configuration names, and corrupt spans of its windows.
 
     The text is prepared first if it is not in the cache.
 
     Args:
         config: Configuration with the text and the batch sizes.
+        noise: Kind of span corruption, `Infilling` or `Sentinels`.
         inputs: S, number of encoder positions. Windows are as long as S allows.
         vocab_size: Vocabulary size of the model. Default: as many ids as are needed.
         seed: Seed of the order and of the noise.

@@ -11,21 +11,31 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _LONGEST_WINDOW = 32
-"""Tokens that are decoded again for a new token. Beyond this many the oldest are dropped."""
+"""Largest number of tokens in the window before its oldest tokens are dropped.
+
+The window has the last tokens, which are decoded again with every new token.
+"""
 _TAIL_TOKENS = 12
-"""Tokens that stay in the window. All known decoders treat only a text's first token specially."""
+"""Number of tokens that stay in the window when the oldest are dropped, about.
+
+All known decoders treat only a text's first token specially.
+"""
 _CUTS = 6
-"""Neighbouring positions that are tried for the cut. A character has at most 4 tokens."""
+"""Number of neighbouring places at which cutting the window is tried.
+
+A cut must not split a character, which has at most 4 tokens.
+"""
 _LONGEST_RUN = 32
-"""Consecutive byte tokens that may be held back until their text is certain."""
+"""Largest number of consecutive byte tokens that are held back until their text is certain."""
 
 
 class Detokenizer:
-    """Decoder of the tokens that follow a prompt.
+    """Streaming decoder of the tokens that follow a prompt.
 
-    The texts that `add` and `finish` return, joined, are `decode(prompt + tokens)` without
-    `prompt_text` at its start. `prompt_text` is `decode(prompt)` without an incomplete character at
-    its end, which belongs to the continuation. Work per token does not grow with the length.
+    `add` returns text as soon as later tokens cannot change it. All texts that `add` and `finish`
+    return, joined, are `decode(prompt + tokens)` without `prompt_text` at its start. `prompt_text`
+    is `decode(prompt)` without an incomplete character at its end, which belongs to the
+    continuation. Work per token does not grow with the length.
 
     An incomplete character is held back until it is complete. Consecutive tokens that are decoded
     only together (`in_byte_run`) are held back until another token follows, up to 32 of them.
@@ -65,10 +75,7 @@ class Detokenizer:
         self._shorten()
 
     def add(self, tokens: Iterable[int]) -> str:
-        """Add tokens. Return the text that is now certain, without the text returned before.
-
-        The text is empty while it is held back.
-        """
+        """Add tokens. Return the new text that later tokens cannot change, perhaps empty."""
         new = []
         for token in tokens:
             if not self._tokenizer.is_skipped(token):
@@ -94,12 +101,15 @@ class Detokenizer:
         return self._tokenizer.decode(self._window)[self._shown :]
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
-        """Return the bytes of tokens, with a space for tokens without bytes of their own."""
+        """Return the joined bytes of tokens, to find an incomplete character at their end.
+
+        A token whose bytes depend on the text counts as a space.
+        """
         # A space ends an incomplete character, as a token without bytes of its own does.
         return b"".join(self._tokenizer.raw_bytes(token) or b" " for token in tokens)
 
     def _settled(self, tokens: list[int]) -> str:
-        """Return the part of the tokens' text that later tokens do not change."""
+        """Return the beginning of the tokens' text that no later token can change."""
         decode = self._tokenizer.decode
         if 0 < self._run <= _LONGEST_RUN:
             # One wrong byte would turn every byte of the run into U+FFFD.
@@ -115,9 +125,9 @@ class Detokenizer:
         return decode(tokens)[:-1]  # the incomplete character is decoded as one U+FFFD
 
     def _shorten(self) -> None:
-        """Drop old tokens from the window if this does not change the text of the remaining ones.
+        """Drop old tokens from the window, at a place where the remaining tokens keep their text.
 
-        Otherwise raise the limit at which this is tried again.
+        If there is no such place, raise the length of the window at which this is tried again.
         """
         text = self._settled(self._window)
         unsettled = self._run if self._run <= _LONGEST_RUN else 0
@@ -135,7 +145,9 @@ class Detokenizer:
 
 
 def token_bytes(tokenizer: Any, token: int, previous: int | None) -> bytes:
-    """Return the UTF-8 bytes that one token adds to a text. A skipped token adds none.
+    """Return the UTF-8 bytes that one token adds to a text.
+
+    A token that decoding leaves out (`is_skipped`) adds none.
 
     Args:
         tokenizer: Tokenizer with `decode`, `is_skipped` and `raw_bytes`.
@@ -162,7 +174,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def _begun_bytes(data: bytes) -> int:
-    """Return the number of bytes at the end that begin an incomplete character."""
+    """Return how many bytes at the end of UTF-8 data belong to an incomplete character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return len(decoder.getstate()[0])

@@ -18,11 +18,12 @@ from mupax.train.data.text.batches import TextWindows
 
 
 class MixtureWeights:
-    """Assignment of a mixture's examples to texts, by the weights of the texts.
+    """Assignment of each example of a mixture to one of its texts, by the texts' shares.
 
-    Every block of `BLOCK` examples has exactly the shares of the texts, in a random order. The
-    examples of each text come in the text's own order. The assignment is a function of (seed,
-    number of the example), so a run resumes at any step and with any number of processes.
+    In every block of `BLOCK` successive examples, each text has exactly its share, and the texts
+    are in a random order. The examples of each text come in the text's own order. The assignment is
+    a function of the seed and the number of the example, so a run resumes at any step and with any
+    number of processes.
 
     Args:
         counts: Number of examples of each text in a block, each at least 1. The counts add up to
@@ -34,15 +35,14 @@ class MixtureWeights:
         self._seed = seed
 
     def __call__(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the text of each example, and the example's number within the text.
-
-        A text is an index of `counts`.
+        """Return which example of which text each example of the mixture is.
 
         Args:
-            indices: Numbers of the examples in the run, [B].
+            indices: Numbers of the mixture's examples, from 0, [B].
 
         Returns:
-            Two int64 arrays, [B] each.
+            Index of the text in `counts`, and number of the example within this text, int64 [B]
+            each.
         """
         numbers = np.fromiter(indices, np.int64)
         texts = np.empty_like(numbers)
@@ -58,10 +58,14 @@ class MixtureWeights:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return each example's text, and its number within the text, for a block.
+        """Return which example of which text each example of a block is.
+
+        Args:
+            block: Number of the block of `BLOCK` examples, from 0.
 
         Returns:
-            Two int64 arrays, [BLOCK] each.
+            Index of the text in `counts`, and number of the example within this text, int64 [BLOCK]
+            each.
         """
         in_order = np.repeat(np.arange(len(self.counts)), self.counts)
         texts = interface.rng(self._seed, interface.MIXTURE, block).permutation(in_order)
@@ -71,7 +75,7 @@ class MixtureWeights:
         return texts, examples
 
     def until_one_ends(self, sizes: Iterable[int]) -> int:
-        """Return the number of examples of the mixture until one of its texts has no more examples.
+        """Return the number of examples that the mixture has before one of its texts runs out.
 
         Args:
             sizes: Number of examples of each text, in the order of `counts`.
@@ -87,13 +91,14 @@ class MixtureWeights:
 
 
 class Mixture(Data):
-    """Windows of several texts and chats with one tokenizer.
+    """Batches whose rows come from several texts and chats with one tokenizer, in fixed shares.
 
-    Evaluation has the same shares as training, and ends with the first text that ends.
+    Evaluation has the same shares as training, and ends when the first text has no more examples.
 
     Args:
-        parts: Source and number of examples per block, by the name of the text.
+        parts: Source and share of each text, by its name.
         texts: Data of each text, by the same names.
+        seed: Seed of the order of the texts.
     """
 
     kind = "tokens"
@@ -136,10 +141,14 @@ class Mixture(Data):
     def _facts(
         self, text_facts: Mapping[str, Mapping[str, Any]], has_train_tokens: bool
     ) -> dict[str, Any]:
-        """Return the facts of the mixture: digest, tokenizer, summed tokens and facts of each text.
+        """Return the facts to record about the mixture.
 
-        The facts of the texts are under `mix`, by name. A mixture with a stream has no
-        `train_tokens`.
+        They are `digest`, `tokenizer`, the sums `train_tokens` and `eval_tokens`, and `mix`, which
+        has the facts of each text by its name.
+
+        Args:
+            text_facts: Facts of each text by its name.
+            has_train_tokens: False if a text is a stream. Then there is no `train_tokens`.
         """
         digests = [f"{facts['digest']} {facts['share']}" for facts in text_facts.values()]
         facts: dict[str, Any] = {
@@ -194,11 +203,11 @@ class Mixture(Data):
 
 
 def _joined(parts: Sequence[Batch], texts: np.ndarray) -> Batch:
-    """Return one batch made of the rows of several batches.
+    """Return one batch whose rows are taken from the batches of several texts.
 
     Args:
-        parts: Batch of each text, with the text's rows in order.
-        texts: Number of the text of each row of the result, [B].
+        parts: Batch of each text. Its rows are in the order in which they appear in the result.
+        texts: Index of the text of each row of the result, [B].
     """
     batch = {}
     for name, array in parts[0].items():

@@ -1,4 +1,7 @@
-"""Tokenizers by the value of `data.tokenizer`: bytes, ids:SIZE, bpe:SIZE or a path."""
+"""Tokenizers by the value of `data.tokenizer`: bytes, ids:SIZE, bpe:SIZE or a path.
+
+ids:SIZE stands for the ids of an unknown tokenizer of SIZE tokens. bpe:SIZE is trained on the data.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from mupax.train.data.text.tokenizer import SEPARATOR, Bytes, Ids, Subwords, Tok
 SMALLEST_BPE = 257
 """Smallest SIZE of bpe:SIZE: 256 bytes and a separator."""
 _TRAINING_BYTES = 1 << 28
-"""Bytes of text that a BPE tokenizer is trained on."""
+"""Number of bytes of text on which a BPE tokenizer is trained at most, about."""
 
 
 def opened(
@@ -32,7 +35,8 @@ def opened(
         name: Value of `data.tokenizer`: bytes, ids:SIZE, bpe:SIZE or the path of a tokenizer.json.
         separator: Value of `data.separator`.
         special_tokens: Value of `data.special_tokens`.
-        template_tokens: Special tokens of a chat template (`Subwords`).
+        template_tokens: Special tokens of a chat template, which count as special tokens of the
+            tokenizer.
 
     Raises:
         DataError: There is no tokenizer of this name, or it does not have the separator.
@@ -50,7 +54,12 @@ def opened(
 
 
 def _ids(name: str, size: int, separator: str | None) -> Ids:
-    """Return the tokenizer of ids:SIZE. The default separator is the last id.
+    """Return the tokenizer of ids:SIZE.
+
+    Args:
+        name: Value of `data.tokenizer`, for the message.
+        size: SIZE, the number of ids, which are in [0, SIZE).
+        separator: Id that ends a document, as text. The default is the last id.
 
     Raises:
         DataError: The separator is not a number below SIZE.
@@ -77,14 +86,14 @@ def bpe_size(name: str) -> int | None:
 
 
 def cached(name: str, separator: str | None, key: str) -> Path | None:
-    """Return the tokenizer.json in the cache that was trained for bpe:SIZE and has this key.
+    """Find the tokenizer.json of a bpe:SIZE in the cache, by the key that a run recorded.
 
     Returns `None` if there is none, and for other names than bpe:SIZE.
 
     Args:
         name: Value of `data.tokenizer`.
         separator: Value of `data.separator`.
-        key: Key of the tokenizer (`Subwords.key`).
+        key: Key of the tokenizer (`Subwords.key`), which contains a digest of the file.
     """
     size = bpe_size(name)
     if size is None:
@@ -99,7 +108,12 @@ def cached(name: str, separator: str | None, key: str) -> Path | None:
 
 
 def _size(name: str, kind: str, least: int) -> int | None:
-    """Return SIZE of KIND:SIZE, or `None` for other names.
+    """Return SIZE of a name KIND:SIZE, or `None` for a name of another kind.
+
+    Args:
+        name: Value of `data.tokenizer`.
+        kind: KIND, which is "ids" or "bpe" here.
+        least: Smallest SIZE that is accepted without an error.
 
     Raises:
         DataError: SIZE is not a number of at least `least`.
@@ -152,7 +166,7 @@ def train_bpe(texts: Iterable[bytes], size: int, special: Sequence[str] = ()) ->
 
 
 def _first(texts: Iterable[bytes], size: int) -> Iterable[str]:
-    """Yield decoded texts until they have `size` bytes together."""
+    """Decode UTF-8 texts and yield them, until they have `size` bytes together."""
     remaining = size
     for text in texts:
         if remaining <= 0:

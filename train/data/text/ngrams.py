@@ -27,9 +27,10 @@ _MOST_TARGETS = 1 << 24
 def references(
     train: np.ndarray, eval_: np.ndarray, targets: np.ndarray, digest: str
 ) -> list[Reference]:
-    """Return the losses of the uniform, trigram and 4-gram model of bytes, in nats per byte.
+    """Return the losses of a uniform, a trigram and a 4-gram model of bytes, in nats per byte.
 
-    The losses are means over the targets. They are cached on disk.
+    They are shown next to the loss of a trained model. The losses are means over the predicted
+    bytes, and are cached on disk.
 
     Args:
         train: Training text as bytes, [N]. The first 32 MiB are counted.
@@ -59,17 +60,18 @@ def references(
 def nats_per_byte(
     train: np.ndarray, text: np.ndarray, positions: np.ndarray, order: int, vocab_size: int = 256
 ) -> list[np.ndarray]:
-    """Return -ln p of some bytes or tokens of a text under the models of order 1 to `order`.
+    """Return -ln p of some bytes or tokens of a text under n-gram models of several orders.
 
     Args:
-        train: Bytes or tokens to count, [N].
-        text: Bytes or tokens, [M]. A position near the beginning has a shorter context.
+        train: Training text as bytes or ids, whose n-grams are counted, [N].
+        text: Text to predict, as bytes or ids, [M]. A position near the beginning has a shorter
+            context.
         positions: Positions in `text` that are predicted, ascending, [P].
-        order: Length of the longest n-grams, 1 to 4.
-        vocab_size: V, at most 65536.
+        order: Largest n, from 1 to 4.
+        vocab_size: V, number of different bytes or ids, at most 65536. The default is 256.
 
     Returns:
-        A float64 array [P] per order.
+        List of float64 arrays [P], for n = 1 to `order`.
 
     Raises:
         ValueError: `order` or `vocab_size` is out of range.
@@ -107,13 +109,14 @@ def nats_per_byte(
 
 
 def _keys(text: np.ndarray, positions: np.ndarray, n: int, key_type: Any) -> np.ndarray:
-    """Return the n-grams of `text` that end at each position, as one number each, [P].
+    """Return each n-gram of `text` that ends at one of the positions, packed into one number, [P].
 
-    Each byte or token has a quarter of the bits of `key_type`.
+    Each byte or token has a quarter of the bits of the number. The last one has the lowest bits.
 
     Args:
-        positions: Places of the last bytes or tokens of the n-grams, each at least n - 1, [P].
+        positions: Positions of the last byte or token of the n-grams, each at least n - 1, [P].
         n: Number of bytes or tokens in an n-gram, 1 to 4.
+        key_type: NumPy type of the numbers, uint32 for bytes and uint64 for tokens.
     """
     keys = np.zeros(len(positions), key_type)
     # A key has 8 * itemsize bits, and a quarter of them is 2 * itemsize.
@@ -125,13 +128,23 @@ def _keys(text: np.ndarray, positions: np.ndarray, n: int, key_type: Any) -> np.
 
 
 def _context(keys: np.ndarray, n: int) -> np.ndarray:
-    """Return the n-grams without their last token. A 1-gram has the context 0."""
+    """Return n-grams without their last token, packed as by `_keys`. A 1-gram has the context 0.
+
+    Args:
+        keys: Results of `_keys`.
+        n: Number of bytes or tokens in these n-grams.
+    """
     if n > 1:
         return keys >> keys.dtype.type(2 * keys.itemsize)
     return keys & keys.dtype.type(0)
 
 
 def _lookup(sorted_keys: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return the value of each key, or 0 for a key that is not among the sorted keys."""
+    """Return the value of each of `keys` in a table, or 0 for a key that is not in the table.
+
+    Args:
+        sorted_keys: Keys of the table, ascending and without duplicates.
+        values: Values of the table in the order of its keys.
+    """
     indices = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
     return np.where(sorted_keys[indices] == keys, values[indices], 0)

@@ -15,19 +15,21 @@ from mupax.train.data.interface import DataError
 from mupax.train.data.text.vocabulary import SpecialIds
 
 _LONGEST_SPAN = 200
-"""Largest length of a Poisson span. With a mean of at most 50, longer spans have a probability
-below 1e-16."""
+"""Number of span lengths, from 0 on, for which Poisson probabilities are computed.
+
+With a mean of at most 50, longer spans have a probability below 1e-16.
+"""
 
 
 class Lengths(NamedTuple):
-    """Static lengths of a batch."""
+    """Lengths of the arrays of a batch, which are the same for all batches of a run."""
 
     tokens: int
-    """N, tokens of a window before corruption."""
+    """N, number of tokens of a window of text before corruption."""
     inputs: int
-    """S, encoder positions."""
+    """S, number of encoder positions."""
     targets: int
-    """T, decoder positions."""
+    """T, number of decoder positions."""
 
 
 class CorruptedBatch(NamedTuple):
@@ -43,7 +45,12 @@ class CorruptedBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Spans:
-    """Base class of span corruption: a share of the tokens is cut in spans of a mean length.
+    """Base class of span corruption: a share of a text's tokens is cut out, in spans.
+
+    Attributes:
+        name: Name of the kind of corruption, as data.noise takes it.
+        rate: Share of the tokens that is cut out.
+        mean_span: Mean number of tokens of a span.
 
     Raises:
         DataError: `rate` is outside of (0, 1), or `mean_span` outside of [1, 50].
@@ -73,9 +80,10 @@ class Infilling(_Spans):
 
     Source: Lewis et al. 2019, arXiv 1910.13461, section 2.2, and `denoising_dataset.py` of fairseq.
 
-    Sentences are put in random order. Spans of Poisson length are cut until ceil(rate N) tokens are
-    cut; the last span is shortened. One mask token replaces each span, and a span of length 0
-    inserts a mask. The target is the complete text in its own order, between bos and eos.
+    Of a window of N tokens, sentences are first put in random order. Then spans of Poisson length
+    are cut out, until ceil(rate N) tokens are cut. The last span is shortened to fit. One mask
+    token replaces each span, and a span of length 0 inserts a mask token. The target is the
+    complete text in its own order, between bos and eos.
 
     Spans never overlap, unlike in fairseq, where overlapping spans may cut fewer tokens. Every
     order of the spans and the remaining tokens is equally likely.
@@ -89,7 +97,9 @@ class Infilling(_Spans):
     """Mean of the Poisson distribution of span lengths."""
 
     def lengths(self, inputs: int) -> Lengths:
-        """Return the lengths for S = `inputs`: encoder and decoder hold a window, bos and eos.
+        """Return the lengths of window, encoder and decoder for S = `inputs` encoder positions.
+
+        Encoder and decoder have room for a complete window with bos and eos, S tokens each.
 
         Raises:
             DataError: S is less than 3, so that no token fits.
@@ -113,8 +123,9 @@ class Infilling(_Spans):
         Args:
             tokens: Windows, [B, N].
             starts: Mask of the tokens that begin a sentence, bool [B, N].
-            uniforms: Random numbers in [0, 1), [B, 3, N].
-            ids: Ids of bos, eos, mask and pad.
+            uniforms: Random numbers in [0, 1), [B, 3, N]. They choose the order of sentences, the
+                lengths of spans and the places of spans.
+            ids: Special ids, of which bos, eos, mask and pad are used.
         """
         num_rows, length = tokens.shape
         num_cut = math.ceil(self.rate * length)
@@ -150,7 +161,9 @@ class Infilling(_Spans):
         return CorruptedBatch(inputs, num_slots[:, 0] + 2, targets)
 
     def span_lengths(self, uniforms: np.ndarray) -> np.ndarray:
-        """Return Poisson lengths with the mean `mean_span`, one per uniform number, by inversion.
+        """Return random span lengths, Poisson distributed with the mean `mean_span`.
+
+        Each uniform number gives one length, by inversion of the distribution function.
 
         Args:
             uniforms: Random numbers in [0, 1), of any shape.
@@ -170,10 +183,11 @@ class Sentinels(_Spans):
     Source: Raffel et al. 2019, arXiv 1910.10683, section 3.1.4, and `random_spans_noise_mask` of
     T5's code.
 
-    round(rate N) tokens are cut, in round(cut tokens / mean_span) spans. Cut and remaining tokens
-    are both split into that many parts; every split is equally likely. A window begins with a
-    remaining part and ends with a cut part. Sentinel i replaces span i among the inputs and stands
-    before span i among the targets. Inputs and targets end with eos.
+    Of a window of N tokens, round(rate N) are cut out, in round(cut tokens / mean_span) spans. The
+    remaining tokens form as many pieces as there are spans. Pieces and spans alternate, a piece
+    first. Their lengths are random, and every choice of lengths is equally likely. Sentinel i
+    replaces span i among the inputs, and stands before span i among the targets. Inputs and targets
+    end with eos.
     """
 
     name = "sentinels"
@@ -184,11 +198,12 @@ class Sentinels(_Spans):
     """Mean number of tokens per span."""
 
     def lengths(self, inputs: int) -> Lengths:
-        """Return the lengths of the longest window whose corrupted inputs fit S = `inputs`.
+        """Return the lengths of window, encoder and decoder for S = `inputs` encoder positions.
 
-        Follows `random_spans_helper` of T5's code (`compute_input_and_target_lengths` in other
-        repositories), which leaves no padding. At a rate of 0.5 it may leave one pad on either side,
-        as T5's code does.
+        The window is the longest whose corrupted inputs fit into S. This follows
+        `random_spans_helper` of T5's code (`compute_input_and_target_lengths` in other
+        repositories), which leaves no padding. At a rate of 0.5, inputs and targets may have one
+        pad each, as in T5's code.
 
         Raises:
             DataError: S has no room for a window of 2 tokens.
@@ -210,12 +225,18 @@ class Sentinels(_Spans):
         return lengths
 
     def _lengths(self, tokens: int) -> Lengths:
-        """Return the lengths that a window of some tokens has after corruption."""
+        """Return the lengths of inputs and targets that a window of `tokens` tokens has."""
         num_cut, num_spans = self.counts(tokens)
         return Lengths(tokens, tokens - num_cut + num_spans + 1, num_cut + num_spans + 1)
 
     def counts(self, tokens: int) -> tuple[int, int]:
-        """Return the number of cut tokens and of spans of a window. Both are 0 for one token."""
+        """Return how many tokens of a window are cut out, and in how many spans.
+
+        Both numbers are 0 for a window of one token.
+
+        Args:
+            tokens: N, number of tokens of the window.
+        """
         if tokens < 2:
             return 0, 0
         # At least one token is cut and one stays, as in T5's code.
@@ -231,12 +252,14 @@ class Sentinels(_Spans):
     def __call__(
         self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds
     ) -> CorruptedBatch:
-        """Corrupt windows by sentinels and return the batch. `starts` is not used.
+        """Corrupt windows by sentinels and return the batch.
 
         Args:
             tokens: Windows, [B, N].
-            uniforms: Random numbers in [0, 1), [B, 2, N].
-            ids: Ids, of which `eos` and `sentinels` are used.
+            starts: Not used, because sentence boundaries do not matter here.
+            uniforms: Random numbers in [0, 1), [B, 2, N], which choose the lengths of the remaining
+                pieces and of the spans.
+            ids: Special ids, of which `eos` and `sentinels` are used.
         """
         is_cut = self.noise_mask(tokens.shape[1], uniforms)
         inputs = _collapsed(tokens, is_cut, ids)
@@ -250,7 +273,7 @@ class Sentinels(_Spans):
 
         Args:
             tokens: N, number of tokens per window.
-            uniforms: Random numbers in [0, 1), [B, 2, N].
+            uniforms: Random numbers in [0, 1), [B, 2, N], as for `__call__`.
         """
         num_rows = len(uniforms)
         num_cut, num_spans = self.counts(tokens)
@@ -278,7 +301,8 @@ def permuted(tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray) -> np
         tokens: Windows, [B, N].
         starts: Mask of the tokens that begin a sentence, bool [B, N]. The first token of each row
             begins one.
-        uniforms: Random numbers in [0, 1), [B, N].
+        uniforms: Random numbers in [0, 1), [B, N]. The first number of row b orders the first
+            sentence of row b, and so on.
     """
     sentence = np.cumsum(starts, axis=1) - starts[:, :1]
     keys = np.take_along_axis(uniforms, sentence, axis=1)
@@ -288,12 +312,13 @@ def permuted(tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray) -> np
 
 
 def _parts(items: int, count: int, uniforms: np.ndarray) -> np.ndarray:
-    """Return a random split of some items into parts of at least one item, lengths [B, count].
+    """Return random positive lengths that add up to a number, int [B, count].
 
-    Every split is equally likely.
+    Every choice of lengths is equally likely.
 
     Args:
-        items: Number of items, at least `count`.
+        items: Sum of the lengths of a row, at least `count`.
+        count: Number of lengths in a row, at least 1.
         uniforms: Random numbers in [0, 1), [B, N] with N of at least items - 1.
     """
     shuffled = np.argsort(uniforms[:, : items - 1], axis=1)
@@ -302,13 +327,14 @@ def _parts(items: int, count: int, uniforms: np.ndarray) -> np.ndarray:
 
 
 def _collapsed(tokens: np.ndarray, runs: np.ndarray, ids: SpecialIds) -> np.ndarray:
-    """Return the tokens with sentinel i in place of run i, and eos at the end.
+    """Replace each run of masked tokens by a sentinel, append eos, and return the shorter windows.
 
     Args:
         tokens: Windows, [B, N].
-        runs: Mask of the tokens that are replaced, bool [B, N]. Every row has equally many tokens
-            left and equally many runs.
-        ids: Ids, of which `eos` and `sentinels` are used.
+        runs: Mask of the tokens that are replaced, bool [B, N]. Run i of successive masked tokens
+            is replaced by sentinel i. Every row has equally many runs, and equally many tokens
+            outside of them.
+        ids: Special ids, of which `eos` and `sentinels` are used.
     """
     begins = runs & ~np.pad(runs[:, :-1], ((0, 0), (1, 0)))
     # The 0 is for a window of one token, which has no run to replace.

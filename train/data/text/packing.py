@@ -1,12 +1,12 @@
-"""Tokenizing and packing: documents to one flat file of token ids per side of the split.
+"""Tokenizing and packing: documents to two flat files of token ids, for training and evaluation.
 
     FOLDER/train.bin, eval.bin       ids of all documents in order, each ended by the separator
-    FOLDER/train.jsonl, eval.jsonl   progress of that side, a line after every step
-    FOLDER/manifest.json             written last: counts and digests of both sides
+    FOLDER/train.jsonl, eval.jsonl   progress of that file, a line after every step
+    FOLDER/manifest.json             written last: counts and digests of both files
 
-A killed pass continues after the last step that has a complete line. One process writes these
-files. Processes that wait for it tokenize documents from the end (`shares`), and the writer takes
-their ids. The files do not depend on the number of processes.
+One process writes these files. If it is killed, the next one continues after the last step that has
+a complete line. Processes that wait for the writer tokenize documents from the end (`shares`), and
+the writer takes their ids. The files do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -34,52 +34,60 @@ from mupax.train.data.text.tokenizer import Encoder
 SIDES = ("train", "eval")
 _FORMAT = 1
 _STEP_BYTES = 1 << 22
-"""Bytes of text per step."""
+"""Number of bytes of text that are tokenized and written at once, about."""
 _CHECKED_BYTES = 1 << 26
-"""Largest file whose digest is checked when it is opened."""
+"""Largest file of ids, in bytes, whose digest is checked when it is opened."""
 _NOTE_SECONDS = 10.0
 _DTYPES = {"<u1": 8, "<u2": 16, "<u4": 32}
-"""Bits of each type of ids, smallest first."""
+"""Number of bits of each NumPy type that ids are stored in, smallest first."""
 _NOTHING = {"dtype": "", "documents": 0, "tokens": 0, "text_bytes": 0, "steps": [], "digest": ""}
-"""Facts of a side before the first step. The types of the fields are checked against these."""
+"""Facts about a file of ids before its first step.
+
+Facts that are read from disk must have these fields, with values of these types.
+"""
 _STEP = {"documents": 0, "tokens": 0, "text_bytes": 0, "digest": "", "step": 0}
-"""Fields of a line of progress: totals after the step, and the number of ids of the step."""
+"""Fields of a line of progress, to check the types of their values.
+
+They are totals after the step, and in `step` the number of ids of the step.
+"""
 
 
 Documents = Mapping[str, Any]
-"""Sequence of parts for each side of the split. A part is read when it is taken.
+"""Documents of a corpus, under the keys "train" and "eval", as a sequence of parts each.
 
-A part is a list of (text as bytes or ids as an array, whether a document ends with it). Ids contain
-their separators.
+A part is a list of pairs: a text as bytes or ids as an array, and True if a document ends with it.
+It is read from disk when the sequence is indexed. Ids contain their separators.
 """
 
 
 class PackedCorpus(NamedTuple):
-    """Training or evaluation side of a packed corpus."""
+    """Training text or evaluation text of a corpus as token ids."""
 
     tokens: np.ndarray
-    """All ids, [count], uint8, uint16 or uint32, mapped from disk."""
+    """Ids of all documents, one after the other, uint8, uint16 or uint32 [count].
+
+    For a packed corpus in the cache, the array is mapped from disk.
+    """
     text_bytes: int
     """Bytes of text of these ids. The end of a document counts as one byte."""
     digest: str
-    """Digest of the ids, chained over the steps."""
+    """Digest of the ids."""
     quoted: dict[str, int] | None = None
-    """Number of times that each special token stands in the text. `None` if an older version
-    packed the corpus."""
+    """How often the text contains each special token. `None` if an older version packed it."""
 
 
 def prepared(
     key: str, documents: Callable[[], Documents], tokenizer: Encoder, note: cache.Note
 ) -> dict[str, PackedCorpus]:
-    """Return both sides of a packed corpus, from the cache or packed now.
+    """Return the packed training and evaluation text of a corpus, under "train" and "eval".
 
-    If another process is packing it, this process tokenizes documents for it and waits. A damaged
-    corpus in the cache is packed again.
+    They are taken from the cache, or tokenized and packed now. If another process is packing the
+    corpus, this process helps it and waits. A damaged corpus in the cache is packed again.
 
     Args:
-        key: Name of the corpus that identifies its content.
-        documents: Function that returns the documents of each side. It is called only if the corpus
-            has to be packed.
+        key: Name in the cache that identifies the content of the corpus.
+        documents: Function that returns the documents. It is called only if the corpus has to be
+            packed.
         note: Function that prints a line for the user before and during work that takes long.
 
     Raises:
@@ -124,14 +132,18 @@ def prepared(
 
 
 def _delete_progress(folder: Path) -> None:
-    """Delete the lines of progress that a process left when it was killed after the manifest."""
+    """Delete the files with the progress of packing, if a killed process left them behind.
+
+    Args:
+        folder: Folder of a corpus with a manifest, so that it is packed completely.
+    """
     with contextlib.suppress(OSError):  # the cache may be read-only
         for side in SIDES:
             (folder / f"{side}.jsonl").unlink(missing_ok=True)
 
 
 def _help(documents: Documents, tokenizer: Encoder, folder: Path) -> None:
-    """Tokenize shares of the documents while another process packs the corpus.
+    """Tokenize some of the documents for another process, which packs the corpus (`shares.pack`).
 
     Errors of the disk are ignored.
     """
@@ -141,9 +153,10 @@ def _help(documents: Documents, tokenizer: Encoder, folder: Path) -> None:
 
 
 def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.Note) -> None:
-    """Tokenize both sides into `folder`, from where a killed pass stopped.
+    """Tokenize all documents and write the files of the packed corpus into `folder`.
 
-    The manifest is written last. Then lines of progress and shares are deleted.
+    What a killed process has done is kept. The manifest is written last. Then the files with the
+    progress and those of helping processes are deleted.
     """
     sides = {}
     for side in SIDES:
@@ -167,18 +180,19 @@ def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.No
 def _pack_side(
     documents: Any, side: str, tokenizer: Encoder, folder: Path, note: cache.Note
 ) -> dict[str, Any]:
-    """Tokenize one side into `folder` and return its facts.
+    """Tokenize the training or the evaluation documents into one file, and return its facts.
 
-    A step is about 4 MiB of text, after which progress is written. The facts cover all steps, those
-    of a killed pass included.
+    After every step of about 4 MiB of text, the ids and a line of progress are written. What a
+    killed process has done is kept and counts.
 
     Args:
-        documents: Parts of this side (`Documents`).
+        documents: Sequence of parts of the documents (`Documents`).
+        side: "train" or "eval", the name of the file without suffix.
 
     Returns:
-        `dtype` of the ids, `documents` (number of parts), `tokens`, `text_bytes`, `steps` (number
-        of tokens of each step), `digest` of the ids, and `quoted`, the count of each special token
-        in the text.
+        Facts for the manifest: `dtype` of the ids, `documents` (number of parts), `tokens`,
+        `text_bytes`, `steps` (number of tokens of each step), `digest` of the ids, and `quoted`
+        (how often the text contains each special token).
     """
     dtype = id_type(tokenizer)
     itemsize = np.dtype(dtype).itemsize
@@ -233,7 +247,7 @@ def id_type(tokenizer: Encoder) -> str:
 
 
 def _write(file: BinaryIO, content: bytes) -> None:
-    """Write some bytes and wait until they are on disk."""
+    """Append bytes to an open file, and wait until they are on disk."""
     file.write(content)
     file.flush()
     # Without fsync a machine that dies may keep the line and lose its ids.
@@ -241,11 +255,13 @@ def _write(file: BinaryIO, content: bytes) -> None:
 
 
 def _resumed(lines: BinaryIO, tokens: int) -> dict[str, Any]:
-    """Return the facts of a side after the last valid line, and cut off the lines after it.
+    """Read the progress of a killed process. Return the facts after its last valid line.
+
+    Lines after the last valid one are cut off the file.
 
     Args:
-        lines: Open file of the lines of progress.
-        tokens: Number of ids in the packed file. A line that counts more is not valid.
+        lines: Open file with a line for every step.
+        tokens: Number of ids in the file of ids. A line that counts more is not valid.
     """
     facts = {**_NOTHING, "steps": [], "quoted": {}}
     end = 0
@@ -273,12 +289,12 @@ def _resumed(lines: BinaryIO, tokens: int) -> dict[str, Any]:
 
 
 def _added(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    """Return the sum of two counts by name."""
+    """Return the sum of two dicts of counts. Names with a sum of 0 are left out."""
     return dict(Counter(first) + Counter(second))
 
 
 def _is_complete(facts: Any) -> TypeGuard[dict[str, Any]]:
-    """Return whether the facts of a side have the fields of `_NOTHING` with their types."""
+    """Return whether facts about a file of ids have the fields of `_NOTHING` and their types."""
     if not isinstance(facts, dict) or _field_types(facts) != _field_types(_NOTHING):
         return False
     return facts["dtype"] in _DTYPES
@@ -289,19 +305,23 @@ def _field_types(fields: dict[str, Any]) -> dict[str, type]:
 
 
 def _next_digest(previous: str, block: np.ndarray) -> str:
-    """Return the SHA-256 of the digest before a step and the ids of the step, in hexadecimal."""
+    """Return the digest of all ids after a step, given the digest before it and the step's ids.
+
+    It is a SHA-256 of both, in hexadecimal.
+    """
     # Each digest includes the one before, so a resumed pass need not read the ids of earlier steps.
     return hashlib.sha256(previous.encode() + block.astype("<u4").tobytes()).hexdigest()
 
 
 def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, PackedCorpus] | None, str]:
-    """Open both sides of a packed corpus.
+    """Open the training and evaluation text of a packed corpus.
 
-    Sizes are always checked. The digest of a side is checked up to `_CHECKED_BYTES`.
+    The sizes of the files are always checked. The digest of a file is checked if it has at most
+    `_CHECKED_BYTES`.
 
     Returns:
-        Both sides and "". A corpus that cannot be used gives `None` and the problem. A corpus
-        without a manifest gives `None` and "".
+        Both texts under "train" and "eval", and "". For a corpus that cannot be used, `None` and a
+        message that says why. Without a manifest, so before a corpus is packed, `None` and "".
     """
     path = folder / "manifest.json"
     if not path.exists():
@@ -331,7 +351,7 @@ def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, PackedCorpus] | N
 
 
 def _intact(tokens: np.ndarray, facts: dict[str, Any]) -> bool:
-    """Return whether the ids of a side have the digest that its facts record."""
+    """Return whether ids have the digest that their facts in the manifest record."""
     digest = ""
     start = 0
     for count in facts["steps"]:

@@ -1,8 +1,9 @@
 """Special tokens that a text quotes: their counts, and a tokenizer that encodes them as plain text.
 
-The plain tokenizer has every special token under another name, which begins with NUL (`MARK`). No
-text contains NUL, so no text is encoded as such a token. A caller that writes a special token on
-purpose, such as a chat template, writes NUL before the token.
+A text about language models may contain "<|endoftext|>". The plain tokenizer has every special
+token under another name, which begins with NUL (`MARK`). No text contains NUL, so no text is
+encoded as a special token. A caller that writes a special token on purpose, such as a chat
+template, writes NUL before the token.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import numpy as np
 
 SpecialTokens = Literal["parse", "text"]
 MARK = "\0"
-"""Character before a special token that is written on purpose."""
+"""Character NUL, which stands before a special token that is written on purpose."""
 _LISTED = 4
 
 
 def pattern(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern that matches special tokens, the longest where several match.
+    """Return a pattern that matches any of the special tokens, the longest where several match.
 
-    Without tokens the pattern matches nothing.
+    If `tokens` is empty, the pattern matches nothing.
 
     Args:
         tokens: Special tokens as they are written, such as "</s>".
@@ -64,7 +65,10 @@ class QuoteCounter:
 
 
 def _tree(tokens: list[str]) -> str:
-    """Return a regular expression of sorted strings in which common beginnings occur once."""
+    """Return a regular expression that matches any of some sorted strings, the longest first.
+
+    Common beginnings of the strings occur once in the expression, which makes it quick.
+    """
     endings = {}
     for first, group in itertools.groupby(tokens, lambda token: token[:1]):
         endings[first] = [token[1:] for token in group]
@@ -86,13 +90,13 @@ def note_counts(
     sides: Sequence[Mapping[str, int] | None],
     mode: SpecialTokens,
 ) -> dict[str, int]:
-    """Tell the user how often special tokens stand in the texts. Return the sum of all sides.
+    """Tell the user how often texts contain special tokens. Return the counts by token.
 
     Args:
         note: Function that prints a line for the user. It is not called if there are no tokens.
         name: Name of the data, for the message.
-        sides: Counts of each side of the split. `None` for a side whose counts are unknown, which
-            adds nothing to the sum.
+        sides: Counts by token, for the training text and the evaluation text. They are added.
+            `None` if the counts are unknown.
         mode: Value of `data.special_tokens`, "text" or "parse". "parse" makes the line a caution.
     """
     total = collections.Counter()
@@ -119,12 +123,12 @@ def note_counts(
 
 
 def plain_library(content: bytes, tokens: Collection[str]) -> Any:
-    """Return a `tokenizers.Tokenizer` that encodes special tokens as plain text.
+    """Return a `tokenizers.Tokenizer` that encodes special tokens in a text as plain text.
 
-    A special token with `MARK` before it is still encoded as the token.
+    Only a special token with `MARK` before it is encoded as the token.
 
     Args:
-        content: Content of a tokenizer.json, which encodes special tokens as tokens.
+        content: Content of a tokenizer.json, which would encode special tokens as tokens.
         tokens: Special tokens as they are written.
     """
     from tokenizers import Tokenizer
@@ -152,29 +156,33 @@ def plain_library(content: bytes, tokens: Collection[str]) -> Any:
 
 
 def _plain_name(piece: str, tokens: Collection[str]) -> str:
-    """Return the name of a piece in the plain tokenizer: special tokens get `MARK` in front."""
+    """Return the name that a token of the vocabulary has in the plain tokenizer (`plain_library`).
+
+    A special token gets `MARK` in front. Any other keeps its name.
+    """
     return MARK + piece if piece in tokens else piece
 
 
 def _makes(merge: str | Sequence[str], tokens: Collection[str]) -> bool:
-    """Return whether a BPE merge has a special token as its result or as one of its halves.
+    """Return whether a BPE merge makes a special token, or makes a token from one.
 
     Args:
-        merge: Two pieces, as a pair or as a string with a space between them.
+        merge: The two tokens that are merged, as a pair or as a string with a space between them.
     """
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return first in tokens or second in tokens or first + second in tokens
 
 
 def marked(text: str, places: Sequence[int]) -> tuple[str, np.ndarray]:
-    """Return a text with `MARK` before some special tokens, and the origin of its characters.
-
-    The origin is the character of `text` for each character of the marked text, int64 [length]. A
-    mark has the first character of its token.
+    """Insert `MARK` before some special tokens of a text, for the plain tokenizer.
 
     Args:
         text: Text with special tokens.
-        places: First characters of the special tokens that are marked, ascending.
+        places: Index of the first character of each special token to mark, ascending.
+
+    Returns:
+        Text with the marks. And for each of its characters, the index of the same character in
+        `text`, int64 [length]. A mark has the index of the character after it.
     """
     edges = [0, *places, len(text)]
     parts = [text[start:stop] for start, stop in itertools.pairwise(edges)]

@@ -1,4 +1,4 @@
-"""Caution for a training text in which no document ends, used by the loaders of text."""
+"""Check that documents end somewhere in a training text, for the loaders of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _BLOCK_TOKENS = 1 << 20
 _MOST_TOKENS = 1 << 28
-"""Tokens that are searched for a separator."""
+"""Largest number of tokens that are searched for a separator."""
 
 
 def check(
@@ -25,13 +25,13 @@ def check(
     *,
     is_text: bool,
 ) -> None:
-    """Caution the user if the separator never occurs before the last token.
+    """Caution the user if no document ends before the last token, so that all is one document.
 
-    Text is only checked if `data.document_mask` is set. Only the first 268 million tokens are
-    searched.
+    Tokens that were made from text are only checked if `data.document_mask` is set. Only the first
+    268 million tokens are searched.
 
     Args:
-        tokens: Tokens of one side of the split, [count].
+        tokens: Ids of the training or the evaluation text, [count].
         note: Function that prints a line for the user.
         is_text: True if the tokens were made from text. False if they are ids of a file.
     """

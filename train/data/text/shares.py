@@ -1,13 +1,14 @@
-"""Shares of a corpus, tokenized from the end by processes that wait for the packing process.
+"""Help of waiting processes for the process that packs a corpus.
 
-A part is a list of documents: a file, or the records of a file that are read at once.
+A corpus is a sequence of parts. A part is a list of documents that is read at once, such as a file.
+A share is a range of at least 16 parts. One process tokenizes and packs the parts in order
+(`packing`). Processes that wait for it tokenize shares from the end, and leave their ids on disk:
 
     FOLDER/shares/train-160-176.npz    ids of parts 160 to 175, and the number of ids per document
     FOLDER/shares/train-160-176.lock   held by the process that tokenizes these parts
 
-The packing process (`packing`) goes through the parts in order. It uses a share that is finished,
-and tokenizes the parts of any other share itself. So the packed corpus does not depend on the
-helping processes.
+When the packing process comes to a share that is finished, it takes the ids. It tokenizes the parts
+of any other share itself. So the packed corpus does not depend on the helping processes.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from mupax.train.data.text.tokenizer import Encoder
 
 FOLDER = "shares"
 _PARTS = 16
-"""Smallest number of parts of a share. 16 pieces of a large file are 256 MiB."""
+"""Smallest number of parts in a share. 16 pieces of a large file are 256 MiB."""
 _MOST_SHARES = 4096
 _TAIL_BYTES = 4096
-"""Bytes at the end of a file of progress that contain its last line."""
+"""Number of bytes at the end of a file with the progress of packing that contain its last line."""
 
 
 class Document(NamedTuple):
-    """A document, or a piece of a document, on its way into the packed file."""
+    """Document, or piece of a document, that is to be packed: as text, or already as ids."""
 
     text: bytes
-    """Text of the document. Empty if `ids` are present."""
+    """Text in UTF-8. Empty if `ids` are present."""
     text_bytes: int
     """Bytes of the text. For a file of ids, the number of ids."""
     ends: bool
@@ -50,16 +51,19 @@ class Document(NamedTuple):
     by_others: bool = False
     """True if another process tokenized the document."""
     quoted: Mapping[str, int] | None = None
-    """Number of times that each special token stands in the text, if another process counted."""
+    """How often the text contains each special token, if another process counted it."""
 
 
 Part = list[Document]
 
 
 def steps(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
-    """Yield lists of consecutive parts with at least `size` bytes of text. The last may have less.
+    """Group consecutive parts into lists that have at least `size` bytes of text each.
+
+    The last list may have less.
 
     Args:
+        parts: Parts in order, each a list of documents.
         size: Smallest size of a list in bytes.
     """
     step = []
@@ -76,10 +80,10 @@ def steps(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
 
 
 def encoded(step: list[Document], tokenizer: Encoder) -> list[np.ndarray]:
-    """Return the ids of each document, with the separator if the document ends.
+    """Tokenize documents. Return the ids of each, with the separator if the document ends.
 
-    Documents that have ids already keep them. The integer types of the arrays may differ, and are
-    not yet that of the packed file.
+    The ids of a document that has `ids` are returned unchanged. The integer types of the arrays may
+    differ, and are not yet that of the packed file.
     """
     separator = np.array([tokenizer.separator])
     texts = []
@@ -97,10 +101,11 @@ def encoded(step: list[Document], tokenizer: Encoder) -> list[np.ndarray]:
 
 
 def quoted(step: list[Document], tokenizer: Encoder) -> dict[str, int]:
-    """Return the number of times that each special token stands in the texts of some documents.
+    """Return how often the texts of documents contain each special token, by token.
 
     Args:
-        tokenizer: Tokenizer that counts in the documents without ids.
+        tokenizer: Tokenizer that counts. The count of a document that is tokenized already is taken
+            from the document.
     """
     total = Counter()
     for document in step:
@@ -112,15 +117,15 @@ def quoted(step: list[Document], tokenizer: Encoder) -> dict[str, int]:
 
 
 def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) -> Iterator[Part]:
-    """Yield the parts of a side in order, from part `first` on.
+    """Yield the parts of a text in order, as ids where a helping process has tokenized them.
 
-    Parts of a finished share are tokenized. All other parts are read and not tokenized. The file of
-    a share is deleted after its last part.
+    All other parts are read from disk as text. The file of a share is deleted after its last part.
 
     Args:
-        documents: Parts of one side of the split.
-        first: Number of the first part. A resumed pass does not begin at 0.
-        folder: Folder of the packed corpus, with `FOLDER` in it.
+        documents: Sequence of the parts of the training or evaluation text (`packing.Documents`).
+        side: "train" or "eval", with which the names of the files begin.
+        first: Index of the first part to yield. It is above 0 after a process was killed.
+        folder: Folder of the packed corpus. The shares are in the folder `FOLDER` in it.
         dtype: NumPy type of the ids. A share of another type is not used.
     """
     while first < len(documents):
@@ -137,12 +142,12 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
 def pack(
     documents: Mapping[str, Any], tokenizer: Encoder, folder: Path, dtype: str, step_bytes: int
 ) -> None:
-    """Tokenize shares into files, the last ones first, until the packing process has reached them.
+    """Tokenize shares for the packing process, the last share first, until it has reached them.
 
-    Shares that exist or that another process has locked are skipped.
+    A share is a range of parts. A share that exists or that another process has locked is skipped.
 
     Args:
-        documents: Parts of each side of the split, by "train" and "eval".
+        documents: Sequence of parts under "train" and "eval" (`packing.Documents`).
         folder: Folder of the packed corpus, with the progress of the packing process.
         dtype: NumPy type of the ids in the shares.
         step_bytes: Bytes of text that are tokenized at once.
@@ -171,12 +176,12 @@ def pack(
 
 
 def _bounds(i: int, count: int) -> tuple[int, int]:
-    """Return the first part of the share that has part `i`, and the first part after the share.
+    """Return the range of parts (first, end) of the share that contains part `i`.
 
-    The bounds are the same in every process.
+    The range is the same in every process.
 
     Args:
-        count: Number of all parts of the side.
+        count: Number of all parts of the training or evaluation text.
     """
     size = max(_PARTS, -(-count // _MOST_SHARES))
     start = i - i % size
@@ -184,7 +189,7 @@ def _bounds(i: int, count: int) -> tuple[int, int]:
 
 
 def documents_of(contents: list[tuple[bytes | np.ndarray, bool]]) -> Part:
-    """Return the documents of a part.
+    """Return the contents of a part as `Document` objects.
 
     Args:
         contents: Pairs of a text as bytes or ids as an array, and whether a document ends with it.
@@ -199,12 +204,12 @@ def documents_of(contents: list[tuple[bytes | np.ndarray, bool]]) -> Part:
 
 
 def _position(progress: Path) -> int:
-    """Return the number of parts in the last complete line of the packing process.
+    """Return the number of parts that the packing process has written so far.
 
-    It is 0 if there is no file, no complete line or a damaged one.
+    It is 0 if there is no file, no complete line in it, or if its last line is damaged.
 
     Args:
-        progress: File with the lines of progress of a side.
+        progress: File to which the packing process adds a line after every step.
     """
     unreadable = (OSError, IndexError, KeyError, disk.JsonError)
     with contextlib.suppress(*unreadable), progress.open("rb") as file:
@@ -220,7 +225,12 @@ def _position(progress: Path) -> int:
 def _write(
     path: Path, parts: Iterator[Part], tokenizer: Encoder, dtype: str, step_bytes: int
 ) -> None:
-    """Tokenize some parts and write them as a share. The file appears when it is complete."""
+    """Tokenize the parts of a share and write them to a file, which appears when it is complete.
+
+    Args:
+        dtype: NumPy type of the ids in the file.
+        step_bytes: Bytes of text that are tokenized at once.
+    """
     ids = [np.zeros(0, dtype)]
     facts = []
     sizes = []
@@ -251,7 +261,7 @@ def _write(
 
 
 def _read(path: Path, count: int, dtype: str) -> list[Part] | None:
-    """Return the parts of a share, or `None` if the share is missing or damaged.
+    """Read the tokenized parts of a share. Return `None` if the share is missing or damaged.
 
     Args:
         path: File of the share. The format has checksums.

@@ -2,9 +2,10 @@
 
 A token that no text contains separates documents: byte 0 for bytes, a special token otherwise.
 
-A tokenizer.json may be a stranger's, so it is checked before it is used. The `tokenizers` library
-builds a tree of some hundred bytes per character from a list of pieces, and applies a normalizer
-that writes a book for every letter. Real vocabularies are far from the bounds here.
+A tokenizer.json may be a stranger's, so it is checked before it is used. A harmful file could fill
+the memory: the `tokenizers` library builds a tree of some hundred bytes per character from a list
+of pieces, and applies any normalizer, even one that writes a book for every letter. Real
+vocabularies are far from the bounds here.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from mupax.train.data.text.quoting import SpecialTokens
 
 SEPARATOR = "<|endoftext|>"
 USUAL_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
-"""Tokens that end a document in the vocabularies of GPT-2, NeoX and Qwen; Llama 3; Llama 2, Mistral
-and T5; Gemma; DeepSeek; BERT."""
+"""Tokens that end a document in published vocabularies.
+
+In this order: GPT-2, NeoX and Qwen; Llama 3; Llama 2, Mistral and T5; Gemma; DeepSeek; BERT.
+"""
 _SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
 """Spaces and line ends as byte-level and SentencePiece vocabularies write them."""
 _SPACE = "▁"
@@ -36,19 +39,20 @@ _LISTED = 6
 _BATCH_BYTES = 1 << 20
 """Bytes of text that are encoded at once. The library takes 200 to 300 bytes of memory for each."""
 _OVERLAP = 1 << 12
-"""Characters that two stretches of a long text have in common."""
+"""Number of characters by which successive pieces of a long text overlap when it is encoded."""
 T = TypeVar("T", bytes, str)
 _NO_UTF8 = 0xFF
 """Byte that never occurs in UTF-8."""
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""Name of a byte in SentencePiece, for characters that its vocabulary lacks."""
+"""Pattern of SentencePiece's tokens for single bytes, which write characters without a token."""
 
 
 def _byte_levels() -> dict[str, int]:
-    """Return the byte of each character of GPT-2's table (`bytes_to_unicode` of its encoder.py).
+    """Return the byte that each character stands for in a byte-level vocabulary, such as GPT-2's.
 
-    A printable byte of Latin-1 is written as itself, another byte as a character from U+0100 on.
+    A printable byte of Latin-1 is written as itself, another byte as a character from U+0100 on
+    (`bytes_to_unicode` of GPT-2's encoder.py).
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unprintable = [byte for byte in range(256) if byte not in printable]
@@ -70,10 +74,9 @@ class Bytes:
             digest and of file names.
         vocab_size: Number of ids, which are in [0, vocab_size).
         separator: Id that ends every document.
-        variant: Part of the names of files of tokens. "-plain" if a `Subwords` encodes special
-            tokens in a text as plain text. Always empty for bytes.
-        special: Special tokens, as they are written in a text that quotes them. Always empty for
-            bytes.
+        variant: Suffix of the key in names of files of ids. It is "-plain" for a `Subwords` that
+            encodes special tokens in a text as plain text, and otherwise empty.
+        special: Special tokens of the vocabulary as text, such as "</s>". Always empty for bytes.
         unknown: Id of the token for text that the vocabulary lacks. Always `None` for bytes, which
             encode every text.
     """
@@ -94,13 +97,15 @@ class Bytes:
     def spans(
         self, texts: Sequence[str], written: Sequence[Sequence[int]] | None = None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids of each text, int32 [length], and their characters, int64 [length, 2].
-
-        The characters of an id are [start, stop) in the text.
+        """Return the ids of each text, and the range of characters that each id stands for.
 
         Args:
-            written: First characters of the special tokens of each text that are encoded as tokens.
-                Only used if special tokens in a text are plain text (`variant`).
+            written: For each text, the index of the first character of each special token that is
+                to be encoded as a token. Only used by a tokenizer that encodes all other special
+                tokens as plain text (`variant`).
+
+        Returns:
+            For each text, ids int32 [length] and ranges [start, stop) int64 [length, 2].
         """
         spans = []
         for text in texts:
@@ -113,8 +118,8 @@ class Bytes:
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of some ids, without separators (id 0).
 
-        Bytes that are no UTF-8 become U+FFFD, and so do ids above 255, which a model with a larger
-        vocabulary may write.
+        Bytes that are not UTF-8 become U+FFFD. So do ids above 255, which a model with a larger
+        vocabulary may generate.
         """
         values = []
         for i in ids:
@@ -126,7 +131,7 @@ class Bytes:
     unknown: ClassVar[int | None] = None
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        """Return the number of times that each special token stands in a text, by token.
+        """Return how often a text in UTF-8 contains each special token, by token.
 
         The result is empty here, because bytes have no special tokens.
         """
@@ -143,23 +148,32 @@ class Bytes:
         return np.zeros(0, np.int32)
 
     def find(self, *names: str) -> int | None:
-        """Return the id of the first of these tokens that is in the vocabulary.
+        """Return the id of the first of these tokens that is in the vocabulary, or `None`.
+
+        The result is always `None` here, because bytes have no names.
+
+        Args:
+            *names: Tokens as the vocabulary writes them, such as "</s>".
+        """
+        return None
+
+    def token(self, number: int) -> str | None:
+        """Return the token of an id as the vocabulary writes it, or `None` for an unknown id.
 
         The result is always `None` here, because bytes have no names.
         """
         return None
 
-    def token(self, number: int) -> str | None:
-        """Return the token of an id as the vocabulary writes it. Bytes have none: always `None`."""
-        return None
-
     def pieces(self) -> list[str]:
-        """Return the text of each id. A byte is written as the character with its number."""
+        """Return the text of every id, as a list of `vocab_size` strings.
+
+        Here the text of a byte is the Unicode character with its number.
+        """
         return [chr(byte) for byte in range(self.vocab_size)]
 
     @property
     def adds_space(self) -> bool:
-        """False: no space is put before the first token of a text, as some tokenizers do."""
+        """True if the tokenizer puts a space before the first token of a text. False for bytes."""
         return False
 
     def token_bytes(self) -> np.ndarray:
@@ -171,29 +185,33 @@ class Bytes:
         return token == self.separator
 
     def raw_bytes(self, token: int) -> bytes | None:
-        """Return the bytes of a token if they are the same in every text, otherwise `None`.
+        """Return the bytes that a token has in every text, or `None` if they depend on the text.
 
-        Here it is the byte itself, and U+FFFD in UTF-8 for an id outside of the vocabulary.
+        Here they are the byte itself, and U+FFFD in UTF-8 for an id outside of the vocabulary.
         """
         return bytes([token]) if token < self.vocab_size else _REPLACEMENT.encode()
 
     def in_byte_run(self, token: int) -> bool:
-        """Return True if `decode` decodes consecutive tokens of this type only together.
+        """Return True for a token whose text depends on its neighbours of the same type.
 
-        The result is always False here.
+        Some tokenizers have tokens for single bytes, and decode a run of them together, so that one
+        wrong byte changes the text of all. The result is always False here.
         """
         return False
 
     def name_of(self, token: int) -> str:
-        """Return the token as the vocabulary writes it, or "" for an unknown token."""
+        """Return the token of an id as the vocabulary writes it, or "" for an unknown id.
+
+        A byte is written as the Unicode character with its number.
+        """
         return chr(token) if token < self.vocab_size else ""
 
 
 class Ids(Bytes):
-    """Ids of a foreign tokenizer, which can neither encode nor decode text.
+    """Stand-in for an unknown tokenizer, for data that is given as ids.
 
-    The text of ids is their numbers with spaces between them. `encode` raises `DataError` for any
-    other text.
+    It knows the number of ids, and can neither encode nor decode real text. The text of ids is
+    their numbers with spaces between them. `encode` raises `DataError` for any other text.
     """
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
@@ -232,9 +250,10 @@ class Subwords:
         path: Path of the tokenizer.json, on this machine or in a bucket.
         separator: Token that ends every document. Default: the first of `USUAL_SEPARATORS` that is
             in the vocabulary.
-        special_tokens: Encoding of special tokens that a text contains, as tokens ("parse") or as
-            plain text ("text").
-        template_tokens: Added tokens that count as special because a chat template uses them.
+        special_tokens: Whether special tokens that a text contains are encoded as tokens ("parse")
+            or as plain text ("text").
+        template_tokens: Added tokens of the vocabulary that count as special, too, because a chat
+            template uses them.
 
     Raises:
         DataError: The file is missing, is no tokenizer, or has no token that separates documents.
@@ -294,12 +313,12 @@ class Subwords:
                 self._encoder = quoting.plain_library(content, self.special)
 
     def _opened(self, content: bytes) -> Any:
-        """Check a file's content and return its `tokenizers.Tokenizer`.
+        """Check the content of a tokenizer.json and open it as a `tokenizers.Tokenizer`.
 
         Padding and truncation are turned off.
 
         Raises:
-            DataError: The content is no tokenizer.json, or the library must not open it.
+            DataError: The content is no tokenizer.json, or could fill the memory (`check_content`).
         """
         from tokenizers import Tokenizer as Library
 
@@ -320,7 +339,11 @@ class Subwords:
         return library
 
     def _no_separator(self, separator: str | None) -> DataError:
-        """Return the error of a vocabulary without the separator."""
+        """Return the error for a vocabulary that lacks the separator.
+
+        Args:
+            separator: Value of data.separator. None if no usual separator was found.
+        """
         added = self._library.get_added_tokens_decoder().values()
         special = []
         for token in added:
@@ -366,7 +389,7 @@ class Subwords:
         ]
 
     def _spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return ids and characters of each text, as the library encodes it."""
+        """Encode texts by the library. Return ids and ranges of characters, as `spans` does."""
         spans: list[tuple[np.ndarray, np.ndarray]] = []
         for batch in _batches(texts, self._batch_bytes):
             if len(batch) == 1 and len(batch[0]) > self._batch_bytes:
@@ -378,10 +401,14 @@ class Subwords:
         return spans
 
     def _long_spans(self, library: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a long text in overlapping stretches. Return its ids and their characters.
+        """Encode a long text in overlapping pieces, to save memory. Return ids and ranges.
 
-        Two stretches are joined at a position where both have the edge of a token, far from their
-        ends, so that the ids are the ids of the complete text.
+        Two pieces are joined at a position where both have the edge of a token, far from the ends
+        of the pieces. So the ids are those of the complete text.
+
+        Returns:
+            Ids int32 [length], and the range of characters [start, stop) of each, int64
+            [length, 2].
         """
         # The library needs some hundred bytes of memory per character, too much for all of a long
         # text.
@@ -439,7 +466,7 @@ class Subwords:
         return np.array(encoding.ids[len(encoding.ids) - count :], np.int32)
 
     def _encoded_alone(self, text: str) -> Any:
-        """Return the library's encoding of a single text, with start and end tokens."""
+        """Return the library's encoding of a text, with the start and end tokens that it adds."""
         with self._calling():
             return self._library.encode(text, add_special_tokens=True)
 
@@ -516,7 +543,7 @@ class Subwords:
 
     @functools.cached_property
     def _decoders(self) -> frozenset[str]:
-        """Types of the decoders in the tokenizer.json, such as "ByteLevel". Empty without one."""
+        """Types of the decoders in the tokenizer.json, such as "ByteLevel". May be empty."""
         decoder = self._library.decoder
         if decoder is None:
             return frozenset()
@@ -546,7 +573,7 @@ class Subwords:
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Context manager that turns a panic of the library into a DataError."""
+        """Context manager that turns a panic of the library (an error in Rust) into a DataError."""
         try:
             yield
         except BaseException as error:  # a panic derives from BaseException
@@ -556,7 +583,7 @@ class Subwords:
 
 
 def _batches(texts: Sequence[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of consecutive texts with at most `size` bytes or characters together.
+    """Group consecutive texts into lists of at most `size` bytes (bytes) or characters (str) each.
 
     A text that is longer is alone in its list.
     """
@@ -574,9 +601,13 @@ def _batches(texts: Sequence[T], size: int) -> Iterator[list[T]]:
 
 
 def _ids_and_places(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of an encoding, int32 [length], and their characters, int64 [length, 2].
+    """Return the ids of an encoding, and the range of characters that each id stands for.
 
-    The characters of an id are [start, stop) in the text.
+    Args:
+        encoding: `tokenizers.Encoding` of a text.
+
+    Returns:
+        Ids int32 [length], and ranges [start, stop) int64 [length, 2].
     """
     return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
@@ -590,17 +621,18 @@ def _num_leading_ones(mask: Sequence[int]) -> int:
 
 
 def _common_edge(stops: np.ndarray, starts: np.ndarray, first: int, last: int) -> int:
-    """Return the character at which two overlapping stretches of a text are joined.
+    """Choose the position at which the tokens of two overlapping pieces of a text are joined.
 
-    It is the one nearest to the middle of the overlap at which the first stretch ends a token and
-    the second begins one. If there is none, it is the nearest at which the first stretch ends a
-    token. If there is none of these either, it is `last`.
+    All positions are indices of characters in the complete text. The result is the position nearest
+    to the middle of the overlap where a token of the first piece ends and a token of the second
+    piece begins. If there is none, a token of the first piece must end there. If there is none of
+    these either, the result is `last`.
 
     Args:
-        stops: Ends of the tokens of the first stretch, ascending.
-        starts: Starts of the tokens of the second stretch, ascending.
-        first: First character of the overlap, in characters of the text.
-        last: First character after the overlap, where the first stretch ends.
+        stops: Ends of the tokens of the first piece, ascending.
+        starts: Starts of the tokens of the second piece, ascending.
+        first: Position at which the overlap and the second piece begin.
+        last: Position at which the overlap and the first piece end.
     """
     middle = (first + last) // 2
     inside = stops[(stops > first) & (stops < last)]
@@ -613,12 +645,15 @@ def _common_edge(stops: np.ndarray, starts: np.ndarray, first: int, last: int) -
 
 
 def _at_origin(places: np.ndarray, origin: np.ndarray) -> np.ndarray:
-    """Return spans of characters of a marked text as spans of characters of the original text.
+    """Translate ranges of characters of a marked text into ranges of the text before marking.
 
     Args:
-        places: Spans [start, stop) in the marked text, one per token, int64 [number of tokens, 2].
-        origin: Character of the original text for each character of the marked one, from
+        places: Range [start, stop) of each token in the marked text, int64 [number of tokens, 2].
+        origin: Index in the original text of each character of the marked text, from
             `quoting.marked`.
+
+    Returns:
+        Range [start, stop) of each token in the original text, int64 [number of tokens, 2].
     """
     if not len(origin):
         return places
@@ -635,7 +670,8 @@ Tokenizer = Bytes | Subwords
 class Encoder(Protocol):
     """Interface of a tokenizer for packing: it encodes texts, and counts special tokens.
 
-    `Bytes` describes the properties. All ids, the separator included, are below `vocab_size`.
+    The properties are those of `Bytes`. All ids, the separator included, are below `vocab_size`.
+    Besides tokenizers, the encoder of conversations implements it (`chats.answers.ChatTokens`).
     """
 
     @property
@@ -652,7 +688,7 @@ class Encoder(Protocol):
         ...
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        """Return the number of times that each special token stands in a document, by token."""
+        """Return how often a document contains each special token, by token."""
         ...
 
 
@@ -675,20 +711,25 @@ _LARGEST_FILE = 256 * 2**20
 _PIECE_CHARACTERS = 24
 """Largest mean length of the pieces of a Unigram model, in characters. XLM-R has 6."""
 _FEW_CHARACTERS = 2**18
-"""Total characters of the pieces below which their length is not checked."""
+"""Total number of characters of a vocabulary's pieces up to which their length is not checked."""
 _LONGEST_SPECIAL = 200
 """Largest length of a special token in characters. The longest of published models has 60."""
 _LONGEST_AFFIX = 64
-"""Largest length of the prefix or suffix that marks a part of a word, in characters."""
+"""Largest length of the prefix or suffix that marks a part of a word ("##"), in characters."""
 _LONGEST_WORD = 10_000
-"""Largest word of a WordPiece model in characters. Its time is quadratic. BERT has 100."""
+"""Largest limit on the length of a word that a WordPiece model may have, in characters.
+
+The time to encode a word grows with the square of its length. BERT's limit is 100.
+"""
 _LARGEST_STEP = 2**20
-"""Largest JSON of a normalizer, pre-tokenizer, post-processor or decoder, in characters, without a
-table of characters."""
+"""Largest JSON of a normalizer, pre-tokenizer, post-processor or decoder, in characters.
+
+A table of characters (`precompiled_charsmap`) does not count.
+"""
 _MOST_GROWTH = 1000.0
 """Largest factor by which a normalizer or decoder may lengthen a text."""
 _GAP = 64
-"""Largest number of ids per token of the vocabulary."""
+"""Largest ratio of the highest id to the number of tokens, since ids may have holes, about."""
 _UNIGRAM = re.compile(rb'"vocab"\s*:\s*\[')
 _ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
 """Escaped ASCII letters, which no program writes except to hide a word from a search."""
@@ -697,7 +738,7 @@ _ESCAPED_ASCII = re.compile(rb"\\u00[2-7]")
 def check_content(content: bytes, name: str) -> None:
     """Raise an error for a tokenizer.json that would fill the memory when the library opens it.
 
-    Only a file that may be a Unigram model is parsed. Any other file passes by its size alone.
+    Only a file that may have a Unigram model is parsed. Any other file must only be small enough.
 
     Args:
         name: Name of the file, for the message.
@@ -737,7 +778,7 @@ def check_content(content: bytes, name: str) -> None:
 
 
 def check_library(library: Any, ids: Collection[int], name: str) -> float:
-    """Check the parts of an opened tokenizer, and return how much it may lengthen a text.
+    """Check that an opened tokenizer is harmless, and return how much it may lengthen a text.
 
     Args:
         library: Opened `tokenizers.Tokenizer`.
@@ -748,8 +789,9 @@ def check_library(library: Any, ids: Collection[int], name: str) -> float:
         The largest factor by which the normalizer or the decoder may lengthen a text.
 
     Raises:
-        DataError: A part is too large, lengthens a text too much, or has too long affixes, words or
-            special tokens, or ids have large holes. The message names the part.
+        DataError: A part such as the normalizer is too large or lengthens a text too much; affixes,
+            words or special tokens are too long; or ids have large holes. The message names the
+            part.
     """
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         step = getattr(library, part)
@@ -793,7 +835,12 @@ def _checked_growth(library: Any, name: str) -> float:
 
 
 def _check_model(model: Any, name: str) -> None:
-    """Raise `DataError` for a model with too long prefixes, suffixes or words."""
+    """Raise `DataError` for a model whose prefixes, suffixes or word limit are too long.
+
+    Args:
+        model: Model of a `tokenizers.Tokenizer`.
+        name: Name of the file, for the message.
+    """
     for field in ("continuing_subword_prefix", "end_of_word_suffix"):
         affix = getattr(model, field, None)
         if isinstance(affix, str) and len(affix) > _LONGEST_AFFIX:
@@ -809,7 +856,10 @@ def _check_model(model: Any, name: str) -> None:
 
 
 def _described(step: Any) -> Any:
-    """Return the JSON of a part of a tokenizer, or an empty object for a part made in Python."""
+    """Return the settings of a part of a tokenizer, such as its normalizer, as in tokenizer.json.
+
+    The result is an empty dict for a part that is made in Python.
+    """
     try:
         return json.loads(step.__getstate__())
     except (TypeError, ValueError, RecursionError):
@@ -817,9 +867,15 @@ def _described(step: Any) -> Any:
 
 
 def _check_step(fields: Any, part: str, name: str) -> None:
-    """Raise `DataError` for a part of a tokenizer whose JSON is too large, without its tables.
+    """Raise `DataError` for a part of a tokenizer, such as the normalizer, whose JSON is too large.
 
-    The tables (`precompiled_charsmap`) are removed from `fields` in place.
+    Tables of characters (`precompiled_charsmap`) do not count. They are removed from `fields` in
+    place.
+
+    Args:
+        fields: JSON of the part, which is changed in place.
+        part: Name of the part, for the message.
+        name: Name of the file, for the message.
     """
     tables = [step.pop("precompiled_charsmap", None) for step in _steps(fields)]
     size = len(json.dumps(fields))
@@ -832,7 +888,10 @@ def _check_step(fields: Any, part: str, name: str) -> None:
 
 
 def _steps(fields: Any) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON value, an object before the objects that it contains."""
+    """Yield all JSON objects (dicts) in a JSON value, an outer object before those inside of it.
+
+    Among them are the steps of a sequence of normalizers or decoders.
+    """
     waiting = [fields]
     while waiting:
         value = waiting.pop(0)
@@ -844,9 +903,12 @@ def _steps(fields: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the factor, at least 1, by which a step may lengthen a text.
+    """Return the largest factor, at least 1, by which a step may lengthen a text.
 
-    The step is one of a normalizer or decoder. Only types Prepend and Replace lengthen a text.
+    Only the types Prepend and Replace lengthen a text.
+
+    Args:
+        step: JSON of one step of a normalizer or decoder.
     """
     if step.get("type") == "Prepend" and isinstance(step.get("prepend"), str):
         return float(max(1, len(step["prepend"])))

@@ -1,4 +1,4 @@
-"""Special ids and sentence boundaries of a vocabulary, for denoising (`noise`, `denoising`)."""
+"""Special ids and sentence boundaries of a vocabulary, for span corruption (`noise.py`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ _STOPS = (".", "!", "?", "。")
 
 
 class SpecialIds(NamedTuple):
-    """Ids of the tokens that denoising adds to a text.
+    """Ids of the tokens that span corruption adds to a text.
 
     Attributes:
-        pad: Id that fills the end of a row. It is no target.
-        mask: Id that stands for a cut span in text infilling.
-        sentinels: Ids of sentinel 0, sentinel 1 and so on, as many as a window may use.
+        pad: Id that fills the end of a row. It does not count in the loss.
+        eos: Id at the end of inputs and targets.
+        bos: Id at the beginning of inputs and targets in text infilling.
+        mask: Id that replaces a cut span in text infilling.
+        sentinels: Ids of sentinel 0, sentinel 1 and so on, as many as a window may use. A sentinel
+            replaces a cut span in T5's span corruption.
     """
 
     pad: int
@@ -80,7 +83,7 @@ def special_ids(tokenizer: Tokenizer, sentinels: int, vocab_size: int | None = N
 
 
 class Sentences:
-    """Sentence boundaries among the tokens of a vocabulary.
+    """Finder of the tokens that begin a sentence, for text infilling, which shuffles sentences.
 
     A sentence ends at the end of a line (empty lines included), at the end of a document, and at a
     full stop, question mark or exclamation mark that a space follows. The space begins the next
@@ -103,7 +106,12 @@ class Sentences:
         self._starts_line[tokenizer.separator] = True
 
     def _table(self, properties: list[bool]) -> np.ndarray:
-        """Return the property of every id, bool [size]. Ids beyond `properties` have `False`."""
+        """Return a property of every id as an array, bool [size].
+
+        Args:
+            properties: Property of each id of the tokenizer. Ids after these, which are special,
+                have `False`.
+        """
         padding = [False] * (self._size - len(properties))
         return np.array(properties + padding)
 
