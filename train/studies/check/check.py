@@ -27,8 +27,8 @@ from mupax.train.studies.check.judge import (
     ENDS,
     LAYERS,
     Finding,
-    fails_narrowly,
     judge,
+    needs_seeds,
     passes,
 )
 from mupax.train.studies.check.report import require, text
@@ -78,7 +78,7 @@ ten steps, and the slope was -0.30 in place of -1/2. At an eighth of that learni
 changed by 0.31 of its size, and the slope was -0.51 (ViT with QK-norm, heads growing).
 """
 MORE_SEEDS = 4
-"""Factor on the number of seeds when a check that failed narrowly is repeated."""
+"""Factor on the number of seeds when a check is repeated (`judge.needs_seeds`)."""
 LEAST_GROWTH = 4
 """Smallest ratio of the largest to the smallest model size that a check accepts.
 
@@ -643,8 +643,9 @@ def measure_and_judge(
 ) -> list[Finding]:
     """Train every size of a series under a preset, and return a finding per observable and step.
 
-    If the check fails and every failure is narrow (`Finding.fails_narrowly`), it is repeated from
-    `MORE_SEEDS` times as many seeds, and the findings of the repetition are returned.
+    If the check fails and every failure is narrow (`Finding.fails_narrowly`), or if it passes and a
+    slope is undecided (`Finding.is_undecided`), it is repeated from `MORE_SEEDS` times as many
+    seeds, and the findings of the repetition are returned.
 
     Args:
         sizes: Size that grows, in each model of the series, or its ratio to the smallest.
@@ -653,7 +654,7 @@ def measure_and_judge(
     """
     measured = series.measure(preset, batch, seeds, peak_lr=peak_lr)
     findings = judge(measured, sizes, expected)
-    if fails_narrowly(findings):
+    if needs_seeds(findings):
         measured = series.measure(preset, batch, MORE_SEEDS * seeds, peak_lr=peak_lr)
         findings = judge(measured, sizes, expected)
     return findings

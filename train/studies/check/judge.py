@@ -39,6 +39,12 @@ _NARROW = 0.1
 
 A check whose failures are all narrow is repeated with more seeds.
 """
+_FAR = 0.25
+"""Distance of a slope from its band above which an interval that meets the band decides nothing.
+
+Mistakes in a rule are of 1/4 or more. With two seeds, an interval is 18 standard deviations wide, so
+that it may meet the band whatever the slope is. Such a check is repeated with more seeds, too.
+"""
 _FLOOR = 1e-30
 """Smallest value in a logarithm, in place of an exact zero."""
 
@@ -104,6 +110,16 @@ class Finding:
             return False
         # NaN is not near: comparisons with it are false.
         return self.expected.low - _NARROW <= self.slope <= self.expected.high + _NARROW
+
+    @property
+    def is_undecided(self) -> bool:
+        """True if a slope more than 1/4 outside its band has an interval that still meets the band.
+
+        The seeds are too few to tell whether the program does what the table says.
+        """
+        below = self.slope < self.expected.low - _FAR
+        above = self.slope > self.expected.high + _FAR
+        return self.is_in_band and (below or above)
 
     @property
     def trouble(self) -> str | None:
@@ -341,13 +357,15 @@ def _base_ratios(
     return ratios
 
 
-def fails_narrowly(findings: Sequence[Finding]) -> bool:
-    """Return True if the check does not pass and every failure is narrow.
+def needs_seeds(findings: Sequence[Finding]) -> bool:
+    """Return True if more seeds could change whether a check passes (`check.measure_and_judge`).
 
-    Such a check is decided by more seeds (`check.measure_and_judge`).
+    Either the check fails and every failure is narrow, or it passes and a slope is undecided.
     """
     failures = [finding for finding in findings if not finding.ok]
-    return bool(failures) and all(finding.fails_narrowly for finding in failures)
+    if failures:
+        return all(finding.fails_narrowly for finding in failures)
+    return any(finding.is_undecided for finding in findings)
 
 
 def passes(findings: Sequence[Finding]) -> bool:

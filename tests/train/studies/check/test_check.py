@@ -503,6 +503,43 @@ def test_a_narrow_failure_is_decided_by_more_seeds(
     assert [finding.seeds for finding in findings] == seed_counts[-1:]
 
 
+def test_a_slope_far_from_its_band_is_undecided_while_its_interval_meets_the_band() -> None:
+    wide = Finding("x", 0, 0.34, -0.67, 1.34, (1.0, 1.0), Expected(-0.5, 0.12, 0.2))
+    assert wide.ok
+    assert wide.is_undecided
+    narrow = dataclasses.replace(wide, low=0.24, high=0.44)
+    assert not narrow.ok
+    assert not narrow.is_undecided
+    near = dataclasses.replace(wide, slope=-0.2)
+    assert near.ok
+    assert not near.is_undecided
+
+
+class SpreadSeeds(FewSeeds):
+    """Series whose slopes are 0.1 and 0.9 from two seeds, and 0.5 from every seed of more."""
+
+    def measure(
+        self,
+        preset: Preset,
+        batch: Mapping[str, np.ndarray],
+        seeds: int = 4,
+        *,
+        peak_lr: float | None = None,
+    ) -> dict[str, np.ndarray]:
+        self.seed_counts.append(seeds)
+        slopes = np.array([0.1, 0.9] if seeds == 2 else [0.5] * seeds)
+        sizes = np.array([1.0, 2.0, 4.0])
+        return {"x": (sizes[:, None] ** slopes)[:, :, None]}
+
+
+def test_an_undecided_slope_is_decided_by_more_seeds() -> None:
+    series = SpreadSeeds(0.0, 0.0)
+    expected = {("x", 0): Expected(0.0, 0.12, 0.12)}
+    findings = check.measure_and_judge(series, presets.get("sp"), {}, 2, [1, 2, 4], expected)
+    assert series.seed_counts == [2, 8]
+    assert not check.passes(findings)
+
+
 @pytest.mark.parametrize(("name", "rate"), [("ntk", 2.5e-4), ("hybrid", 2.5e-4), ("mup", 2e-3)])
 def test_lazy_tables_are_checked_at_an_eighth_of_the_rate(name: str, rate: float) -> None:
     grown = check.grow(configs.get("lm-proxy"), "heads", 3)
