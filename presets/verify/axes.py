@@ -203,7 +203,8 @@ def check_widths(
                     f"{name} has the shape {list(first)} in {sources[0]} and {list(shape)} in "
                     f"{sources[index]}, and no parameter of a block has a dimension of "
                     f"{first[-1]} and then {shape[-1]}; "
-                    "write shapes of one model, with the width last in a table"
+                    "write shapes of one model, with the width last in a table, or leave it out by "
+                    f"--role '{name}=none'"
                 )
 
 
@@ -287,7 +288,8 @@ def _labels(
         verb = "is" if len(unknown) == 1 else "are"
         raise PresetError(
             f"{source}: nothing says what {', '.join(unknown[:4])}{more} {verb}; "
-            f"write --role '{unknown[0]}=ROLE', where a role is one of {', '.join(names.ROLES)}"
+            f"write --role '{unknown[0]}=ROLE', where a role is one of {', '.join(names.ROLES)} "
+            f"(which leaves it out), and that of a bias is such as query.bias"
         )
     return labels
 
@@ -357,8 +359,9 @@ def _role_of_embedding(name: str, label: Label, shapes: Mapping[str, Sequence[Sh
     if label.leaf == "bias":
         return ""
     by_growth = _role_by_growth(name, label, shapes)
-    # A table of PyTorch, [vocabulary, width], has the shape of a readout's matrix.
-    if by_growth in ("hidden", "patch_embedding"):
+    # A table of PyTorch, [vocabulary, width], has the shape of a readout's matrix. A norm may be in
+    # the module that embeds patches.
+    if by_growth in ("hidden", "patch_embedding", "norm_gain"):
         return ""
     return Role.TOKEN_EMBEDDING.value
 

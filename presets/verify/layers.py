@@ -111,14 +111,15 @@ def _is_uniform(layers: Layers, column: Column) -> bool:
 def _growth(base: Entry, entry: Entry, column: Column) -> float | None:
     """Return the logarithm of a value over the base's. `None` if one is unknown.
 
-    It is 0 if both are 0, and infinite if only one is.
+    It is minus infinity if both are 0, and infinity if only one is, so that a layer which is frozen
+    or starts at zero is not taken together with layers that are not.
     """
     first = getattr(base, column)
     last = getattr(entry, column)
     if first is None or last is None:
         return None
     if first == last == 0:
-        return 0.0
+        return -math.inf
     if first == 0 or last == 0:
         return math.inf
     return math.log(last / first)

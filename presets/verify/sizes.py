@@ -95,7 +95,11 @@ def _matrix_shapes(
 
 def _width(shapes: Shapes, labels: Mapping[str, Label]) -> int:
     for role in (Role.TOKEN_EMBEDDING, Role.POSITION, Role.NORM_GAIN):
-        for name, shape in shapes.get(role, ()):
+        # A norm outside of blocks may be one of the inputs.
+        in_blocks_first = sorted(
+            shapes.get(role, ()), key=lambda matrix: not labels[matrix[0]].in_block
+        )
+        for name, shape in in_blocks_first:
             # A gain inside of attention may have the size of a head.
             in_attention = role is Role.NORM_GAIN and "attention" in name
             if shape and not in_attention:

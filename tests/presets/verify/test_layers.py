@@ -45,6 +45,19 @@ def test_one_layer_that_is_frozen_at_one_size_is_wrong(small: float, large: floa
     assert (code, faults(report)) == (1, [f"h.11.{QUERY}"])
 
 
+def test_a_layer_that_is_not_trained_hides_no_other(tmp_path: Path):
+    def frozen(width: int, rate: float) -> Contents:
+        contents = network(width, 4)
+        for layer in range(4):
+            contents[f"h.{layer}.{QUERY}"]["lr"] *= rate if layer else 0.0
+        return contents
+
+    code, report = verified(tmp_path, frozen(64, 1.0), frozen(256, 4.0))
+    assert (code, faults(report)) == (1, [f"h.*.{QUERY}"])
+    code, report = verified(tmp_path, frozen(64, 1.0), frozen(256, 1.0))
+    assert (code, report["lines"][0]["lacks"]) == (0, [f"lr above 0 of h.0.{QUERY}"])
+
+
 def test_control_twelve_layers_that_grow_alike_are_right(tmp_path: Path):
     code, report = verified(tmp_path, deep(64), deep(256))
     assert (code, report["lines"][0]["verdict"]) == (0, "right")

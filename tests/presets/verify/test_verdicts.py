@@ -369,6 +369,27 @@ def test_a_matrix_that_is_called_an_embedding_is_told_by_its_shapes(tmp_path: Pa
     assert report["guessed"] == {"embed.weight": "patch_embedding", "time_embed.2.weight": "hidden"}
 
 
+def test_a_norm_beside_the_matrix_that_embeds_patches_is_a_norm(tmp_path: Path):
+    """As in lucidrains' ViT, whose first module is a Sequential."""
+    files = []
+    for width in (64, 256):
+        contents = network(width)
+        del contents["wte.weight"]
+        files.append({
+            "to_patch_embedding.1.weight": {"shape": [48], "lr": 6e-4},
+            "to_patch_embedding.2.weight": {"shape": [width, 48], "std": 0.14, "lr": 6e-4},
+            "to_patch_embedding.3.weight": {"shape": [width], "lr": 6e-4},
+            **contents,
+        })  # fmt: skip
+    code, report = verified(tmp_path, *files)
+    assert code == 0
+    assert report["guessed"] == {
+        "to_patch_embedding.1.weight": "norm_gain",
+        "to_patch_embedding.2.weight": "patch_embedding",
+        "to_patch_embedding.3.weight": "norm_gain",
+    }
+
+
 def test_a_bias_of_a_hidden_matrix_in_a_block_is_judged_as_a_vector(tmp_path: Path):
     """Such as those of torchvision's `mlp.0`, whose name says nothing."""
     files = []
