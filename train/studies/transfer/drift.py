@@ -407,7 +407,8 @@ def _worse(
 
     The mean losses of two neighbouring sizes are compared at the same rates and seeds. Rates at
     which one of the first seeds of the smaller size diverged are left out. At all others a seed
-    that diverged, at either size, counts as an infinite increase.
+    that diverged at the larger size alone counts as an infinite increase, and one that diverged at
+    the smaller size is left out.
 
     Args:
         base: Fit of the smallest size. Rates within an octave of its optimum are compared.
@@ -428,11 +429,12 @@ def _worse(
                 continue
 
             compared += 1
-            # inf - inf: a seed diverged at both sizes.
-            with np.errstate(invalid="ignore"):
-                change = new[is_run] - old[is_run]
-            if not np.isfinite(change).all():
+            if np.any(np.isinf(new[is_run]) & np.isfinite(old[is_run])):
                 worse.append((size, float(x), Interval(math.inf, math.inf, math.inf)))
-            elif change.mean() > 0:
+                continue
+            # A seed that diverged at the smaller size has no difference to average.
+            is_finite = np.isfinite(old) & np.isfinite(new)
+            change = new[is_finite] - old[is_finite]
+            if change.size and change.mean() > 0:
                 worse.append((size, float(x), Interval.of_mean(change)))
     return tuple(worse), compared

@@ -95,6 +95,9 @@ def report(
         judged = []
         for study in measured:
             if study.study.label == label:
+                if not study.curve(0).x.size:
+                    # The time ended before the first seeds of the smallest size.
+                    continue
                 # A tuned preset holds the smallest size's rate, and this size alone is always
                 # searched in full.
                 smallest = analyse(study.study.sizes[:1], [study.curve(0)])

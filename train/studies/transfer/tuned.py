@@ -105,7 +105,7 @@ def save(
     Args:
         name: Name of a file in `mupax.presets.tuned.find.OWN_FOLDER`, or path of a file
             PRESET.NAME.json.
-        label: Label of the preset whose studies are used. At least one study has it.
+        label: Label of the preset whose studies are used.
         judged: All studies. The evidence is from those with the label `label` whose preset has the
             same base as that of the first one.
         command: Command line of the studies, which the file records.
@@ -115,13 +115,18 @@ def save(
         Path of the file, and the argument of `--preset` that uses it.
 
     Raises:
-        NoMinimum: The smallest size has no fitted best rate.
+        NoMinimum: The smallest size has no fitted best rate, or no study has the label.
         PresetError, ConfigError: The name is refused by `check_name`.
     """
     studies = []
     for measured, analysis in judged:
         if measured.study.label == label:
             studies.append((measured, analysis))
+    if not studies:
+        raise NoMinimum(
+            f"there is no rate of {label} to save: its points are not all trained; "
+            "the same command with more --minutes goes on"
+        )
     measured, analysis = studies[0]
     fitted = analysis.fits[0]
     config = measured.study.configs[0]

@@ -228,6 +228,18 @@ def test_bigger_is_worse_where_it_is():
     assert [(size, x) for size, x, _ in analyse(SIZES, better).worse] == [(64, -8.0)]
 
 
+@pytest.mark.parametrize("diverged", [1, 2])
+def test_a_late_seed_that_diverges_at_a_size_makes_that_size_worse(diverged: int):
+    """It does not make the next larger size worse, whose seed did not diverge."""
+    curves = []
+    for index, c in enumerate([curve(-8.0)] * 4):
+        losses = np.concatenate([c.losses - 0.1 * index, c.losses[:, :1] - 0.1 * index], axis=1)
+        curves.append(Curve(c.x, losses, 3))
+    curves[diverged].losses[4, 3] = math.inf
+    worse = [(size, x) for size, x, _ in analyse(SIZES, curves).worse]
+    assert worse == [(SIZES[diverged], -8.0)]
+
+
 # What a study trains
 
 

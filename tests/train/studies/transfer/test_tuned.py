@@ -207,6 +207,11 @@ def test_a_study_without_a_minimum_saves_nothing(tmp_path: Path, monkeypatch: py
     assert not Path("tuned").exists()
 
 
+def test_a_preset_without_a_finished_study_saves_nothing() -> None:
+    with pytest.raises(transfer_tuned.NoMinimum, match="no rate of x to save: its points are not"):
+        transfer_tuned.save("ours-v1", "x", [judged(PresetConfig(), "y")], "a command")
+
+
 # The project's own
 
 
