@@ -49,12 +49,16 @@ def spectral(*, kv_norm: str = "operator") -> Preset:
         is_key_or_value = spec.role in (Role.KEY, Role.VALUE)
         if kv_norm != "expected" or not is_key_or_value:
             init_std = n_in**-0.5 * at_most_one((n_out / n_in) ** 0.5)
+        muon_lr = (n_out / n_in) ** 0.5
+        if spec.role is Role.ROUTER:
+            # A router's outputs are scores of experts, and Muon leaves it to Adam.
+            muon_lr = None
         return dataclasses.replace(
             row,
             init_std=init_std,
             sgd=n_out / n_in,
             adam=n_in**-1,
-            muon=(n_out / n_in) ** 0.5,
+            muon=muon_lr,
         )
 
     return Preset(

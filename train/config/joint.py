@@ -160,8 +160,14 @@ def decay_text(optimizer: OptimizerConfig, steps: int) -> str:
     """
     share = joint.timescale(optimizer.peak_lr, optimizer.weight_decay, steps, optimizer.decay)
     decay_rate = "lr wd" if optimizer.decay == "coupled" else "wd"
+    of_adam = ""
+    adam_peak = optimizer.adam_peak
+    if optimizer.decay == "coupled" and adam_peak:
+        # Under Muon, coupled decay follows each of the two learning rates.
+        adam_share = share * optimizer.peak_lr / adam_peak
+        of_adam = f", of the Adam part {adam_share:.3g}, {adam_share * steps:,.0f} steps"
     return (
-        f"{share:.3g} of the run, {share * steps:,.0f} steps "
+        f"{share:.3g} of the run, {share * steps:,.0f} steps{of_adam} "
         f"(tau = batch / ({decay_rate} tokens) at the peak)"
     )
 

@@ -265,8 +265,8 @@ class RejectedStep(Exception):
             note = f"the last good checkpoint is step {checkpoint}"
         first = f"{self.what}. Its update was not applied; {note}."
         advice = (
-            "Lower --optimizer.peak-lr, lengthen --optimizer.warmup-steps, "
-            "or set --optimizer.clip-norm 1."
+            "Lower --optimizer.peak-lr (under Muon also --optimizer.adam-lr), "
+            "lengthen --optimizer.warmup-steps, or set --optimizer.clip-norm 1."
         )
         if self.in_a_row >= faults.most_in_a_row:
             lines = [f"{self.in_a_row} steps in a row were left out. {first}", advice]

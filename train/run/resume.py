@@ -229,27 +229,36 @@ def check(recorded_config: Mapping[str, Any], config: Config, step: int) -> None
     if config.steps == step or "schedule" in config.resume_change:
         return
     recorded = from_json({**completed(recorded_config, to_json(config)), "resume": True})
-    old = _next_learning_rate(recorded, step)
-    new = _next_learning_rate(config, step)
-    # A product and no quotient, because a schedule may end at a learning rate of 0.
-    if max(old, new) > JUMP * min(old, new):
-        schedule_changes = [
-            line
-            for line in changes(recorded_config, config)
-            if line.startswith(("steps ", "optimizer."))
-        ]
-        raise ResumeError(
-            f"with {', '.join(schedule_changes)} the learning rate of step {step + 1} jumps from "
-            f"{old:.3g} to {new:.3g}; leave out what changes the schedule, or write "
-            "--resume-change schedule if that is meant"
-        )
+    old_rates = _next_learning_rates(recorded, step)
+    new_rates = _next_learning_rates(config, step)
+    for kind, old, new in zip(("", "Adam "), old_rates, new_rates, strict=True):
+        # A product and no quotient, because a schedule may end at a learning rate of 0.
+        if max(old, new) > JUMP * min(old, new):
+            schedule_changes = [
+                line
+                for line in changes(recorded_config, config)
+                if line.startswith(("steps ", "optimizer."))
+            ]
+            raise ResumeError(
+                f"with {', '.join(schedule_changes)} the {kind}learning rate of step {step + 1} "
+                f"jumps from {old:.3g} to {new:.3g}; leave out what changes the schedule, or write "
+                "--resume-change schedule if that is meant"
+            )
 
 
-def _next_learning_rate(config: Config, step: int) -> float:
-    """Return the learning rate of the step after `step`, or of the last step, at base size."""
+def _next_learning_rates(config: Config, step: int) -> tuple[float, float]:
+    """Return both learning rates of the step after `step`, or of the last step, at base size.
+
+    They are the rate that follows `peak_lr` and that of Muon's Adam part, which is the same number
+    if the optimizer has one peak.
+    """
     optimizer = config.scaled_optimizer
     table = schedule_table(optimizer, config.steps)
-    return optimizer.peak_lr * float(table[min(step, config.steps - 1)])
+    share = float(table[min(step, config.steps - 1)])
+    adam_peak = optimizer.peak_lr
+    if optimizer.adam_peak is not None:
+        adam_peak = optimizer.adam_peak
+    return optimizer.peak_lr * share, adam_peak * share
 
 
 def check_exact(

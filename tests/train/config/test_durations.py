@@ -7,6 +7,7 @@ import re
 import pytest
 
 from mupax.presets.joint import timescale
+from mupax.train.config import joint
 from mupax.train.config.record import to_json
 from mupax.train.config.run import Config
 from mupax.train.run.resume import changes
@@ -126,3 +127,12 @@ def test_a_plan_whose_steps_come_from_its_tokens_takes_neither():
     done = command("plan lm-tiny --tokens 10m", TIMESCALE)
     assert done.code == 2
     assert "write --steps N in place of --tokens" in done.message
+
+
+def test_coupled_decay_has_a_timescale_for_each_learning_rate_of_muon(capsys: Capture):
+    words = "lm-laptop --optimizer.peak-lr 0.05 --optimizer.adam-lr 0.002 --steps 1000"
+    config = shown(capsys, words, "--optimizer.decay coupled --optimizer.weight-decay 0.1")
+    text = joint.decay_text(config.scaled_optimizer, config.steps)
+    assert text.startswith("0.2 of the run, 200 steps, of the Adam part 5, 5,000 steps (tau")
+    config = shown(capsys, words, "--optimizer.decay independent --optimizer.weight-decay 0.1")
+    assert "Adam part" not in joint.decay_text(config.scaled_optimizer, config.steps)

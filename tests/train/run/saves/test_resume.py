@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from mupax.train.config import record
 from mupax.train.config.recipes import RECIPES
+from mupax.train.run import resume
 from tests.fixtures.commands import Done, command
 from tests.fixtures.programs import shared_programs
 from tests.fixtures.small_runs import (
@@ -341,3 +344,29 @@ def test_a_command_line_without_recipe_or_run_is_refused(
     assert done.err.startswith("error: ")
     assert named in done.err
     assert not untrained
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        ({"adam_lr": 0.2}, "Adam "),
+        ({"adam_lr": None}, "Adam "),
+        ({"peak_lr": 0.5}, ""),
+        ({"adam_lr": 0.0025}, None),
+    ],
+)
+def test_both_learning_rates_of_muon_may_not_jump(
+    changed: dict[str, float | None], kind: str | None
+) -> None:
+    config = RECIPES["lm-laptop"]()
+    muon = dataclasses.replace(config.optimizer, peak_lr=0.05, adam_lr=0.002)
+    run = dataclasses.replace(config, optimizer=muon, resume=True)
+    resumed = dataclasses.replace(run, optimizer=dataclasses.replace(muon, **changed))
+    recorded = record.to_json(run)
+    if kind is None:
+        resume.check(recorded, resumed, 300)
+        return
+    with pytest.raises(resume.ResumeError, match=rf"the {kind}learning rate of step 301 jumps"):
+        resume.check(recorded, resumed, 300)
+    resume.check(recorded, dataclasses.replace(resumed, resume_change=("schedule",)), 300)
