@@ -27,7 +27,7 @@ sets."""
 
 
 class Run(Parameterized, Protocol):
-    """Config of a run, as far as batch, tokens and optimizer are read."""
+    """Fields of a run's config that the joint rule reads: preset, optimizer, data and steps."""
 
     @property
     def optimizer(self) -> OptimizerConfig: ...
@@ -61,11 +61,13 @@ def base_of(run: Run) -> dict[str, int]:
 
 
 def base_beside(base: str | None, run: Run) -> str:
-    """Return a base with a run's batch and tokens added, unless it names them itself.
+    """Return a base as text with the batch and tokens of a run, as in `lm-proxy,batch=4,tokens=9`.
+
+    A batch or a number of tokens that the base already names stays.
 
     Args:
         base: A `preset.base`. `None` is the absolute form.
-        run: Run that has the batch, in examples, and the tokens of all its steps.
+        run: Run whose batch, in examples, and tokens of all steps are added.
     """
     name, sizes = base_parts(base)
     # `sizes` comes last, so that a batch or tokens in the base replace those of the run.
@@ -109,7 +111,10 @@ def scaled(run: Run) -> OptimizerConfig:
 
 
 def described(run: Run) -> str:
-    """Return a line with the rule, the run's distance from the base, and the values it trains with.
+    """Return a line that says what the joint rule does to a run's optimizer.
+
+    It names the rule, the run's batch and tokens as multiples of the base's, and the scaled values
+    that the run trains with.
 
     Raises:
         ConfigError, PresetError: The rule cannot be applied (`scaled`).
@@ -221,13 +226,16 @@ def with_durations(
 
 
 def _decay_of_timescale(opt: OptimizerConfig, tau: float, steps: float) -> float:
-    """Return the weight decay that averages weights over the share `tau` of a run.
+    """Return the weight decay with which decayed weights average over the share `tau` of a run.
+
+    Each step then subtracts 1 / (tau * steps) of a weight, at the peak learning rate.
 
     Args:
-        steps: Steps of the run that `tau` is a share of. It need not be a whole number.
+        steps: Number of steps of the run, which need not be whole.
 
     Raises:
-        ConfigError: The share is not above 0, or the optimizer has no weight decay or no rate.
+        ConfigError: `tau` is not above 0, the optimizer has no weight decay, or its peak learning
+            rate is 0.
     """
     if not 0 < tau < math.inf:
         raise ConfigError(

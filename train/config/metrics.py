@@ -38,7 +38,7 @@ class TokenStatistics(NamedTuple):
     """True if the rank of the target is 0, bool. Its logit is then the largest, and the first of
     equal ones, as argmax has it."""
     counted_rank: jax.Array | None = None
-    """`rank` if it was counted, int32."""
+    """Values that `rank` returns, int32. `None` if no metric needed them."""
 
     @property
     def rank(self) -> jax.Array:
@@ -61,7 +61,7 @@ class TokenStatistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metric:
-    """Line of `METRICS`, with either `total` or `from_loss`.
+    """Quantity that is measured on targets, computed by either `total` or `from_loss`.
 
     Attributes:
         label: Name on the screen, in the summary and in pictures, such as "top-5 accuracy".

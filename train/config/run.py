@@ -574,7 +574,9 @@ class Config:
 
 
 def check_extras(config: Config, *, reads_data: bool = True) -> None:
-    """Refuse a config that needs an extra which is not installed, before any work begins.
+    """Refuse a config that needs an optional dependency (pip extra) which is not installed.
+
+    Commands call this before any other work.
 
     Args:
         reads_data: `False` for a command that opens no data, such as a dry run.

@@ -241,8 +241,7 @@ class InitConfig:
 Step = int | Literal["best"]
 """Step of a checkpoint, or the best one by an evaluation."""
 METRIC = "eval_loss"
-"""Default metric of an evaluation that decides which checkpoint is best, and what an improvement
-is."""
+"""Metric of evaluations that, by default, ranks checkpoints and decides on early stopping."""
 
 
 def metrics_of(sets: Iterable[str]) -> list[str]:
