@@ -164,8 +164,8 @@ def apply_if(
 def squares(grads: Arrays, specs: Mapping[str, ParamSpec]) -> jax.Array:
     """Return squared gradient norms, float32 [n], one per parameter or, if stacked, per layer.
 
-    Their sum is the squared norm of the whole gradient. A parameter that is moved by expert loads
-    has 0, because its update is no gradient of the loss.
+    Their sum is the squared norm of the whole gradient. The bias of a router that is updated by
+    expert loads has 0, because its update is no gradient of the loss.
 
     Args:
         grads: Gradients of the trained parameters by name, [layers, ...] if layers are stacked.
@@ -551,7 +551,9 @@ class Initializer:
         """Jitted function params -> state at step 0. The parameters are donated."""
 
     def params(self, seed: int, stds: dict[str, np.ndarray]) -> Arrays:
-        """Return initial parameters on the mesh, also for the reference of a centred output.
+        """Return initial parameters on the mesh.
+
+        A model with a centred output gets them as the reference whose logits are subtracted.
 
         Args:
             seed: Seed from 0 to 2**32 - 1.
