@@ -32,7 +32,10 @@ _PACKAGES = (
     "libtpu",
 )
 _PATIENCE_S = 120.0
-"""Seconds that a process may take to send its facts. One of another version may never send them."""
+"""Seconds that a process may take to send its facts.
+
+A process with another version of mupax may never send them.
+"""
 
 
 class AgreementError(MupaxError):

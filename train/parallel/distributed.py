@@ -42,7 +42,7 @@ _handlers: list[Any] = []
 _POLL_S = 1.0
 """Seconds between two beats of a process. At each it also looks for failures of the others."""
 _SHUTDOWN_S = 30.0
-"""Seconds that the processes of a finished run may take to part."""
+"""Seconds that a process waits for the shutdown of `jax.distributed` after a finished run."""
 _FOREVER_MS = 7 * 24 * 3600 * 1000
 """Longest wait for another process, a week in milliseconds.
 
@@ -348,8 +348,9 @@ class Cluster(Processes):
     def _tell_wait(self) -> None:
         """Post two waits of this process, in seconds, for process 0 to read.
 
-        `program` is the wait for a program beyond the longest such wait before, and `word` the wait
-        for a message of another process. Nothing is posted before `end_stalled` was called.
+        `program` says by how much the present wait for a program on all devices exceeds the longest
+        such wait so far. `word` is the present wait for a message of another process. Each is 0 if
+        there is none. Nothing is posted before `end_stalled` was called.
         """
         if self._excess is None:
             return
@@ -361,9 +362,10 @@ class Cluster(Processes):
     def _look_for_stall(self) -> None:
         """Post a failure of all processes if every one waits, and one too long for a program.
 
-        Process 0 calls this. Too long is above the `seconds` of `end_stalled`, and each of the
-        others must have waited for at least half as long. A process that compiles, reads data or
-        saves does not wait, so all may go on.
+        Process 0 calls this. A wait for a program is too long if it exceeds the longest wait so far
+        by more than the `seconds` of `end_stalled`. Every process must have waited for more than
+        half of these seconds, either for a program or for a message. A process that compiles, reads
+        data or saves does not wait, and then no failure is posted.
         """
         waits = []
         for _, text in self._client.key_value_dir_get(_WAITS):

@@ -178,7 +178,11 @@ class StopRequest:
             return self._is_running
 
     def _must_wait(self) -> bool:
-        """Return whether this process has run as many programs as it posted, before all agree."""
+        """Return whether this process must wait before it runs another program.
+
+        It must once a stop is being agreed on and it has run as many programs as it told the other
+        processes, until all processes have agreed on a number.
+        """
         has_reached_bound = self._bound is not None and self._num_done >= self._bound
         return has_reached_bound and self._agreed is None
 

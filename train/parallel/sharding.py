@@ -401,9 +401,9 @@ class MeshLayout(Layout):
 class BatchSharding:
     """Sharding of batches of one shape on a mesh, and the rows that each process makes.
 
-    A process makes the rows that its own devices hold, and no others. They are one run of rows or
-    several, depending on where its devices lie in the mesh. Processes that split positions or heads
-    make the same rows.
+    A process makes the rows that its own devices hold, and no others. Depending on where its
+    devices lie in the mesh, these are one block of consecutive rows or several (`rows`). Processes
+    whose devices split the positions or the heads of the same examples make the same rows.
 
     Args:
         abstract: Shapes and dtypes of the global batch by name.
@@ -421,13 +421,13 @@ class BatchSharding:
             if index is not None:
                 bounds.add(index[0].indices(leaf.shape[0])[:2])
         self._offsets: dict[int, int] = {}
-        """First row of a run of rows in the global batch, and its place in this process' rows."""
+        """First row of a block in the global batch, to its index in this process' own rows."""
         rows: list[slice] = []
         count = 0
         for start, stop in sorted(bounds):
             self._offsets[start] = count
             count += stop - start
-            # Join neighbouring runs of rows, so that the data are made in fewer parts.
+            # Join neighbouring blocks of rows, so that the data are made in fewer parts.
             if rows and rows[-1].stop == start:
                 rows[-1] = slice(rows[-1].start, stop)
             else:
@@ -439,7 +439,7 @@ class BatchSharding:
         """Return the global batch on the mesh, made from the rows of all processes.
 
         Args:
-            batch: Arrays of this process, with its `rows` one after another.
+            batch: Arrays by name with the rows of this process alone, in the order of `rows`.
         """
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._shardings)

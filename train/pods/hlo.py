@@ -123,7 +123,9 @@ def collectives(
     across: Mapping[str, int] | None = None,
     islands: Sequence[int] = (),
 ) -> list[Collective]:
-    """Return every collective that moves something, once each if the compiler cuts it up.
+    """Return every collective of a program that sends data between devices.
+
+    A collective that the compiler has cut into several instructions is returned once.
 
     Args:
         module: Program, as `parse` returns it.
@@ -230,7 +232,10 @@ def _collective(
 
 
 def _chain(instruction: Instruction) -> str | None:
-    """Return the `chain_id` text that all parts of a cut-up collective share, otherwise `None`."""
+    """Return the text `chain_id="N"` of an instruction, or `None` if it has none.
+
+    All instructions into which the compiler has cut one collective have the same text.
+    """
     match = re.search(r'chain_id="(\d+)"', instruction.attributes)
     return match[0] if match else None
 
@@ -791,7 +796,13 @@ def _instruction(line: str) -> Instruction:
 
 
 def _origin(computation: dict[str, Instruction], name: str) -> Instruction:
-    """Return the instruction that makes a value which others only pass on."""
+    """Return the instruction that computes a value, before copies, casts and reshapes of the value.
+
+    Args:
+        computation: Instructions by name.
+        name: Instruction to start from. It is followed back to the first operand as long as its
+            opcode is in `_TRANSPARENT`.
+    """
     instruction = computation[name]
     while instruction.opcode in _TRANSPARENT:
         instruction = computation[instruction.operands[0]]

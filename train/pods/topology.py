@@ -286,11 +286,12 @@ def gpu_target(chip: Chip, dnn: tuple[int, int, int]) -> str:
 
 
 def wraps(topology: str) -> list[bool]:
-    """Return whether the first and last chip are neighbors, for each of three dimensions.
+    """Return whether the chips along each of three dimensions form a ring.
 
-    As in the machines, chips of v5e and v6e are joined into a ring along dimensions of 16, the
-    whole of a pod's. Chips that are wired in three dimensions are joined in slices made of whole
-    cubes of 4x4x4. (Google Cloud's pages of each version; MaxText's `accelerator_to_spec_map`.)
+    In a ring the first and the last chip are neighbours. On v5e and v6e, which are wired in two
+    dimensions, dimensions of 16 chips (a whole pod) are rings. On chips that are wired in three
+    dimensions, all dimensions are rings if the slice consists of whole cubes of 4x4x4, otherwise
+    none is. (Google Cloud's pages of each version; MaxText's `accelerator_to_spec_map`.)
 
     Args:
         topology: Topology of TPUs that `chip_of` accepts.

@@ -88,7 +88,8 @@ def memory_limit(program: Program, context: RunContext, moment: str) -> int | No
     Args:
         program: Program of the run. Its config can turn the check off.
         context: Context of the run, whose processes all call this.
-        moment: Name of the moment. Each name may be used once in a run.
+        moment: Name of this call, such as "start", by which the processes find each other's values.
+            Each name may be used once in a run.
 
     Returns:
         Bytes, or `None` if memory is not to be checked or no device says how much it has.

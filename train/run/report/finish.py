@@ -490,7 +490,7 @@ def _draw_evaluations(
         form: Format string of values in the margin.
         gap: Least distance of two names in the margin, as a fraction of the panel's height.
         log: `True` makes the y axis logarithmic.
-        around: Other values that the limits must hold.
+        around: Other values, such as the smoothed training loss, that must lie within the limits.
     """
     steps, values = points
     inside = [values, [value for value, _ in lines], around]
@@ -652,7 +652,10 @@ def _leave_predictions(session: CompiledRun, params: Arrays, path: Path) -> None
 
 
 def _show_sample(context: RunContext, step: int, text: str) -> None:
-    """Show the sample in TensorBoard, in a file of its own, since that of the rows is closed."""
+    """Write a run's sample text to TensorBoard, after the run's last step.
+
+    It goes to an event file of its own, because the file with the metrics is already closed.
+    """
     from mupax.train.run.report.mirrors.trackers import Media, TensorBoard
 
     board = TensorBoard(context.files / "tensorboard", None, "sample")

@@ -35,10 +35,16 @@ from mupax.train.config.run import Config
 from mupax.train.run.restart.memory import VARIABLE, Memory, Reached
 
 FILE = "attempts.jsonl"
-"""File of process 0, or of the only process. That of process I is `attempts-I.jsonl`."""
+"""File in the workdir in which process 0 records its attempts at the run.
+
+Process I > 0 has a file `attempts-I.jsonl`.
+"""
 _SAME_STEP = 2
-"""Largest distance of two steps that may be the same: up to `start.IN_FLIGHT` steps may be done
-that the host has not seen."""
+"""Largest difference of the last seen steps of two attempts that count as failed at the same step.
+
+The seen steps may differ although the failing step is the same, because up to `start.IN_FLIGHT`
+later steps are done before the host sees them.
+"""
 _WORDS = {
     signal.SIGKILL: "by a person, a scheduler or the kernel",
     signal.SIGSEGV: "a segmentation fault",
@@ -105,10 +111,10 @@ class RestartAttempt:
         return text
 
     def failed_as(self, earlier: RestartAttempt) -> bool:
-        """Return whether both attempts ended at steps at most `_SAME_STEP` apart.
+        """Return whether two attempts failed in the same way, so that a third would be useless.
 
-        If one of them ended before its first step, return whether both did, with the same return
-        code and last line.
+        They did if their last seen steps are at most `_SAME_STEP` apart. If one of them ended
+        before its first step, both must have, with the same return code and last line.
         """
         step = self.reached.step
         earlier_step = earlier.reached.step
