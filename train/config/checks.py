@@ -37,6 +37,7 @@ def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
     Args:
         owner: Text before a field's name in the message, such as "optimizer." or "--".
         smallest: Least value that passes, such as 0 or 1.
+        names: Fields of `config` to check.
     """
     for name in names:
         value = getattr(config, name)

@@ -370,11 +370,11 @@ def model_of(name: str) -> configs.ModelConfig:
 
 
 def recipe_of_points(name: str) -> Callable[[], Config]:
-    """Return the function that makes the config of a study's points.
+    """Return the function that makes the config of a study's points (the runs that it compares).
 
-    It makes the config of the recipe or file `name`. If that has further evaluation sets or early
-    stopping, these and best checkpoints are left out, and a line on standard error says so at
-    every call.
+    The config is that of the recipe or config file `name`. If it has further evaluation sets or
+    early stopping, these are left out, and so is `checkpoint.keep_best`. Each call of the function
+    then prints a line about this on standard error.
     """
     start = recipe(name)
 
@@ -398,9 +398,13 @@ def recipe_of_points(name: str) -> Callable[[], Config]:
 
 
 def name_of(word: str) -> str:
-    """Return the part of a folder's name that stands for a recipe or config file.
+    """Return the name by which a study's output folder calls a recipe or config file.
 
-    A recipe has its own name, a file its stem. The config.json of a run has its folder's name.
+    A recipe has its own name, and a config file its name without the ending. For the config.json of
+    a run it is the name of the run's folder.
+
+    Args:
+        word: Name of a recipe, or path of a config file.
     """
     if not is_file(word):
         return word
@@ -443,9 +447,10 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
 
 
 def _with_mix(config: Config, argv: Sequence[str]) -> Config:
-    """Return the recipe with a `data.name` that fits its mixture.
+    """Return the config with `data.name` and `data.mix` made to agree with the flags.
 
-    `--data.mix` makes the name `mix`. Another `--data.name` ends the mixture of a config file.
+    With `--data.mix` and without `--data.name`, the name becomes `mix`, the name of mixtures. With
+    a `--data.name` other than `mix` and without `--data.mix`, a mixture of the config is dropped.
     """
     name = value_of("--data.name", argv)
     data = config.data
@@ -523,9 +528,11 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
 
 
 def _unread_optimizer_fields(config: Config) -> dict[str, str]:
-    """Return the fields of the optimizer that a run ignores, each with a flag that would read it.
+    """Return the fields of the optimizer's config that a run ignores.
 
-    The flag is a text such as `schedule wsd`, for `--optimizer.schedule wsd`.
+    Returns:
+        Name of each ignored field to another setting with which the field is read. The setting is a
+        text such as `schedule wsd`, which stands for `--optimizer.schedule wsd`.
     """
     opt = config.optimizer
     optimizer = OPTIMIZERS[opt.name]

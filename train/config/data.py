@@ -56,7 +56,7 @@ class DataKind(NamedTuple):
     """Function that opens the data. Here and below a function may be written MODULE:FUNCTION. It is
     then imported when it is needed."""
     task: Task | None
-    """Input of models for these data. `None` if only the data set itself can tell."""
+    """Input of models for these data, tokens or images. `None` if only the opened data can tell."""
     reads: frozenset[str]
     """Fields of `DataConfig` that these data read and some other data do not. A flag for any other
     such field is refused."""

@@ -234,7 +234,7 @@ def _size_flag(flags: _Flags, name: str, default: int) -> int:
 
 
 def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) -> Config | None:
-    """Return the run of the recipe for a small folder, and print what was chosen.
+    """Return the config that mupax chooses for a small folder of images, and print the choice.
 
     Returns `None` for a folder that is not small or whose sizes are unknown, and if flags set a
     patch size that does not divide the image size. Sizes that flags set take precedence.

@@ -183,7 +183,7 @@ METRICS: dict[str, Metric] = {
         pictures=(),
     ),
 }
-"""Name to the metric, in the order of the rows. Plug-ins add lines."""
+"""Metrics by name, in their order in the rows of metrics.jsonl. Plug-ins add metrics here."""
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
 """Default of functions that sum metrics in addition to the loss."""
 _RESERVED = frozenset(

@@ -113,8 +113,8 @@ def preset_of(config: Parameterized) -> presets.Preset:
 def rules_of(config: Parameterized) -> tuple[Any, ...]:
     """Return name, joint rule, `zero_readout` and constants of a run's preset, for comparisons.
 
-    The base is left out. Two runs have equal rules if they have one preset. A constant that is
-    written with its default value counts as left out.
+    The base is left out. Results that are equal mean that two runs use the same preset. A constant
+    that is written with its default value counts as left out.
 
     Raises:
         PresetError, ConfigError: The preset cannot be made (`preset_of`).

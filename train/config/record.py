@@ -274,7 +274,7 @@ def _ranking_metrics(run_record: Mapping[str, Any]) -> list[str]:
 def _import(name: str, folder: str | None = None) -> bool:
     """Import a plugin, and return whether it added lines to the tables.
 
-    The lines are stored in `_registered_by` with the plugin's name.
+    The plugin's name is stored in `_registered_by` for each line that it added.
 
     Args:
         folder: Folder that has the module. `None` searches `sys.path` and then the working folder.
@@ -312,7 +312,10 @@ def _provides(module: str) -> bool:
 
 
 def _lines() -> set[tuple[str, str]]:
-    """Return (table, name) of every line of the tables."""
+    """Return (table, name) of everything that can be chosen by name, such as ("optimizer", "sgd").
+
+    Extensions that are already imported are among them.
+    """
     tables: dict[str, Mapping[str, Any]] = {
         "optimizer": OPTIMIZERS,
         "preset": PRESETS,
@@ -338,7 +341,10 @@ def _is_known(item: str) -> bool:
 
 
 def _sources(config: Config) -> list[str]:
-    """Return every source that a config reads data from, as data.name would have it."""
+    """Return every source of data that a config reads, written as for `data.name`.
+
+    They are `data.name` itself, the sources of the further evaluation sets, and those of a mixture.
+    """
     places = [config.data.name, *config.data.evaluation_sets.values()]
     for word in config.data.mix:
         # The text is SOURCE:WEIGHT. Without a colon `rpartition` returns all of it as the last
@@ -629,8 +635,9 @@ def _type_name(hint: Any) -> str:
 def command_of(config: Config) -> str:
     """Return the command that trains a config, quoted for a shell.
 
-    Fields on one start of a run, such as `workdir`, `resume` and `init_from`, are left out. Returns
-    "" if there are no such flags (`words`), for example if no recipe has the config's name.
+    Fields that belong to one start of a run, such as `workdir`, `resume` and `init_from`, are left
+    out. Returns "" if no flags make this config (`words` returns `None`), for example if no recipe
+    has the config's name.
     """
     flags = words(config)
     if flags is None:
@@ -655,8 +662,8 @@ def words_of(command: str) -> list[str]:
 def words(config: Config) -> list[str] | None:
     """Return the flags that turn the recipe's config into this one, quoted for a shell.
 
-    They include `--model NAME` for a model of the zoo and `--plugin` for extensions. Fields on one
-    start of a run, such as `workdir`, `resume` and `init_from`, are left out.
+    They include `--model NAME` for a model of the zoo and `--plugin` for extensions. Fields that
+    belong to one start of a run, such as `workdir`, `resume` and `init_from`, are left out.
 
     Returns `None` if no recipe has the config's name, a value has no flag, or the model is of
     another family than the recipe's and not in the zoo.

@@ -61,7 +61,7 @@ DEFAULT: Rules = {
     "vocab": ("tensor",),
     "classes": ("tensor",),
 }
-"""Table of rules for a run whose `mesh.rules` are empty."""
+"""Mesh axes that split each logical axis, for a run whose `mesh.rules` are empty."""
 
 MAY_STAY_WHOLE = frozenset({"vocab", "classes", "kv_heads"})
 """Logical axes that are replicated if the mesh axis does not divide them. Their sizes are rarely

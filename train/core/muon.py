@@ -34,7 +34,7 @@ from mupax.train.core.optimizer import Specs, adam
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 Coefficients = Sequence[tuple[float, float, float]]
-"""Triple (a, b, c) of every iteration."""
+"""Triple (a, b, c) of every iteration X <- a X + b (X X') X + c (X X')^2 X."""
 
 NEWTON_SCHULZ: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 """Coefficients of five iterations of Jordan et al. 2024 (modded-nanogpt)."""

@@ -120,7 +120,10 @@ def without_trace() -> Iterator[None]:
 
 
 def _answers(address: str) -> bool:
-    """Return whether an address HOST:PORT accepts four connections, a quarter of a second apart."""
+    """Return whether a process still listens at an address HOST:PORT.
+
+    It must accept four connections, a quarter of a second apart.
+    """
     host, _, port = address.rpartition(":")
     # Four times, because the port of a process that is just ending may still accept a connection.
     for _ in range(4):

@@ -81,13 +81,13 @@ def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
 
 
 def memory_peak(devices: Iterable[Any]) -> int | None:
-    """Return the most bytes that one of some devices had in use since the process began.
+    """Return the largest peak of memory in use among devices, since the process began.
 
     Args:
         devices: Each a `jax.Device`.
 
     Returns:
-        Bytes, or `None` if no device counts them, as on CPU.
+        Bytes of the device with the largest peak. `None` if no device counts them, as on CPU.
     """
     peaks: list[int] = []
     for device in devices:

@@ -120,7 +120,8 @@ def make_mesh(
 def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
     """Return the attribute of a device that names its island, and each island's device count.
 
-    The attribute is `slice_index` or, if devices have none, `process_index`. A TPU topology without
+    An island is a set of devices that a fast network joins: a TPU slice or a host of GPUs. The
+    attribute is `slice_index` or, if devices have none, `process_index`. A TPU topology without
     slices is one island.
     """
     # A slice has many processes on TPU and is one host on GPU. In a topology for ahead-of-time
@@ -138,9 +139,9 @@ def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
 
 
 def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
-    """Return the sizes of the torus that the devices of an island are wired in.
+    """Return the sizes of the torus in which the TPU chips of one slice are wired, such as (16, 16).
 
-    Dimensions of size 1 are left out. Empty if the devices have no coordinates.
+    Dimensions of size 1 are left out. The result is empty if the devices have no coordinates.
     """
     coordinates = np.array([getattr(device, "coords", ()) for device in devices])
     extents = np.ptp(coordinates, axis=0) + 1
@@ -154,6 +155,7 @@ def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
 def _across(config: MeshConfig, sizes: dict[str, int], num_islands: int) -> dict[str, int]:
     """Return the number of islands along every mesh axis. The product is `num_islands`.
 
+    An island is a set of devices that a fast network joins: a TPU slice or a host of GPUs.
     Without `config.slices`, as many islands as possible are along data and the rest along fsdp.
 
     Args:

@@ -355,13 +355,13 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
     ranges = _live_ranges(assignment.with_name(name).read_text())
 
     def alive(moment: int) -> list[Value]:
-        """Return the values that are alive at a moment."""
+        """Return the values that are alive at a moment, an index in the order of instructions."""
         return [value for value in values if moment in ranges.get(value.name, ())]
 
     def live_bytes(moment: int) -> int:
         """Return the bytes that are alive at a moment.
 
-        Values that share a place are counted once.
+        Values that share memory are counted once.
         """
         places: dict[int, int] = {}
         for value in alive(moment):
@@ -841,9 +841,9 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
 def attention_workspace(module: hlo.Module) -> int:
     """Return the bytes of the workspace of cuDNN's attention on one GPU, 0 without it.
 
-    The backward kernel sums the gradient of the queries in float32. Without a GPU the compiler does
-    not ask cuDNN for this and takes it for nothing. The kernels run one after the other, so the
-    largest counts.
+    The backward kernel sums the gradient of the queries in float32, in a workspace. Without a GPU
+    the compiler cannot ask cuDNN for the size of the workspace, and counts 0 bytes. The kernels run
+    one after the other, so the result is the largest workspace.
     """
     largest = 0
     for executed in module.executed:

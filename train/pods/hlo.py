@@ -787,7 +787,7 @@ def parse(text: str) -> Module:
 
 
 def _instruction(line: str) -> Instruction:
-    """Return the instruction of its text."""
+    """Parse the HLO text of one instruction, such as `%x = f32[8]{0} add(%a, %b)`."""
     match = _INSTRUCTION.match(line)
     assert match is not None, line[:200]
     root, name, shape, opcode, arguments, attributes = match.groups()
@@ -829,7 +829,10 @@ def _sources(text: str) -> dict[str, str]:
 
 
 def _place(path: str) -> str:
-    """Return a project's file from the project's folder on, and any other by folder and name."""
+    """Return a short form of a source file's path, for reports.
+
+    A file of mupax is written from mupax's folder on. Any other file is written as FOLDER/NAME.
+    """
     folders, _, inside = path.rpartition("/mupax/")
     if folders:
         return inside

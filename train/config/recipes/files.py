@@ -221,7 +221,11 @@ def _with_named_sources(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and content of every source of a map, or of a list of words and of maps.
+    """Yield (name, entry) of every source that `data.mix` or `data.evaluate` of a config file has.
+
+    The file may have a map from names to entries, or a list. An item of the list is a text
+    NAME=ENTRY, a map from names to entries, or one map with the key `name`, whose other keys are
+    the entry.
 
     Args:
         key: Field for the message, such as "data.mix".
