@@ -267,7 +267,7 @@ and has no number."""
 _MAX_RESIZE = 2**14
 """Largest value of `resize`, in pixels."""
 _BACKGROUNDS = ("white", "black", "none")
-"""Backgrounds that are checked without importing PIL."""
+"""Common values of `background`. All others are colours that PIL must check, a slow import."""
 _MAX_JITTER = 4
 _EDGE = 8 / 7
 """Default shorter edge of a scaled image, over the side of the centre that is cut out."""

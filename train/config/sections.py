@@ -617,14 +617,14 @@ class RunPart(NamedTuple):
 
 
 def run_parts(record: Mapping[str, Any], current: CheckpointConfig | None = None) -> list[RunPart]:
-    """Return the parts of a run, oldest first.
+    """Return the stretches of a run that trained with different checkpoint settings, oldest first.
 
-    Segments of the record that are damaged are left out.
+    A run that resumes with other settings begins a new stretch.
 
     Args:
-        record: Content of config.json, perhaps of another version. Its `segments` list earlier
-            settings.
-        current: Settings of the last part. Default: the recorded ones.
+        record: Content of the run's config.json, perhaps of another version. Its `segments` have
+            the settings of earlier stretches. Damaged ones are left out.
+        current: Settings of the last stretch. Default: the recorded ones.
     """
     parts: list[RunPart] = []
     start = 0

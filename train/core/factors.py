@@ -271,7 +271,7 @@ def _per_layer(value: Number, spec: ParamSpec, definition: Definition) -> np.nda
 
 
 def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarray:
-    """Return the value of a declared forward factor, float32 of the declared shape.
+    """Return the value of one entry of `Factors.forward`, float32 of the declared shape.
 
     Args:
         declared: Declaration of the factor (`mupax.zoo.definition.Factor`).

@@ -97,9 +97,10 @@ _EPS = 1e-8
 
 
 class ScaleByMuonState(NamedTuple):
-    """State of `muon`."""
+    """Optimizer state of `muon`: step count, momenta, and Adam's second moments."""
 
     count: jax.Array
+    """Number of steps done, int32 []."""
     mu: optax.Updates
     """Momentum of every parameter."""
     nu: optax.Updates
@@ -107,7 +108,10 @@ class ScaleByMuonState(NamedTuple):
 
 
 class ScaleByMeasuredMuonState(NamedTuple):
-    """State of `muon` with steps that are divided by their measured spectral norm."""
+    """State of `muon` if each step is divided by its measured spectral norm.
+
+    The fields `count`, `mu` and `nu` are those of `ScaleByMuonState`.
+    """
 
     count: jax.Array
     mu: optax.Updates

@@ -339,7 +339,10 @@ def _appears(path: Path) -> bool:
 
 @functools.cache
 def key() -> str:
-    """Return 16 hexadecimal digits for the versions, machine and user of compiled programs."""
+    """Return 16 hexadecimal digits that stand for JAX's versions, this machine's CPU and the user.
+
+    Compiled programs are kept in a folder of this name, because they are valid only for these.
+    """
     versions = [version(name) for name in ("jax", "jaxlib")]
     parts = [*versions, sys.platform, platform.machine(), _cpu(), str(os.getuid())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -225,7 +225,7 @@ def culprit(
 
 
 class RejectedStep(Exception):
-    """Step that stops the run or rolls it back, under the run's policy.
+    """Exception about a skipped step that stops the run or causes a rollback (`FaultsConfig`).
 
     Args:
         culprit: Description of the parameter whose gradient is not finite (`culprit`), if any.

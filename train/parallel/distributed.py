@@ -40,7 +40,10 @@ _handlers: list[Any] = []
 """Handlers of signals, kept alive because the C library has their addresses."""
 
 _POLL_S = 1.0
-"""Seconds between two beats of a process. At each it also looks for failures of the others."""
+"""Seconds between two heartbeats of a process.
+
+At each of them the process also looks for failures that others have posted.
+"""
 _SHUTDOWN_S = 30.0
 """Seconds that a process waits for the shutdown of `jax.distributed` after a finished run."""
 _FOREVER_MS = 7 * 24 * 3600 * 1000
@@ -325,14 +328,14 @@ class Cluster(Processes):
                 self._leave(f"process 0 (the coordinator) failed: no answer for {self._silence} s")
 
     def _look_for_silence(self, last_beats: dict[str, tuple[str, float]]) -> None:
-        """Post a failure of a process whose beat has not changed for `heartbeat_seconds`.
+        """Post a failure of a process that has sent no new heartbeat for `heartbeat_seconds`.
 
         Process 0 calls this, and looks at all processes but itself. If several are silent, only the
         first post counts.
 
         Args:
-            last_beats: Last beat of each process, by its key in the store, and when process 0 first
-                saw this beat (monotonic seconds). Changed in place.
+            last_beats: Last heartbeat of each process, by its key in the store, and when process 0
+                first saw this heartbeat (monotonic seconds). Changed in place.
         """
         current_time = time.monotonic()
         beats = dict(self._client.key_value_dir_get(_ALIVE))

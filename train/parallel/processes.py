@@ -293,7 +293,10 @@ class StopRequest:
     # The methods below run in the thread that talks to the other processes.
 
     def _talk(self) -> None:
-        """Look for stops of other processes until the context or the run ends."""
+        """Take part in agreeing on a stop (`_confer`) every `_POLL_S` seconds, in a thread.
+
+        The thread ends with the context or with the communication between the processes.
+        """
         while not (self._ended.wait(_POLL_S) or self._processes.closed):
             # Any error is one of the network. `Processes` ends the run if the coordinator is lost.
             with contextlib.suppress(Exception):

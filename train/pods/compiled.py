@@ -45,7 +45,10 @@ The rest is for norms, losses and other small sums.
 """
 
 _RECOMPUTED: dict[Remat, int] = {"none": 0, "dots": 1, "attention": 1, "block": 1, "offload": 1}
-"""Forward passes of a block that the backward pass may repeat, with the block's parameters."""
+"""Number of times that a block's forward pass may be recomputed, by remat policy.
+
+Each time the block's parameters are gathered from other devices again.
+"""
 
 EIGHT_BIT_SPEEDUP = 2
 """Largest ratio of a chip's peak rate for int8 or float8 to that for bfloat16. TPU v4 has 1.

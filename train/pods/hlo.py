@@ -131,8 +131,8 @@ def collectives(
         module: Program, as `parse` returns it.
         mesh: Size by axis name, in the order of the mesh's dimensions.
         across: Number of slices by axis, for axes that cross slices. By default none does.
-        islands: Host of every partition, for GPUs, whose collectives cross hosts themselves. By
-            default only sends cross the slow network, as between slices of TPUs.
+        islands: Number of the host of every GPU, by which collectives that cross hosts are found.
+            By default none, as for TPUs, where only the opcode `send` crosses slices.
 
     Raises:
         ValueError: Replica groups are in an unknown form.
@@ -171,11 +171,12 @@ def _collective(
     """Return the collective of an instruction, or `None` if it stays on one device.
 
     Args:
-        executed: Instruction outside fusions that is or holds `part`.
-        part: Collective's own instruction, `executed` or inside its fusion.
+        executed: Instruction outside fusions that is the collective, or a fusion that holds it.
+        part: The collective's own instruction.
         mesh: Size by axis name, in the order of the mesh's dimensions.
         across: Number of slices by axis, for axes that cross slices.
-        islands: Host of every partition of GPUs, empty for TPUs, whose sends alone leave a slice.
+        islands: Number of the host of every GPU. Empty for TPUs, where only the opcode `send`
+            crosses slices.
     """
     instruction = part.instruction
     kind = part.kind

@@ -525,7 +525,7 @@ FIGURES = (
     "hbm_traffic_per_device",
     "compile_seconds",
 )
-"""Entries of a report that a record has."""
+"""Keys of a compiled step's report that `search` copies into its record."""
 
 
 def record(

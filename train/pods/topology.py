@@ -21,7 +21,7 @@ EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16, v7x:4x4x4, v4:4x4x4, h100:8 or h100
 """Topologies that messages name."""
 _SHAPE = re.compile(r"([\w ]+):(\d+(?:x\d+){0,2})")
 _CUDNN = "nvidia-cudnn-cu12"
-"""Distribution whose version decides which attention kernels a GPU's program has."""
+"""PyPI package of cuDNN. Its version decides which attention kernels a program for GPUs has."""
 CUDA = (12, 9)
 """Version of CUDA's runtime that programs are compiled for, which is that of the wheels."""
 
@@ -230,7 +230,7 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
 
 
 def _description(topology: str, chip: Chip, slices: int) -> Any:
-    """Return JAX's description of a topology."""
+    """Return the `TopologyDescription` of JAX whose devices a program can be compiled for."""
     from jax.experimental import topologies
 
     if chip.gpu is not None:

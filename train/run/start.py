@@ -256,8 +256,8 @@ def _earlier_evaluations(
     """Return the evaluations in metrics.jsonl up to the start step, empty for a new run.
 
     Process 0 reads them for all processes, which all call this. If the run keeps its best
-    checkpoints (`keep_best`), process 0 also writes metrics that checkpoints on disk lack, and
-    deletes checkpoints that are no longer kept.
+    checkpoints (`keep_best`), process 0 also writes the metrics into those checkpoints that lack
+    them, and deletes checkpoints that are no longer kept.
     """
 
     def earlier_rows() -> list[dict[str, Any]]:

@@ -327,7 +327,10 @@ def _add_metrics(
     scale: _LossScale,
     references: Sequence[Reference],
 ) -> None:
-    """Add rows with the last evaluation of every metric, each followed by its references."""
+    """Add a row with the last evaluation of each metric, followed by reference models in its unit.
+
+    Metrics that are not shown everywhere, or were never evaluated, have no row.
+    """
     names = list(shown_everywhere())
     # The loss of image models comes last: their accuracy matters more.
     names.sort(key=lambda name: scale.unit == "images" and name == "loss")

@@ -179,7 +179,7 @@ class MetricWriters:
         self._calls.put(None)
 
     def _run(self) -> None:
-        """Make the queued calls, until a `None` is queued."""
+        """Call the functions that are queued, in a thread, until a `None` is queued."""
         while call := self._calls.get():
             call()
 

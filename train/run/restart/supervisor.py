@@ -360,7 +360,7 @@ class _Output(NamedTuple):
 
     text: bytes
     is_open: bool
-    """Whether more may come."""
+    """False if the child has closed its standard error, so that no more text comes."""
 
 
 def _pass_on(pipe: int) -> _Output:
@@ -454,11 +454,14 @@ def run(config: Config, words: Sequence[str], max_restarts: int) -> int:
 
 
 def _command_line(words: Sequence[str]) -> list[str]:
-    """Return the command of this process, to start it again.
+    """Return the command that starts this process again, as a list for `subprocess`.
+
+    It begins with the Python interpreter, followed by the arguments of this process. If these do
+    not end with the words, the result is `python -m mupax WORDS`.
 
     Args:
-        words: Words of the command line after `mupax`, of which `train` is the first. `python -m
-            train` and a program that calls `mupax.train.__main__.main` were started without it.
+        words: Words of the command line after `mupax`. The first one is `train`. It may be missing
+            among the arguments of this process, because `python -m train` needs no such word.
     """
     started = sys.orig_argv
     for own_words in (words, words[1:]):
