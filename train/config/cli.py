@@ -61,7 +61,7 @@ def is_listed(field: FlagField) -> bool:
 def flag_help(argv: Sequence[str], fields: Sequence[FlagField], prog: str) -> FlagHelp | None:
     """Return the flags that `--help`, if it is among the words, lists for a recipe.
 
-    `--help` alone lists the common flags (`is_listed`), and `--help SECTION` all flags of a section.
+    `--help` alone lists the common flags (`is_listed`). `--help SECTION` lists all of a section.
 
     Args:
         argv: Words after the name of the recipe.

@@ -21,9 +21,9 @@ from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import ImageModel
 
 NAMED = frozenset({"name"})
-"""Stands in place of the model's fields if a config file gives only the model's name."""
+"""Set that replaces the names of a model's fields if a config file gives the model by its name."""
 _MAX_SIDE = 224
-"""Pixels on a side of the largest model that photos ask for. A flag makes a larger one."""
+"""Largest image size, in pixels on a side, that data can give a model. A flag may exceed it."""
 _MAX_PATCHES = 16
 """Patches along a side, at most, if no flag sets their size. 16 make 256 patches, as in a ViT of
 256 pixels and patches of 16."""

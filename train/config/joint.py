@@ -22,8 +22,7 @@ from mupax.train.config.sections import OptimizerConfig
 from mupax.zoo.configs import ConfigError
 
 DURATIONS = {"warmup-tokens": "warmup-steps", "decay-timescale": "weight-decay"}
-"""Flags of the optimizer that are relative to a run's tokens or length, to the flag that each one
-sets."""
+"""Flags that state an optimizer's field relative to a run, to the flag of the field itself."""
 
 
 class Run(Parameterized, Protocol):
@@ -86,7 +85,9 @@ def ratios(run: Run) -> dict[str, float]:
 
 
 def scaled(run: Run) -> OptimizerConfig:
-    """Return the run's optimizer with its values scaled from the base.
+    """Return the run's optimizer as the joint rule scales it from the base's batch and tokens.
+
+    Learning rates, betas, eps, weight decay and warm-up are scaled.
 
     Raises:
         ConfigError: The base names no batch or tokens. Or the batches of run and base differ, and
@@ -174,9 +175,10 @@ def decay_text(optimizer: OptimizerConfig, steps: int) -> str:
 def with_durations(
     run: Run, tokens: str | None, tau: float | None, flags: Collection[str]
 ) -> OptimizerConfig:
-    """Return the optimizer with warm-up in steps and weight decay as a number.
+    """Return the optimizer with `warmup_steps` and `weight_decay` computed from two durations.
 
-    Under a joint rule both durations are of the base's run, which the base must describe.
+    The durations are a warm-up in tokens and a timescale of weight decay. Under a joint rule both
+    are relative to the run that the base describes by its batch and tokens.
 
     Args:
         tokens: Warm-up in tokens, or in images, such as "500k". `None` leaves the steps.

@@ -185,7 +185,7 @@ METRICS: dict[str, Metric] = {
 }
 """Metrics by name, in their order in the rows of metrics.jsonl. Plug-ins add metrics here."""
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
-"""Default of functions that sum metrics in addition to the loss."""
+"""Empty table of metrics, the default of functions that sum metrics in addition to the loss."""
 _RESERVED = frozenset(
     [
         "step",
@@ -213,7 +213,7 @@ _RESERVED = frozenset(
         "sets",
     ]
 )
-"""Names of other values in a row of metrics.jsonl or in the output of `eval`."""
+"""Names that a metric may not have, because rows of metrics.jsonl or `eval` use them already."""
 
 
 def check_table() -> None:

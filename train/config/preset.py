@@ -150,9 +150,9 @@ def preset_of_step(config: Parameterized) -> PresetConfig:
 
 
 def same_preset(first: Parameterized, second: Parameterized) -> bool:
-    """Return whether two runs have equal rules and one base, however their flags write them.
+    """Return whether two runs have equal `rules_of` and the same base, however they are written.
 
-    The batch and the tokens that a base names count, too.
+    The bases must also name the same batch and tokens.
 
     Raises:
         PresetError, ConfigError: A preset cannot be made (`preset_of`).
@@ -174,7 +174,7 @@ def _run_base(config: Parameterized) -> dict[str, int]:
 
 
 def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
-    """Return a parameterization for a model.
+    """Return the preset that a config names, with its constants, for a model.
 
     Args:
         model: Model that the preset is applied to. The base must be of its family, and constants

@@ -77,7 +77,7 @@ class Extension(NamedTuple):
 def load(modules: Sequence[str]) -> None:
     """Import plugins by their names, after the plugins of installed packages.
 
-    A named plugin that provides no line of a table gets a caution on standard error.
+    If a named plugin adds nothing to the tables of mupax, a caution is printed on standard error.
 
     Raises:
         PluginError: A plugin cannot be imported.

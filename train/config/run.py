@@ -80,7 +80,7 @@ ResumeChange = Literal["schedule", "data"]
 
 
 def parse_rules(words: Sequence[str]) -> Rules:
-    """Return the default table with some rules replaced.
+    """Return the mesh axes of each logical axis: the table `DEFAULT` with some rows replaced.
 
     Args:
         words: LOGICAL=MESH[,MESH...] or LOGICAL=none, such as ["mlp=fsdp", "vocab=none"].

@@ -263,9 +263,10 @@ def _check_later(
 def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) -> None:
     """Raise `PresetError` if learning rates are applied before a global norm is taken.
 
-    The step of one parameter is measured while one other parameter at a time has the rest of a
-    gradient of fixed norm. The step must not depend on which other parameter it is. At least two
-    parameters are needed.
+    The check watches the step of one parameter, whose gradient stays the same. One other parameter
+    at a time gets a gradient that makes up nearly all of a fixed global norm, and the rest get 0.
+    The watched step must not depend on which other parameter that is. At least two parameters are
+    needed.
     """
     norms = {}
     for name, size in _rms_sizes(update(grads, params)).items():

@@ -82,7 +82,7 @@ VARIABLE = "MUPAX_COMPILATION_CACHE"
 `--compilation-cache` sets it.
 """
 LIMIT = 2 * 2**30
-"""Bytes of all compiled programs in a folder, unless `jax_compilation_cache_max_size` is set."""
+"""Largest size of all kept programs in bytes, unless `jax_compilation_cache_max_size` is set."""
 _options: Any = jax.config
 _DIGEST_BYTES = 16
 _CPU = Path("/proc/cpuinfo")

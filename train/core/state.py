@@ -405,7 +405,10 @@ def _total(name: str, metric: Metric, statistics: TokenStatistics, weights: jax.
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step besides state and batch: data of the compiled program, not constants."""
+    """Inputs of a step besides state and batch.
+
+    They are arguments of the compiled step, so other values need no new compilation.
+    """
 
     factors: Factors
     hyper: OptimizerHyperparams

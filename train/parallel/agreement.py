@@ -203,7 +203,10 @@ _DESCRIPTIONS: dict[str, Callable[[_Difference], str]] = {
     "environment": _other_environment,
     "devices": _other_devices,
 }
-"""Sentence about a difference for each group of facts. Groups are compared in this order."""
+"""Function that describes a difference in a sentence, by group of facts.
+
+Groups are compared in this order.
+"""
 
 
 def _versions() -> dict[str, str | None]:

@@ -46,9 +46,9 @@ _ONE_S = 0.3
 
 `timeout` sends its signal twice; srun and the daemon of the step send one each."""
 _POLL_S = 0.25
-"""Seconds between two looks of a process at whether another one was told to stop."""
+"""Seconds between two checks of a process for a stop that another process was told."""
 _TOGETHER_S = 2.0
-"""Seconds that process 0 waits for the others to leave before it."""
+"""Longest time in seconds that process 0 waits for the other processes to end before it ends."""
 _STOP = "mupax/stop"
 """Folder of the coordination service in which processes agree on a stop."""
 
@@ -57,7 +57,7 @@ _BY_HAND = {
     "processes": "JAX_NUM_PROCESSES",
     "process": "JAX_PROCESS_ID",
 }
-"""Environment variable that stands for each field of the config."""
+"""Environment variable that is read if a field of `DistributedConfig` is not set, by field."""
 _OPEN_MPI_5 = re.compile(r"prterun-(.+)-(\d+)@\d+$")
 """Name of an Open MPI 5 job: the host of mpirun, and the id of its process."""
 _FIRST_PORT = 61440
@@ -227,7 +227,7 @@ class StopRequest:
     # The next method runs in the main thread, as soon as that executes Python code again.
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Store the signal in `received`, unless an earlier one is there, as Python's handler.
+        """Store a signal in `received`, unless an earlier one is there. Python's signal handler.
 
         In an interactive session SIGINT raises `KeyboardInterrupt`, unless it is the first signal
         and there is something to save.

@@ -139,7 +139,7 @@ def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
 
 
 def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
-    """Return the sizes of the torus in which the TPU chips of one slice are wired, such as (16, 16).
+    """Return the sizes of the torus in which the TPU chips of a slice are wired, such as (16, 16).
 
     Dimensions of size 1 are left out. The result is empty if the devices have no coordinates.
     """

@@ -28,9 +28,9 @@ from mupax.zoo.layers.flash import FUSED, block_of
 from mupax.zoo.transformer import TransformerConfig
 
 _COMPILERS_KIB = {"TPU v6 lite": 32768}
-"""The compiler's default for one operation's share of a core's own memory, in KiB, by device kind.
+"""Default of the TPU compiler for the KiB of a core's own memory that one operation may take.
 
-16384 on other devices.
+It is listed by device kind. The default is 16384 on other devices.
 """
 
 GPU_COMPILE_SECONDS = 25.0
@@ -99,9 +99,9 @@ def expected(program: Program) -> dict[str, int]:
     The peak is the fuller of two moments: the loss, or the backward pass of one layer.
 
     Returns:
-        Bytes by words for a table. Four are always there: `state` (parameters, optimizer state and
-        moving average), `batch`, "weights in compute type" and "saved activations". The others
-        depend on the moment.
+        Bytes by the name of a table's row. Four are always there: `state` (parameters, optimizer
+        state and moving average), `batch`, "weights in compute type" and "saved activations". The
+        others depend on the moment.
     """
     config = program.config
     layout = program.layout

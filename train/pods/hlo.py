@@ -265,7 +265,8 @@ def _hidden(module: Module, computation: Mapping[str, Instruction], start: Instr
 def _in_zeros(module: Module, computation: Mapping[str, Instruction], name: str) -> bool:
     """Return whether an array is one part that was written into an array of zeros.
 
-    An array that repeats any one number is taken for zeros.
+    The TPU compiler makes all-reduces of such arrays in place of some all-gathers. An array that
+    repeats any one number is taken for zeros.
 
     Args:
         computation: Instructions by name, of the computation that has the array.
@@ -681,7 +682,7 @@ class Module:
     def _moved_by_fusion(self, fusion: Instruction, written: int, read: list[int]) -> int:
         """Return the bytes of main memory that one execution of a fusion reads and writes.
 
-        Of an operand that is only sliced or updated in place, the slices count.
+        If an operand is only sliced, or updated in place, only the bytes of the slices are counted.
 
         Args:
             fusion: Instruction of opcode `fusion` or `fusion-start`.

@@ -58,14 +58,17 @@ v5e asked for 20 MiB.
 """
 
 MOST_HOSTS = 128
-"""Most hosts of GPUs among which the smallest number that fits is looked for."""
+"""Largest number of GPU hosts that `smallest_that_fits` tries."""
 
 TIE = 0.1
 """Relative difference of two step times on GPUs that is a tie. Without a GPU nothing is timed, and
 estimates are not closer than that."""
 
 MOST_ROWS = 1000
-"""Most candidates of a record that are only estimated. Large pods have tens of thousands."""
+"""Largest number of rows in a search's record for candidates that were only estimated.
+
+Large pods have tens of thousands of candidates.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ _NO_TPU = {
     # once.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Additional variables for TPUs."""
+"""Additional environment variables for compiling for TPUs on a machine without them."""
 
 
 class TopologyError(MupaxError):

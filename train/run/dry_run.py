@@ -33,7 +33,7 @@ GRACES = {
     "SLURM's --signal=TERM@120 or a spot machine of AWS": 120,
     "the JobSet of scripts/launch/gke.sh": 300,
 }
-"""Seconds from SIGTERM to the end of a process, the shortest first."""
+"""Machine or scheduler to the seconds that it leaves a process after SIGTERM, the fewest first."""
 _NUM_ARRAYS = 8
 """Number of arrays in the small state that is saved to measure the time of a save."""
 _MAX_BYTES = 128 * 2**20

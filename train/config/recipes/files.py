@@ -20,7 +20,7 @@ from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 
 _OF_ONE_RUN = names_with(Config, "session")
-"""Config fields about one start of a run, such as `workdir`, that a recorded config does not set."""
+"""Config fields about one start of a run, such as `workdir`, that a recorded config never sets."""
 
 # YAML 1.1 reads a number such as 3e-4, which has no point, as a text.
 _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")

@@ -55,7 +55,7 @@ OVERRIDE = "--faults.no-memory-check starts the run all the same"
 
 @dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    """Description of a device for a place of a mesh that no device of this machine takes.
+    """Stand-in for a device of a mesh that this machine does not have.
 
     A fake device computes nothing. All attributes but `id` are those of `like`.
 

@@ -345,9 +345,9 @@ def _attend(child: subprocess.Popen[bytes], listener: Listener) -> bytes:
 
 @functools.cache
 def _ends_with_parent() -> Callable[[], object]:
-    """Return a function by which a child asks the kernel for SIGTERM when its parent has died.
+    """Return a function that asks the kernel for SIGTERM to this process when its parent has died.
 
-    The child calls it before it becomes the run.
+    It is the `preexec_fn` of `subprocess.Popen`, called in the child before its program starts.
     """
     # Looked up before the fork: a child forked beside other threads could deadlock.
     prctl = ctypes.CDLL(None).prctl
