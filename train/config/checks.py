@@ -75,7 +75,6 @@ def check_place(name: str, path: str | None) -> None:
     of this machine pass.
 
     Args:
-        name: Field or flag for the message.
         path: A path or an address, which may begin with `text:` or `images:`.
     """
     if path is None:

@@ -247,7 +247,6 @@ def _needed(items: Sequence[str], run_record: Mapping[str, Any]) -> bool:
 
     Args:
         items: Extensions, written as `TABLE NAME`.
-        run_record: Content of the run's config.json.
     """
     for item in items:
         table, _, name = item.rpartition(" ")

@@ -197,9 +197,6 @@ def named_moved(argv: Sequence[str]) -> str | None:
 
     If there are several, the last one counts. `None` if the command line names no such preset, or
     if a file of tuned presets defines that name again.
-
-    Args:
-        argv: Words of the command line.
     """
     from mupax.presets.tuned import find
 

@@ -112,7 +112,6 @@ def _describe(name: str, device: Any, first: Any, parts: Sequence[Mapping[str, A
     """Return the sentence about two devices that hold different copies of an array.
 
     Args:
-        name: Name of the array.
         device: `jax.Device` whose copy differs from that of the device `first`.
         first: `jax.Device` that it was compared with.
         parts: One mapping per process, in the order of their numbers, with its `host`.

@@ -198,7 +198,6 @@ def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]
     Too many are more than `required` returns for these axes, with an allowance for small arrays.
 
     Args:
-        program: Compiled program.
         collectives: Collectives of the compiled step. Those outside loops over layers are ignored.
     """
     allowed = required(program)

@@ -172,7 +172,7 @@ def _collective(
 
     Args:
         executed: Instruction outside fusions that is the collective, or a fusion that holds it.
-        part: The collective's own instruction.
+        part: The collective's own instruction, which is `executed` or inside its fusion.
         mesh: Size by axis name, in the order of the mesh's dimensions.
         across: Number of slices by axis, for axes that cross slices.
         islands: Number of the host of every GPU. Empty for TPUs, where only the opcode `send`
@@ -801,7 +801,7 @@ def _origin(computation: dict[str, Instruction], name: str) -> Instruction:
     """Return the instruction that computes a value, before copies, casts and reshapes of the value.
 
     Args:
-        computation: Instructions by name.
+        computation: Instructions by name, of the computation that has the instruction `name`.
         name: Instruction to start from. It is followed back to the first operand as long as its
             opcode is in `_TRANSPARENT`.
     """

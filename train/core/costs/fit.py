@@ -624,9 +624,8 @@ def _reduced(program: Program, usage: MemoryEstimate, config: Config) -> float:
     proportion to their estimates from shapes.
 
     Args:
-        program: Program of the run itself.
-        usage: Memory of the program's step.
-        config: Config of the smaller run.
+        program: Program of the run itself, whose step takes the memory `usage`.
+        config: Config of the smaller run, which has the same mesh.
 
     Raises:
         MeshError: The mesh does not divide the batch of the smaller run.
