@@ -84,7 +84,11 @@ _MODULES = {
     "Model": "reuse.model",
     "Prediction": "reuse.model",
 }
-"""Name to its module, unless that is `config.run`. Read on first use, because some import JAX."""
+"""Public name to the module below `mupax.train` that defines it.
+
+`__getattr__` imports the module when the name is first used, because some of the modules import
+JAX. Public names that are not listed here are in `config.run`.
+"""
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,7 @@ def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
     Args:
         owner: Text before a field's name in the message, such as "optimizer." or "--".
         smallest: Least value that passes, such as 0 or 1.
+        names: Fields of `config` to check.
     """
     for name in names:
         value = getattr(config, name)
@@ -67,10 +68,11 @@ def check_local(name: str, path: str | None) -> None:
 
 
 def check_place(name: str, path: str | None) -> None:
-    """Raise ConfigError if a path is an address that `path_of` refuses.
+    """Raise ConfigError if a path is an address that mupax cannot read or write.
 
-    Such an address is not gs://, names no bucket or has a character of a pattern in it. Without the
-    package for gs:// every address is refused. `None` and paths of this machine pass.
+    The only usable address is gs://BUCKET/FOLDER without the wildcard characters # ? [ ] and *.
+    If the optional package for gs:// is not installed, every address is refused. `None` and paths
+    of this machine pass.
 
     Args:
         path: A path or an address, which may begin with `text:` or `images:`.
@@ -178,9 +180,9 @@ def chosen(patterns: Sequence[str], specs: Mapping[str, ParamSpec], flag: str) -
 
 
 def _roles_of(specs: Mapping[str, ParamSpec]) -> list[str]:
-    """Return the roles of the parameters, and those that their biases belong to, as texts.
+    """Return the values of `Role` that match at least one parameter, in the order of `Role`.
 
-    The order is that of `Role`.
+    A bias matches two roles: `bias`, and the role of the matrix that it belongs to.
     """
     words: set[str] = set()
     for spec in specs.values():
@@ -215,5 +217,9 @@ def trained(
 
 
 def _words(spec: ParamSpec) -> set[str]:
-    """Return the words that match a parameter: its role, the role that it belongs to, its group."""
+    """Return the patterns, apart from its own name, that `chosen` takes for a parameter.
+
+    They are its role such as `bias`, for a bias also the role of its matrix such as `readout`, and
+    its row in the preset's table such as `block.query`.
+    """
     return {spec.role.value, (spec.of or spec.role).value, spec.group}

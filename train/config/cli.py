@@ -35,7 +35,10 @@ from mupax.zoo.configs import ConfigError
 RUN = "run"
 """Section of the flags that have no dot in their name."""
 _SIZE_FLAGS = ("--data.name", "--model", "--resume")
-"""Flags after which the sizes of a recipe's model may not be those of its data."""
+"""Flags that may change a recipe's data or model, so that the model's sizes must be set again.
+
+Without any of them, a recipe's model already has the sizes of the recipe's data.
+"""
 
 
 def section_of(flag: str) -> str:
@@ -48,16 +51,20 @@ def section_of(flag: str) -> str:
 
 
 def is_listed(field: FlagField) -> bool:
-    """Return whether the short help of a recipe lists a flag, whose field is then `Listed`."""
+    """Return whether `mupax train RECIPE --help`, the short help, lists the flag of a config field.
+
+    The field's annotation says so: it is `Listed` and not a plain `Affects`.
+    """
     return isinstance(affects_of(field.hint), Listed)
 
 
 def flag_help(argv: Sequence[str], fields: Sequence[FlagField], prog: str) -> FlagHelp | None:
     """Return the flags that `--help`, if it is among the words, lists for a recipe.
 
-    `--help` alone lists the flags in use, and `--help SECTION` all flags of a section.
+    `--help` alone lists the common flags (`is_listed`). `--help SECTION` lists all of a section.
 
     Args:
+        argv: Words after the name of the recipe.
         fields: All flags of the recipe (`command_line.flag_fields`).
         prog: Words before the flags, such as "mupax train lm-tiny".
 
@@ -128,7 +135,10 @@ class Command:
     --joint, of the base's run."""
 
     published: conf.Suppress[conf.Fixed[str | None]] = None
-    """Tuned preset that the words name, if others have published its values."""
+    """Tuned preset PRESET:NAME of the command line, if others have published its values.
+
+    `None` without a tuned preset, and for one with values that mupax has measured.
+    """
 
     def __post_init__(self) -> None:
         at_least("", self, 0, "restart")
@@ -153,7 +163,9 @@ def parse(
     Args:
         name: Name of the recipe or path of the config file, for messages.
         recipe: Function that makes the config that the flags change.
-        more_flags: Flags that the command has read itself, which a wrong flag may be close to.
+        argv: Words after the name of the recipe.
+        more_flags: Flags that the calling command has read itself. The message about an unknown
+            flag may suggest one of them.
         infers_sizes: Let data other than the recipe's set the classes, channels and image size of
             a model of images, unless a flag sets them.
 
@@ -358,11 +370,11 @@ def model_of(name: str) -> configs.ModelConfig:
 
 
 def recipe_of_points(name: str) -> Callable[[], Config]:
-    """Return the function that makes the config of a study's points.
+    """Return the function that makes the config of a study's points (the runs that it compares).
 
-    It makes the config of the recipe or file `name`. If that has further evaluation sets or early
-    stopping, these and best checkpoints are left out, and a line on standard error says so at
-    every call.
+    The config is that of the recipe or config file `name`. If it has further evaluation sets or
+    early stopping, these are left out, and so is `checkpoint.keep_best`. Each call of the function
+    then prints a line about this on standard error.
     """
     start = recipe(name)
 
@@ -386,9 +398,13 @@ def recipe_of_points(name: str) -> Callable[[], Config]:
 
 
 def name_of(word: str) -> str:
-    """Return the part of a folder's name that stands for a recipe or config file.
+    """Return the name by which a study's output folder calls a recipe or config file.
 
-    A recipe has its own name, a file its stem. The config.json of a run has its folder's name.
+    A recipe has its own name, and a config file its name without the ending. For the config.json of
+    a run it is the name of the run's folder.
+
+    Args:
+        word: Name of a recipe, or path of a config file.
     """
     if not is_file(word):
         return word
@@ -413,10 +429,11 @@ def value_of(flag: str, argv: Sequence[str]) -> str | None:
 
 
 def _with_model(config: Config, argv: Sequence[str]) -> Config:
-    """Return the recipe with the model, and the data, that `--model` and `--data.name` name.
+    """Return the recipe's config with the model of `--model` and the data of `--data.name`.
 
-    The model keeps the recipe's dtype and kernels. Without `--model` the config is unchanged. The
-    name is read before all other flags, because the sizes of the model are their defaults.
+    The model keeps the recipe's dtype and kernels. Without `--model` the config is unchanged, even
+    if there is a `--data.name`. The two flags are read before all others, because the sizes of the
+    model are the defaults of the flags `--model.*`.
     """
     name = value_of("--model", argv)
     # tyro refuses the missing name with a message of its own.
@@ -430,9 +447,10 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
 
 
 def _with_mix(config: Config, argv: Sequence[str]) -> Config:
-    """Return the recipe with a `data.name` that fits its mixture.
+    """Return the config with `data.name` and `data.mix` made to agree with the flags.
 
-    `--data.mix` makes the name `mix`. Another `--data.name` ends the mixture of a config file.
+    With `--data.mix` and without `--data.name`, the name becomes `mix`, the name of mixtures. With
+    a `--data.name` other than `mix` and without `--data.mix`, a mixture of the config is dropped.
     """
     name = value_of("--data.name", argv)
     data = config.data
@@ -445,10 +463,16 @@ def _with_mix(config: Config, argv: Sequence[str]) -> Config:
 
 
 def _with_sizes_of_data(config: Config, name: str, argv: Sequence[str]) -> Config:
-    """Return the recipe with the classes, channels and image size of its data.
+    """Return the config with its model's classes, channels and image size set from its data.
 
-    A size that a flag or a config file sets stays. The config is unchanged if its model is not of
-    images, or if it is a recipe without `--data.name`, `--model` and `--resume`.
+    A size that a flag or a config file sets stays. A config for text is unchanged. So is a recipe
+    if the command line has none of the flags `--data.name`, `--model` and `--resume`, because its
+    model already has the sizes of its data.
+
+    Args:
+        config: Config of a recipe or config file, before the flags other than `--model`.
+        name: Name of the recipe, or path of the config file.
+        argv: Words after that name on the command line.
     """
     from_file = is_file(name)
     may_differ = from_file or any(word.partition("=")[0] in _SIZE_FLAGS for word in argv)
@@ -504,9 +528,11 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
 
 
 def _unread_optimizer_fields(config: Config) -> dict[str, str]:
-    """Return the fields of the optimizer that a run ignores, each with a flag that would read it.
+    """Return the fields of the optimizer's config that a run ignores.
 
-    The flag is a text such as `schedule wsd`, for `--optimizer.schedule wsd`.
+    Returns:
+        Name of each ignored field to another setting with which the field is read. The setting is a
+        text such as `schedule wsd`, which stands for `--optimizer.schedule wsd`.
     """
     opt = config.optimizer
     optimizer = OPTIMIZERS[opt.name]

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 Note = Callable[[str], None]
 """Function that logs one line about slow work."""
 Loader = Callable[["DataConfig", ModelConfig, int, Note], "Data"]
-"""Function of a config, the model, the seed and a `Note`. It opens the data."""
+"""Function (config, model, seed, note) -> data, which opens the data of a config for a model."""
 
 
 class ImageSizes(NamedTuple):
-    """Sizes that a data set of images asks of a model."""
+    """Sizes that a model needs in order to read a data set of images."""
 
     num_classes: int
     channels: int | None
@@ -40,7 +40,8 @@ class ImageSizes(NamedTuple):
     """Pixels on a side, or on the shorter side of the median image. `None` if the data do not
     say."""
     scaled: bool = True
-    """True if images are scaled to the model's size. Otherwise the model's size must be theirs."""
+    """True if images are scaled to the model's size. Otherwise the model's image size must be that
+    of the images."""
     train_images: int | None = None
     """Number of training images. `None` if the data do not say."""
 
@@ -56,7 +57,7 @@ class DataKind(NamedTuple):
     """Function that opens the data. Here and below a function may be written MODULE:FUNCTION. It is
     then imported when it is needed."""
     task: Task | None
-    """Input of models for these data. `None` if only the data set itself can tell."""
+    """Input of models for these data, tokens or images. `None` if only the opened data can tell."""
     reads: frozenset[str]
     """Fields of `DataConfig` that these data read and some other data do not. A flag for any other
     such field is refused."""
@@ -267,10 +268,10 @@ and has no number."""
 _MAX_RESIZE = 2**14
 """Largest value of `resize`, in pixels."""
 _BACKGROUNDS = ("white", "black", "none")
-"""Backgrounds that are checked without importing PIL."""
+"""Common values of `background`. All others are colours that PIL must check, a slow import."""
 _MAX_JITTER = 4
 _EDGE = 8 / 7
-"""Default shorter edge of a scaled image, over the side of the centre that is cut out."""
+"""Default ratio of a scaled image's shorter edge to the side of the square cut from its centre."""
 
 
 def _is_colour(name: str) -> bool:
@@ -456,7 +457,7 @@ class TransformsConfig:
 
     @property
     def soft(self) -> bool:
-        """True if a label is a distribution over classes."""
+        """True if training labels are distributions over classes (mixing or label smoothing)."""
         return bool(self.mixup or self.cutmix or self.label_smoothing)
 
 

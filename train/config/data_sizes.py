@@ -21,15 +21,15 @@ from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import ImageModel
 
 NAMED = frozenset({"name"})
-"""Fields that stand for a model which a config file names."""
+"""Set that replaces the names of a model's fields if a config file gives the model by its name."""
 _MAX_SIDE = 224
-"""Pixels on a side of the largest model that photos ask for. A flag makes a larger one."""
+"""Largest image size, in pixels on a side, that data can give a model. A flag may exceed it."""
 _MAX_PATCHES = 16
 """Patches along a side, at most, if no flag sets their size. 16 make 256 patches, as in a ViT of
 256 pixels and patches of 16."""
 _RECORD = "config.json"
 _OF_ONE_START = names_with(Config, "session") | {"distributed"}
-"""Fields of a recorded config that the start of a run sets anew."""
+"""Config fields that every start of a run sets anew, such as `workdir`, and no record sets."""
 
 
 class _Flags(NamedTuple):
@@ -65,17 +65,18 @@ def _flags(argv: Sequence[str]) -> _Flags:
 
 
 def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Config:
-    """Return the config with the sizes that its data ask of its model.
+    """Return the config with its model's classes, channels and image size set from its data.
 
     Sizes that a flag or a config file sets stay. Changed sizes are printed on standard error. For a
-    small folder of images the result may be the config of another recipe. A run that continues
-    keeps the sizes that it recorded. If an older version recorded it, it also keeps how images were
-    made square then. A model that is not of images stays.
+    small folder of images the result may be the config of another recipe. With `--resume`, the run
+    keeps the sizes that it recorded. If an older version of mupax recorded it, it also keeps that
+    version's settings for making images square. A model that does not read images is unchanged.
 
     Args:
         config: Config of a recipe or file, before flags, with the model that `--model` names.
         argv: Words after the name of the recipe or file.
-        in_file: Fields of the model that a config file sets, or `NAMED`. Empty for a recipe.
+        in_file: Fields of the model that a config file sets. `NAMED` if the file gives the model by
+            its name. Empty for a recipe.
 
     Raises:
         DataError: A folder images:PATH is there, but has no images by class or cannot be read.
@@ -122,11 +123,12 @@ def _may_choose_recipe(
 ) -> bool:
     """Return whether a recipe for a small folder may take the place of the user's recipe.
 
-    The data must be a folder of images, the recipe one of `small_folders.RECIPES`, no config file
-    may set the model, and no flag may design the run (`small_folders.designs`).
+    Four conditions must hold: the data are a folder of images, the recipe is one of
+    `small_folders.RECIPES`, no config file sets the model, and the user has written no flag such as
+    `--model` or `--preset` (`small_folders.designs` finds them).
 
     Args:
-        in_file: Fields of the model that a config file sets, or `NAMED`. Empty for a recipe.
+        in_file: Fields of the model that a config file sets. Empty for a recipe.
     """
     if in_file or source_key(data_name) != "images:PATH":
         return False
@@ -139,10 +141,12 @@ def _may_choose_recipe(
 def _free_fields(flags: _Flags, in_file: frozenset[str]) -> list[str]:
     """Return the fields of `SIZES_OF_IMAGES` that neither a flag nor a config file sets.
 
-    With `--init-from` at most `num_classes` is left.
+    With `--init-from` only `num_classes` can be among them, because the other run's weights fix the
+    other sizes.
 
     Args:
-        in_file: Fields of the model that a config file sets, or `NAMED`. Empty for a recipe.
+        in_file: Fields of the model that a config file sets. `NAMED` if the file gives the model by
+            its name. Empty for a recipe.
     """
     fields = []
     for field in SIZES_OF_IMAGES:
@@ -186,11 +190,15 @@ def _with_sizes(
 def _square(
     model: ImageModel, sizes: ImageSizes, patch_is_free: bool, flags: _Flags
 ) -> dict[str, int]:
-    """Return `image_size` and `patch_size` for images of the side that `sizes` has, not `None`.
+    """Return `image_size` and `patch_size` of the model for square images of `sizes.side` pixels.
 
     Images that are not scaled keep their side. Others are scaled to at most `_MAX_SIDE` pixels and
     to a multiple of the patch. A free patch size is changed if it does not divide the side of
     images that are not scaled, or makes more than `_MAX_PATCHES` patches along a side.
+
+    Args:
+        sizes: Sizes of the data. Its `side` must not be `None`.
+        patch_is_free: True if the data may change the patch size.
     """
     assert sizes.side is not None
     patch = _size_flag(flags, "patch-size", model.patch_size)
@@ -226,7 +234,7 @@ def _size_flag(flags: _Flags, name: str, default: int) -> int:
 
 
 def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) -> Config | None:
-    """Return the run of the recipe for a small folder, and print what was chosen.
+    """Return the config that mupax chooses for a small folder of images, and print the choice.
 
     Returns `None` for a folder that is not small or whose sizes are unknown, and if flags set a
     patch size that does not divide the image size. Sizes that flags set take precedence.
@@ -295,15 +303,16 @@ def _recorded(config: Config, flags: _Flags) -> dict[str, Any]:
 def _as_recorded(
     config: Config, recorded: Mapping[str, Any], data_name: str, was_chosen: bool
 ) -> Config:
-    """Return the config with the sizes of a recorded run.
+    """Return the config of a run that resumes, with the model sizes that the run recorded.
 
-    If an older version recorded the run, the config also has its pixels. If its recipe was chosen
-    for a small folder, the recorded config is returned in place of `config`.
+    If an older version of mupax recorded the run, `data.pixels` is taken from the record, too. If
+    mupax chose the run's recipe for a small folder of images, the recorded config is returned in
+    place of `config`.
 
     Args:
         recorded: Config of the run, as `to_json` gave it.
-        was_chosen: True if its recipe may have been chosen for a small folder. A recorded model
-            with a stem of convolutions shows that it was.
+        was_chosen: True if the run's recipe may have been chosen for a small folder. The recipe
+            was chosen if the recorded model also has a stem of convolutions.
     """
     # Imported late, because most starts continue no run.
     from mupax.train.config.record import from_json, pixels_from_json

@@ -22,12 +22,11 @@ from mupax.train.config.sections import OptimizerConfig
 from mupax.zoo.configs import ConfigError
 
 DURATIONS = {"warmup-tokens": "warmup-steps", "decay-timescale": "weight-decay"}
-"""Flags of the optimizer that are relative to a run's tokens or length, to the flag that each one
-sets."""
+"""Flags that state an optimizer's field relative to a run, to the flag of the field itself."""
 
 
 class Run(Parameterized, Protocol):
-    """Config of a run, as far as batch, tokens and optimizer are read."""
+    """Fields of a run's config that the joint rule reads: preset, optimizer, data and steps."""
 
     @property
     def optimizer(self) -> OptimizerConfig: ...
@@ -61,11 +60,13 @@ def base_of(run: Run) -> dict[str, int]:
 
 
 def base_beside(base: str | None, run: Run) -> str:
-    """Return a base with a run's batch and tokens added, unless it names them itself.
+    """Return a base as text with the batch and tokens of a run, as in `lm-proxy,batch=4,tokens=9`.
+
+    A batch or a number of tokens that the base already names stays.
 
     Args:
         base: A `preset.base`. `None` is the absolute form.
-        run: Run that has the batch, in examples, and the tokens of all its steps.
+        run: Run whose batch, in examples, and tokens of all steps are added.
     """
     name, sizes = base_parts(base)
     # `sizes` comes last, so that a batch or tokens in the base replace those of the run.
@@ -84,7 +85,9 @@ def ratios(run: Run) -> dict[str, float]:
 
 
 def scaled(run: Run) -> OptimizerConfig:
-    """Return the run's optimizer with its values scaled from the base.
+    """Return the run's optimizer as the joint rule scales it from the base's batch and tokens.
+
+    Learning rates, betas, eps, weight decay and warm-up are scaled.
 
     Raises:
         ConfigError: The base names no batch or tokens. Or the batches of run and base differ, and
@@ -109,7 +112,10 @@ def scaled(run: Run) -> OptimizerConfig:
 
 
 def described(run: Run) -> str:
-    """Return a line with the rule, the run's distance from the base, and the values it trains with.
+    """Return a line that says what the joint rule does to a run's optimizer.
+
+    It names the rule, the run's batch and tokens as multiples of the base's, and the scaled values
+    that the run trains with.
 
     Raises:
         ConfigError, PresetError: The rule cannot be applied (`scaled`).
@@ -175,9 +181,10 @@ def decay_text(optimizer: OptimizerConfig, steps: int) -> str:
 def with_durations(
     run: Run, tokens: str | None, tau: float | None, flags: Collection[str]
 ) -> OptimizerConfig:
-    """Return the optimizer with warm-up in steps and weight decay as a number.
+    """Return the optimizer with `warmup_steps` and `weight_decay` computed from two durations.
 
-    Under a joint rule both durations are of the base's run, which the base must describe.
+    The durations are a warm-up in tokens and a timescale of weight decay. Under a joint rule both
+    are relative to the run that the base describes by its batch and tokens.
 
     Args:
         tokens: Warm-up in tokens, or in images, such as "500k". `None` leaves the steps.
@@ -227,13 +234,16 @@ def with_durations(
 
 
 def _decay_of_timescale(opt: OptimizerConfig, tau: float, steps: float) -> float:
-    """Return the weight decay that averages weights over the share `tau` of a run.
+    """Return the weight decay with which decayed weights average over the share `tau` of a run.
+
+    Each step then subtracts 1 / (tau * steps) of a weight, at the peak learning rate.
 
     Args:
-        steps: Steps of the run that `tau` is a share of. It need not be a whole number.
+        steps: Number of steps of the run, which need not be whole.
 
     Raises:
-        ConfigError: The share is not above 0, or the optimizer has no weight decay or no rate.
+        ConfigError: `tau` is not above 0, the optimizer has no weight decay, or its peak learning
+            rate is 0.
     """
     if not 0 < tau < math.inf:
         raise ConfigError(

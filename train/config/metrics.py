@@ -38,7 +38,7 @@ class TokenStatistics(NamedTuple):
     """True if the rank of the target is 0, bool. Its logit is then the largest, and the first of
     equal ones, as argmax has it."""
     counted_rank: jax.Array | None = None
-    """`rank` if it was counted, int32."""
+    """Values that `rank` returns, int32. `None` if no metric needed them."""
 
     @property
     def rank(self) -> jax.Array:
@@ -61,7 +61,7 @@ class TokenStatistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metric:
-    """Line of `METRICS`, with either `total` or `from_loss`.
+    """Quantity that is measured on targets, computed by either `total` or `from_loss`.
 
     Attributes:
         label: Name on the screen, in the summary and in pictures, such as "top-5 accuracy".
@@ -183,9 +183,9 @@ METRICS: dict[str, Metric] = {
         pictures=(),
     ),
 }
-"""Name to the metric, in the order of the rows. Plug-ins add lines."""
+"""Metrics by name, in their order in the rows of metrics.jsonl. Plug-ins add metrics here."""
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
-"""Default of functions that sum metrics in addition to the loss."""
+"""Empty table of metrics, the default of functions that sum metrics in addition to the loss."""
 _RESERVED = frozenset(
     [
         "step",
@@ -213,7 +213,7 @@ _RESERVED = frozenset(
         "sets",
     ]
 )
-"""Names of other values in a row of metrics.jsonl or in the output of `eval`."""
+"""Names that a metric may not have, because rows of metrics.jsonl or `eval` use them already."""
 
 
 def check_table() -> None:

@@ -26,7 +26,7 @@ _EXPERTS = {"experts", "active", "expert_dim"}
 
 
 class Parameterized(Protocol):
-    """Config of a run, as far as its parameterization reads it."""
+    """Fields of a run's config that its parameterization reads: preset and model."""
 
     @property
     def preset(self) -> PresetConfig: ...
@@ -113,8 +113,8 @@ def preset_of(config: Parameterized) -> presets.Preset:
 def rules_of(config: Parameterized) -> tuple[Any, ...]:
     """Return name, joint rule, `zero_readout` and constants of a run's preset, for comparisons.
 
-    The base is left out. Two runs have equal rules if they have one preset. A constant that is
-    written with its default value counts as left out.
+    The base is left out. Results that are equal mean that two runs use the same preset. A constant
+    that is written with its default value counts as left out.
 
     Raises:
         PresetError, ConfigError: The preset cannot be made (`preset_of`).
@@ -132,8 +132,10 @@ def rules_of(config: Parameterized) -> tuple[Any, ...]:
 def preset_of_step(config: Parameterized) -> PresetConfig:
     """Return a preset config with only the settings that a run's compiled step depends on.
 
-    These are the blocks of Muon's matrices, their measured norms and, for tiles, the base. All else
-    has its default, because the compiled step gets it as input values.
+    Sweeps use it to find points that share one compiled step. The settings are those of Muon: which
+    blocks of a matrix it orthogonalizes, and whether it divides by measured norms. If the blocks
+    have the size of the base's matrices ("tiles"), the base is kept, too. All other settings have
+    their defaults, because the compiled step gets their effect as input arrays.
 
     Raises:
         PresetError, ConfigError: The preset cannot be made (`preset_of`).
@@ -148,9 +150,9 @@ def preset_of_step(config: Parameterized) -> PresetConfig:
 
 
 def same_preset(first: Parameterized, second: Parameterized) -> bool:
-    """Return whether two runs have equal rules and one base, however their flags write them.
+    """Return whether two runs have equal `rules_of` and the same base, however they are written.
 
-    The batch and the tokens that a base names count, too.
+    The bases must also name the same batch and tokens.
 
     Raises:
         PresetError, ConfigError: A preset cannot be made (`preset_of`).
@@ -172,7 +174,7 @@ def _run_base(config: Parameterized) -> dict[str, int]:
 
 
 def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
-    """Return a parameterization for a model.
+    """Return the preset that a config names, with its constants, for a model.
 
     Args:
         model: Model that the preset is applied to. The base must be of its family, and constants
@@ -250,12 +252,14 @@ def _base_sizes(config: PresetConfig, model: ModelConfig) -> dict[str, int] | No
 
 
 def unnamed_axes(run: Parameterized) -> list[str]:
-    """Return the sizes of a run's model that its preset's base leaves out, as "heads 4".
+    """Return the model's sizes that a base such as `embed=64` does not name, as "heads 4".
 
-    The list is empty unless the base is written as sizes. Sizes that follow a named one (`FOLLOWS`)
-    are not listed. No rule changes anything as these sizes
-    grow (`Preset.base_size`). With `embed=64` alone, for example, attention's output has the base's
-    learning rate at any number of heads.
+    A size that the base leaves out counts as equal to the base's (`Preset.base_size`), so no rule
+    scales with it. With `embed=64` alone, for example, attention's output has the base's learning
+    rate at any number of heads. The command line warns about this.
+
+    An axis that takes its base size from a named axis (`FOLLOWS`) is not listed. The list is empty
+    if the base is `None` or names a model.
     """
     if run.preset.base is None:
         return []
@@ -359,7 +363,8 @@ def base_text(sizes: Mapping[str, int]) -> str:
 class ConstantFlags:
     """Constants of the preset that a command names.
 
-    The flags are the recipe's, with shorter names beside them.
+    Each flag has a short name, such as `--alpha-a`, and the name that it has in `mupax train`, such
+    as `--preset.alpha-a`.
     """
 
     alpha_a: Annotated[float | None, conf.arg(aliases=("--preset.alpha-a",), metavar="X")] = None

@@ -47,8 +47,7 @@ from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError, ModelConfig, famil
 GROUP = "mupax.plugins"
 """Group of entry points of installed packages that every command imports."""
 _registered_by: dict[tuple[str, str], str] = {}
-"""(table, name) to the plugin that wrote the line. The tables belong to the process, and so does
-this record."""
+"""Module name of the plugin that added a line to a table, by (table, name), in this process."""
 
 T = TypeVar("T")
 
@@ -57,15 +56,19 @@ _LARGEST_INTEGER = 2**53
 
 
 class Extension(NamedTuple):
-    """Line of a table that does not come with mupax.
+    """Optimizer, preset, kind of data, model or metric that a plugin or a user's script adds.
 
-    `table` names the kind of line, such as "optimizer", and `name` is its key in the table.
+    Attributes:
+        table: Kind of the extension, such as "optimizer". It stands for a table such as
+            `OPTIMIZERS`, to which the extension is added.
+        name: Name of the extension, which is its key in the table.
     """
 
     table: str
     name: str
     module: str | None
-    """Module whose import adds the line. `None` if only this process has it, such as a notebook."""
+    """Module whose import adds the extension. `None` if it was defined in this process alone, such
+    as in a notebook."""
 
     def __str__(self) -> str:
         return f"{self.table} {self.name}"
@@ -74,7 +77,7 @@ class Extension(NamedTuple):
 def load(modules: Sequence[str]) -> None:
     """Import plugins by their names, after the plugins of installed packages.
 
-    A named plugin that provides no line of a table gets a caution on standard error.
+    If a named plugin adds nothing to the tables of mupax, a caution is printed on standard error.
 
     Raises:
         PluginError: A plugin cannot be imported.
@@ -90,14 +93,18 @@ def load(modules: Sequence[str]) -> None:
 
 @functools.cache
 def _entry_points() -> tuple[str, ...]:
-    """Return the modules that installed packages name. They are looked up once per process."""
+    """Return the plugin modules that installed packages declare as entry points of `GROUP`.
+
+    They are looked up once per process.
+    """
     return tuple(entry.module for entry in metadata.entry_points(group=GROUP))
 
 
 def extensions(config: Config) -> list[Extension]:
-    """Return the table lines that a config uses and that do not come with mupax, each once.
+    """Return the optimizer, preset, data and other parts of a config that mupax does not define.
 
-    All metrics count as used. A named model of a plugin counts if it is the preset's base.
+    Every metric of this process counts as used. A model that a plugin has added under a name counts
+    if it is the preset's base.
     """
     modules = _modules_of_lines(config)
     result: list[Extension] = []
@@ -120,7 +127,10 @@ def extensions(config: Config) -> list[Extension]:
 
 
 def _modules_of_lines(config: Config) -> dict[tuple[str, str], str]:
-    """Return the module behind each line of a table that a config uses, by (table, name)."""
+    """Return the name of the module that defines each part of a config, by (table, name).
+
+    Parts are the optimizer, the preset, the data, the model family and all metrics.
+    """
     modules: dict[tuple[str, str], str] = {}
     optimizer = config.optimizer.name
     modules["optimizer", optimizer] = module_of(OPTIMIZERS[optimizer].direction)
@@ -230,9 +240,13 @@ def restore(run_record: Mapping[str, Any]) -> None:
 
 
 def _needed(items: Sequence[str], run_record: Mapping[str, Any]) -> bool:
-    """Return whether a run cannot be opened without some extensions, written as `TABLE NAME`.
+    """Return whether a recorded run needs at least one of some extensions to be opened.
 
-    A metric is needed only if the best checkpoint or early stopping goes by it.
+    A metric is needed only if the run ranks its checkpoints by it or stops early by it. Every other
+    extension is needed.
+
+    Args:
+        items: Extensions, written as `TABLE NAME`.
     """
     for item in items:
         table, _, name = item.rpartition(" ")
@@ -259,7 +273,7 @@ def _ranking_metrics(run_record: Mapping[str, Any]) -> list[str]:
 def _import(name: str, folder: str | None = None) -> bool:
     """Import a plugin, and return whether it added lines to the tables.
 
-    The lines are stored in `_registered_by` with the plugin's name.
+    The plugin's name is stored in `_registered_by` for each line that it added.
 
     Args:
         folder: Folder that has the module. `None` searches `sys.path` and then the working folder.
@@ -274,7 +288,11 @@ def _import(name: str, folder: str | None = None) -> bool:
 
 
 def _provides(module: str) -> bool:
-    """Return whether a module is behind a line of the tables, or has a model family in it."""
+    """Return whether a module has extended mupax.
+
+    A module has if it added a line to a table, defines the function or class of a line, or has a
+    model family (a subclass of `ModelConfig`) in it.
+    """
     if module in _registered_by.values():
         return True
     entries: list[object] = [row.direction for row in OPTIMIZERS.values()]
@@ -293,7 +311,10 @@ def _provides(module: str) -> bool:
 
 
 def _lines() -> set[tuple[str, str]]:
-    """Return (table, name) of every line of the tables."""
+    """Return (table, name) of everything that can be chosen by name, such as ("optimizer", "sgd").
+
+    Extensions that are already imported are among them.
+    """
     tables: dict[str, Mapping[str, Any]] = {
         "optimizer": OPTIMIZERS,
         "preset": PRESETS,
@@ -319,7 +340,10 @@ def _is_known(item: str) -> bool:
 
 
 def _sources(config: Config) -> list[str]:
-    """Return every source that a config reads data from, as data.name would have it."""
+    """Return every source of data that a config reads, written as for `data.name`.
+
+    They are `data.name` itself, the sources of the further evaluation sets, and those of a mixture.
+    """
     places = [config.data.name, *config.data.evaluation_sets.values()]
     for word in config.data.mix:
         # The text is SOURCE:WEIGHT. Without a colon `rpartition` returns all of it as the last
@@ -610,8 +634,9 @@ def _type_name(hint: Any) -> str:
 def command_of(config: Config) -> str:
     """Return the command that trains a config, quoted for a shell.
 
-    Fields on one start of a run, such as `workdir`, `resume` and `init_from`, are left out. Returns
-    "" if there are no such flags (`words`), for example if no recipe has the config's name.
+    Fields that belong to one start of a run, such as `workdir`, `resume` and `init_from`, are left
+    out. Returns "" if no flags make this config (`words` returns `None`), for example if no recipe
+    has the config's name.
     """
     flags = words(config)
     if flags is None:
@@ -636,8 +661,8 @@ def words_of(command: str) -> list[str]:
 def words(config: Config) -> list[str] | None:
     """Return the flags that turn the recipe's config into this one, quoted for a shell.
 
-    They include `--model NAME` for a model of the zoo and `--plugin` for extensions. Fields on one
-    start of a run, such as `workdir`, `resume` and `init_from`, are left out.
+    They include `--model NAME` for a model of the zoo and `--plugin` for extensions. Fields that
+    belong to one start of a run, such as `workdir`, `resume` and `init_from`, are left out.
 
     Returns `None` if no recipe has the config's name, a value has no flag, or the model is of
     another family than the recipe's and not in the zoo.
@@ -679,9 +704,11 @@ def words(config: Config) -> list[str] | None:
 
 
 def _model_flags(config: Config, recipe: Config) -> tuple[list[str], Config]:
-    """Return the flags for a model of the zoo, and the recipe's config with these flags.
+    """Return the flags that name a config's model, and the recipe's config with them applied.
 
-    There are none for the recipe's own model, or a model that is not in the zoo as it is.
+    The flags are `--model NAME` and, if the data differ from the recipe's, `--data.name`. Without
+    flags the recipe's config is returned unchanged. There are no flags for the recipe's own model,
+    and for a model that equals none in the zoo apart from its settings of the computation.
     """
     # Dtype and other settings of the computation have flags of their own.
     model = dataclasses.replace(config.model, compute=recipe.model.compute)
@@ -700,9 +727,10 @@ def _model_flags(config: Config, recipe: Config) -> tuple[list[str], Config]:
 
 
 def _fields_of_one_start(config: Config) -> set[str]:
-    """Return the paths of fields on where and from what a run was started, and by which processes.
+    """Return the dotted paths of config fields that belong to one start of a run.
 
-    Examples are `workdir`, `resume`, `init.init_from` and `distributed.coordinator`.
+    They say in which folder, from which checkpoint and in which processes the run starts. Examples
+    are `workdir`, `resume`, `init.init_from` and `distributed.coordinator`.
     """
     paths = set()
     for field in config_fields(config):

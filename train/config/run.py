@@ -61,7 +61,7 @@ DEFAULT: Rules = {
     "vocab": ("tensor",),
     "classes": ("tensor",),
 }
-"""Table of rules for a run whose `mesh.rules` are empty."""
+"""Mesh axes that split each logical axis, for a run whose `mesh.rules` are empty."""
 
 MAY_STAY_WHOLE = frozenset({"vocab", "classes", "kv_heads"})
 """Logical axes that are replicated if the mesh axis does not divide them. Their sizes are rarely
@@ -80,7 +80,7 @@ ResumeChange = Literal["schedule", "data"]
 
 
 def parse_rules(words: Sequence[str]) -> Rules:
-    """Return the default table with some rules replaced.
+    """Return the mesh axes of each logical axis: the table `DEFAULT` with some rows replaced.
 
     Args:
         words: LOGICAL=MESH[,MESH...] or LOGICAL=none, such as ["mlp=fsdp", "vocab=none"].
@@ -574,7 +574,9 @@ class Config:
 
 
 def check_extras(config: Config, *, reads_data: bool = True) -> None:
-    """Refuse a config that needs an extra which is not installed, before any work begins.
+    """Refuse a config that needs an optional dependency (pip extra) which is not installed.
+
+    Commands call this before any other work.
 
     Args:
         reads_data: `False` for a command that opens no data, such as a dry run.

@@ -241,8 +241,7 @@ class InitConfig:
 Step = int | Literal["best"]
 """Step of a checkpoint, or the best one by an evaluation."""
 METRIC = "eval_loss"
-"""Default metric of an evaluation that decides which checkpoint is best, and what an improvement
-is."""
+"""Metric of evaluations that, by default, ranks checkpoints and decides on early stopping."""
 
 
 def metrics_of(sets: Iterable[str]) -> list[str]:
@@ -618,14 +617,14 @@ class RunPart(NamedTuple):
 
 
 def run_parts(record: Mapping[str, Any], current: CheckpointConfig | None = None) -> list[RunPart]:
-    """Return the parts of a run, oldest first.
+    """Return the stretches of a run that trained with different checkpoint settings, oldest first.
 
-    Segments of the record that are damaged are left out.
+    A run that resumes with other settings begins a new stretch.
 
     Args:
-        record: Content of config.json, perhaps of another version. Its `segments` list earlier
-            settings.
-        current: Settings of the last part. Default: the recorded ones.
+        record: Content of the run's config.json, perhaps of another version. Its `segments` have
+            the settings of earlier stretches. Damaged ones are left out.
+        current: Settings of the last stretch. Default: the recorded ones.
     """
     parts: list[RunPart] = []
     start = 0

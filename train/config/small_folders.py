@@ -154,15 +154,19 @@ def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name
 
 
 OWN_FLAGS = ("model", "preset", "init-from", "optimizer.name", "optimizer.peak-lr", "joint", "base")
-"""Flags that design a run. If a user writes one, no recipe is chosen."""
+"""Flags by which a user chooses the model, its initial weights, the preset or the optimizer.
+
+If one of them is written, mupax chooses no recipe for a small folder.
+"""
 _SIZES = frozenset({"model.num-classes", "model.channels", "model.image-size", "model.patch-size"})
 
 
 def designs(flags: Collection[str]) -> str | None:
     """Return the alphabetically first flag by which a user designs the run, or `None` without one.
 
-    They are those of `OWN_FLAGS`, `--preset.*`, and `--model.*` apart from `--model.compute.*` and
-    the sizes that images have. With such a flag no recipe is chosen.
+    With such a flag mupax chooses no recipe for a small folder. These flags are `OWN_FLAGS`,
+    `--preset.*`, and `--model.*` except `--model.compute.*` and the sizes of images (classes,
+    channels, image size and patch size).
 
     Args:
         flags: Flags of a command line as `--model.mlp-ratio`: with leading dashes, with hyphens in

@@ -51,8 +51,10 @@ _MOVED: dict[str, dict[str, Any]] = {
         ],
     },
 }
-"""Tuned presets of `find.MOVED`, which records may name, to the fields of `preset` that they stood
-for."""
+"""Tuned preset that mupax no longer has, to the fields of `preset` that it set.
+
+Records of older runs still name these presets (`find.MOVED`).
+"""
 
 
 def applied(
@@ -191,9 +193,10 @@ def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_moved(argv: Sequence[str]) -> str | None:
-    """Return the last tuned preset of `find.MOVED`, which mupax no longer has, among the words.
+    """Return the tuned preset, no longer in mupax, that a command line names (`find.MOVED`).
 
-    The result is `None` if the words name none, or if a file of tuned presets has the name.
+    If there are several, the last one counts. `None` if the command line names no such preset, or
+    if a file of tuned presets defines that name again.
     """
     from mupax.presets.tuned import find
 

@@ -24,10 +24,7 @@ from mupax.train.core.optimizer import OptimizerHyperparams
 from mupax.zoo.definition import SHARED_INIT, Definition
 
 TOLERANCE = 0.02
-"""Relative difference up to which two learning rates count as equal.
-
-Betas and Nesterov momentum change a first step by a common factor.
-"""
+"""Relative difference up to which two learning rates, or two products lr*wd, count as equal."""
 
 LEAST_STEPS = 1024
 """Smallest length of a schedule. A longer run has the next power of two.
@@ -45,8 +42,10 @@ class Factors(NamedTuple):
     `multiplier` scales the parameter in the forward pass. `lr`, `eps` and `weight_decay` multiply
     the optimizer's hyperparameters (`OptimizerHyperparams`).
 
-    `forward` has one entry per `mupax.zoo.definition.Factor`. A skip that is 1 everywhere has none,
-    so that the program has no multiplication for it.
+    `forward` has the other factors of the forward pass, one entry per
+    `mupax.zoo.definition.Factor`: on attention logits, residual branches, skip connections and the
+    readout. A skip connection with a factor of 1 in all layers has no entry, so that the program
+    has no multiplication for it.
     """
 
     multiplier: ParamValues
@@ -272,7 +271,7 @@ def _per_layer(value: Number, spec: ParamSpec, definition: Definition) -> np.nda
 
 
 def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarray:
-    """Return the value of a declared forward factor, float32 of the declared shape.
+    """Return the value of one entry of `Factors.forward`, float32 of the declared shape.
 
     Args:
         declared: Declaration of the factor (`mupax.zoo.definition.Factor`).

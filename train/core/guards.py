@@ -30,7 +30,8 @@ LATER = (10, 100, 1000, 10_000, 100_000, 1_000_000)
 _LATER_TOLERANCE = 0.1
 """Relative difference up to which two learning rates at a later step count as equal.
 
-The moments are not those of so many steps, and Adam's eps counts for more.
+It is larger than `TOLERANCE`, because the check only sets the step counter. The optimizer's moments
+are still those of a first step, so Adam's eps has a larger share of the denominator.
 """
 
 Update = Callable[[Arrays, Arrays], Arrays]
@@ -105,7 +106,11 @@ def check_chain(
 
 
 def _check_comparable(definition: Definition, preset: Preset, factors: Factors) -> None:
-    """Raise `PresetError` for a model on which a wrong chain would pass."""
+    """Raise `PresetError` for a model on which `check_chain` would accept a wrong chain.
+
+    Such a model has fewer than two parameters, or the sizes of the preset's base and all
+    learning-rate factors equal to 1.
+    """
     count = len(definition.specs)
     if count < 2:
         raise PresetError(
@@ -122,9 +127,10 @@ def _check_comparable(definition: Definition, preset: Preset, factors: Factors) 
 
 
 def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
-    """Return a jitted function that computes the first step of the training loop's own chain.
+    """Return a jitted function that computes the first step of mupax's own optimizer chain.
 
-    The chain has a peak learning rate of 1, no weight decay and no schedule.
+    `check_chain` compares a hand-written chain with it. The chain has a peak learning rate of 1, no
+    weight decay and a constant schedule.
 
     Args:
         definition: Model at the sizes of the arrays that the function takes.
@@ -257,9 +263,10 @@ def _check_later(
 def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) -> None:
     """Raise `PresetError` if learning rates are applied before a global norm is taken.
 
-    The step of one parameter is measured while one other parameter at a time has the rest of a
-    gradient of fixed norm. The step must not depend on which other parameter it is. At least two
-    parameters are needed.
+    The check watches the step of one parameter, whose gradient stays the same. One other parameter
+    at a time gets a gradient that makes up nearly all of a fixed global norm, and the rest get 0.
+    The watched step must not depend on which other parameter that is. At least two parameters are
+    needed.
     """
     norms = {}
     for name, size in _rms_sizes(update(grads, params)).items():

@@ -345,9 +345,9 @@ def token_statistics(
 
 
 class LossInputs(NamedTuple):
-    """Arrays that the loss reads: those of all devices, or the part of one device.
+    """Arrays that the loss reads: global arrays or, inside `shard_map`, the part of one device.
 
-    The fields are the arguments of `cross_entropy` of the same names.
+    Each field is described at the argument of `cross_entropy` with the same name.
     """
 
     readout_inputs: ReadoutInputs

@@ -34,7 +34,7 @@ from mupax.train.core.optimizer import Specs, adam
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 Coefficients = Sequence[tuple[float, float, float]]
-"""Triple (a, b, c) of every iteration."""
+"""Triple (a, b, c) of every iteration X <- a X + b (X X') X + c (X X')^2 X."""
 
 NEWTON_SCHULZ: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 """Coefficients of five iterations of Jordan et al. 2024 (modded-nanogpt)."""
@@ -71,9 +71,9 @@ ORTHOGONALIZERS: dict[str, Coefficients] = {
 }
 """Coefficients by `OptimizerConfig.orthogonalizer`."""
 ITERATIONS = "newton_schulz"
-"""Name of the scope of the iterations, by which a compiled program tells their operations."""
+"""Name of the `jax.named_scope` of the orthogonalizing iterations, seen in traces and HLO."""
 POWER_ITERATIONS = "power_iteration"
-"""Name of the scope in which spectral norms are measured."""
+"""Name of the `jax.named_scope` in which power iterations measure spectral norms."""
 GRAM_RATIO = 2
 """Ratio of a matrix's longer to its shorter side from which `newton_schulz` may use Gram matrices.
 
@@ -97,9 +97,10 @@ _EPS = 1e-8
 
 
 class ScaleByMuonState(NamedTuple):
-    """State of `muon`."""
+    """Optimizer state of `muon`: step count, momenta, and Adam's second moments."""
 
     count: jax.Array
+    """Number of steps done, int32 []."""
     mu: optax.Updates
     """Momentum of every parameter."""
     nu: optax.Updates
@@ -107,7 +108,10 @@ class ScaleByMuonState(NamedTuple):
 
 
 class ScaleByMeasuredMuonState(NamedTuple):
-    """State of `muon` with steps that are divided by their measured spectral norm."""
+    """State of `muon` if each step is divided by its measured spectral norm.
+
+    The fields `count`, `mu` and `nu` are those of `ScaleByMuonState`.
+    """
 
     count: jax.Array
     mu: optax.Updates
@@ -528,10 +532,11 @@ def _orthogonalize_parts(
 ) -> tuple[dict[str, jax.Array], Vectors | None]:
     """Return this device's parts of the orthogonalized matrices, and the next vectors.
 
-    Matrices of equal shape are one stack, which zeros fill up to a multiple of the devices, so
-    that every device has as many matrices. A parameter whose number of matrices is a multiple of
-    the devices is a stack of its own, which needs no copy. If `vectors` is `None`, no norm is
-    measured and the second result is `None`.
+    Matrices of equal shape are put into one stack and distributed over the devices. Matrices of
+    zeros fill the stack up to a multiple of the number of devices, so that all devices get equally
+    many. A parameter whose own number of matrices is such a multiple is a stack of its own, which
+    needs no copy. If `vectors` is `None`, no spectral norm is measured and the second result is
+    `None`.
 
     Args:
         parts: Arrays by name, each the part of an array that this device holds.
@@ -649,11 +654,16 @@ class _Stack:
 
     @property
     def _devices(self) -> tuple[str, ...]:
-        """Mesh axes that number the devices of a stack: device i computes matrix i of a round."""
+        """Mesh axes whose combined index i numbers the devices that share a stack of matrices.
+
+        The matrices are orthogonalized in rounds, and device i computes matrix i of each round.
+        """
         return (*self.split.shared, *self.split.t, *self.split.s)
 
     def _own(self, vectors: jax.Array) -> jax.Array:
-        """Return the vectors of the matrices that this device has, one per round.
+        """Return the power-iteration vectors of the matrices that this device orthogonalizes.
+
+        In a round every device orthogonalizes one matrix, so the result is [rounds, s or t].
 
         Args:
             vectors: Vectors of all matrices, [rounds * devices, s or t].
@@ -666,7 +676,11 @@ class _Stack:
         )
 
     def _of_all(self, own_vectors: jax.Array) -> jax.Array:
-        """Return the vectors of all matrices, [rounds * devices, s or t], gathered from devices."""
+        """Return the vectors of all matrices, [rounds * devices, s or t], gathered from devices.
+
+        Args:
+            own_vectors: Vectors of the matrices that this device orthogonalized, [rounds, s or t].
+        """
         if not self._devices:
             return own_vectors
         by_round = jax.lax.all_gather(own_vectors, self._devices, axis=1)
@@ -886,9 +900,13 @@ def _gram(x: jax.Array) -> jax.Array:
 
 
 def _times(polynomial: jax.Array, x: jax.Array) -> jax.Array:
-    """Return a symmetric polynomial of `_gram(x)` times x, float32.
+    """Multiply x by a symmetric polynomial of its Gram matrix, and return the product in float32.
 
-    The polynomial is on the side of x on which its size fits.
+    The polynomial is on the left if x has at most as many rows as columns, otherwise on the right.
+
+    Args:
+        polynomial: Square matrix of the shape of `_gram(x)`.
+        x: Matrix [s, t].
     """
     if x.shape[0] <= x.shape[1]:
         return _product("su,ut->st", polynomial, x)

@@ -35,9 +35,12 @@ from mupax.zoo.partition import ONE_DEVICE, Layout
 Specs = Mapping[str, ParamSpec]
 
 _STREAM = 0x726F756E
-"""Constant that separates these random bits from others that are drawn from the same seed."""
+"""Constant that separates the bits of stochastic rounding from others drawn with the same seed."""
 _GOLDEN = 0x9E3779B9
-"""2^32 divided by the golden ratio. Its multiples are spread evenly."""
+"""2^32 divided by the golden ratio. Its multiples modulo 2^32 are spread evenly.
+
+They turn steps, array indices and positions into different keys of the hash.
+"""
 _LOW_BITS = 0xFFFF
 
 
@@ -378,8 +381,8 @@ def _scaled(params: Any, scales: Mapping[str, jax.Array] | None) -> Any:
 def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformation:
     """Return a transformation that clips the loss's gradient by its global norm.
 
-    Updates of parameters that are moved by expert loads (`ParamSpec.moved_by_loads`) are no
-    gradients of the loss. They neither count in the norm nor are they clipped.
+    A router's bias is updated by expert loads and not by a gradient of the loss
+    (`ParamSpec.moved_by_loads`). Such updates do not count in the norm and are not clipped.
     """
     clip = optax.clip_by_global_norm(norm)
     load_names = set()

@@ -82,7 +82,7 @@ VARIABLE = "MUPAX_COMPILATION_CACHE"
 `--compilation-cache` sets it.
 """
 LIMIT = 2 * 2**30
-"""Bytes of all compiled programs in a folder, unless `jax_compilation_cache_max_size` is set."""
+"""Largest size of all kept programs in bytes, unless `jax_compilation_cache_max_size` is set."""
 _options: Any = jax.config
 _DIGEST_BYTES = 16
 _CPU = Path("/proc/cpuinfo")
@@ -339,7 +339,10 @@ def _appears(path: Path) -> bool:
 
 @functools.cache
 def key() -> str:
-    """Return 16 hexadecimal digits for the versions, machine and user of compiled programs."""
+    """Return 16 hexadecimal digits that stand for JAX's versions, this machine's CPU and the user.
+
+    Compiled programs are kept in a folder of this name, because they are valid only for these.
+    """
     versions = [version(name) for name in ("jax", "jaxlib")]
     parts = [*versions, sys.platform, platform.machine(), _cpu(), str(os.getuid())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -372,7 +375,10 @@ class Program:
     stds: ParamValues
     """Initial standard deviations (`factors.init_stds`)."""
     inputs: StepInputs
-    """Step inputs on the host, without the reference parameters."""
+    """Inputs of the compiled step besides state and batch, such as factors and hyperparameters.
+
+    They are on the host, and without the initial parameters that a centred output needs.
+    """
 
     @property
     def mesh(self) -> Mesh:
@@ -399,7 +405,11 @@ class Program:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state and of a centred output's reference parameters on one device."""
+        """Bytes of the training state on one device.
+
+        If the model's output is centred (the logits of the initial parameters are subtracted), the
+        initial parameters are counted, too.
+        """
         reference = self.abstract.params if self.config.model.centered else {}
         leaves = jax.tree.leaves((self.abstract, reference))
         total = 0
@@ -424,16 +434,21 @@ class Program:
         return sum(frozen_sizes)
 
     def step_inputs(self) -> StepInputs:
-        """Return the step inputs on the mesh, with initial parameters if the output is centred."""
+        """Return the inputs of the compiled step besides state and batch, replicated on the mesh.
+
+        If the model's output is centred (the logits of the initial parameters are subtracted), they
+        include freshly drawn initial parameters, sharded as parameters.
+        """
         inputs = jax.device_put(self.inputs, self.layout.replicated)
         if not self.config.model.centered:
             return inputs
         return inputs._replace(reference=self.initializer.params(self.config.seed, self.stds))
 
     def abstract_inputs(self) -> StepInputs:
-        """Return the step inputs on the host, to trace a step with.
+        """Return the step inputs with which a step is traced, without arrays on devices.
 
-        If the output is centred they have the shapes of the reference parameters.
+        They are `inputs` and, if the model's output is centred, the shapes of the initial
+        parameters.
         """
         if not self.config.model.centered:
             return self.inputs
@@ -665,10 +680,15 @@ def _inputs(
     model: Definition,
     trained: Collection[str],
 ) -> StepInputs:
-    """Return the step inputs of a config on the host, without reference parameters.
+    """Return what the compiled step of a config reads besides the state and the batch.
 
-    The preset's rules are checked (`check_run`) before the second peak learning rate and layer
-    decay are applied.
+    These inputs are on the host: the preset's factors, the optimizer's hyperparameters, limits for
+    loss spikes, and scalars such as the EMA decay. `reference`, the initial parameters that a
+    centred output needs, is left out (`Program.step_inputs` adds it).
+
+    The function first checks that the preset covers the model's sizes (`check_run`). Only then it
+    changes learning rates by `optimizer.adam_lr` and `optimizer.layer_decay`, because both deviate
+    from the preset on purpose.
 
     Args:
         scaled: Optimizer of the config, scaled by the preset's joint rule if it has one.
@@ -716,6 +736,9 @@ def _inputs(
 
 
 def _limits(config: FaultsConfig) -> Limits:
-    """Return the limits of a spike, on the host. Without `spike_deviations` no loss is a spike."""
+    """Return from what loss on a step is a spike, and whether spikes are skipped, on the host.
+
+    If `spike_deviations` is `None`, no loss is a spike.
+    """
     deviations = np.inf if config.spike_deviations is None else config.spike_deviations
     return Limits(np.float32(deviations), np.bool_(config.skip_spikes))

@@ -164,8 +164,8 @@ def apply_if(
 def squares(grads: Arrays, specs: Mapping[str, ParamSpec]) -> jax.Array:
     """Return squared gradient norms, float32 [n], one per parameter or, if stacked, per layer.
 
-    Their sum is the squared norm of the whole gradient. A parameter that is moved by expert loads
-    has 0, because its update is no gradient of the loss.
+    Their sum is the squared norm of the whole gradient. The bias of a router that is updated by
+    expert loads has 0, because its update is no gradient of the loss.
 
     Args:
         grads: Gradients of the trained parameters by name, [layers, ...] if layers are stacked.
@@ -225,7 +225,7 @@ def culprit(
 
 
 class RejectedStep(Exception):
-    """Step that stops the run or rolls it back, under the run's policy.
+    """Exception about a skipped step that stops the run or causes a rollback (`FaultsConfig`).
 
     Args:
         culprit: Description of the parameter whose gradient is not finite (`culprit`), if any.
@@ -405,7 +405,10 @@ def _total(name: str, metric: Metric, statistics: TokenStatistics, weights: jax.
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step besides state and batch: data of the compiled program, not constants."""
+    """Inputs of a step besides state and batch.
+
+    They are arguments of the compiled step, so other values need no new compilation.
+    """
 
     factors: Factors
     hyper: OptimizerHyperparams
@@ -551,7 +554,9 @@ class Initializer:
         """Jitted function params -> state at step 0. The parameters are donated."""
 
     def params(self, seed: int, stds: dict[str, np.ndarray]) -> Arrays:
-        """Return initial parameters on the mesh, also for the reference of a centred output.
+        """Return initial parameters on the mesh.
+
+        A model with a centred output gets them as the reference whose logits are subtracted.
 
         Args:
             seed: Seed from 0 to 2**32 - 1.

@@ -60,7 +60,8 @@ def trace_train_step(
     """Trace the training step of `make_train_step` for a mesh, without compiling it.
 
     The state is donated and keeps its shardings. The batch is sharded as the layout says. Step
-    inputs and metrics are replicated, except reference parameters, which are sharded as parameters.
+    inputs and metrics are replicated. Only the initial parameters, which the step inputs hold if
+    the model's output is centred, are sharded as parameters.
 
     Args:
         tx: Optimizer of the parameters that are trained (`optimizer.build`).
@@ -167,7 +168,8 @@ def _shardings_of_inputs(
 ) -> StepInputs:
     """Return the sharding of every step input.
 
-    All inputs are replicated, except reference parameters, which are sharded as the parameters.
+    All inputs are replicated, except the initial parameters (`reference`), which a model with a
+    centred output needs. They are sharded as the parameters.
     """
     without_reference = step_inputs._replace(reference=None)
     shardings: Any = jax.tree.map(lambda _: layout.replicated, without_reference)
@@ -192,7 +194,7 @@ def logits_of(
 ) -> jax.Array:
     """Return logits, float32 [B, T, V] or [B, V].
 
-    With a centred output, the logits of the reference (initial) parameters are subtracted. No
+    With a centred output, the logits of the reference, the initial parameters, are subtracted. No
     gradient flows through them.
 
     Args:
@@ -224,9 +226,10 @@ def batch_sums(
 ) -> LossSums:
     """Return the summed cross-entropy (nats) of a batch or microbatch, and sums of metrics.
 
-    With a centred output, the logits of the reference parameters are subtracted first. For a model
-    with experts the sums include routing statistics. Under manual FSDP they cover the examples of
-    this device only. If the batch has `labels`, they replace the targets in the loss.
+    With a centred output, the logits of the reference, the initial parameters, are subtracted
+    first. For a model with experts the sums include routing statistics. Under manual FSDP they
+    cover the examples of this device only. If the batch has `labels`, they replace the targets in
+    the loss.
 
     Args:
         params: All parameters as stored, frozen ones too.
@@ -313,7 +316,8 @@ def gradients(
     Args:
         params: All parameters as stored. Gradients are taken for those with a learning rate
             (`step_inputs.factors.lr`).
-        step_inputs: Has the multipliers, the reference parameters and the z-loss weight.
+        step_inputs: Has the multipliers, the z-loss weight and, for a model with a centred output,
+            the reference (initial) parameters.
         accumulation_steps: Number of microbatches, which run one after another. It divides the
             batch size.
         measure_logits: `True` fills the sums' `attention_logits`.

@@ -32,7 +32,10 @@ _PACKAGES = (
     "libtpu",
 )
 _PATIENCE_S = 120.0
-"""Seconds that a process may take to send its facts. One of another version may never send them."""
+"""Seconds that a process may take to send its facts.
+
+A process with another version of mupax may never send them.
+"""
 
 
 class AgreementError(MupaxError):
@@ -200,7 +203,10 @@ _DESCRIPTIONS: dict[str, Callable[[_Difference], str]] = {
     "environment": _other_environment,
     "devices": _other_devices,
 }
-"""Sentence about a difference for each group of facts. Groups are compared in this order."""
+"""Function that describes a difference in a sentence, by group of facts.
+
+Groups are compared in this order.
+"""
 
 
 def _versions() -> dict[str, str | None]:

@@ -21,18 +21,18 @@ class Chip:
     hbm_bytes: int
     """Size of the main memory."""
     peak_flops: float
-    """Peak rate of dense bfloat16 products in FLOPs. A multiply-add counts as two."""
+    """Peak rate of dense bfloat16 products in FLOPs per second. A multiply-add counts as two."""
     hbm_bandwidth: float
-    """Bytes to and from main memory."""
+    """Bytes per second to and from main memory."""
     ici_bandwidth: float
-    """Bytes over all fast links (ICI, NVLink), in one direction.
+    """Bytes per second over all fast links (ICI, NVLink) of a chip, in one direction.
 
     Half of the number that is published as bidirectional."""
     torus: int
     """Dimensions of the torus of fast links. 0 if every chip reaches every other through a switch,
     as the GPUs of a host do."""
     dcn_bandwidth: float | None
-    """Bytes to other slices or hosts, in one direction, or `None` if it is not published."""
+    """Bytes per second to other slices or hosts, in one direction. `None` if not published."""
     clock_hz: float | None
     """Clock of the matrix units, or `None`.
 
@@ -185,7 +185,7 @@ _B200 = Chip(
     ),
 )
 TPUS = {chip.name: chip for chip in (_V4, _V5E, _V5P, _V6E, _V7X)}
-"""TPU by the first word of a topology.
+"""TPU by its name in a topology, such as v5e in v5e:16x16.
 
 Sources: Google Cloud's "System architecture" page of each version (memory, peak, memory bandwidth;
 links as "bidirectional ICI bandwidth per chip" or, in Gbps, one direction; data centre network per
@@ -197,7 +197,7 @@ pages of v6e give a peak that its two 256 x 256 units would reach at 3.5 GHz onl
 claimed. The page of v7x ("TPU7x") says nothing of its units.
 """
 GPUS = {chip.name: chip for chip in (_A100, _H100, _H200, _B200)}
-"""GPU by the first word of a topology, each in a host of eight.
+"""GPU by its name in a topology, such as h100 in h100:8. Each is in a host of eight.
 
 Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200 (peak without
 sparsity; NVLink as "total" of both directions); the DGX data sheet of each for the network, one
@@ -207,7 +207,7 @@ reports them (github.com/openxla/xla, xla/backends/gpu/target_config/specs). The
 of B200 is half of "with sparsity".
 """
 CHIPS = TPUS | GPUS
-"""Chip by the first word of a topology."""
+"""Chip by its name in a topology, such as v5e in v5e:16x16 or h100 in h100:8."""
 
 
 def of_kind(device_kind: str) -> Chip | None:

@@ -40,9 +40,12 @@ _handlers: list[Any] = []
 """Handlers of signals, kept alive because the C library has their addresses."""
 
 _POLL_S = 1.0
-"""Seconds between two beats of a process. At each it also looks for failures of the others."""
+"""Seconds between two heartbeats of a process.
+
+At each of them the process also looks for failures that others have posted.
+"""
 _SHUTDOWN_S = 30.0
-"""Seconds that the processes of a finished run may take to part."""
+"""Seconds that a process waits for the shutdown of `jax.distributed` after a finished run."""
 _FOREVER_MS = 7 * 24 * 3600 * 1000
 """Longest wait for another process, a week in milliseconds.
 
@@ -120,7 +123,10 @@ def without_trace() -> Iterator[None]:
 
 
 def _answers(address: str) -> bool:
-    """Return whether an address HOST:PORT accepts four connections, a quarter of a second apart."""
+    """Return whether a process still listens at an address HOST:PORT.
+
+    It must accept four connections, a quarter of a second apart.
+    """
     host, _, port = address.rpartition(":")
     # Four times, because the port of a process that is just ending may still accept a connection.
     for _ in range(4):
@@ -322,14 +328,14 @@ class Cluster(Processes):
                 self._leave(f"process 0 (the coordinator) failed: no answer for {self._silence} s")
 
     def _look_for_silence(self, last_beats: dict[str, tuple[str, float]]) -> None:
-        """Post a failure of a process whose beat has not changed for `heartbeat_seconds`.
+        """Post a failure of a process that has sent no new heartbeat for `heartbeat_seconds`.
 
         Process 0 calls this, and looks at all processes but itself. If several are silent, only the
         first post counts.
 
         Args:
-            last_beats: Last beat of each process, by its key in the store, and when process 0 first
-                saw this beat (monotonic seconds). Changed in place.
+            last_beats: Last heartbeat of each process, by its key in the store, and when process 0
+                first saw this heartbeat (monotonic seconds). Changed in place.
         """
         current_time = time.monotonic()
         beats = dict(self._client.key_value_dir_get(_ALIVE))
@@ -348,8 +354,9 @@ class Cluster(Processes):
     def _tell_wait(self) -> None:
         """Post two waits of this process, in seconds, for process 0 to read.
 
-        `program` is the wait for a program beyond the longest such wait before, and `word` the wait
-        for a message of another process. Nothing is posted before `end_stalled` was called.
+        `program` says by how much the present wait for a program on all devices exceeds the longest
+        such wait so far. `word` is the present wait for a message of another process. Each is 0 if
+        there is none. Nothing is posted before `end_stalled` was called.
         """
         if self._excess is None:
             return
@@ -361,9 +368,10 @@ class Cluster(Processes):
     def _look_for_stall(self) -> None:
         """Post a failure of all processes if every one waits, and one too long for a program.
 
-        Process 0 calls this. Too long is above the `seconds` of `end_stalled`, and each of the
-        others must have waited for at least half as long. A process that compiles, reads data or
-        saves does not wait, so all may go on.
+        Process 0 calls this. A wait for a program is too long if it exceeds the longest wait so far
+        by more than the `seconds` of `end_stalled`. Every process must have waited for more than
+        half of these seconds, either for a program or for a message. A process that compiles, reads
+        data or saves does not wait, and then no failure is posted.
         """
         waits = []
         for _, text in self._client.key_value_dir_get(_WAITS):

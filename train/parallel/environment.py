@@ -83,7 +83,7 @@ _VECTOR = re.compile(r"(avx|s?sse|fma|f16c|amx|asimd|neon|sve|i8mm)")
 """Beginnings of names of vector instructions, of x86 and of Arm."""
 
 _SAME_BITS = frozenset({"python", "orbax-checkpoint", "tensorstore"})
-"""Packages that carry numbers and compute none."""
+"""Packages whose version cannot change the bits of results, because they compute no numbers."""
 _CODE = ("presets", "zoo", "train")
 """Folders of the project with code that computes."""
 

@@ -46,9 +46,9 @@ _ONE_S = 0.3
 
 `timeout` sends its signal twice; srun and the daemon of the step send one each."""
 _POLL_S = 0.25
-"""Seconds between two looks of a process at whether another one was told to stop."""
+"""Seconds between two checks of a process for a stop that another process was told."""
 _TOGETHER_S = 2.0
-"""Seconds that process 0 waits for the others to leave before it."""
+"""Longest time in seconds that process 0 waits for the other processes to end before it ends."""
 _STOP = "mupax/stop"
 """Folder of the coordination service in which processes agree on a stop."""
 
@@ -57,7 +57,7 @@ _BY_HAND = {
     "processes": "JAX_NUM_PROCESSES",
     "process": "JAX_PROCESS_ID",
 }
-"""Environment variable that stands for each field of the config."""
+"""Environment variable that is read if a field of `DistributedConfig` is not set, by field."""
 _OPEN_MPI_5 = re.compile(r"prterun-(.+)-(\d+)@\d+$")
 """Name of an Open MPI 5 job: the host of mpirun, and the id of its process."""
 _FIRST_PORT = 61440
@@ -178,7 +178,11 @@ class StopRequest:
             return self._is_running
 
     def _must_wait(self) -> bool:
-        """Return whether this process has run as many programs as it posted, before all agree."""
+        """Return whether this process must wait before it runs another program.
+
+        It must once a stop is being agreed on and it has run as many programs as it told the other
+        processes, until all processes have agreed on a number.
+        """
         has_reached_bound = self._bound is not None and self._num_done >= self._bound
         return has_reached_bound and self._agreed is None
 
@@ -223,7 +227,7 @@ class StopRequest:
     # The next method runs in the main thread, as soon as that executes Python code again.
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Store the signal in `received`, unless an earlier one is there, as Python's handler.
+        """Store a signal in `received`, unless an earlier one is there. Python's signal handler.
 
         In an interactive session SIGINT raises `KeyboardInterrupt`, unless it is the first signal
         and there is something to save.
@@ -289,7 +293,10 @@ class StopRequest:
     # The methods below run in the thread that talks to the other processes.
 
     def _talk(self) -> None:
-        """Look for stops of other processes until the context or the run ends."""
+        """Take part in agreeing on a stop (`_confer`) every `_POLL_S` seconds, in a thread.
+
+        The thread ends with the context or with the communication between the processes.
+        """
         while not (self._ended.wait(_POLL_S) or self._processes.closed):
             # Any error is one of the network. `Processes` ends the run if the coordinator is lost.
             with contextlib.suppress(Exception):

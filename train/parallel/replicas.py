@@ -112,8 +112,9 @@ def _describe(name: str, device: Any, first: Any, parts: Sequence[Mapping[str, A
     """Return the sentence about two devices that hold different copies of an array.
 
     Args:
-        device: Device whose copy differs from that of `first`.
-        parts: One mapping per process, in their order, with the `host`.
+        device: `jax.Device` whose copy differs from that of the device `first`.
+        first: `jax.Device` that it was compared with.
+        parts: One mapping per process, in the order of their numbers, with its `host`.
     """
     process = f"process {device.process_index} ({parts[device.process_index]['host']})"
     if device.process_index == first.process_index:

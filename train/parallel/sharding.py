@@ -120,7 +120,8 @@ def make_mesh(
 def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
     """Return the attribute of a device that names its island, and each island's device count.
 
-    The attribute is `slice_index` or, if devices have none, `process_index`. A TPU topology without
+    An island is a set of devices that a fast network joins: a TPU slice or a host of GPUs. The
+    attribute is `slice_index` or, if devices have none, `process_index`. A TPU topology without
     slices is one island.
     """
     # A slice has many processes on TPU and is one host on GPU. In a topology for ahead-of-time
@@ -138,9 +139,9 @@ def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
 
 
 def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
-    """Return the sizes of the torus that the devices of an island are wired in.
+    """Return the sizes of the torus in which the TPU chips of a slice are wired, such as (16, 16).
 
-    Dimensions of size 1 are left out. Empty if the devices have no coordinates.
+    Dimensions of size 1 are left out. The result is empty if the devices have no coordinates.
     """
     coordinates = np.array([getattr(device, "coords", ()) for device in devices])
     extents = np.ptp(coordinates, axis=0) + 1
@@ -154,6 +155,7 @@ def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
 def _across(config: MeshConfig, sizes: dict[str, int], num_islands: int) -> dict[str, int]:
     """Return the number of islands along every mesh axis. The product is `num_islands`.
 
+    An island is a set of devices that a fast network joins: a TPU slice or a host of GPUs.
     Without `config.slices`, as many islands as possible are along data and the rest along fsdp.
 
     Args:
@@ -401,9 +403,9 @@ class MeshLayout(Layout):
 class BatchSharding:
     """Sharding of batches of one shape on a mesh, and the rows that each process makes.
 
-    A process makes the rows that its own devices hold, and no others. They are one run of rows or
-    several, depending on where its devices lie in the mesh. Processes that split positions or heads
-    make the same rows.
+    A process makes the rows that its own devices hold, and no others. Depending on where its
+    devices lie in the mesh, these are one block of consecutive rows or several (`rows`). Processes
+    whose devices split the positions or the heads of the same examples make the same rows.
 
     Args:
         abstract: Shapes and dtypes of the global batch by name.
@@ -421,13 +423,13 @@ class BatchSharding:
             if index is not None:
                 bounds.add(index[0].indices(leaf.shape[0])[:2])
         self._offsets: dict[int, int] = {}
-        """First row of a run of rows in the global batch, and its place in this process' rows."""
+        """First row of a block in the global batch, to its index in this process' own rows."""
         rows: list[slice] = []
         count = 0
         for start, stop in sorted(bounds):
             self._offsets[start] = count
             count += stop - start
-            # Join neighbouring runs of rows, so that the data are made in fewer parts.
+            # Join neighbouring blocks of rows, so that the data are made in fewer parts.
             if rows and rows[-1].stop == start:
                 rows[-1] = slice(rows[-1].start, stop)
             else:
@@ -439,7 +441,7 @@ class BatchSharding:
         """Return the global batch on the mesh, made from the rows of all processes.
 
         Args:
-            batch: Arrays of this process, with its `rows` one after another.
+            batch: Arrays by name with the rows of this process alone, in the order of `rows`.
         """
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._shardings)

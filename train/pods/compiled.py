@@ -39,10 +39,16 @@ from mupax.zoo.families import Remat
 from mupax.zoo.layers.flash import block_of
 
 SLACK = 1.02
-"""Factor on the required bytes in the layer loop, for norms, losses and other small sums."""
+"""Factor by which a layer loop may send more bytes than `required` says.
+
+The rest is for norms, losses and other small sums.
+"""
 
 _RECOMPUTED: dict[Remat, int] = {"none": 0, "dots": 1, "attention": 1, "block": 1, "offload": 1}
-"""Forward passes of a block that the backward pass may repeat, with the block's parameters."""
+"""Number of times that a block's forward pass may be recomputed, by remat policy.
+
+Each time the block's parameters are gathered from other devices again.
+"""
 
 EIGHT_BIT_SPEEDUP = 2
 """Largest ratio of a chip's peak rate for int8 or float8 to that for bfloat16. TPU v4 has 1.
@@ -51,7 +57,7 @@ The least time of a step counts all products at this rate, those that stay in bf
 MOST_ARGUMENTS = 1.05
 """Largest ratio of a step's argument bytes to the bytes of state and batch. More is padding."""
 NUMBERS = 2**17
-"""Bytes of a step's scalar arguments, which take a tile each."""
+"""Bytes that `padding` allows for a step's scalar arguments, each of which takes a whole tile."""
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?, (.*?):?$")
 _VALUE = re.compile(r"^ value: <\d+ ([^@]*?)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
@@ -77,7 +83,10 @@ WITHOUT_A_GPU = {
     # lm-1b and lm-8b.
     "xla_disable_hlo_passes": "triton-softmax-rewriter",
 }
-"""XLA's flags of a step that is compiled for GPUs, which a real run does not set."""
+"""XLA flags with which a step is compiled for GPUs on a machine without them.
+
+A real run does not set these flags.
+"""
 MEM_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """Environment variable with the share of a GPU's memory that JAX takes for arrays."""
 _DEFAULT_MEM_FRACTION = 0.75
@@ -136,13 +145,14 @@ def padding(arguments: int, needed: int) -> list[str]:
 def whole_stacks(
     collectives: Iterable[Collective], stacks: Mapping[str, tuple[int, ...]], ways: int = 1
 ) -> list[str]:
-    """Return a line per all-gather of a parameter of all layers at once.
+    """Return a line per all-gather that gathers a parameter of all layers at once.
 
-    Scanning over layers is there to save this memory.
+    A loop over layers should gather one layer at a time, which takes less memory.
 
     Args:
-        stacks: Shape by parameter, with the layers as dimension 0.
-        ways: Number of shards that a matrix stays split into, 1 by default.
+        stacks: Shape of each parameter by name, with the layers as dimension 0.
+        ways: Number of shards that a gathered matrix is still split into (tensor parallelism), 1 by
+            default.
     """
     wrong = []
     for collective in collectives:
@@ -183,10 +193,11 @@ def whole_moments(program: Program, state_shardings: Any) -> list[str]:
 
 
 def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]:
-    """Return a line per set of mesh axes over which the layer loop sends more than it must.
+    """Return a line per set of mesh axes over which loops over layers send too many bytes.
+
+    Too many are more than `required` returns for these axes, with an allowance for small arrays.
 
     Args:
-        program: Compiled program. `required` returns what it must send.
         collectives: Collectives of the compiled step. Those outside loops over layers are ignored.
     """
     allowed = required(program)
@@ -225,9 +236,13 @@ def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]
 
 
 def required(program: Program) -> dict[tuple[str, ...], float]:
-    """Return the most bytes that the layer loop of one step must send, by mesh axes.
+    """Return an upper bound on the bytes that one step has to send in loops over layers.
 
-    Complete arrays are counted, as in `Collective.bytes`.
+    `unrequired` reports a compiled step that sends more.
+
+    Returns:
+        Bytes by the set of mesh axes that a collective is over. Complete arrays are counted, as in
+        `Collective.bytes`.
     """
     config = program.config
     mesh = program.mesh.shape
@@ -342,13 +357,13 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
     ranges = _live_ranges(assignment.with_name(name).read_text())
 
     def alive(moment: int) -> list[Value]:
-        """Return the values that are alive at a moment."""
+        """Return the values that are alive at a moment, an index in the order of instructions."""
         return [value for value in values if moment in ranges.get(value.name, ())]
 
     def live_bytes(moment: int) -> int:
         """Return the bytes that are alive at a moment.
 
-        Values that share a place are counted once.
+        Values that share memory are counted once.
         """
         places: dict[int, int] = {}
         for value in alive(moment):
@@ -433,13 +448,15 @@ def _origin(
     module: hlo.Module,
     steps: int = 8,
 ) -> hlo.Instruction | None:
-    """Return the instruction whose metadata says where an array comes from.
+    """Return the instruction whose metadata (`op_name`) says where an array comes from.
 
-    It is the array's own instruction, or one that this wraps or copies.
+    If the array's own instruction has no metadata, the function looks at an instruction inside its
+    fusion, at its operands, or at the loop that carries the array.
 
     Args:
+        result: Instruction that makes the array. `None` is returned as it is.
         instructions: Instructions of all computations of the module, by name.
-        steps: Most copies to follow, 8 by default.
+        steps: Largest number of operands to follow in a row, 8 by default.
     """
     if result is None or result.op_name or not steps:
         return result
@@ -826,9 +843,9 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
 def attention_workspace(module: hlo.Module) -> int:
     """Return the bytes of the workspace of cuDNN's attention on one GPU, 0 without it.
 
-    The backward kernel sums the gradient of the queries in float32. Without a GPU the compiler does
-    not ask cuDNN for this and takes it for nothing. The kernels run one after the other, so the
-    largest counts.
+    The backward kernel sums the gradient of the queries in float32, in a workspace. Without a GPU
+    the compiler cannot ask cuDNN for the size of the workspace, and counts 0 bytes. The kernels run
+    one after the other, so the result is the largest workspace.
     """
     largest = 0
     for executed in module.executed:

@@ -28,9 +28,9 @@ from mupax.zoo.layers.flash import FUSED, block_of
 from mupax.zoo.transformer import TransformerConfig
 
 _COMPILERS_KIB = {"TPU v6 lite": 32768}
-"""The compiler's default for one operation's share of a core's own memory, in KiB, by device kind.
+"""Default of the TPU compiler for the KiB of a core's own memory that one operation may take.
 
-16384 on other devices.
+It is listed by device kind. The default is 16384 on other devices.
 """
 
 GPU_COMPILE_SECONDS = 25.0
@@ -40,7 +40,9 @@ _ATTENTION_KERNELS = {
     "dot_product_attention_fwd_wrapper": 2,
     "dot_product_attention_bwd_wrapper": 5,
 }
-"""Products of T x S pairs that cuDNN's attention computes, by primitive.
+"""Number of matrix products over all pairs of a query and a key in cuDNN's attention.
+
+The keys are the names of JAX's primitives.
 
 Forward: logits and outputs. Backward: the logits again, and the gradients of weights, values,
 queries and keys.
@@ -97,9 +99,9 @@ def expected(program: Program) -> dict[str, int]:
     The peak is the fuller of two moments: the loss, or the backward pass of one layer.
 
     Returns:
-        Bytes by words for a table. Four are always there: `state` (parameters, optimizer state and
-        moving average), `batch`, "weights in compute type" and "saved activations". The others
-        depend on the moment.
+        Bytes by the name of a table's row. Four are always there: `state` (parameters, optimizer
+        state and moving average), `batch`, "weights in compute type" and "saved activations". The
+        others depend on the moment.
     """
     config = program.config
     layout = program.layout
@@ -164,13 +166,13 @@ def expert_weights(definition: Definition) -> int:
 
 
 def expert_slots(config: Config, devices: int) -> float:
-    """Return the copies of each token that are sent to experts. As many are sent back.
+    """Return how many copies of each token are sent to experts on other devices.
 
-    0 if no mesh axis splits the experts.
+    As many are sent back. The result is 0 if no mesh axis splits the experts.
 
     Args:
-        devices: Size of the mesh axis that splits experts. Without a capacity, each device along
-            it gets all tokens.
+        devices: Size of the mesh axis that splits experts. If experts have no capacity, each device
+            along this axis gets all tokens, so the result is `devices`.
     """
     model = config.model
     if devices == 1 or not isinstance(model, TransformerConfig) or model.experts is None:
@@ -183,12 +185,12 @@ def expert_slots(config: Config, devices: int) -> float:
 
 
 def attention_waste(program: Program, chip: Chip) -> float:
-    """Return the FLOPs of a splash kernel beyond the model's and remat's, on one device.
+    """Return the FLOPs that splash attention takes in addition to the counted ones, on one device.
 
-    0 on GPUs, which do not use that kernel.
-
-    The kernel computes pairs of positions that its mask hides, recomputes its forward pass in the
-    backward pass, and waits for keys and values. Waiting is counted as FLOPs.
+    Counted are the model's FLOPs (`model_flops`) and those of remat. In addition, the kernel
+    computes pairs of positions that its mask hides, recomputes its forward pass in the backward
+    pass, and waits for keys and values. Waiting is converted to FLOPs at the chip's peak rate. The
+    result is 0 on GPUs, which do not use this kernel.
     """
     if chip.gpu is not None:
         return 0.0
@@ -217,14 +219,15 @@ def attention_waste(program: Program, chip: Chip) -> float:
 
 
 def attention_share(program: Program, block: int, *, of_grid: bool = False) -> float:
-    """Return the share of its pairs of positions that the slowest device computes, in (0, 1].
+    """Return the share of query-key pairs that an attention kernel computes, in (0, 1].
 
-    It is 1 without a causal mask.
+    The other pairs are in blocks that the causal mask hides. The share is that of the device with
+    the most work, of all pairs of its queries. Without a causal mask it is 1.
 
     Args:
         block: Side of the kernel's blocks, in positions.
-        of_grid: `True` returns the share of the kernel's grid as traced. A ring's grid leaves out
-            pairs of parts that the mask hides.
+        of_grid: `True` returns the share of the kernel's grid as traced. The grid of ring attention
+            already leaves out some of the hidden pairs.
     """
     if not program.config.model.causal:
         return 1.0

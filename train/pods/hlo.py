@@ -123,14 +123,16 @@ def collectives(
     across: Mapping[str, int] | None = None,
     islands: Sequence[int] = (),
 ) -> list[Collective]:
-    """Return every collective that moves something, once each if the compiler cuts it up.
+    """Return every collective of a program that sends data between devices.
+
+    A collective that the compiler has cut into several instructions is returned once.
 
     Args:
         module: Program, as `parse` returns it.
         mesh: Size by axis name, in the order of the mesh's dimensions.
         across: Number of slices by axis, for axes that cross slices. By default none does.
-        islands: Host of every partition, for GPUs, whose collectives cross hosts themselves. By
-            default only sends cross the slow network, as between slices of TPUs.
+        islands: Number of the host of every GPU, by which collectives that cross hosts are found.
+            By default none, as for TPUs, where only the opcode `send` crosses slices.
 
     Raises:
         ValueError: Replica groups are in an unknown form.
@@ -169,11 +171,12 @@ def _collective(
     """Return the collective of an instruction, or `None` if it stays on one device.
 
     Args:
-        executed: Instruction outside fusions that is or holds `part`.
-        part: Collective's own instruction, `executed` or inside its fusion.
+        executed: Instruction outside fusions that is the collective, or a fusion that holds it.
+        part: The collective's own instruction, which is `executed` or inside its fusion.
         mesh: Size by axis name, in the order of the mesh's dimensions.
         across: Number of slices by axis, for axes that cross slices.
-        islands: Host of every partition of GPUs, empty for TPUs, whose sends alone leave a slice.
+        islands: Number of the host of every GPU. Empty for TPUs, where only the opcode `send`
+            crosses slices.
     """
     instruction = part.instruction
     kind = part.kind
@@ -230,7 +233,10 @@ def _collective(
 
 
 def _chain(instruction: Instruction) -> str | None:
-    """Return the `chain_id` text that all parts of a cut-up collective share, otherwise `None`."""
+    """Return the text `chain_id="N"` of an instruction, or `None` if it has none.
+
+    All instructions into which the compiler has cut one collective have the same text.
+    """
     match = re.search(r'chain_id="(\d+)"', instruction.attributes)
     return match[0] if match else None
 
@@ -259,7 +265,8 @@ def _hidden(module: Module, computation: Mapping[str, Instruction], start: Instr
 def _in_zeros(module: Module, computation: Mapping[str, Instruction], name: str) -> bool:
     """Return whether an array is one part that was written into an array of zeros.
 
-    An array that repeats any one number is taken for zeros.
+    The TPU compiler makes all-reduces of such arrays in place of some all-gathers. An array that
+    repeats any one number is taken for zeros.
 
     Args:
         computation: Instructions by name, of the computation that has the array.
@@ -675,7 +682,7 @@ class Module:
     def _moved_by_fusion(self, fusion: Instruction, written: int, read: list[int]) -> int:
         """Return the bytes of main memory that one execution of a fusion reads and writes.
 
-        Of an operand that is only sliced or updated in place, the slices count.
+        If an operand is only sliced, or updated in place, only the bytes of the slices are counted.
 
         Args:
             fusion: Instruction of opcode `fusion` or `fusion-start`.
@@ -782,7 +789,7 @@ def parse(text: str) -> Module:
 
 
 def _instruction(line: str) -> Instruction:
-    """Return the instruction of its text."""
+    """Parse the HLO text of one instruction, such as `%x = f32[8]{0} add(%a, %b)`."""
     match = _INSTRUCTION.match(line)
     assert match is not None, line[:200]
     root, name, shape, opcode, arguments, attributes = match.groups()
@@ -791,7 +798,13 @@ def _instruction(line: str) -> Instruction:
 
 
 def _origin(computation: dict[str, Instruction], name: str) -> Instruction:
-    """Return the instruction that makes a value which others only pass on."""
+    """Return the instruction that computes a value, before copies, casts and reshapes of the value.
+
+    Args:
+        computation: Instructions by name, of the computation that has the instruction `name`.
+        name: Instruction to start from. It is followed back to the first operand as long as its
+            opcode is in `_TRANSPARENT`.
+    """
     instruction = computation[name]
     while instruction.opcode in _TRANSPARENT:
         instruction = computation[instruction.operands[0]]
@@ -818,7 +831,10 @@ def _sources(text: str) -> dict[str, str]:
 
 
 def _place(path: str) -> str:
-    """Return a project's file from the project's folder on, and any other by folder and name."""
+    """Return a short form of a source file's path, for reports.
+
+    A file of mupax is written from mupax's folder on. Any other file is written as FOLDER/NAME.
+    """
     folders, _, inside = path.rpartition("/mupax/")
     if folders:
         return inside

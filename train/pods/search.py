@@ -45,9 +45,9 @@ BATCHES = (0.5, 1, 2)
 """Batch sizes that are tried, as multiples of the run's own."""
 
 BLOCKS = (512, 1024, 2048)
-"""Sides of attention blocks that are tried besides the chip's own.
+"""Sides of attention blocks that are tried in addition to the default for the chip.
 
-Positions must divide into them, and a core's own memory must hold them.
+A side must divide the number of positions, and a core's own memory must hold a block.
 """
 
 BLOCK_BYTES = 5
@@ -58,14 +58,17 @@ v5e asked for 20 MiB.
 """
 
 MOST_HOSTS = 128
-"""Most hosts of GPUs among which the smallest number that fits is looked for."""
+"""Largest number of GPU hosts that `smallest_that_fits` tries."""
 
 TIE = 0.1
 """Relative difference of two step times on GPUs that is a tie. Without a GPU nothing is timed, and
 estimates are not closer than that."""
 
 MOST_ROWS = 1000
-"""Most candidates of a record that are only estimated. Large pods have tens of thousands."""
+"""Largest number of rows in a search's record for candidates that were only estimated.
+
+Large pods have tens of thousands of candidates.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Candidate:
         """Values of the searched fields, by which `different` compares candidates.
 
         The keys are `axes` (mesh axes of more than one device), `fsdp`, `remat`, `microbatches`,
-        `batch`, `loss`, `block` (`None` is the chip's own) and `xla_flags`.
+        `batch`, `loss`, `block` (`None` is the default for the chip) and `xla_flags`.
         """
         config = self.config
         compute = config.model.compute
@@ -190,7 +193,10 @@ def candidates(
 
 
 def _blocks(config: Config, chip: Chip) -> list[int | None]:
-    """Return the sides of attention blocks to try. `None` is the chip's own."""
+    """Return the sides of attention blocks to try, in positions.
+
+    `None` among them is the kernel's default for the chip. On GPUs it is the only one.
+    """
     # Only the TPU's attention kernel has a block size that can be set.
     if chip.gpu is not None:
         return [None]
@@ -522,7 +528,7 @@ FIGURES = (
     "hbm_traffic_per_device",
     "compile_seconds",
 )
-"""Entries of a report that a record has."""
+"""Keys of a compiled step's report that `search` copies into its record."""
 
 
 def record(

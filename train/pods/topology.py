@@ -21,7 +21,7 @@ EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16, v7x:4x4x4, v4:4x4x4, h100:8 or h100
 """Topologies that messages name."""
 _SHAPE = re.compile(r"([\w ]+):(\d+(?:x\d+){0,2})")
 _CUDNN = "nvidia-cudnn-cu12"
-"""Distribution whose version decides which attention kernels a GPU's program has."""
+"""PyPI package of cuDNN. Its version decides which attention kernels a program for GPUs has."""
 CUDA = (12, 9)
 """Version of CUDA's runtime that programs are compiled for, which is that of the wheels."""
 
@@ -80,7 +80,7 @@ _NO_TPU = {
     # once.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Additional variables for TPUs."""
+"""Additional environment variables for compiling for TPUs on a machine without them."""
 
 
 class TopologyError(MupaxError):
@@ -230,7 +230,7 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
 
 
 def _description(topology: str, chip: Chip, slices: int) -> Any:
-    """Return JAX's description of a topology."""
+    """Return the `TopologyDescription` of JAX whose devices a program can be compiled for."""
     from jax.experimental import topologies
 
     if chip.gpu is not None:
@@ -286,11 +286,12 @@ def gpu_target(chip: Chip, dnn: tuple[int, int, int]) -> str:
 
 
 def wraps(topology: str) -> list[bool]:
-    """Return whether the first and last chip are neighbors, for each of three dimensions.
+    """Return whether the chips along each of three dimensions form a ring.
 
-    As in the machines, chips of v5e and v6e are joined into a ring along dimensions of 16, the
-    whole of a pod's. Chips that are wired in three dimensions are joined in slices made of whole
-    cubes of 4x4x4. (Google Cloud's pages of each version; MaxText's `accelerator_to_spec_map`.)
+    In a ring the first and the last chip are neighbours. On v5e and v6e, which are wired in two
+    dimensions, dimensions of 16 chips (a whole pod) are rings. On chips that are wired in three
+    dimensions, all dimensions are rings if the slice consists of whole cubes of 4x4x4, otherwise
+    none is. (Google Cloud's pages of each version; MaxText's `accelerator_to_spec_map`.)
 
     Args:
         topology: Topology of TPUs that `chip_of` accepts.

@@ -33,11 +33,11 @@ GRACES = {
     "SLURM's --signal=TERM@120 or a spot machine of AWS": 120,
     "the JobSet of scripts/launch/gke.sh": 300,
 }
-"""Seconds from SIGTERM to the end of a process, the shortest first."""
+"""Machine or scheduler to the seconds that it leaves a process after SIGTERM, the fewest first."""
 _NUM_ARRAYS = 8
-"""Arrays of the state that is saved to measure the time of a save."""
+"""Number of arrays in the small state that is saved to measure the time of a save."""
 _MAX_BYTES = 128 * 2**20
-"""Most bytes of all these arrays together, which take seconds on most disks."""
+"""Largest size of this small state in bytes. Saving it takes seconds on most disks."""
 
 
 def rows(workdir: str, state: Any) -> dict[str, str]:
@@ -232,9 +232,13 @@ def _shape(program: Program, leaf: Any) -> str:
 
 
 def _value(layers: np.ndarray) -> str:
-    """Return the first layer's value in three digits, or `FIRST..LAST` in two.
+    """Return a parameter's value as text, such as `0.0312`, or `0.031..0.5` if layers differ.
 
-    The second form is used if the values of the first and the last layer differ in three digits.
+    The first form has the first layer's value in three significant digits. If the last layer's
+    value differs from it in these digits, both are written in two significant digits.
+
+    Args:
+        layers: Values of all layers in order, or one value.
     """
     first = float(layers.flat[0])
     last = float(layers.flat[-1])
@@ -243,11 +247,16 @@ def _value(layers: np.ndarray) -> str:
 
 
 def _print_beside_source(program: Program, published_use: str) -> None:
-    """Print the values of every group, and in brackets those of a published source.
+    """Print a table of the run's values by parameter group, next to those of a published source.
 
-    A group whose trained parameters or layers have several values has the least and the largest.
-    Groups without a trained parameter are left out. The source's model with the nearest width is
-    shown. Print nothing if the name is a path.
+    The values are multiplier, initial standard deviation, learning rate, eps and weight decay. The
+    source's values are in brackets. They are for its model with the nearest width. If a group has
+    several values, the least and the largest are shown. Groups without a trained parameter are left
+    out.
+
+    Args:
+        published_use: Published preset that the command line names, as PRESET:NAME. Nothing is
+            printed if it is the path of a file.
     """
     from mupax.presets.tuned import find, published
 

@@ -31,7 +31,7 @@ _ROWS = 8
 """Rows of the first batch that every process reads to compare them."""
 
 JUMP = 1.5
-"""Largest ratio of a step's learning rates, before and after a resume, that is no jump."""
+"""Largest factor by which a resume may change the learning rate of the next step (`check`)."""
 
 
 class DriftError(MupaxFailure):
@@ -323,8 +323,8 @@ def announce(
     """Print where a resumed run goes on and what has changed since it was recorded.
 
     Cautions name evaluation sets with other data, and checkpoints that new settings will delete.
-    If a step is done, first refuse a run that cannot go on. At step 0 nothing is refused, and
-    neither the step nor changes of the environment are printed.
+    If at least one step is done, first refuse a run that cannot go on. At step 0 nothing is
+    refused, and neither the step nor changes of the environment are printed.
 
     Args:
         config: Config of this part of the run.

@@ -217,7 +217,9 @@ class RunContext:
 
         Args:
             awaited: Text for the watchdog on what the run waits for from now on.
-            kind: Kind of program, if its wait is limited. `None` if it may be compiled first.
+            kind: `STEP` or `EVALUATION`, to compare the wait for the program with earlier waits
+                (`Patience`). `None` for a program whose wait is not limited, because it may first
+                be compiled.
 
         Raises:
             Interrupted: A signal came first.
@@ -318,7 +320,9 @@ def _spool(
 def _joined(
     address: dict[str, Any] | None, config: Config
 ) -> contextlib.AbstractContextManager[Processes]:
-    """Return a context manager that joins the other processes of the run, and yields them all.
+    """Return a context manager that connects this process to the other processes of the run.
+
+    It yields the `Processes` through which they communicate.
 
     Args:
         address: Arguments of `jax.distributed.initialize`, or `None` if this process is alone.

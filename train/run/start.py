@@ -88,7 +88,8 @@ def memory_limit(program: Program, context: RunContext, moment: str) -> int | No
     Args:
         program: Program of the run. Its config can turn the check off.
         context: Context of the run, whose processes all call this.
-        moment: Name of the moment. Each name may be used once in a run.
+        moment: Name of this call, such as "start", by which the processes find each other's values.
+            Each name may be used once in a run.
 
     Returns:
         Bytes, or `None` if memory is not to be checked or no device says how much it has.
@@ -255,8 +256,8 @@ def _earlier_evaluations(
     """Return the evaluations in metrics.jsonl up to the start step, empty for a new run.
 
     Process 0 reads them for all processes, which all call this. If the run keeps its best
-    checkpoints (`keep_best`), process 0 also writes metrics that checkpoints on disk lack, and
-    deletes checkpoints that are no longer kept.
+    checkpoints (`keep_best`), process 0 also writes the metrics into those checkpoints that lack
+    them, and deletes checkpoints that are no longer kept.
     """
 
     def earlier_rows() -> list[dict[str, Any]]:

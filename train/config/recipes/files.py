@@ -20,7 +20,7 @@ from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 
 _OF_ONE_RUN = names_with(Config, "session")
-"""Fields of a run's record that another run does not take over."""
+"""Config fields about one start of a run, such as `workdir`, that a recorded config never sets."""
 
 # YAML 1.1 reads a number such as 3e-4, which has no point, as a text.
 _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -82,8 +82,8 @@ def _refuse_moved_preset(preset: Any) -> None:
 def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:
     """Return the function that makes the config with which a recorded run continues.
 
-    Fields on one start, such as `workdir` and `resume`, and the section `distributed` get their
-    defaults. The function raises `ConfigError` if the fields make no config.
+    Fields about one start of a run, such as `workdir` and `resume`, and the section `distributed`
+    get their defaults. The returned function raises `ConfigError` if the fields make no config.
 
     Args:
         fields: `config` of the record.
@@ -157,13 +157,15 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the recipe that a file names, with the model that the file names.
+    """Return the config fields that a config file starts from, before its own fields are applied.
 
-    If the file has fields of a model of another family, the recipe's model is left out. Returns {}
-    for a file that names no recipe, or an unknown one, and has the fields itself.
+    They are the fields of the recipe that the file names. If the file gives a model by name, they
+    have this model. If the file has fields of a model of another family, they have no model. The
+    result is {} for a file that has data and a model itself and names no recipe or an unknown one.
 
     Raises:
-        ConfigError: The recipe does not exist, or it is missing and data or model are, too.
+        ConfigError: The file names an unknown recipe and has no data. Or it names no recipe, and
+            data or model are missing.
     """
     name = fields.get("recipe")
     model = fields.get("model")
@@ -219,7 +221,11 @@ def _with_named_sources(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and content of every source of a map, or of a list of words and of maps.
+    """Yield (name, entry) of every source that `data.mix` or `data.evaluate` of a config file has.
+
+    The file may have a map from names to entries, or a list. An item of the list is a text
+    NAME=ENTRY, a map from names to entries, or one map with the key `name`, whose other keys are
+    the entry.
 
     Args:
         key: Field for the message, such as "data.mix".
@@ -306,7 +312,12 @@ def _evaluate_word(name: Any, entry: Any) -> str:
 
 
 def _source(key: str, value: Any) -> str:
-    """Return a source that is a text. Raise ConfigError for any other value."""
+    """Return `value` if it is a text that is not empty. Raise ConfigError for any other value.
+
+    Args:
+        key: Field for the message, such as "data.mix".
+        value: Source of data from a config file.
+    """
     if not isinstance(value, str) or not value:
         raise ConfigError(
             f"{key} is {value!r:.60}; write a source that --data.name takes, such as text:FOLDER"

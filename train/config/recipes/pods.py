@@ -201,9 +201,10 @@ _I1K_CONSTANTS = (
 )
 """Constants with which the preset starts from big_vision's initialization.
 
-The MLP has Glorot's standard deviation, (2 / (fan_in + fan_out))^1/2 over fan_in^-1/2 for an MLP
-four times as wide. The patch embedding has its factor 768^-1/2 in the weight and not in the
-multiplier, so that its rate, eps and share of the clipped norm are those of the weight."""
+The standard deviations of the MLP are Glorot's, (2 / (fan_in + fan_out))^1/2, divided by the
+preset's fan_in^-1/2, for an MLP four times as wide as the model. The preset would put the factor
+768^-1/2 of the patch embedding into its multiplier. Here this factor is in the weight, as in
+big_vision, so that learning rate, eps and gradient clipping act on the weight as they do there."""
 
 
 def _vit_i1k(name: str, model: str) -> Config:

@@ -41,7 +41,10 @@ _COPIES = 3
 """Copies of gathered parameters: as received, as a matrix product's operand, and their gradient."""
 
 _TRIES = 4
-"""Most proposals that are compiled. The estimates that order them are within some ten per cent."""
+"""Largest number of proposed flags that are compiled to see whether the step fits with them.
+
+The estimates that order the proposals are within some ten per cent of the compiler's figures.
+"""
 _PATIENCE_S = 20.0
 """Seconds to compile proposals in when a run is refused. A dry run has no limit."""
 _SLACK = 0.9
@@ -52,7 +55,7 @@ OVERRIDE = "--faults.no-memory-check starts the run all the same"
 
 @dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    """Description of a device for a place of a mesh that no device of this machine takes.
+    """Stand-in for a device of a mesh that this machine does not have.
 
     A fake device computes nothing. All attributes but `id` are those of `like`.
 
@@ -516,11 +519,13 @@ def _on_devices(count: int, flags: str, peak: float) -> str:
 
 
 def _scaled(program: Program, usage: MemoryEstimate, target: Program) -> MemoryEstimate:
-    """Estimate the step of `target` from the step of `program`.
+    """Estimate the memory of `target`'s step from the known memory of `program`'s step.
 
-    Activations are in proportion to the estimates by shapes. All else is taken from shapes.
+    The known activations are scaled by the ratio of both programs' estimates from shapes. State,
+    gradients and gathered parameters of `target` are computed from shapes.
 
     Args:
+        usage: Known memory of the step of `program`.
         target: Program of the same run with other flags.
     """
     activations = _activations(target, target.config)
@@ -613,9 +618,14 @@ def _smaller(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[st
 
 
 def _reduced(program: Program, usage: MemoryEstimate, config: Config) -> float:
-    """Estimate the peak of a smaller run on the same mesh.
+    """Estimate the peak bytes of one device for a smaller run on the same mesh.
 
-    The state shrinks with the parameters, and activations in proportion to the estimates by shapes.
+    State and gradients shrink in proportion to the bytes of all parameters. Activations shrink in
+    proportion to their estimates from shapes.
+
+    Args:
+        program: Program of the run itself, whose step takes the memory `usage`.
+        config: Config of the smaller run, which has the same mesh.
 
     Raises:
         MeshError: The mesh does not divide the batch of the smaller run.
@@ -803,7 +813,11 @@ def _estimated(program: Program, row: int) -> MemoryEstimate:
 
 
 def _state(program: Program) -> int:
-    """Return the bytes of the state and of a centred output's initial parameters on one device."""
+    """Return the bytes of the training state on one device.
+
+    If the model's output is centred (the logits of the initial parameters are subtracted), the
+    initial parameters are counted, too.
+    """
     # A centered model subtracts its initial output, so it keeps its initial parameters.
     reference = program.abstract.params if program.config.model.centered else {}
     leaves = jax.tree.leaves((program.abstract, reference))
@@ -824,10 +838,10 @@ def _saved(program: Program) -> int:
 
 
 def optimizer_bytes(program: Program) -> int:
-    """Return the bytes that training holds on one device besides the evaluated parameters.
+    """Return the bytes that training holds on one device and an evaluation does not read.
 
-    They are the optimizer state, parameters if an average replaces them and, on CPU, the copy for a
-    checkpoint. Initial parameters of a centred output are not among them: an evaluation reads them.
+    They are the optimizer state and, on CPU, the copy that a checkpoint makes. If evaluations use
+    the moving average of the parameters, the parameters themselves are counted, too.
     """
     held = 0
     for leaf in jax.tree.leaves(program.abstract):

@@ -42,7 +42,10 @@ KERNEL_AGAIN: dict[Remat, float] = {**FORWARD_AGAIN, "attention": 0.0}
 """Forward passes of the attention kernel that a remat policy recomputes."""
 
 ONCE = ("splash", "ring", "cudnn")
-"""Attention kernels whose outputs and softmax norms `zoo.layers.stack.REMAT` can save."""
+"""Attention kernels whose outputs and softmax sums the policies of `zoo.layers.stack.REMAT` save.
+
+Under such a policy the kernel's forward pass runs only once.
+"""
 
 
 def loss(config: Config, definition: Definition, layout: Layout) -> core_loss.LossImplementation:
@@ -176,7 +179,10 @@ def activations(config: Config, definition: Definition, layout: Layout) -> tuple
 
 
 def attention_of(config: Config, definition: Definition, layout: Layout) -> AttentionName:
-    """Return the name of the attention kernel of a layer with the model's own mask (`sight`)."""
+    """Return the name of the attention kernel that the layers of a run's model use.
+
+    For a transformer, the kernel is that of layers with the mask, window and softcap `model.sight`.
+    """
     model = config.model
     sizes = defaultdict(int, definition.sizes)
     length = sizes["position"]

@@ -19,11 +19,14 @@ from mupax.zoo.layers.linear import ReadoutInputs
 
 
 class _Chunk(NamedTuple):
-    """Tokens of a chunk, or of all chunks with the chunks as first dimension."""
+    """Arrays of the tokens of one chunk, or of all chunks with the chunks as first dimension."""
 
     features: jax.Array
     reference: jax.Array | None
-    """Features of the reference. `None` without a centred output."""
+    """Features of the initial model, whose logits are subtracted if the output is centred.
+
+    `None` if the output is not centred.
+    """
     targets: jax.Array
     weights: jax.Array
 

@@ -32,9 +32,12 @@ class _PartLogits(NamedTuple):
     """Logits of one part of the vocabulary."""
 
     logits_NV: jax.Array
-    """Logits minus those of the reference, float32."""
+    """Logits that the loss reads, float32.
+
+    If the output is centred, the logits of the initial model are already subtracted.
+    """
     own_NV: jax.Array
-    """Logits of the model alone, float32."""
+    """Logits of the model itself, before the initial model's are subtracted, float32."""
     weight_DV: jax.Array
     """Gathered part of the readout matrix."""
 
@@ -73,7 +76,7 @@ class _DeviceLoss:
         """Return features, and the readout of a part of the vocabulary gathered from all devices.
 
         Args:
-            source: Readout inputs of the model or of the reference.
+            source: Readout inputs of the model or of the initial model (`inputs.reference`).
             part: Columns of the part in this device's share of the readout matrix, such as 0:128.
             after: Array that the compiler has to compute before the part is gathered. `None` leaves
                 the order to the compiler.
@@ -91,7 +94,7 @@ class _DeviceLoss:
     def part_logits(self, part: slice, after: jax.Array | None = None) -> _PartLogits:
         """Return the logits of a part of the vocabulary, and the gathered readout matrix.
 
-        Logits of the reference are subtracted if the output is centred.
+        If the output is centred, the logits of the initial model are subtracted.
 
         Args:
             after: Array that the compiler has to compute before the part is gathered. `None` leaves

@@ -26,7 +26,7 @@ from mupax.zoo.functional.definition import FunctionDefinition
 
 
 class State(NamedTuple):
-    """State of `Parameterization.optimizer`."""
+    """Optimizer state of the transformation that `Parameterization.optimizer` returns."""
 
     step: jax.Array
     """Number of steps done, int32 []."""
@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameterization:
-    """Preset at the sizes of a model, as `parameterize` returns it.
+    """Initialization, multipliers and optimizer that a preset gives to a model (`parameterize`).
 
     Attributes:
         definition: Model without parameters.
@@ -87,7 +87,7 @@ class Parameterization:
         return self.definition.forward(arrays, self.factors.forward)
 
     def apply(self, params: Any, *inputs: Any) -> Any:
-        """Return logits, float32.
+        """Call the model with the preset's multipliers, and return its logits in float32.
 
         The model is called with `forward(params)`. Logits of a tied readout are also multiplied by
         the readout's multiplier.
@@ -155,7 +155,9 @@ class Parameterization:
 def parameterize(
     definition: FunctionDefinition, preset: Preset, config: OptimizerConfig
 ) -> Parameterization:
-    """Return a preset at the sizes of a model of any framework.
+    """Return the initialization, multipliers and optimizer of a model of any framework.
+
+    They are those that a preset has for the model's sizes.
 
     Args:
         definition: Model from `mupax.zoo.define_function`.

@@ -327,7 +327,10 @@ def _add_metrics(
     scale: _LossScale,
     references: Sequence[Reference],
 ) -> None:
-    """Add rows with the last evaluation of every metric, each followed by its references."""
+    """Add a row with the last evaluation of each metric, followed by reference models in its unit.
+
+    Metrics that are not shown everywhere, or were never evaluated, have no row.
+    """
     names = list(shown_everywhere())
     # The loss of image models comes last: their accuracy matters more.
     names.sort(key=lambda name: scale.unit == "images" and name == "loss")
@@ -490,7 +493,7 @@ def _draw_evaluations(
         form: Format string of values in the margin.
         gap: Least distance of two names in the margin, as a fraction of the panel's height.
         log: `True` makes the y axis logarithmic.
-        around: Other values that the limits must hold.
+        around: Other values, such as the smoothed training loss, that must lie within the limits.
     """
     steps, values = points
     inside = [values, [value for value, _ in lines], around]
@@ -652,7 +655,10 @@ def _leave_predictions(session: CompiledRun, params: Arrays, path: Path) -> None
 
 
 def _show_sample(context: RunContext, step: int, text: str) -> None:
-    """Show the sample in TensorBoard, in a file of its own, since that of the rows is closed."""
+    """Write a run's sample text to TensorBoard, after the run's last step.
+
+    It goes to an event file of its own, because the file with the metrics is already closed.
+    """
     from mupax.train.run.report.mirrors.trackers import Media, TensorBoard
 
     board = TensorBoard(context.files / "tensorboard", None, "sample")

@@ -179,7 +179,7 @@ class MetricWriters:
         self._calls.put(None)
 
     def _run(self) -> None:
-        """Make the queued calls, until a `None` is queued."""
+        """Call the functions that are queued, in a thread, until a `None` is queued."""
         while call := self._calls.get():
             call()
 
@@ -517,9 +517,9 @@ def _keep_until(path: Path, step: int | None) -> str:
 class Evaluations:
     """Metrics of a run's evaluations by step, and whether they end the run (`stop.patience`).
 
-    Both follow from the rows of evaluations alone. All processes of a run have the same rows, and
-    metrics.jsonl keeps them: a resumed run counts on where it stopped, and a run that has ended by
-    its evaluations ends again.
+    Metrics and decision depend on the rows of evaluations alone. All processes of a run have the
+    same rows, so they decide alike. metrics.jsonl keeps the rows, so a resumed run continues to
+    count evaluations without improvement, and a run that has ended by them ends again.
 
     Args:
         config: Config of the run: its `stop` settings and its number of steps.

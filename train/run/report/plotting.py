@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _GRID_COLUMNS = 8
 _GRID_ROWS = 5
-"""Most columns and rows of the picture of predictions."""
+"""Largest numbers of columns and rows of images in predictions.png."""
 _CELL_HEIGHT = 1.28
-"""Height of a cell of that picture over its width: the image above and its label below."""
+"""Height over width of a cell in predictions.png, which has an image above and its label below."""
 _NUM_IMAGES = 512
 """Test images that are predicted, at least, if there are so many."""
 

@@ -42,7 +42,7 @@ _PLAIN_LINES = 20
 _MIN_BAR_WIDTH = 8
 _MAX_BAR_WIDTH = 40
 _SHOWN_DATA_WAIT = 0.05
-"""Share of the time from which on waiting for data is shown."""
+"""Smallest share of the time spent waiting for data at which the screen shows it."""
 
 
 @dataclasses.dataclass

@@ -23,7 +23,7 @@ class Reached(NamedTuple):
         process: Number of this process of the run, or -1 before it has joined the others and
             claimed the workdir.
         processes: Number of processes of the run.
-        start: Step from which the run went on, or -1 before that.
+        start: Step from which training began in this attempt, or -1 if it has not begun yet.
         step: Last step whose metrics the host has seen, or -1. Up to `start.IN_FLIGHT` later steps
             may be done, too.
     """

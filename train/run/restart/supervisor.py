@@ -35,10 +35,16 @@ from mupax.train.config.run import Config
 from mupax.train.run.restart.memory import VARIABLE, Memory, Reached
 
 FILE = "attempts.jsonl"
-"""File of process 0, or of the only process. That of process I is `attempts-I.jsonl`."""
+"""File in the workdir in which process 0 records its attempts at the run.
+
+Process I > 0 has a file `attempts-I.jsonl`.
+"""
 _SAME_STEP = 2
-"""Largest distance of two steps that may be the same: up to `start.IN_FLIGHT` steps may be done
-that the host has not seen."""
+"""Largest difference of the last seen steps of two attempts that count as failed at the same step.
+
+The seen steps may differ although the failing step is the same, because up to `start.IN_FLIGHT`
+later steps are done before the host sees them.
+"""
 _WORDS = {
     signal.SIGKILL: "by a person, a scheduler or the kernel",
     signal.SIGSEGV: "a segmentation fault",
@@ -105,10 +111,10 @@ class RestartAttempt:
         return text
 
     def failed_as(self, earlier: RestartAttempt) -> bool:
-        """Return whether both attempts ended at steps at most `_SAME_STEP` apart.
+        """Return whether two attempts failed in the same way, so that a third would be useless.
 
-        If one of them ended before its first step, return whether both did, with the same return
-        code and last line.
+        They did if their last seen steps are at most `_SAME_STEP` apart. If one of them ended
+        before its first step, both must have, with the same return code and last line.
         """
         step = self.reached.step
         earlier_step = earlier.reached.step
@@ -339,9 +345,9 @@ def _attend(child: subprocess.Popen[bytes], listener: Listener) -> bytes:
 
 @functools.cache
 def _ends_with_parent() -> Callable[[], object]:
-    """Return a function by which a child asks the kernel for SIGTERM when its parent has died.
+    """Return a function that asks the kernel for SIGTERM to this process when its parent has died.
 
-    The child calls it before it becomes the run.
+    It is the `preexec_fn` of `subprocess.Popen`, called in the child before its program starts.
     """
     # Looked up before the fork: a child forked beside other threads could deadlock.
     prctl = ctypes.CDLL(None).prctl
@@ -354,7 +360,7 @@ class _Output(NamedTuple):
 
     text: bytes
     is_open: bool
-    """Whether more may come."""
+    """False if the child has closed its standard error, so that no more text comes."""
 
 
 def _pass_on(pipe: int) -> _Output:
@@ -448,11 +454,14 @@ def run(config: Config, words: Sequence[str], max_restarts: int) -> int:
 
 
 def _command_line(words: Sequence[str]) -> list[str]:
-    """Return the command of this process, to start it again.
+    """Return the command that starts this process again, as a list for `subprocess`.
+
+    It begins with the Python interpreter, followed by the arguments of this process. If these do
+    not end with the words, the result is `python -m mupax WORDS`.
 
     Args:
-        words: Words of the command line after `mupax`, of which `train` is the first. `python -m
-            train` and a program that calls `mupax.train.__main__.main` were started without it.
+        words: Words of the command line after `mupax`. The first one is `train`. It may be missing
+            among the arguments of this process, because `python -m train` needs no such word.
     """
     started = sys.orig_argv
     for own_words in (words, words[1:]):
