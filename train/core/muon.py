@@ -31,6 +31,7 @@ from mupax.presets.preset import WHOLE_MATRICES, MatrixSteps
 from mupax.presets.roles import ADAPTERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.optimizer import Specs, adam
+from mupax.train.parallel.sharding import crosses_islands
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 Coefficients = Sequence[tuple[float, float, float]]
@@ -484,7 +485,7 @@ def _parameter(
     used = set().union(*names)
     shared: list[str] = []
     for name, size in layout.mesh.shape.items():
-        if size > 1 and name not in used and not _crosses_islands(layout.mesh, name):
+        if size > 1 and name not in used and not crosses_islands(layout.mesh, name):
             shared.append(name)
     split = Split(names[dimensions.s[0]], names[dimensions.t[0]], tuple(shared))
 
@@ -508,18 +509,6 @@ def _pairs(
         block: Size of a block along each dimension of the array, whose size it must divide.
     """
     return tuple((shape[i] // block[i], block[i]) for i in side)
-
-
-def _crosses_islands(mesh: jax.sharding.Mesh, axis: str) -> bool:
-    """Return True if devices along a mesh axis are on different slices.
-
-    Such devices repeat the work instead of sharing it, because the network between them is slow.
-    """
-    dimension = mesh.axis_names.index(axis)
-    first = mesh.devices.take(0, dimension).flat[0]
-    last = mesh.devices.take(-1, dimension).flat[0]
-    # CPU devices have no `slice_index`.
-    return getattr(first, "slice_index", None) != getattr(last, "slice_index", None)
 
 
 def _orthogonalize_parts(

@@ -138,6 +138,22 @@ def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
     return attribute, Counter(getattr(device, attribute) for device in devices)
 
 
+def crosses_islands(mesh: Mesh, axis: str) -> bool:
+    """Return True if devices along a mesh axis are on different TPU slices or hosts of GPUs.
+
+    The network between them is slow, so that repeating some work may be faster than sharing it.
+    Hosts of CPUs count as one island.
+    """
+    if mesh.devices.flat[0].platform == "cpu":
+        return False
+    attribute, _ = _islands(list(mesh.devices.flat))
+    dimension = mesh.axis_names.index(axis)
+    first = mesh.devices.take(0, dimension).flat[0]
+    last = mesh.devices.take(-1, dimension).flat[0]
+    # TPUs of a single slice may have no `slice_index`.
+    return getattr(first, attribute, None) != getattr(last, attribute, None)
+
+
 def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
     """Return the sizes of the torus in which the TPU chips of a slice are wired, such as (16, 16).
 

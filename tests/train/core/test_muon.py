@@ -319,25 +319,3 @@ def test_the_side_that_fsdp_splits_comes_first_whichever_is_larger() -> None:
     for spec in specs.values():
         first = sides(spec, ONE_DEVICE).s
         assert tuple(spec.axes[i] for i in first) == tuple(spec.fan_in)
-
-
-class OtherSlice:
-    """Device of another slice, for a mesh that nothing is run on."""
-
-    def __init__(self, device: Any, slice_index: int) -> None:
-        self.slice_index = slice_index
-        self.platform = device.platform
-
-
-@pytest.mark.parametrize(("slices", "repeated"), [((0, 0), False), ((0, 1), True)])
-def test_slices_repeat_the_work_that_devices_of_one_slice_share(
-    slices: tuple[int, int], repeated: bool
-) -> None:
-    from mupax.train.core import muon as module
-
-    grid = np.array(
-        [[OtherSlice(device, index) for device in jax.devices()[:2]] for index in slices]
-    )
-    mesh: Any = type("Mesh", (), {"axis_names": ("data", "fsdp"), "devices": grid})
-    assert module._crosses_islands(mesh, "data") is repeated
-    assert module._crosses_islands(mesh, "fsdp") is False

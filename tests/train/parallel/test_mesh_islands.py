@@ -11,7 +11,7 @@ import pytest
 
 from mupax.train.config.run import DEFAULT, MeshConfig
 from mupax.train.config.run import parse_rules as parse
-from mupax.train.parallel.sharding import MeshError, make_mesh
+from mupax.train.parallel.sharding import MeshError, crosses_islands, make_mesh
 from mupax.zoo.configs import ConfigError
 
 pytestmark = pytest.mark.core
@@ -53,6 +53,37 @@ def test_data_crosses_slices_first_then_fsdp() -> None:
     assert crossed(MeshConfig(data=1, fsdp=2, tensor=4), slices(1, 8), "process_index") >= {
         "tensor"
     }
+
+
+class CompileOnlyPyClient:
+    """Client of a topology for ahead-of-time compilation, as JAX names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileOnlyDevice(Device):
+    """GPU of such a topology: every one is of slice 0."""
+
+    slice_index: int | None = 0
+    client: CompileOnlyPyClient = dataclasses.field(default_factory=CompileOnlyPyClient)
+
+
+TPUS = [Device(i, i // 2, i // 4, platform="tpu") for i in range(8)]
+ONE_SLICE = [Device(i, i // 2, platform="tpu") for i in range(8)]
+GPUS = slices(2, 4, per_process=4)
+COMPILED_GPUS = [CompileOnlyDevice(i, i // 4) for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "crosses"),
+    [(TPUS, True), (ONE_SLICE, False), (GPUS, True), (COMPILED_GPUS, True), (hosts(2, 4), False)],
+    ids=["two slices", "one slice", "hosts of GPUs", "compiled for hosts of GPUs", "CPUs"],
+)
+def test_an_axis_over_the_slow_network_is_told_apart(devices: list[Any], crosses: bool) -> None:
+    """Also in a topology, so that what is compiled ahead of time is what a run compiles."""
+    mesh: Any = type("Mesh", (), {"axis_names": ("data", "fsdp")})
+    mesh.devices = np.array(devices).reshape(2, 4)
+    assert crosses_islands(mesh, "data") is crosses
+    assert crosses_islands(mesh, "fsdp") is False
 
 
 def test_hosts_that_know_no_slices_are_islands() -> None:
