@@ -267,7 +267,7 @@ def _has_ended(owner: dict[str, Any]) -> bool:
         os.kill(owner["pid"], 0)  # sends nothing, and raises if there is no such process
     except ProcessLookupError:
         return True
-    except OSError:
+    except (OSError, OverflowError):  # a process of another user, or no process id at all
         return False
     return False
 

@@ -659,7 +659,7 @@ def _published_images(
     file = folder / preprocessor.FILE
     processor = read_json(file) if file.is_file() else None
     images = preprocessor.from_huggingface(fields, processor, model)
-    if processor:
+    if processor is not None:
         return images, []
     interpolation = images.pixels.interpolation
     note = (

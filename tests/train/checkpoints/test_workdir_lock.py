@@ -210,6 +210,11 @@ def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(
         assert "has ended; its lock is taken over" in capsys.readouterr().err
 
 
+def test_a_number_that_is_no_process_id_is_of_no_process_that_has_ended() -> None:
+    owner = {"machine": lock._machine(), "pid": 10**30}
+    assert not lock._has_ended(owner)
+
+
 def test_a_run_that_was_thought_dead_ends_when_it_comes_back(place: Path) -> None:
     messages: list[str] = []
     with lock.workdir_lock(place, "owner", messages.append):

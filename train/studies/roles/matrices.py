@@ -243,7 +243,6 @@ class Constraint:
             `None` otherwise.
         value_dim: For a query or key, whether values have a head dimension of their own.
         encoder: Whether the use is in an encoder: keys of cross-attention are computed from it.
-        tied: Whether the parameter is a readout that shares the table of an embedding.
         shared: Growing axes along which the parameter is shared. The operand that it meets has
             these axes, and the parameter has not.
     """
@@ -256,7 +255,6 @@ class Constraint:
     of: Role | None = None
     value_dim: bool = False
     encoder: bool = False
-    tied: bool = False
     shared: tuple[str, ...] = ()
 
 
