@@ -166,7 +166,7 @@ def _widen(
     allowed: dict[str, list[float]],
     steps: int = theory.STEPS[-1],
 ) -> None:
-    """Widen `allowed` by the slopes of one model in one study.
+    """Train one model in one study, and widen `allowed` where a slope lies farther from theory.
 
     Args:
         allowed: Largest distance of the mean slope below and above theory, by observable and step.
