@@ -82,7 +82,6 @@ def served(workdir: str, *flags: str) -> str:
     """Return the greedy completion of `PROMPT` by a server that runs only for this request.
 
     Args:
-        workdir: Folder of the trained run.
         *flags: Additional flags of `mupax serve`.
 
     Raises:
