@@ -43,7 +43,7 @@ MODULES = PYTORCH_BENCHMARKS | OWN_BENCHMARKS
 
 
 def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return head and rows of a benchmark's own table: times, and our ratio to each baseline."""
+    """Return a benchmark's own table, head first: times in ms, and their ratios to each baseline's."""
     ours = _ours(results[0])
     baselines = [name for name in results[0]["ms"] if name != ours]
     head = ["", *(f"{name}, ms" for name in (ours, *baselines))]

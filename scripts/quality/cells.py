@@ -52,7 +52,7 @@ SHIPPED = (
 )
 """Constants of the recipe `lm-laptop`, which has Muon."""
 GAINS = ("norm_gain", "block.norm_gain")
-"""Groups of the gains of norms."""
+"""Parameter groups of the norms' gains."""
 
 Constants = Callable[[float], Mapping[str, float]]
 """Function from growth (a size over the base's) to constants of the preset, by their names."""

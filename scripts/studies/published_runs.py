@@ -406,10 +406,13 @@ def rate_curve(test: RunTable, batch: float) -> RateCurve | None:
 
 
 def fixed_batch_regrets(table: RunTable) -> dict[str, dict[str, float]]:
-    """Return the loss that each exponent of `CLAIMS` costs at fixed batch, from short to long runs.
+    """Return what each exponent of `CLAIMS` costs when a rate is moved to a longer run.
 
     The rate is the shorter run's best rate at the batch times (ratio of tokens)^exponent. Its loss
     is interpolated between measured rates and compared with the lowest measured loss at the batch.
+
+    Returns:
+        By name of the claim, a `_summary` of the lost shares of the loss.
     """
     lost: dict[str, list[float]] = {name: [] for name in CLAIMS}
     for pair in _pairs(table):
@@ -429,10 +432,13 @@ def fixed_batch_regrets(table: RunTable) -> dict[str, dict[str, float]]:
 
 
 def joint_regrets(table: RunTable) -> dict[str, dict[str, float]]:
-    """Return the loss that each rule of `JOINT` costs, from shorter to longer runs.
+    """Return what each rule of `JOINT` costs when it moves rate and batch to a longer run.
 
     Rate and batch both move from the shorter run's best values as the rule says. The fitted law of
     all other settings is compared, too.
+
+    Returns:
+        By name of the rule, a `_summary` of the lost shares of the loss.
     """
     by_law = "this law, without the longer run's setting"
     lost: dict[str, list[float]] = {name: [] for name in JOINT}
@@ -460,7 +466,7 @@ def joint_regrets(table: RunTable) -> dict[str, dict[str, float]]:
 
 
 class Pair(NamedTuple):
-    """Two settings of one model size."""
+    """All runs of one model size at two numbers of tokens."""
 
     index: int
     """Index of the longer setting."""

@@ -61,7 +61,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 """Compute settings to try on each side, the one that is most likely best first."""
 
 SWEEP = "sweep"
-"""Name of the point that measures a sweep against runs of their own."""
+"""Name of the point that times `mupax sweep` against one `mupax train` for each of its points."""
 
 MODELS = (*list(BATCHES)[:3], SWEEP, *list(BATCHES)[3:])
 """Models and the sweep in the order in which they are measured."""

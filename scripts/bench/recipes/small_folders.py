@@ -213,7 +213,7 @@ def rival(
 def network(
     rows: Rows, folder: Path, name: str, budget: int, seed: int, python: str
 ) -> dict[str, Any]:
-    """Return the row of the best network.
+    """Return the row of the best of `NETWORKS` at a seed, and train it if there is none yet.
 
     The network is chosen by its accuracy on the test images of the first split, which favours it.
     """
