@@ -36,9 +36,10 @@ def _rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
 
 
 def by_hand(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
-    """Return parameters, loss and batch of a decoder whose parameters are dicts of arrays.
+    """Return abstract parameters, loss function and abstract batch of a decoder of plain arrays.
 
-    It has no biases, a gated MLP, learned positions, and a readout tied to the embedding.
+    Abstract leaves are `jax.ShapeDtypeStruct`. The decoder has no biases, a gated MLP, learned
+    positions, and a readout tied to the embedding.
     """
     V = sizes["vocab"]
     T = sizes["position"]
@@ -106,9 +107,9 @@ class _Linen(nn.Module):
 
 
 def linen(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
-    """Return parameters, loss and batch of a decoder of flax.linen's layers.
+    """Return abstract parameters, loss function and abstract batch of a flax.linen decoder.
 
-    It has LayerNorm, biases, normalized queries and keys, and a readout of its own.
+    The decoder has LayerNorm, biases, normalized queries and keys, and an untied readout.
     """
     model = _Linen(dict(sizes))
     tokens = jax.ShapeDtypeStruct((2, sizes["position"]), jnp.int32)
@@ -151,7 +152,10 @@ class _NNX(nnx.Module):
 
 
 def classifier(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
-    """Return parameters, loss and batch of a classifier of NNX's layers, with squared errors."""
+    """Return abstract parameters, loss function and abstract batch of an NNX classifier.
+
+    The loss is the mean squared error of the logits from one-hot labels.
+    """
     model = nnx.eval_shape(lambda: _NNX(sizes, nnx.Rngs(0)))
     graph, params = nnx.split(model, nnx.Param)[:2]
 

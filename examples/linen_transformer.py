@@ -43,7 +43,7 @@ class Decoder(nn.Module):
 
 
 def of_block(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> ParamSpec:
-    """Return the declaration of a matrix that every block has."""
+    """Return the `ParamSpec` of a weight matrix inside a block (`in_block=True`)."""
     return ParamSpec(role=role, axes=axes, fan_in=fan_in, in_block=True)
 
 
@@ -89,7 +89,7 @@ def definition(width: int) -> zoo.FunctionDefinition:
 
 
 def base(width: int) -> dict[str, int]:
-    """Return the sizes of the base model, to which a preset is relative."""
+    """Return the sizes, by logical axis, of a base model of this width for `presets.get`."""
     return {
         "embed": width,
         "mlp": 4 * width,

@@ -30,11 +30,11 @@ SOURCE = (
     "--data.name images:theirs --data.pixels.fit squash --data.no-augment "
     "--model.num-classes 5 --workdir runs/source"
 )
-"""Words of the source's training."""
+"""Words after `mupax train` that train the source model."""
 TUNE = "finetune vit mine --from runs/source --data.no-augment --workdir runs/mine"
-"""Words of the fine-tuning."""
+"""Words after `mupax` that fine-tune the source model on the own images."""
 ABSENT = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-"""Packages of the last part that are not installed."""
+"""Packages that are not installed. The comparison with `transformers` needs both."""
 
 
 def digits(folder: Path, labels: range, count: int) -> None:
@@ -92,13 +92,14 @@ def transformers_probabilities(folder: Path, files: list[str]) -> list[dict[str,
 
 
 def main(flags: str = "") -> float | None:
-    """Run all parts in the present folder.
+    """Train, fine-tune, evaluate and export in the current folder, then compare probabilities.
 
     Args:
         flags: Additional flags of both trainings, such as `--steps 150`.
 
     Returns:
-        Largest difference between a probability here and in `transformers`, or `None` without it.
+        Largest difference between a class probability of mupax and of `transformers`, or `None` if
+        a package for the comparison is missing.
     """
     if ABSENT:
         print(

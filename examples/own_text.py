@@ -40,7 +40,7 @@ PROMPT = "Return the "
 TOKENS = 40
 """Number of tokens to generate."""
 ABSENT = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-"""Packages of the last part that are not installed."""
+"""Packages that are not installed. The comparison with `transformers` needs both."""
 
 
 def docstrings(count: int) -> Iterator[str]:
@@ -79,7 +79,7 @@ def run(words: str) -> str:
 
 
 def served(workdir: str, *flags: str) -> str:
-    """Start a server on a free port, ask it for the likeliest text, stop it, and return the text.
+    """Return the greedy completion of `PROMPT` by a server that runs only for this request.
 
     Args:
         *flags: Additional flags of `mupax serve`.
@@ -113,7 +113,7 @@ def served(workdir: str, *flags: str) -> str:
 
 
 def transformers_text(folder: Path) -> str:
-    """Return the likeliest text that `transformers` generates, up to the end of a document.
+    """Return `PROMPT` and its greedy completion by `transformers`, up to the end of a document.
 
     Args:
         folder: Folder that `mupax export` wrote.
@@ -135,7 +135,7 @@ def main(
     large: str = "--steps 400",
     texts: int = 4000,
 ) -> tuple[str, str | None]:
-    """Run all parts in the present folder.
+    """Prepare text, sweep, train, generate, serve and export in the current folder.
 
     Args:
         lr: Learning rates of the sweep, as `--lr` of `mupax sweep`.
@@ -144,7 +144,8 @@ def main(
         texts: Number of docstrings that are written as records, by default 4,000.
 
     Returns:
-        Likeliest text by mupax, and by `transformers` or `None` without it.
+        `PROMPT` with its greedy completion by mupax, and by `transformers`, or `None` if a package
+        for the comparison is missing.
     """
     if ABSENT:
         print(

@@ -67,7 +67,7 @@ SPECS = {
 
 
 def base(width: int) -> dict[str, int]:
-    """Return the sizes of the base model, to which a preset is relative."""
+    """Return the sizes, by logical axis, of a base model of this width for `presets.get`."""
     return {"embed": width, "mlp": 4 * width, "layers": DEPTH}
 
 
@@ -79,11 +79,11 @@ def definition(width: int) -> zoo.FunctionDefinition:
 def adamw(
     scales: Any, schedule: optax.Schedule, decay: float = 0.1, eps: float = 1e-8
 ) -> optax.GradientTransformation:
-    """Return AdamW with its own rate, eps and decay for every parameter, made of optax's parts.
+    """Return AdamW whose rate, eps and decay have a factor per parameter, made of optax's parts.
 
     Args:
-        scales: Tree of the parameters with `lr`, `eps` and `weight_decay` of each.
-        schedule: Learning rate of each step, which `lr` multiplies.
+        scales: Tree like the parameters. A leaf has the factors `lr`, `eps` and `weight_decay`.
+        schedule: Learning rate of each step, before the factor `lr`.
     """
 
     def per_parameter(rule: Callable) -> optax.GradientTransformation:

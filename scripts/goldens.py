@@ -198,7 +198,10 @@ def _tied(family: str, optimizer: str) -> Iterator[str]:
 
 
 def _experts(optimizer: str) -> Iterator[str]:
-    """Yield tables of a router and experts with biases: each preset, then other rules of `mup`."""
+    """Yield the tables of routers and experts: of each preset, then of `mup` with other rules.
+
+    The other rules are the choices for the constant `experts`.
+    """
     base, *grown = EXPERTS
     specs = {}
     for name, spec in base.parameters().items():

@@ -38,12 +38,12 @@ OWN_BENCHMARKS = {
     "sweep_cost": "runs.sweep_cost",
     "start": "runs.start",
 }
-"""Modules of the benchmarks that share the table "inside", by name of the benchmark."""
+"""Modules of the benchmarks that share the page's table `inside`, by name of the benchmark."""
 MODULES = PYTORCH_BENCHMARKS | OWN_BENCHMARKS
 
 
 def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return head and rows of a benchmark's own table: times, and our ratio to each baseline."""
+    """Return a benchmark's own table, head first: times in ms, and their ratios to each baseline's."""
     ours = _ours(results[0])
     baselines = [name for name in results[0]["ms"] if name != ours]
     head = ["", *(f"{name}, ms" for name in (ours, *baselines))]
@@ -123,7 +123,7 @@ def page(text: str, folder: Path) -> str:
     """Return the page with its tables made again from the JSON files of a folder.
 
     Args:
-        text: Present content of the page. A table without a file stays.
+        text: Present content of the page. A table whose file is missing stays as it is.
     """
     rows = [["benchmark", "case", "compared", "ratio"]]
     for name in MODULES:

@@ -1,7 +1,7 @@
-"""Commit of the program that a compiled figure is of.
+"""Git commits of the programs that the compiler's figures (memory, cycles) belong to.
 
-The commit is the checkout's, or the one that first had a committed report. Used by `pods` and
-`tpu`.
+A new figure gets the commit of the checkout. A committed report that names no commit gets the
+commit that added the report. Used by `pods` and `tpu`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 RECORDS = ("docs/evidence/pods.json", "docs/pods.json")
-"""Paths of the reports of pods, the present one first."""
+"""Paths of pods.json in the repository: the present one, then the one in older commits."""
 
 
 def head(root: Path) -> dict[str, str]:
-    """Return the `commit` and its `date` that a checkout stands at.
+    """Return `commit` (short hash) and `date` of a checkout's last commit.
 
     Raises:
         SystemExit: Product files have changes that are not committed, so figures would have no
@@ -33,9 +33,10 @@ def head(root: Path) -> dict[str, str]:
 
 
 def first_committed(report: dict[str, Any], root: Path) -> dict[str, str] | None:
-    """Return the first commit of the unbroken history of a report in docs/evidence/pods.json.
+    """Return the commit that added a report to docs/evidence/pods.json.
 
-    A report is identified by its pod, its cycles and the time that the compiler took.
+    A report is identified by its recipe, its topology, its cycles and the time that the compiler
+    took.
 
     Returns:
         `commit` and `date`; `None` if the newest commit does not have the report, or if the folder
@@ -55,7 +56,7 @@ def _key(report: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _history(root: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
-    """Yield each commit of the reports, its date and its reports, the newest commit first."""
+    """Yield each commit that changed pods.json, its date and its reports, the newest first."""
     for line in _git(root, "log", "--format=%h %cs", "--", *RECORDS).splitlines():
         commit, date = line.split()
         # The file has moved, so a commit has it at one of the two paths.

@@ -21,7 +21,7 @@ from mupax.command_line import Switch
 from scripts import harness
 
 Seconds = dict[str, list[float]]
-"""Times in seconds, one per round, by name."""
+"""Seconds of one step, one value per round, by name of the timed function."""
 
 
 T = TypeVar("T", bound="Timing")
@@ -67,7 +67,7 @@ def keep_freed_memory() -> None:
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
     }
-    # The process that was started again has them all.
+    # The process that was started again has all of these variables.
     if not options.keys() <= os.environ.keys():
         # `hardware.keep_freed_memory` has no effect after JAX is imported.
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **options})
@@ -125,8 +125,9 @@ def compared(seconds: Seconds, ours: str) -> dict[str, Any]:
     """Compare one function's times with those of every other function.
 
     Returns:
-        `ms`, the median milliseconds of each; `ratio`, by name of another function the median over
-        rounds of ours / other; `quartiles` of these ratios; and the number of `rounds`.
+        `ms`: median milliseconds of every function. `ratio`: for every function but `ours`, the
+        median over rounds of the time of `ours` divided by this function's time. `quartiles`: lower
+        and upper quartile of each ratio. `rounds`: number of rounds.
     """
     milliseconds = {}
     ratios = {}

@@ -81,6 +81,10 @@ def mupax_row(xla_flags: str) -> dict[str, Any]:
 
     Args:
         xla_flags: `auto` or `none`, as `--xla-flags` takes it.
+
+    Returns:
+        `argument_bytes`, `temporary_bytes`, `sent_bytes` by all collectives, and `alone_bytes` by
+        collectives that overlap no matrix products.
     """
     # Imports JAX, which must not be loaded before `topology.ready`.
     from mupax.train.pods.compiled import compile_for
@@ -102,7 +106,7 @@ def mupax_row(xla_flags: str) -> dict[str, Any]:
 
 
 def maxtext_row(xla_flags: Mapping[str, bool | int | str]) -> dict[str, Any]:
-    """Compile MaxText's step and return its bytes on one GPU.
+    """Compile MaxText's step and return its bytes on one GPU, with the keys of `mupax_row`.
 
     Args:
         xla_flags: XLA's flags in addition to those that a machine without GPUs needs.
@@ -149,9 +153,9 @@ def maxtext_row(xla_flags: Mapping[str, bool | int | str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _gpus_not_here(train_compile: Any) -> Iterator[None]:
-    """Context manager in which MaxText's ahead-of-time compilation gets the topology's GPUs.
+    """Context manager in which MaxText compiles for the GPUs of `TOPOLOGY`.
 
-    MaxText itself asks for GPUs that are here.
+    Without it, MaxText compiles for the GPUs of this machine.
     """
     devices = topology.devices(TOPOLOGY)
 
@@ -179,9 +183,11 @@ def _gpus_not_here(train_compile: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _compiled_with(options: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager in which JAX compiles with more options and leaves the step's text.
+    """Context manager in which JAX compiles with more options and writes what it compiled.
 
-    The folder `xla_dump_to` of the options gets step.txt and memory.json.
+    Args:
+        options: Compiler options. The folder `xla_dump_to` of the options gets step.txt, the text
+            of the compiled program, and memory.json, the bytes of its arguments.
     """
     import jax
 
@@ -209,8 +215,8 @@ def part(record: Mapping[str, Any]) -> str:
     """Return the page's table: both steps with the same XLA flags, and each with its own.
 
     Args:
-        record: Content of docs/evidence/performance/gpu.json: `rows` has for both kinds of flags
-            the bytes of both steps.
+        record: Content of docs/evidence/performance/gpu.json. Its `rows` map "no flags" and "its
+            own flags" to the results of `maxtext_row` and `mupax_row`.
     """
     rows: list[Sequence[str]] = [HEAD]
     for says, pair in record["rows"].items():
@@ -222,9 +228,10 @@ def part(record: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, int], maxtext: Mapping[str, int] | None) -> list[str]:
-    """Return the cells of two sizes, each with its ratio to MaxText's.
+    """Return the cells of temporary and sent bytes, each with its ratio to MaxText's.
 
-    Arguments have none: they are parameters and two moments in float32 on both sides.
+    Argument bytes have no cell, because both steps have the same arguments: parameters and two
+    moments in float32.
     """
     cells = []
     for name in ("temporary_bytes", "sent_bytes"):

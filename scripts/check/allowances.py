@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def _measure_start(record: dict[str, Any], study: str, optimizer: str) -> None:
-    """Replace the record's allowances of observables that are read before the first step."""
+    """Measure how far slopes stray from theory before the first step, and update the record."""
     allowed: dict[str, list[float]] = {}
     for model in models(study):
         _widen(model, study, optimizer, allowed, steps=0)
@@ -103,7 +103,7 @@ def _measure_start(record: dict[str, Any], study: str, optimizer: str) -> None:
 
 
 def _measure_untied(record: dict[str, Any], study: str, optimizer: str) -> None:
-    """Replace the record's allowances of a study on untied models."""
+    """Measure how far slopes of untied models stray from theory, and update the record."""
     allowed: dict[str, list[float]] = {}
     for model in models(study):
         _widen(model, study, optimizer, allowed)
@@ -111,7 +111,7 @@ def _measure_untied(record: dict[str, Any], study: str, optimizer: str) -> None:
 
 
 def _measure_tied(record: dict[str, Any], study: str, optimizer: str) -> None:
-    """Replace the record's allowances of tied models: those that are wider than the untied ones."""
+    """Record how far slopes of tied models stray from theory, where farther than untied ones."""
     untied = record["allowances"][f"{optimizer} {study}"]
     # `_widen` changes bands in place, and the untied ones must stay.
     allowed = {name: list(band) for name, band in untied.items()}
@@ -166,7 +166,7 @@ def _widen(
     allowed: dict[str, list[float]],
     steps: int = theory.STEPS[-1],
 ) -> None:
-    """Widen `allowed` by the slopes of one model in one study.
+    """Train one model in one study, and widen `allowed` where a slope lies farther from theory.
 
     Args:
         allowed: Largest distance of the mean slope below and above theory, by observable and step.

@@ -66,7 +66,7 @@ MORE_MODELS: dict[str, TransformerConfig] = {
 MORE_RIGHT = {"head_dim": ("mup",), "heads": ("mup",), "depth": ("depth-mup",), "experts": ("mup",)}
 """Presets that must pass on `MORE_MODELS`, by the size that grows."""
 GOAL = {"block.query": 0.5, "block.key": 0.5}
-"""Power of the width by which a wrong rule is wrong, for groups where it is not 1/4."""
+"""Power of the width by which a rule is made wrong, by parameter group; 1/4 for all others."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,13 @@ def _structures(task: Task) -> list[dict[str, Any]]:
 
 
 def accepted(preset: Preset, ends: tuple[Definition, Definition]) -> tuple[str, ...]:
-    """Return the verdicts to accept: lazy, if the preset lets its features vanish on purpose.
+    """Return the verdicts that count as right: lazy, if the preset means its features to vanish.
+
+    Lazy means that features move less as the model grows.
 
     Args:
-        ends: Smallest and largest model of the series. The features must vanish as it grows.
+        ends: Smallest and largest model of the series. The preset's features must vanish from the
+            first to the second.
     """
     first, last = ends
     features = preset.vanishing.get("features", ONE)
@@ -175,7 +178,7 @@ def accepted(preset: Preset, ends: tuple[Definition, Definition]) -> tuple[str, 
 
 
 def _own(task: Task) -> list[dict[str, Any]]:
-    """Train mup on a model of a user's kind and return its row."""
+    """Train mup on one of `own_models`, written as a user would, and return its row."""
     model = own_models.OWN_MODELS[task.model]
     definitions = model.definitions()
     findings = check.study(
@@ -226,7 +229,7 @@ def _adam() -> OptimizerConfig:
 
 
 def _judged(findings: list[Finding]) -> dict[str, Any]:
-    """Return the part of a row that says whether a rule passes, with each failed observable."""
+    """Return whether a rule passes, its number of observables, and the failed ones in words."""
     failed = []
     for finding in findings:
         if not finding.ok:

@@ -49,7 +49,7 @@ refused before the check.
 
 @dataclass(frozen=True)
 class Mutant:
-    """Error in a joint rule: `column` is k^`exponent` too large.
+    """Error in a rule for growing batch or tokens: `column` is k^`exponent` too large.
 
     Attributes:
         rule: Name of the right rule, a key of `RULES`.
@@ -73,7 +73,7 @@ class Mutant:
 
 
 def mutants(rule: str, grows: str) -> Iterator[Mutant]:
-    """Yield every mutant of one study."""
+    """Yield every mutant of a rule: each of `COLUMNS` with each of `EXPONENTS`."""
     for column in COLUMNS:
         for exponent in EXPONENTS:
             yield Mutant(rule, grows, column, exponent)

@@ -90,7 +90,7 @@ def all_of(
 
 
 def eps_dominates(preset: Preset) -> Preset:
-    """Return the preset with the learning rates of SGD replaced by Adam's over eps.
+    """Return the preset with each learning rate of SGD replaced by Adam's rate divided by eps.
 
     With eps far above every gradient, Adam's update is gradient / eps: SGD at the learning rate lr
     / eps.

@@ -114,7 +114,7 @@ def _error(outcome: Outcome) -> str:
 
 
 def _allowed(group: str) -> str:
-    """Return a group's movement, and how far its slope may lie from theory, in words."""
+    """Return in words how far the slope of a group's first step may lie from theory under SGD."""
     allowances = json.loads(theory.ALLOWANCES.read_text())["allowances"]["sgd head_dim"]
     observable = f"movement/{group} @1"
     below, above = allowances.get(observable, (0.0, 0.0))
@@ -125,7 +125,10 @@ def _allowed(group: str) -> str:
 
 
 def _harder(outcomes: Outcomes) -> list[str]:
-    """Return a line per error that only the larger number of seeds catches in some groups."""
+    """Return a line per error that some parameter groups show only with more seeds.
+
+    An error is a column with an exponent. The line counts and describes these groups.
+    """
     lines = []
     for study, study_outcomes in outcomes.items():
         by_error: dict[str, list[str]] = {}

@@ -37,7 +37,7 @@ MORE_SEEDS = 16
 """Seeds for a mutant that passes with `SEEDS`: the spread over seeds may hide the error."""
 
 ROUND_OFF = 1e-3
-"""Largest power of two between the activations of two runs that count as the same training."""
+"""Largest |log2| of a ratio of activations of two runs that count as the same training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +145,8 @@ class Outcome:
     Attributes:
         group, column, exponent: Fields of the mutant.
         same_numbers: The program gets bitwise the values of the right rule, so nothing was run.
-        change: Largest distance of any activation, or change of one, from the right rule's at the
-            same seed, size and step, as a power of two.
+        change: Largest |log2| of the ratio of any activation, or change of one, to the right rule's
+            at the same seed, size and step.
         seeds: Number of initializations that the verdict is based on.
         by: Observable farthest outside its band, with its slope and theory's; `None` if the mutant
             passed.
@@ -251,7 +251,7 @@ class Suite:
 
     @functools.cached_property
     def _expected(self) -> Mapping[tuple[str, int], theory.Expected]:
-        """Theory of the right rule, by observable and step."""
+        """Slopes that theory expects under the right rule, by observable and step."""
         first = self._definitions[0]
         last = self._definitions[-1]
         if self.study.eps < 1e-6:
@@ -281,10 +281,10 @@ def is_activation(name: str) -> bool:
 
 
 def _change(right: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) -> float:
-    """Return the largest distance of an activation, or change of one, from the right rule's.
+    """Return how far any activation, or change of one, is from the right rule's.
 
     Returns:
-        Power of two, at most 99.
+        Largest |log2| of a ratio, at most 99. A ratio that is no number counts as 99.
     """
     farthest = 0.0
     for name, values in right.items():

@@ -50,11 +50,14 @@ def troubles(
     optimizer: str = "adam",
     accept: tuple[str, ...] = (),
 ) -> dict[str, str]:
-    """Return what theory alone finds wrong with a table of rules, by "OBSERVABLE @STEP".
+    """Return what theory alone finds wrong with a preset's table of rules.
 
     Args:
         ends: Smallest and largest model of the series.
         accept: Verdicts that count as right, such as `theory.LAZY`.
+
+    Returns:
+        Verdict, such as "explodes", by "OBSERVABLE @STEP".
     """
     expected = theory.of(preset, *ends, optimizer, accept=accept)
     words = {}

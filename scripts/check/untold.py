@@ -1,6 +1,7 @@
-"""Mistakes that theory cannot name, by preset and optimizer, with the reasons.
+"""Mistakes in a preset's rules that theory does not report, by preset and optimizer, with reasons.
 
-Used by `scripts.check.structures`.
+A mistake is an entry of `WRONG`. Theory reports the mistake if it finds a fault in a parameter that
+has the wrong rule. Used by `scripts.check.structures`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _EPS = ("MLP in with the row of any hidden matrix",)
 
 @dataclass(frozen=True)
 class Untold:
-    """Mistakes that theory does not name in some presets under some optimizers.
+    """Mistakes that theory does not report in some presets under some optimizers.
 
     Attributes:
         mistakes: Keys of `WRONG`.
@@ -62,7 +63,7 @@ UNTOLD = (
 
 
 def untold(preset: str, optimizer: str) -> set[str]:
-    """Return the mistakes that theory cannot name in a preset under an optimizer.
+    """Return the mistakes that theory does not report in a preset under an optimizer.
 
     Returns:
         Keys of `WRONG`.
@@ -96,10 +97,10 @@ def reads(wrong: Wrong, table: Preset, specs: Iterable[ParamSpec], optimizer: st
 
 
 def names(wrong: Wrong, troubles: dict[str, str]) -> bool:
-    """Return whether theory's findings name a mistake.
+    """Return whether theory's findings report a mistake.
 
-    The observable of the mistake names it, and so does another one of the same kind with the same
-    verdict.
+    A finding reports the mistake if it is at the mistake's own observable (`wrong.where`), or at
+    another one of the same kind, such as "movement", with the same verdict.
 
     Args:
         troubles: Verdict of theory by observable and step (`scripts.check.structures.troubles`).
@@ -114,7 +115,7 @@ def names(wrong: Wrong, troubles: dict[str, str]) -> bool:
 
 
 def lines() -> list[str]:
-    """Return the lines of the page on mistakes that theory cannot name, with a table of reasons."""
+    """Return the page's lines on mistakes that theory does not report, with a table of reasons."""
     by_optimizers: dict[tuple[str, ...], list[str]] = {}
     for preset, optimizers in TABLES.items():
         by_optimizers.setdefault(optimizers, []).append(f"`{preset}`")

@@ -1,8 +1,8 @@
-"""Models of every structure, and wrong tables: `depth-mup` with one mistake each.
+"""Models of every structure, and wrong tables of rules: `depth-mup` with one mistake each.
 
-Theory that is derived from a wrong table agrees with the program that follows it, so the first
-verdict of the coordinate check passes. The second verdict must name the role that has the mistake.
-Used by `scripts.check.structures`.
+Theory of a wrong table agrees with a program that follows this table, so comparing the two finds no
+mistake. Theory must also judge the table: it must find a fault, such as "explodes", in the role
+that has the mistake. Used by `scripts.check.structures`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MENDING = {
 }
 """Encoder-decoders by name. Their wrong tables are judged by theory, without training."""
 Mistake = Callable[[Rule, ParamSpec], Rule]
-"""Function from the right row of a parameter to the wrong one."""
+"""Function from the right rule of a parameter to the wrong one."""
 
 # D width, F MLP width, N head dimension, K key heads, L decoder layers, H heads,
 # M the encoder's width as the decoder sees it (memory), E encoder layers.
@@ -70,7 +70,7 @@ HIDDEN = {Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT, Role.MLP_IN, Rol
 
 
 def rate(power: Power) -> Mistake:
-    """Return the mistake of a learning rate that is `power` too large under every optimizer."""
+    """Return the mistake of a learning rate times `power` under every optimizer."""
 
     def wrong(row: Rule, spec: ParamSpec) -> Rule:
         muon = None if row.muon is None else row.muon * power
@@ -80,7 +80,7 @@ def rate(power: Power) -> Mistake:
 
 
 def std(power: Power) -> Mistake:
-    """Return the mistake of an initial std that is `power` too large."""
+    """Return the mistake of an initial std times `power`."""
 
     def wrong(row: Rule, spec: ParamSpec) -> Rule:
         return replace(row, init_std=row.init_std * power)
@@ -89,7 +89,7 @@ def std(power: Power) -> Mistake:
 
 
 def eps(power: Power) -> Mistake:
-    """Return the mistake of an eps that is `power` too large."""
+    """Return the mistake of an eps times `power`."""
 
     def wrong(row: Rule, spec: ParamSpec) -> Rule:
         return replace(row, eps=row.eps * power)
@@ -98,7 +98,7 @@ def eps(power: Power) -> Mistake:
 
 
 def unscaled_eps(row: Rule, spec: ParamSpec) -> Rule:
-    """Return the row with the same eps at every size."""
+    """Return the rule with an eps that is the same at every size."""
     return replace(row, eps=ONE)
 
 

@@ -72,7 +72,7 @@ def row(preset: find.Tuned) -> str:
 
 
 def _span(sizes: list[int]) -> str:
-    """Return sizes as `--grow` takes them."""
+    """Return sizes as `--grow` takes them, with commas between."""
     return ",".join(map(str, sizes))
 
 
@@ -92,7 +92,7 @@ def _interval(interval: Mapping[str, float | None]) -> str:
 
 
 def page() -> str:
-    """Return the text of the page."""
+    """Return the text of docs/reference/tuned.md."""
     shipped = [find.load(path) for path in sorted(find.FOLDER.glob("*.json"))]
     moved = [find.load(path) for path in sorted(EVIDENCE_FOLDER.glob("*.json"))]
     return "\n".join([HEAD, *map(row, shipped), "", *published.section(), *_moved(moved)])

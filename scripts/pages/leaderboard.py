@@ -41,13 +41,16 @@ class Row(NamedTuple):
     """Result of one preset in one study."""
 
     task: str
-    """Model, optimizer, steps, batch and what grows. Where tokens grow, no steps."""
+    """Model, optimizer, steps, batch and what grows, in words; without steps if tokens grow."""
     preset: str
     """Name and constants, and the rate of Muon's Adam part if it has its own."""
     drift: Mapping[str, float | None]
+    """Octaves of the best learning rate per doubling of the size: `value`, `low` and `high`."""
     verdict: str
     price: Mapping[str, float | None]
+    """Nats that the largest size loses at the smallest size's best rate, with the same keys."""
     loss: float | None
+    """Training loss of the largest size at its own best rate, in nats."""
     seeds: int
     study: str
     """Folder of the study, relative to docs/evidence/."""
@@ -110,7 +113,7 @@ def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> R
 
 
 def _number(value: float | None) -> float:
-    """Return a value by which rows are sorted; one that is not known comes last."""
+    """Return a value as a sort key: infinity for `None`, so that unknown values come last."""
     return float("inf") if value is None else value
 
 

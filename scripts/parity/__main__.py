@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
     Attributes:
         model: Key of `MODELS` or `WRITTEN`.
-        way: "in" or "out".
+        way: "in" if mupax reads a file of transformers, "out" if transformers reads one of mupax.
         preset: Key of `PRESETS`.
         largest: Largest |logit|.
         difference: Largest |difference| of a logit in float32.
@@ -78,8 +78,8 @@ class Row(NamedTuple):
 def cases() -> list[tuple[str, str, str]]:
     """Return model, way and preset of every comparison.
 
-    Presets that have no rule for a model are left out. Variants are not compared in the mean-field
-    form.
+    Presets that have no rule for a model are left out, and so is "mup, mean-field form" for the
+    models of `VARIANTS`.
     """
     comparisons = []
     for model, config in MODELS.items():
@@ -156,11 +156,11 @@ def inputs_of(config: TransformerConfig, batch: int = 3) -> tuple[np.ndarray, ..
 
 
 def random_params(built: Definition, stds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return random parameters of their initial size, gains and biases included.
+    """Return random parameters with their initial std, and with random gains and biases.
 
     Args:
-        stds: Initial std of each parameter, one for each layer of a stacked one. Gains and biases
-            start at this value.
+        stds: Initial std of each parameter, one for each layer of a stacked one. For gains and
+            biases, the mean of their values.
     """
     random = np.random.default_rng(0)
     params = {}

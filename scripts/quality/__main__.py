@@ -113,13 +113,13 @@ class Study:
         self._joined: dict[str, tuple[str, ...]] = {}
 
     def tuned(self, arm: Arm) -> tuple[str, ...]:
-        """Return the constants that an arm searches at every size, with those joined by a probe."""
+        """Return the constants that an arm searches at every size, and those that a probe has added."""
         return arm.tuned + self._joined.get(arm.label, ())
 
     def add_size(self, arm: Arm, size: int) -> None:
         """Add an arm's setting at the next size.
 
-        The setting is searched if the arm is tuned at this size. Otherwise it is the last one.
+        The setting is searched if the arm is tuned at this size. Otherwise the last setting is kept.
         """
         settings = self.settings[arm.label]
         is_searched = bool(arm.tuned)
@@ -163,7 +163,7 @@ class Study:
 
 
 def _extrapolated(settings: Sequence[Setting]) -> Setting:
-    """Return the start of the next size's search: the last setting, moved as it moved before."""
+    """Return the next size's start of search: the last setting, changed again as it last changed."""
     if len(settings) == 1:
         return settings[0]
     last = dict(settings[-1])

@@ -52,7 +52,7 @@ SHIPPED = (
 )
 """Constants of the recipe `lm-laptop`, which has Muon."""
 GAINS = ("norm_gain", "block.norm_gain")
-"""Groups of the gains of norms."""
+"""Parameter groups of the norms' gains."""
 
 Constants = Callable[[float], Mapping[str, float]]
 """Function from growth (a size over the base's) to constants of the preset, by their names."""
@@ -102,7 +102,7 @@ class Cell:
         sizes: Values of the axis in ascending order; the first is the base.
         searched: Constants that are tuned once, at the base, for every arm.
         arms: Arms of the cell. All others are compared with the first one, except ablations.
-        start: Setting at which the search at the base begins.
+        start: Setting (constants with steps of the search) at which the search at the base begins.
         constants: Factors on constants of the preset at every size, in every arm.
         finalists: Number of settings that a search compares on all seeds; see `descend`.
         max_seeds: Largest number of seeds of a comparison.
@@ -214,13 +214,13 @@ MUP = "mup"
 SP = "sp, rate and readout's rate tuned anew"
 RETUNED = "sp, rate, readout's and embedding's rate tuned anew"
 HALF = Arm("mup-half, readout std m^-1/2", "mup-half", constants=_half_readout)
-"""Arm whose attention logits, too, are those of `sp`."""
+"""Arm whose attention logits and readout std are those of `sp`."""
 ANEW = Arm(
     "mup, readout std m^-1/2, rate and readout's rate tuned anew",
     tuned=("lr", "rates.readout"),
     constants=_half_readout,
 )
-"""Arm that shows what tuning at the base alone loses, apart from what the rules lose."""
+"""Arm that keeps the rules of `mup` and tunes at every size, to show what tuning once loses."""
 TWICE = replace(ANEW, label="mup, readout std m^-1/2, tuned at twice the base", searches=1)
 """Arm that is tuned at the base and at the next size."""
 WIDTH_ARMS = (
@@ -253,10 +253,10 @@ SEARCHED = ("lr", "rates.readout", "rates.token_embedding", "stds.readout")
 VIT_SEARCHED = ("lr", "rates.readout", "rates.patch_embedding", "stds.readout")
 """Constants of image models that are tuned at the base."""
 SHORT = (("lr", -1), ("rates.readout", 3), ("rates.token_embedding", 4), ("stds.readout", -1))
-"""Setting that 100 steps of the language model end at, where the search of 800 steps begins."""
+"""Best setting of the language model over 100 steps. The search over 800 steps begins there."""
 VIT_SHORT = (("lr", 1), ("rates.patch_embedding", 4), ("rates.readout", 3), ("stds.readout", 1))
-"""Setting that 100 steps of the image model end at, where the search of 800 steps begins."""
-# `embedding_width` changes token embeddings alone, so the first two arms are one with images.
+"""Best setting of the image model over 100 steps. The search over 800 steps begins there."""
+# `embedding_width` changes token embeddings alone, so the first two arms are the same for images.
 # The arm keeps both constants, because the rows that were trained so have both.
 IMAGE_ARM = replace(WIDTH_ARMS[0], label=WIDTH_ARMS[1].label)
 """First arm of image cells."""

@@ -21,7 +21,7 @@ from scripts.quality.cells import Arm, Cell, octaves
 from scripts.quality.descent import Setting, descend, descend_in_turn
 
 FIRST = 2
-"""Seeds of a search's moves."""
+"""Number of seeds by which a search chooses each move."""
 FIRST_OF_LARGE = 1
 """Seeds of the moves of a search in turn at sizes above `Cell.probe_size`.
 

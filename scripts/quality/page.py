@@ -118,7 +118,7 @@ def markdown(cells: Iterable[Record]) -> str:
 
 
 def _summary(cells: Sequence[Record]) -> list[str]:
-    """Return the table of all arms whose constants transfer, and the cells that have no record.
+    """Return the table of arms that keep the base's constants, and the cells without a record.
 
     A row has the arm's loss less `sp`'s at every size but the base.
     """
@@ -171,7 +171,7 @@ def _differences(arm: Record, baseline: Record) -> list[Difference]:
 def _paired_differences(
     losses: Sequence[float | None], baseline: Sequence[float | None]
 ) -> list[float]:
-    """Return differences of the seeds that both arms have, or none if one of the seeds diverged."""
+    """Return differences of the seeds that both arms have, or an empty list if a seed diverged."""
     differences = []
     for loss, baseline_loss in zip(losses, baseline, strict=False):
         if loss is None or baseline_loss is None:

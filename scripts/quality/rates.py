@@ -30,7 +30,7 @@ OFFSETS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 SEEDS = 2
 """Number of seeds of a curve's points. The marked point has all seeds of its comparison."""
 ABOVE = 0.25
-"""Nats above the least loss at which the picture ends."""
+"""Nats that the picture shows above the least loss, in addition to the span of `mup`'s marks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,9 +37,9 @@ def _groups(rows_by_title: Mapping[str, list[list[str]]]) -> list[dict[str, Any]
 
 
 def rules() -> list[list[str]]:
-    """Return a row for every preset with a rule for Adam: the verdicts on it in each limit.
+    """Return a row for every preset with a rule for Adam: its name, and a verdict per growing size.
 
-    A verdict follows from the rules alone.
+    Theory gives the verdict from the rules alone: "right", or what goes wrong as the size grows.
     """
     rows = []
     for name in presets.PRESETS:
@@ -166,10 +166,10 @@ def _arm(arm: Mapping[str, Any]) -> list[str]:
 
 
 def forecasts() -> list[list[str]]:
-    """Return a row for every backtest of the forecasts.
+    """Return a row for every folder of docs/evidence/forecasts.
 
-    A row has the name, the number of forecasts, the share inside the 90 % interval, and the median
-    and the largest error.
+    A row has the name, the number of forecasts with a trained run, the share inside the 90 %
+    interval, and the median and the largest error.
     """
     rows = []
     for name, summary in _record("forecasts.json")["summary"].items():
@@ -186,7 +186,10 @@ def forecasts() -> list[list[str]]:
 
 
 def wrong_rules() -> dict[str, Any]:
-    """Return how many mutants of right rules change training, and how many of these are caught."""
+    """Return how many mutants of right rules change training, and how many of these are caught.
+
+    The result also counts joint mutants, and checks of right presets with those that pass.
+    """
     outcomes = list(itertools.chain.from_iterable(mutations.outcomes().values()))
     changing_by_column: Counter[str] = Counter()
     caught: Counter[str] = Counter()

@@ -49,11 +49,11 @@ RATES = 2.0 ** np.arange(-12, -5.4, 0.5)
 BATCHES = np.array([16, 24, 32, 64, 96, 128, 192, 256, 352, 512, 736, 1024, 2048], float)
 """Batches of the grid, in sequences."""
 NEAR = math.log(1.1)
-"""Excess of the log loss over its setting's best one, below which a run is held to its interval."""
+"""Excess over a setting's lowest log loss, below which a run's forecast interval is tested."""
 FIXED_BATCHES = (32, 64, 128, 256, 512, 1024, 2048)
 """Batches at which exponents in tokens are measured, in sequences."""
 BOTTOM = 0.012
-"""Excess of the log loss, below which runs of one batch are fitted for its best rate."""
+"""Excess over the lowest log loss of a batch, below which a run is fitted for the best rate."""
 SEED = 0
 ISOFLOPS = (
     (1e18, 3.522),
@@ -133,7 +133,7 @@ def grid(setting: Mapping[str, float]) -> dict[str, np.ndarray]:
 
 
 def forecast(table: RunTable) -> list[dict[str, Any]]:
-    """Return the forecast of each of `SETTINGS`: lowest loss, best rate and batch, all losses."""
+    """Return a forecast for each of `SETTINGS`: lowest loss, best rate and batch, loss on the grid."""
     forecaster = Forecaster.of_table(table)
     rows = []
     for parameters, tokens in SETTINGS:
@@ -230,7 +230,9 @@ def left_out(
 
 
 def regret(test: RunTable, peak_lr: float, batch_sequences: float) -> float:
-    """Return the share of the loss that a rate and batch lose against the best run of a setting.
+    """Return the loss at a rate and batch over the lowest loss of a setting, less 1.
+
+    The measured run nearest to the rate and batch, in octaves, gives the loss.
 
     Args:
         test: Runs that share model size and tokens.
@@ -269,8 +271,8 @@ def best_rate(log2_rate: np.ndarray, log_loss: np.ndarray) -> float | None:
     within an octave of the lowest loss.
 
     Args:
-        log2_rate: shape [R], in any order.
-        log_loss: shape [R], in the same order.
+        log2_rate: log2 of the learning rate of each run, in any order.
+        log_loss: Logarithm of the loss of each run.
     """
     order = np.argsort(log2_rate)
     rate = log2_rate[order]
@@ -298,7 +300,7 @@ class BestRate(NamedTuple):
 
 
 def _best_rates(table: RunTable, batch: int) -> list[BestRate]:
-    """Return the best rate of each setting that has five runs at a batch and a minimum inside."""
+    """Return the best rates of settings with five or more runs at a batch and a minimum inside."""
     values = table.values
     rows = []
     for parameters in np.unique(values["parameters"]):
@@ -365,7 +367,10 @@ def rate_exponents(table: RunTable) -> list[dict[str, Any]]:
 
 
 def _law_exponent(forecaster: Forecaster, batch: float) -> float:
-    """Return the law's exponent of the best rate in tokens, between 10 and 40 billion tokens."""
+    """Return the law's exponent of the best rate in tokens, from 10 to 40 billion tokens.
+
+    The model has 240 million parameters.
+    """
     rates = 2.0 ** np.arange(-14, -3, 0.02)
     best = []
     for tokens in (1e10, 4e10):
@@ -381,9 +386,9 @@ class RateCurve(NamedTuple):
     """Measured losses of one setting and batch, in the order of the rates."""
 
     log2_rates: np.ndarray
-    """Shape [R]."""
+    """log2 of the peak learning rates, ascending."""
     log_losses: np.ndarray
-    """Shape [R]."""
+    """Logarithm of the loss at each rate."""
 
 
 def rate_curve(test: RunTable, batch: float) -> RateCurve | None:
@@ -401,10 +406,13 @@ def rate_curve(test: RunTable, batch: float) -> RateCurve | None:
 
 
 def fixed_batch_regrets(table: RunTable) -> dict[str, dict[str, float]]:
-    """Return the loss that each exponent of `CLAIMS` costs at fixed batch, from short to long runs.
+    """Return what each exponent of `CLAIMS` costs when a rate is moved to a longer run.
 
     The rate is the shorter run's best rate at the batch times (ratio of tokens)^exponent. Its loss
     is interpolated between measured rates and compared with the lowest measured loss at the batch.
+
+    Returns:
+        By name of the claim, a `_summary` of the lost shares of the loss.
     """
     lost: dict[str, list[float]] = {name: [] for name in CLAIMS}
     for pair in _pairs(table):
@@ -424,10 +432,13 @@ def fixed_batch_regrets(table: RunTable) -> dict[str, dict[str, float]]:
 
 
 def joint_regrets(table: RunTable) -> dict[str, dict[str, float]]:
-    """Return the loss that each rule of `JOINT` costs, from shorter to longer runs.
+    """Return what each rule of `JOINT` costs when it moves rate and batch to a longer run.
 
     Rate and batch both move from the shorter run's best values as the rule says. The fitted law of
     all other settings is compared, too.
+
+    Returns:
+        By name of the rule, a `_summary` of the lost shares of the loss.
     """
     by_law = "this law, without the longer run's setting"
     lost: dict[str, list[float]] = {name: [] for name in JOINT}
@@ -455,7 +466,7 @@ def joint_regrets(table: RunTable) -> dict[str, dict[str, float]]:
 
 
 class Pair(NamedTuple):
-    """Two settings of one model size."""
+    """All runs of one model size at two numbers of tokens."""
 
     index: int
     """Index of the longer setting."""

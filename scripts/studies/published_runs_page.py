@@ -52,8 +52,8 @@ def page(text: str, result: dict[str, Any], forecast: list[dict[str, Any]]) -> s
 
     Args:
         text: Text of the page, which has the markers of `PART`.
-        result: what `RESULT` holds.
-        forecast: what `FORECAST` holds.
+        result: Content of the file `RESULT`.
+        forecast: Content of the file `FORECAST`.
     """
     parts = [
         OPENING,

@@ -58,7 +58,7 @@ class Cell:
     Attributes:
         name: Names of the study's folder and preset.
         doublings: log2 of each size over the smallest.
-        curvature: Curvature of the loss at the optimum, in nats per octave squared.
+        curvature: Coefficient of octaves squared in the loss around the optimum, in nats.
         single: Standard deviation of a run's loss around its seed's line over the rates, in nats.
         tilt: Standard deviation of a seed's slope that `single` does not explain, in nats per
             octave.
@@ -108,8 +108,8 @@ def cells() -> list[Cell]:
                 name = f"{path.parent.name}, {study['preset']}"
                 by_points[digest] = _cell(name, analysis, curves)
 
-    # Two presets that are one rule on an axis were trained under two names. They are one cell, that
-    # of the first name.
+    # Two presets that have the same rule for an axis were trained under two names. They are one
+    # cell, under the first name.
     by_scatter: dict[tuple[float, ...], Cell] = {}
     for cell in reversed(by_points.values()):
         by_scatter[tuple(round(value, 3) for value in cell.scatter)] = cell
@@ -125,7 +125,9 @@ def _digest_of_points(sizes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def curve_of(size: Mapping[str, Any]) -> Curve:
-    """Return the losses of one size at the rates that all of its first seeds have.
+    """Return the losses of one size at the rates that were trained with all of its first seeds.
+
+    The first seeds are those by which the rates were chosen.
 
     Args:
         size: entry of `sizes` in a transfer.json.
@@ -224,7 +226,7 @@ def _skew(curve: Curve, optimum: float, curvature: float) -> float:
 
 
 class Simulated(transfer.Study):
-    """Study whose points stand for their configs, which would take longer to make than to judge."""
+    """Study that gives points in place of configs, because making configs takes the most time."""
 
     def config(self, point: transfer.Point) -> Config:
         """Return the point itself, which `Losses` reads instead of a config."""
@@ -299,6 +301,11 @@ def outcomes(
         drift: True drift of all studies; by default each study draws its own between -0.5 and 0.5.
         seeds: Number of seeds at every rate, before the verdict asks for more.
         max_seeds: Largest number of seeds near the minima.
+
+    Returns:
+        `transfers`, `drifts` and `undecided`: shares by verdict. `fitted`: share with a drift.
+        `seeds`: mean number. `covered` and `price_covered`: shares of fitted studies whose interval
+        holds the true drift, and the true price of not tuning the largest size.
     """
     study = studied(cell)
     counts = dict.fromkeys(
@@ -334,7 +341,8 @@ def outcomes(
 def _price_is_covered(cell: Cell, analysis: Analysis, losses: Losses) -> bool:
     """Return whether the interval of the largest size's price holds the true price.
 
-    A price without a value counts as covered.
+    The price is the loss at the smallest size's best rate less the loss at the own best rate. A
+    price without a value counts as covered.
     """
     price = analysis.prices[-1]
     octaves = losses.optima[0] - losses.optima[-1]
@@ -538,7 +546,9 @@ def _records(trials: int, processes: int, count: int | None) -> Iterator[dict[st
 
 
 def spread(sorted_cells: Sequence[Cell]) -> list[Cell]:
-    """Return cells in an order whose beginnings span the noise: median, quarters, eighths.
+    """Return cells in an order in which any number of first cells is spread over the noise.
+
+    The median comes first, then the quartiles, then the eighths.
 
     Args:
         sorted_cells: Cells in the order of their noise.

@@ -30,7 +30,7 @@ TEST_SHARE = 0.2
 FEWEST = 30
 """Least number of images of a class; smaller classes are left out."""
 FASHION = 8_000
-"""Number of images of Fashion-MNIST."""
+"""Number of images of Fashion-MNIST that are written."""
 ICON_CONTEXTS = ("actions", "apps", "categories", "devices", "mimetypes", "places", "status")
 """Folders of the icon theme that become classes."""
 SKIN_TONES = range(0x1F3FB, 0x1F3FF + 1)

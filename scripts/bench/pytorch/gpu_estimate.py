@@ -25,14 +25,18 @@ from scripts import harness
 def estimate(
     chip: str, model: str, batch_size: int, variant: dict[str, Any], *, tiny: bool
 ) -> dict[str, Any]:
-    """Return memory in bytes and seconds of a step on one GPU, as compiled.
+    """Compile a training step for one GPU, and return its memory and its least time.
 
     Args:
         chip: Name of the GPU in `chips.GPUS`, such as "h100".
-        model: Name of the model, as of `mupax.zoo.configs.get`.
+        model: Name of the model, as `mupax.zoo.configs.get` takes it.
         batch_size: Number of sequences or images in a step.
         variant: Fields of `ComputeConfig`.
         tiny: Use a small model in place of the named one.
+
+    Returns:
+        `peak_bytes`; `least_step_s`, a lower bound on the seconds of a step; `bound`, what sets the
+        lower bound; and `problems` of the compiled step.
     """
     name = f"{chip}:1"
     topology.ready(name)  # before JAX is imported

@@ -61,16 +61,23 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 """Compute settings to try on each side, the one that is most likely best first."""
 
 SWEEP = "sweep"
-"""Name of the point that measures a sweep against runs of their own."""
+"""Name of the point that times `mupax sweep` against one `mupax train` for each of its points."""
 
 MODELS = (*list(BATCHES)[:3], SWEEP, *list(BATCHES)[3:])
 """Models and the sweep in the order in which they are measured."""
 LEAST_SECONDS = 20.0
-"""Least time for which a point is started. Starting and compiling take this long."""
+"""Time that must be left to start a point. Starting and compiling take this long."""
 
 
 class Point(NamedTuple):
-    """Measurement of one process."""
+    """Measurement to make in a process of its own.
+
+    Attributes:
+        model: Key of `BATCHES`, or `SWEEP`.
+        side: "mupax" or "torch", the framework that trains.
+        batch_size: Number of sequences or images in a step; 0 for `SWEEP`.
+        variant: Fields of `ComputeConfig`; `None` for `SWEEP`.
+    """
 
     model: str
     side: str = "mupax"
@@ -185,11 +192,13 @@ def answer(point: Point, args: Options, timeout_s: float) -> dict[str, Any]:
 
 
 def _output_of(words: list[str], timeout_s: float, variables: dict[str, str]) -> dict[str, Any]:
-    """Run a command that prints JSON as its last line. Return that, or the reason under `failed`.
+    """Run a command and return the JSON object that it prints as its last line.
+
+    If the command fails or is too slow, return the reason under the key `failed` instead.
 
     Args:
         timeout_s: Time limit in seconds.
-        variables: Environment variables besides those of this process.
+        variables: Environment variables in addition to those of this process.
     """
     # A process group of its own: the processes that a point starts, such as compilers, end with it.
     process = subprocess.Popen(

@@ -29,7 +29,7 @@ TRACED_STEPS = 3
 
 
 def config_of(name: str, batch_size: int, variant: dict[str, Any], *, tiny: bool) -> Any:
-    """Return the run of a named model in bfloat16.
+    """Return the `Config` of a run of a named model in bfloat16.
 
     Args:
         variant: Fields of `ComputeConfig`.
@@ -51,7 +51,10 @@ def config_of(name: str, batch_size: int, variant: dict[str, Any], *, tiny: bool
 
 
 def jax_point(config: Any) -> Callable[[], None]:
-    """Return a function that queues one step of mupax, with a function `wait` for all of them."""
+    """Return a function that starts one training step of mupax without waiting for its result.
+
+    The function has an attribute `wait`, a function that waits until all started steps are done.
+    """
     import jax
 
     from mupax.train.core.program import assemble
@@ -76,8 +79,9 @@ def jax_point(config: Any) -> Callable[[], None]:
 
 
 def torch_point(config: Any) -> Callable[[], None]:
-    """Return a function that queues one step in PyTorch, with a function `wait` for all of them.
+    """Return a function that starts one training step in PyTorch without waiting for its result.
 
+    The function has an attribute `wait`, a function that waits until all started steps are done.
     The weights are random, since only time is compared.
     """
     import torch
@@ -186,16 +190,20 @@ def point(
     profile: Path | None,
     tiny: bool,
 ) -> dict[str, Any]:
-    """Return seconds of a step, units per second, FLOP/s, MFU and memory of one side's point.
+    """Measure the time of a training step of one framework, its MFU and its memory.
 
     Args:
         side: "mupax" or "torch", the framework that trains.
-        name: Name of the model, as of `mupax.zoo.configs.get`.
+        name: Name of the model, as `mupax.zoo.configs.get` takes it.
         batch_size: Number of sequences or images in a step.
         variant: Fields of `ComputeConfig`, which PyTorch ignores.
         steps: Number of timed steps, three times over. The median counts.
         profile: Folder for a trace of `TRACED_STEPS` more steps.
         tiny: Use a small model in place of the named one.
+
+    Returns:
+        `step_s`, `units_per_s` (a unit is a token or image), `flops_per_s`, `mfu` (`None` if the
+        device's peak is not known), `peak_bytes` (`None` for PyTorch), and what was measured.
     """
     from mupax.train.parallel.hardware import memory_peak, peak_flops
     from mupax.zoo import families

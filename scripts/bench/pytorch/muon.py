@@ -30,7 +30,7 @@ from scripts.bench.pytorch.step import vit
 
 
 def torch_update(program: Program) -> Step:
-    """Return PyTorch's Muon on the matrices of blocks, with AdamW on the rest, as a step."""
+    """Return a function that updates all parameters by PyTorch: Muon on blocks, AdamW elsewhere."""
     import torch
 
     opt = program.config.optimizer
@@ -56,7 +56,7 @@ def torch_update(program: Program) -> Step:
 
 
 def difference() -> float:
-    """Return the largest difference between both iterations on one random matrix."""
+    """Return the largest difference of Newton-Schulz on one matrix, mupax's against PyTorch's."""
     import torch
 
     matrix = np.random.default_rng(3).standard_normal((384, 1536), np.float32)

@@ -48,7 +48,7 @@ class Part:
 
     Attributes:
         times: Number of times that a step has the part.
-        inner: The part belongs to the part before and is counted there.
+        inner: The part is contained in the part before, so that the sum of parts leaves it out.
     """
 
     name: str
@@ -95,7 +95,7 @@ def torch_differentiated(fn: Any, *inputs: np.ndarray, module: Any) -> Step:
 
 
 def block_parts(program: Program, depth: int) -> list[Part]:
-    """Return norm, attention, the core of attention, and MLP.
+    """Return the parts of a block: norm, attention, softmax(q k) v alone, and MLP.
 
     Args:
         program: Program of a model with one block.
@@ -212,7 +212,7 @@ def ends(program: Program) -> Part:
 
 
 def update(program: Program) -> Part:
-    """Return AdamW on all parameters."""
+    """Return the part of the optimizer: the update of all parameters by AdamW."""
     import torch
 
     from scripts.bench.pytorch import models as torch_models
@@ -266,7 +266,7 @@ def our_update(program: Program) -> Step:
 
 
 def zoo_model(program: Program, params: Any) -> Any:
-    """Return mupax's model with given parameters and the run's factors."""
+    """Return mupax's model with given parameters and the multipliers of the run's preset."""
     factors = program.inputs.factors
     return program.definition.model(params, factors.multiplier, factors.forward)
 
@@ -281,7 +281,11 @@ def torch_model(program: Program) -> Any:
 
 
 def measure(name: str, rounds: int, *, tiny: bool = False) -> list[dict[str, Any]]:
-    """Return a row for every part of a model's step, in milliseconds of the step, and their sum."""
+    """Measure every part of a model's step, and return a row for each and a row for their sum.
+
+    The `ms` of a row are milliseconds of a whole step: the part's median time, times the number of
+    such parts in a step.
+    """
     config = MODELS[name](ComputeConfig(), tiny=tiny)
     one_layer = replace(config, model=replace(config.model, depth=1))  # pyright: ignore
     one_block = assemble(one_layer, jax.devices()[:1])

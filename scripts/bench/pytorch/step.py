@@ -82,7 +82,7 @@ MODELS: dict[str, Callable[..., Config]] = {"lm": lm, "vit": vit}
 
 
 def batches_of(program: Program, count: int) -> list[dict[str, np.ndarray]]:
-    """Return random batches of the model's task."""
+    """Return random batches of the model's task: `inputs`, `targets` and `weights` of one."""
     random = np.random.default_rng(0)
     model = program.config.model
     size = program.config.data.batch_size
@@ -164,13 +164,14 @@ def torch_step(
 
 
 def check(steps: dict[str, Callable[[], float]], count: int) -> list[float]:
-    """Take the first steps of all and return mupax's losses.
+    """Train some steps with every implementation, compare the losses, and return mupax's.
 
     Args:
+        steps: Function by name, such as "mupax", that trains one step and returns its loss.
         count: Number of steps.
 
     Raises:
-        AssertionError: The losses differ, so that not the same model is trained.
+        AssertionError: Losses differ by more than `LOSS_TOLERANCE`, so the models are not the same.
     """
     losses = {}
     for name, step in steps.items():

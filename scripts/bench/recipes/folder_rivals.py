@@ -92,11 +92,15 @@ def _decoded(file: Path, side: int | None) -> np.ndarray:
 def logistic(images: Images, seconds: float) -> dict[str, Any]:
     """Train a logistic regression and return its row.
 
-    Features and regularization are those that do best on held-out training images, as far as 60 %
-    of the budget allows to try them.
+    Features and regularization are chosen by accuracy on held-out training images. The choice ends
+    when 60 % of the budget are used.
 
     Args:
         seconds: Budget of CPU seconds of the process.
+
+    Returns:
+        `accuracy` on the test images, the chosen `settings` in words, and `tried`, the held-out
+        accuracy by settings.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler

@@ -45,11 +45,11 @@ BEGIN = "<!-- small folders: begin -->"
 END = "<!-- small folders: end -->"
 CORES = 2
 CALIBRATION = (20, 120)
-"""Steps of the two runs that separate the seconds of a step from those of all else."""
+"""Numbers of steps of two runs, whose times give the time of a step and of everything else."""
 SAFETY = 0.94
-"""Share of the budget that a run of mupax is planned for."""
+"""Share of the budget that a run of mupax is planned to use."""
 LATE = 1.01
-"""Largest time of a run of mupax, as a multiple of the budget."""
+"""Largest time of a run of mupax over the budget. A slower run is repeated with fewer steps."""
 RIVALS = ("ours", "logistic", "cnn")
 SIDES = {"emoji": 32, "icons": 32}
 """Pixels of a side that the rivals' images are scaled to, as mupax's are, by data set.
@@ -92,7 +92,11 @@ def measured(command: Sequence[str], environment: dict[str, str]) -> Outcome:
 
 
 def train(images: Path, seed: int, steps: int) -> dict[str, Any]:
-    """Train mupax's recipe for a folder in a new process without caches and return its row."""
+    """Train mupax's recipe for a folder in a new process without caches and return its row.
+
+    Returns:
+        `accuracy` of the last evaluation, `steps` and `cpu_seconds`.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         workdir = Path(temporary) / "run"
         words = [sys.executable, "-m", "mupax", "train", "vit-digits"]
@@ -116,7 +120,7 @@ def train(images: Path, seed: int, steps: int) -> dict[str, Any]:
 
 
 class Rows:
-    """Rows by name, in a file that is written after each new row."""
+    """Results of trainings by name (rows), in a file that is written after each new one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -164,7 +168,7 @@ def ours(rows: Rows, folder: Path, name: str, budget: int, seed: int) -> dict[st
 
 
 def _calibration(rows: Rows, folder: Path, name: str, steps: int) -> dict[str, Any]:
-    """Return the row of a run of mupax of so many steps, and train it if there is none yet."""
+    """Return the row of a run of `steps` steps on the first split, and train it if there is none."""
     key = f"{name} calibration {steps}"
     if key in rows.rows:
         return rows.rows[key]
@@ -209,7 +213,7 @@ def rival(
 def network(
     rows: Rows, folder: Path, name: str, budget: int, seed: int, python: str
 ) -> dict[str, Any]:
-    """Return the row of the best network.
+    """Return the row of the best of `NETWORKS` at a seed, and train it if there is none yet.
 
     The network is chosen by its accuracy on the test images of the first split, which favours it.
     """

@@ -70,7 +70,7 @@ def measured(label: str, first_step: bool, words: str, rounds: int) -> dict[str,
     """Return the processor time of a command, cold and warm, and the ratio of warm to cold.
 
     Args:
-        label: Name of the row in the table `inside`.
+        label: Name of the row in the table `inside` of docs/evidence/performance.md.
         first_step: Train up to the first step (`FIRST_STEP`) in place of running the command to
             its end.
         words: Words of the command after `mupax train`.

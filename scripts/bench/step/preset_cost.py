@@ -80,8 +80,9 @@ def with_preset(program: Program) -> jax.stages.Compiled:
 def without_factors(program: Program) -> jax.stages.Compiled:
     """Return a compiled step of the same model without a preset, under `optax.adamw`.
 
-    Constants take the place of factors, and there are no multipliers. The step maps (params,
-    optimizer state, batch) to (params, optimizer state, metrics) and donates the first two.
+    Forward factors, such as the scale of attention logits, are the constants of `neutral`. There
+    are no multipliers of parameters. The step maps (params, optimizer state, batch) to (params,
+    optimizer state, metrics) and donates the first two.
     """
     config = program.config
     definition = program.definition
@@ -134,10 +135,11 @@ def without_factors(program: Program) -> jax.stages.Compiled:
 
 
 def folded(program: Program) -> jax.stages.Compiled:
-    """Return the run's own step with every factor a constant 1, as a baseline.
+    """Return the run's own step with constants in place of the preset's factors, as a baseline.
 
-    The compiler knows the constants and leaves the products out. The step maps (state, run, batch)
-    to (state, metrics), as the run's does, and ignores the factors in `run`.
+    Factors of parameters are 1, or 0 where the preset's are 0. Forward factors are those of
+    `neutral`. The compiler knows the constants and leaves out products with 1. The step maps
+    (state, run, batch) to (state, metrics), as the run's does, and ignores the factors in `run`.
     """
     factors = program.inputs.factors
     place = program.layout.replicated

@@ -88,9 +88,14 @@ def losses(config: Config, rotary: Rotary, steps: int) -> list[float]:
 
 
 def difference(steps: int) -> dict[str, Any]:
-    """Return the largest relative difference of any step's loss from the loss by halves.
+    """Train with rotary positions by halves and by product, and return how far losses differ.
 
-    The product is compared, and, for scale, another order of attention's sums.
+    To show the size of rounding, a third run sums in another order (fused projections).
+
+    Returns:
+        `largest_difference`: the largest relative difference of any step's loss from the loss by
+        halves, for the product and for the third run. `first_loss` and `last_loss`: losses by
+        halves. `same_first`: whether the product gives the same first loss. `steps`.
     """
     model = replace(configs.get("lm-tiny"), width=64, depth=2, num_heads=2, seq_len=64)
     # Fused projections sum in another order.

@@ -31,9 +31,9 @@ from scripts import harness
 from scripts.bench.in_turns import compared, in_turns, one_core
 
 LOSSES = 3
-"""Number of losses that are compared."""
+"""Number of first steps whose losses are compared."""
 HALF = "--model.compute.dtype bfloat16"
-"""Name of a run in bfloat16, which is also measured on CPUs. Its loss differs by rounding."""
+"""Name of an additional run, in bfloat16, on CPUs only. Its loss differs by rounding."""
 
 _MAXTEXT = "github.com/AI-Hypercomputer/maxtext, scripts of Llama 2 on H100"
 _SCRIPTS = "in public training scripts; xla/debug_options_flags.cc"
