@@ -134,7 +134,10 @@ def _summary(cells: Sequence[Record]) -> list[str]:
                 continue
             differences = _differences(arm, baseline)
             figures = ", ".join(map(_interval, differences))
-            if len(differences) < num_sizes - 1:
+            # A loss of None is that of a seed that diverged.
+            if any(None in row["losses"] for row in arm["sizes"]):
+                verdict = "no, a seed diverged"
+            elif len(differences) < num_sizes - 1:
                 verdict = "not finished"
             elif all(gap.mean + gap.half_width <= GOAL for gap in differences):
                 verdict = "yes"

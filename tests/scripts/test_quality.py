@@ -204,6 +204,12 @@ def test_the_page_says_not_worse_only_where_the_interval_ends_below_the_goal(
     assert f"| c | mup | {row}" in page.markdown([record(gaps)])
 
 
+def test_the_page_says_where_a_seed_diverged():
+    cell = record([-0.010, -0.011, -0.012])
+    cell["arms"][0]["sizes"][1]["losses"][1] = None
+    assert "| c | mup |  | no, a seed diverged |" in page.markdown([cell])
+
+
 def test_the_committed_page_is_what_its_records_say():
     records = page.records()
     assert records
