@@ -215,7 +215,7 @@ def place_of(run: dict[str, Any]) -> tuple[str, int]:
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
-    """Return this campaign's Markdown section: totals, and a table with a row for each operation."""
+    """Return this campaign's Markdown section: totals, and a table of the kinds of operations."""
     num_kills = sum(len(run["kills"]) for run in runs)
     differing = [run for run in runs if run["differences"]]
     num_identical = len(runs) - len(differing)

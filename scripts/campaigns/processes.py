@@ -385,8 +385,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 def seconds_cell(rows: Sequence[dict[str, Any]]) -> str:
     """Return median and maximum of `ended_s` in rows, as text such as `1.5, 20.3`.
 
-    `ended_s` is the time in seconds from the failure until all processes had ended, except a stopped
-    one. Without any such time the text is `goes on`.
+    `ended_s` is the time in seconds from the failure until all processes except a stopped one had
+    ended. Without any such time the text is `goes on`.
     """
     seconds = sorted(row["ended_s"] for row in rows if row["ended_s"] is not None)
     if not seconds:

@@ -1,4 +1,4 @@
-"""Trials of files of strangers: small ones that unpack to much, damaged ones, large honest ones.
+"""Trials of untrusted files: small ones that decompress to much more, damaged and large good ones.
 
 A command reads each file as a user would, in a process forked from one that has everything
 imported. The process may not take more than 1 GB above what it has at its beginning.

@@ -430,7 +430,7 @@ def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
 
 
 def left_over(tried: Attempt) -> list[str]:
-    """Return the names of temporary files and folders (see `OWN_TRACES`) that a command has left."""
+    """Return the names of temporary files and folders that a command has left (`OWN_TRACES`)."""
     names = []
     for path in (tried.folder / "place").rglob("*"):
         if any(trace in path.name for trace in OWN_TRACES):
@@ -714,8 +714,8 @@ def _disk_trials(lab: Lab, name: str, maker: Maker, seed: int) -> list[Trial]:
 def _folder_trials(lab: Lab, name: str) -> list[Trial]:
     """Return further trials of a command that makes a folder.
 
-    The command is killed while it writes to a bucket, writes to a small file system, meets a file of
-    another program in its folder, and is started twice at once.
+    The command is killed while it writes to a bucket, writes to a small file system, meets a
+    foreign file in its folder, and is started twice at once.
     """
     planned = []
     for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
