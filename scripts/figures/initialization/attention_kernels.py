@@ -33,7 +33,9 @@ def is_uniform(alpha_a: float, head_dim: int | None) -> bool:
 
 
 def uniform(keys: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return V [X, T, X, T] for logits of 0: the mean of C over what both queries attend to.
+    """Return the kernel V [X, T, X, T] if all attention logits are 0.
+
+    V is then the mean of the keys' kernel over all positions that both queries attend to.
 
     Args:
         keys: Kernel C [X, S, X, S].
@@ -52,7 +54,7 @@ def sampled(
     heads: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Return V [X, T, X, T] as the mean over randomly drawn heads.
+    """Return the kernel V [X, T, X, T] of an attention branch, a mean over randomly drawn heads.
 
     Args:
         queries: Kernel Q [X, T, X, T] with diagonal 1.
@@ -60,6 +62,7 @@ def sampled(
         mask: Bool [X, T, S], True for keys that a query attends to.
         alpha_a: Exponent of N in the scale of the logits.
         head_dim: N, or `None` for the Gaussian logits of N to infinity at alpha_a = 1/2.
+        heads: Number of heads to draw.
     """
     num_inputs, num_queries = queries.shape[:2]
     num_keys = keys.shape[1]
