@@ -119,7 +119,6 @@ def read_within_limits(target: Target, place: Path, row: dict[str, Any]) -> None
     """Read a broken file, and add the result to a reader's counts.
 
     Args:
-        place: Folder with the reader's files.
         row: Counts of the reader (see `fed`), which are changed.
 
     Raises:

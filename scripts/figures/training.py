@@ -51,7 +51,7 @@ def vit(
     The optimizer is SGD with momentum 0.9 and a constant learning rate.
 
     Args:
-        rate: Learning rate.
+        rate: Learning rate, the same at all steps.
         alpha_a: Exponent of N in the scale of attention logits.
         alpha_l: Exponent of the depth in the scale of branches.
         gamma0: Scale of feature learning; 0 in the limit of lazy training.
@@ -108,7 +108,7 @@ def lm(
     GELU before branches, a norm of queries and keys, and a bias of the readout.
 
     Args:
-        rate: Peak learning rate.
+        rate: Learning rate at its peak, after the warm-up.
         alpha_a: Exponent of N in the scale of attention logits.
         alpha_l: Exponent of the depth in the scale of branches.
         gamma0: Scale of feature learning; 0 in the limit of lazy training.

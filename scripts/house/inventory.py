@@ -74,7 +74,7 @@ def fields(owner: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted name of every config field, with its type and default as text.
 
     Args:
-        owner: Config dataclass. Nested dataclasses are entered.
+        owner: Config dataclass, whose nested dataclasses are entered recursively.
         prefix: Text before all names, such as `model.`.
     """
     hints = typing.get_type_hints(owner)

@@ -201,8 +201,6 @@ class _Places(ast.NodeVisitor):
         """Visit the statements of a class or function.
 
         Args:
-            name: Name of the class or function.
-            body: Its statements.
             returns: Also add the mutant in which the function returns None at once.
         """
         self._names.append(name)
@@ -319,8 +317,7 @@ def drawn(path: str, source: str, seed: int = SEED) -> Mutant | None:
     """Draw one mutant of a module: first its kind, then its place. `None` if there are none.
 
     Args:
-        path: Path of the module from the root. The draw depends on this and the seed alone.
-        source: Text of the module.
+        path: Path of the module from the root, from which the random numbers are seeded.
     """
     by_kind: dict[str, list[Mutant]] = {}
     for mutant in mutants_of(path, source):

@@ -290,11 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_findings(path: Path) -> None:
-    """Print every wrong first line, hollow `Args:` entry and long line, as FILE:LINE: KIND: TEXT.
-
-    Args:
-        path: File or folder of the checkout.
-    """
+    """Print wrong first lines, hollow `Args:` entries and long lines, as FILE:LINE: KIND: TEXT."""
     files = [path] if path.is_file() else list(python_files(path))
     for file in files:
         source = file.read_text(encoding="utf-8")

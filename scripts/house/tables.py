@@ -66,7 +66,6 @@ def lines(name: str, form: Form | None, model_name: str) -> Iterator[str]:
     Cases are all combinations of base, constants, optimizer and kind of weight decay.
 
     Args:
-        name: Name of the preset.
         form: Form of the preset; its own if `None`.
         model_name: Key of `MODELS`.
     """

@@ -107,7 +107,7 @@ class Recorder:
 
     Args:
         part: Part of the run, which defines the windows.
-        root: Checkout whose functions are recorded.
+        root: Root of the checkout whose functions are recorded.
         workdir: Folder of the run, in which `part.on_disk` is looked for.
     """
 

@@ -284,11 +284,7 @@ def begun(folder: Path, change: Change, shared: Path) -> Path:
 
 
 def ended(folder: Path, shared: Path, change: Change, more: Sequence[str]) -> list[Ended]:
-    """Resume the run in `folder/run` under a change, and return the end of each process.
-
-    Args:
-        more: Further flags of the command.
-    """
+    """Resume the run in `folder/run` under a change, and return the end of each process."""
     case = Case(shared=shared, processes=change.processes, more=(*change.more, *more))
     # All processes change, because they refuse one that differs from the others.
     sick = dict.fromkeys(range(change.processes), change.sick)

@@ -350,7 +350,7 @@ def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
     """Read the output of a killed command with `Maker.reader`, which must refuse an incomplete one.
 
     Args:
-        expected: Digests of the complete output.
+        expected: Digests of the complete output (`Lab.digests`).
 
     Returns:
         `silent` if an incomplete output was read without an error. If `ok`, the detail is
@@ -571,9 +571,6 @@ def undeletable(lab: Lab, processes: int, folder: Path) -> Outcome:
     """Train a run that cannot delete its old checkpoints, because `unlink` fails with EACCES.
 
     The run must end well with the right last checkpoint, and print one line on the problem.
-
-    Args:
-        processes: Number of processes of the run.
     """
     place = folder / "place"
     place.mkdir()
@@ -635,7 +632,10 @@ def listed_while_saved(lab: Lab, folder: Path) -> Outcome:
 
 
 def smaller_keep(lab: Lab, folder: Path) -> Outcome:
-    """Resume a run with `--checkpoint.keep 1` after 4. A line must name the deleted checkpoints."""
+    """Resume a run that kept four checkpoints with `--checkpoint.keep 1`.
+
+    Older checkpoints must be deleted, and a line must name them.
+    """
     place = folder / "place"
     lab.source  # noqa: B018  makes the text
     words = (

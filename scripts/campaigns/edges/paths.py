@@ -312,8 +312,6 @@ def attempt(
     Args:
         label: Name of the command, a key of `ACTS` or `WAYS`.
         act: Function that runs the command and returns its result.
-        name: The odd name.
-        folder: Folder of the trial.
     """
     try:
         expected = inputs().expected(label, act)

@@ -223,7 +223,6 @@ def slow_step(call: int, seconds: float) -> Action:
 
     Args:
         call: Number of the step, from 1.
-        seconds: Length of the delay.
     """
     return on_call(_STEP, call, partial(time.sleep, seconds))
 
@@ -425,7 +424,6 @@ def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
     """Train a run with a fault, resume it if the fault must end it, and judge the result.
 
     Args:
-        folder: Folder of the trial.
         shared: Folder with the text and the undisturbed runs that all trials share.
     """
     prepare(shared)
@@ -487,7 +485,6 @@ def same_bits(folder: Path, expected: dict[str, Any], detail: str) -> Outcome:
 
     Args:
         expected: Result of an undisturbed run (`tiny_runs.run_result`).
-        detail: Text for the outcome.
     """
     differences = tiny_runs.differences(tiny_runs.run_result(folder / "run", STEPS), expected)
     if differences:

@@ -291,7 +291,7 @@ def head(*lines: str, path: str = COMPLETIONS, version: str = "1.1") -> bytes:
     """Return the head of an HTTP POST request with a JSON body.
 
     Args:
-        *lines: Further header lines.
+        *lines: Further header lines, such as `Connection: close`.
     """
     first = f"POST {path} HTTP/{version}"
     return "\r\n".join(
@@ -314,11 +314,7 @@ def shared_trial(server: Shared, group: str, name: str, run: Callable[[Running],
 
 
 def status_outcome(status: int, answer: Any, expected: Iterable[int]) -> Outcome:
-    """Judge the HTTP status of an answer. From 400 on, the body must be an error as OpenAI's.
-
-    Args:
-        expected: Statuses that are right.
-    """
+    """Judge the HTTP status of an answer. From 400 on, the body must be an error as OpenAI's."""
     text = json.dumps(answer)[:120]
     if status not in expected:
         return Outcome("wrong", f"{status} {text}")
@@ -423,7 +419,6 @@ def posted(running: Running, fields: Any, codes: Sequence[int], path: str = COMP
 
     Args:
         fields: Body: bytes as they are, anything else as JSON.
-        codes: Statuses that are right.
     """
     return status_outcome(*running.post(fields, path), codes)
 
@@ -579,8 +574,7 @@ def head_outcome(running: Running, sent: bytes, codes: Sequence[int]) -> Outcome
     If the first is refused, the second must not be answered: its bytes may belong to the first.
 
     Args:
-        sent: Bytes of the first request.
-        codes: Right statuses of the first answer.
+        codes: HTTP statuses that are right for the first answer, such as 400.
     """
     received = running.raw(sent + SMUGGLED)
     # The status stands behind `HTTP/1.1 `.
@@ -762,11 +756,10 @@ def leaving_outcome(
     """Let clients send a request and disconnect. Another client must then get two tokens in 20 s.
 
     Args:
-        fields: Fields of the request.
         sent: End of the sent part of the request in bytes, negative from its end. Default: all.
         wait_s: Seconds until the clients disconnect. Default: 0.
         read: Number of bytes of the answer that each client reads before it disconnects.
-        reset: Disconnect by a TCP reset.
+        reset: Disconnect by a TCP reset, and not by closing the connection in order.
         count: Number of clients. Default: 1.
     """
     with ExitStack() as clients:

@@ -228,7 +228,7 @@ def compiling(count: int, pause: float = 0.0) -> Moment:
 
     Args:
         count: Number of the program, from 1.
-        pause: Seconds to wait after this.
+        pause: Time from then until the signal is sent, in seconds.
     """
     return Moment(
         f"while program {count} is compiled",
@@ -351,8 +351,7 @@ def interrupted(
 
     Args:
         command: Command line, with names of inputs in place of their paths (see `Shared.words`).
-        moment: Moment of the first signal.
-        numbers: Numbers of the signals, in order.
+        moment: Moment at which the first signal is sent to the command.
         cache: Use JAX's compilation cache on disk, as in `Shared.environ`.
         seconds: Seconds that the command may take to end after the last signal. Default: `END_S`.
     """
@@ -519,7 +518,6 @@ def _trial(group: str, signals: str, moment: str, run: Callable[[Path], Outcome]
 
     Args:
         signals: Names of the signals, for the name of the trial.
-        moment: Name of the moment.
     """
     moment = re.sub(r"after [\d.]+ s", "by the clock", moment)
     moment = re.sub(r"program [2-9]", "a later program", moment)

@@ -129,9 +129,6 @@ def _catch_interrupts() -> None:
 def judge(ended: Ended, codes: Iterable[int]) -> Outcome:
     """Judge the end of a command by its exit code and output.
 
-    Args:
-        codes: Exit codes that are right.
-
     Returns:
         `hung` after the time limit, `crash` or `traceback` if there was one, `wrong` for another
         exit code than `codes`, otherwise `ok`.

@@ -63,7 +63,6 @@ def on_call(place: Place, call: int, action: Action, after: bool = False) -> Act
     """Return an action that patches a function, so that one call of it also calls `action`.
 
     Args:
-        place: Function to patch.
         call: Number of the call at which `action` is called, from 1.
         action: Action that is called before the real function.
         after: Call the real function twice: before `action`, too.
@@ -82,7 +81,6 @@ def with_result(place: Place, change: Callable[[Any], Any]) -> Action:
     """Return an action that patches a function, so that its first call returns another result.
 
     Args:
-        place: Function to patch.
         change: Function from the real result to the changed one.
     """
 

@@ -62,7 +62,6 @@ def sampled(
         mask: Bool [X, T, S], True for keys that a query attends to.
         alpha_a: Exponent of N in the scale of the logits.
         head_dim: N, or `None` for the Gaussian logits of N to infinity at alpha_a = 1/2.
-        heads: Number of heads to draw.
     """
     num_inputs, num_queries = queries.shape[:2]
     num_keys = keys.shape[1]
