@@ -169,10 +169,10 @@ def train(workdir: Path, kind: str, processes: int) -> None:
 
 
 def unverified(saved: Saved, newest: Path) -> str:
-    """Load a damaged checkpoint by orbax alone, which is the control.
+    """Load a damaged checkpoint by orbax alone, without mupax's digests, as the control.
 
     Returns:
-        `error`, `right`, or `wrong` for numbers that differ from what was saved.
+        `error` if orbax raises, `right` if every bit is as it was saved, otherwise `wrong`.
     """
     try:
         loaded = ocp.load(str(newest), saved.abstract.arrays())
@@ -185,7 +185,7 @@ def unverified(saved: Saved, newest: Path) -> str:
 
 
 def contents(folder: Path) -> Counter[bytes]:
-    """Return the contents of all files below a folder, with the number of their copies."""
+    """Return how many files below a folder have each content."""
     copies: Counter[bytes] = Counter()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -194,13 +194,19 @@ def contents(folder: Path) -> Counter[bytes]:
 
 
 def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") -> dict[str, Any]:
-    """Damage a copy of a run, restore it, and return the row of the record.
+    """Damage the newest checkpoint in a copy of a run, restore the copy, and judge the outcome.
 
     Args:
-        kind: Key of `KINDS`.
-        seed: Chooses the file and the place of the damage.
-        folder: Folder in which `copy` is made.
-        root: Place in a bucket to which the damaged copy is moved. Default: the copy stays on disk.
+        kind: Kind of damage, a key of `KINDS`.
+        seed: Chooses the file and the place of the damage. Every fifth seed damages the older
+            checkpoint too, and the restore must then refuse.
+        folder: Folder in which the copy is made, with the name `copy`.
+        root: Folder in a bucket into which the damaged copy is copied, and restored from there.
+            Default: the copy on disk is restored.
+
+    Returns:
+        Row of the record. `good` is true if the damage was detected, the older checkpoint was
+        restored (or the restore refused), and no file was lost.
     """
     # A text as seed does not depend on PYTHONHASHSEED.
     choose = random.Random(f"{saved.name} {kind} {seed}")
@@ -267,11 +273,14 @@ def campaign(
     root: str = "",
     skip: Collection[tuple[str, str, int]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `count` corruptions, which take kinds of damage and runs in turn.
+    """Do `count` corruptions, and yield the result of `corrupted` for each.
+
+    All pairs of a kind of damage and a run are tried in turn, again and again.
 
     Args:
-        seed: First seed. Every turn of all kinds and runs has the next one.
-        skip: Name of the run, kind and seed of corruptions that are left out.
+        seed: Seed of the first pass over all pairs. Each later pass has the next integer.
+        skip: Corruptions to leave out, each by name of the run, kind of damage and seed. They are
+            among the `count`.
     """
     turns = list(itertools.product(KINDS, runs))
     for number in range(count):
@@ -282,11 +291,11 @@ def campaign(
 
 
 def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """Return the section of the page: the totals of each place, and a row for each kind of damage.
+    """Return this campaign's Markdown section: totals, and a table with a row for each damage.
 
     Args:
         results: Rows of the record, of all places.
-        seconds: Time that the campaign took in each place.
+        seconds: Time that the campaign took, by place (a key of `PLACES`).
     """
     places = list(dict.fromkeys(result["place"] for result in results))
     text = (
@@ -321,7 +330,12 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
 
 
 def counts_of(results: Sequence[dict[str, Any]], places: Sequence[str]) -> list[str]:
-    """Return the cells of one row of the table. A cell has one number for each place."""
+    """Count outcomes for one row of the page's table.
+
+    Returns:
+        Three cells: restores that fell back, restores that refused, and wrong loads by orbax alone.
+        Each has the counts of all places, joined by commas.
+    """
     outcomes: Counter[tuple[str, str]] = Counter()
     wrong_alone: Counter[str] = Counter()
     for result in results:

@@ -65,7 +65,11 @@ BOUND_S = 60.0
 
 
 def compile_once() -> None:
-    """Cache the compiled steps, which are the same in every run, and do not draw loss.png."""
+    """Patch mupax in this process so that many runs are quick.
+
+    The training and evaluation steps are compiled once, because all runs have the same ones. In
+    place of a drawn loss.png, 30,000 zero bytes are written.
+    """
     from mupax.train.core.program import Program
     from mupax.train.run.report import finish
 
@@ -155,10 +159,15 @@ class Runs:
         return workdir
 
     def disturbed(self, seed: int) -> dict[str, Any]:
-        """Disturb one run, resume it if it ended, and return its row of the record.
+        """Let file operations of one run fail, and resume the run if it ended with an error.
 
         Args:
-            seed: Number that chooses the phase, the kind, the effect and the operation.
+            seed: Number that chooses the phase (`begun`), the kind of operation, the effect and the
+                operation that fails.
+
+        Returns:
+            Row of the record. `fired` is the number of operations that failed, and `wrong` has a
+            line for everything that a run must not do.
         """
         choose = random.Random(seed)
         # Consecutive seeds go through all phases, kinds and effects in turn.
@@ -232,7 +241,11 @@ class Runs:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the section of the page: the totals, and a table with a row for each operation."""
+    """Return this campaign's Markdown section: totals, and a table with a row for each operation.
+
+    Args:
+        rows: Rows of the record. Those whose fault never came are left out.
+    """
     struck = []
     num_operations = 0
     num_right = 0
@@ -275,7 +288,7 @@ class Options:
     """Flags of the command."""
 
     count: int = 320
-    """Number of runs that the record must have whose fault came."""
+    """Number of disturbed runs in the record. A run whose fault never came does not count."""
     workers: int = 1
     """Number of worker processes."""
     again: Switch = False
@@ -322,12 +335,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def num_missing(rows: Sequence[dict[str, Any]], count: int) -> int:
-    """Return how many runs whose fault came are missing to `count`."""
+    """Return `count` less the number of recorded runs whose fault came."""
     return count - sum(bool(row["fired"]) for row in rows)
 
 
 def hung_row(seed: int) -> dict[str, Any]:
-    """Return the row of a run that did not answer."""
+    """Return the row of the record for a seed that a worker did not answer in time."""
     return {
         "seed": seed,
         # The page and the count of missing runs take only rows whose fault came.
@@ -360,7 +373,7 @@ def make_workers(temporary: Path, library: Path, count: int) -> list[workers.Wor
 
 
 def serve(folder: Path) -> None:
-    """Answer seeds on standard input with rows of the record, as a worker."""
+    """Run a worker, which reads seeds from standard input and answers with `Runs.disturbed`."""
     runs: list[Runs] = []
 
     def answer(seed: int) -> dict[str, Any]:

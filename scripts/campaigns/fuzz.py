@@ -46,7 +46,7 @@ MEMORY = 512 * 2**20
 LONGEST_MESSAGE = 2000
 """Largest number of characters in a refusal."""
 COUNTS = ("inputs", "read", "refused", "tracebacks", "hangs", "large")
-"""Columns of a row that are sums."""
+"""Fields of a reader's row that are counts. The page adds them up over all readers."""
 _SETTINGS = settings(
     # A deadline counts wall time, which depends on what else the machine does.
     deadline=None,
@@ -72,9 +72,13 @@ def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
     """Feed broken files to a reader until one fails. Print that failure, and return the counts.
 
     Args:
-        name: Key of `TARGETS`.
+        name: Name of the reader, a key of `TARGETS`.
         inputs: Number of broken files that the reader gets if none fails.
-        folder: Folder in which the files of the reader get a folder of their own.
+        folder: Folder in which the reader's files get a subfolder.
+
+    Returns:
+        The counts of `COUNTS`, and the largest time `slowest_s` and memory growth `grown_mib` of
+        one file.
     """
     from scripts.campaigns.targets import TARGETS
 
@@ -112,7 +116,10 @@ def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
 
 
 def read_within_limits(target: Target, place: Path, row: dict[str, Any]) -> None:
-    """Read a broken file, and count the result in a row.
+    """Read a broken file, and add the result to a reader's counts.
+
+    Args:
+        row: Counts of the reader (see `fed`), which are changed.
 
     Raises:
         TooSlow: The reader took more than `SECONDS`.
@@ -152,10 +159,10 @@ def peak_bytes() -> int:
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
-    """Return the section of the page.
+    """Return this campaign's Markdown section, with totals over all readers.
 
     Args:
-        rows: Counts of each reader, by its name.
+        rows: Name of a reader to its counts (see `fed`).
     """
     total = dict.fromkeys(COUNTS, 0)
     slowest = 0.0

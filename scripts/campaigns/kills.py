@@ -32,16 +32,20 @@ COMMAND = "python -m scripts.campaigns.kills"
 STEPS = {1: 300, 2: 100}
 """Steps of a run, by its number of processes. Steps of two processes take longer."""
 SIGNALS = {"SIGKILL": 9, "SIGTERM": 7, "SIGINT": 2, "twice": 2}
-"""How often each signal is sent, of 20. `twice` is SIGTERM and another one within a second."""
+"""Relative frequency of each signal, of 20 in total.
+
+`twice` is SIGTERM, and SIGTERM or SIGINT within a second.
+"""
 _PATIENCE_S = 90.0
 """Seconds that processes may take to end after a signal."""
 
 
 def kill(session: Session, workdir: Path, choose: random.Random) -> dict[str, Any] | None:
-    """Send signals at a random moment, and wait until all processes have ended.
+    """Send a signal, or two, at a random moment, and wait until all processes have ended.
 
     Returns:
-        Facts of the kill for the record; `None` if the run was done before the moment came.
+        Signal, processes, phase, exit codes and newest checkpoint for the record; `None` if the run
+        ended before the moment came.
     """
     # 4 of 5 kills come while the run trains, the others while it starts, restores or compiles.
     while_training = choose.random() < 0.8
@@ -96,7 +100,11 @@ def phase(session: Session, workdir: Path) -> str:
 
 
 def disturbed(case: Case, folder: Path, seed: int, steps: int, max_kills: int) -> dict[str, Any]:
-    """Train one run that is killed up to `max_kills` times, and return its row of the record."""
+    """Train one run that is killed up to `max_kills` times and resumed, and judge its result.
+
+    Returns:
+        Row of the record. `differences` lists what differs from the undisturbed run.
+    """
     expected = tiny_runs.undisturbed(case, folder, steps)
     choose = random.Random(f"{case} {seed}")
     workdir = f"{case.model}-{case.processes}-{seed}"
@@ -130,7 +138,7 @@ def disturbed(case: Case, folder: Path, seed: int, steps: int, max_kills: int) -
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the section of the page: the totals, and a table with a row for each case."""
+    """Return this campaign's Markdown section: totals, and a table with a row for each case."""
     num_kills = sum(len(run["kills"]) for run in runs)
     differing = [run for run in runs if run["differences"]]
     num_identical = len(runs) - len(differing)

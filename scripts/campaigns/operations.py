@@ -58,10 +58,12 @@ class Place(Protocol):
         ...
 
     def arm(self, kind: str, moment: str, first: int, /) -> None:
-        """Kill at the operation of a kind that has the number `first`, from 0.
+        """Choose the operation at which a process is killed.
 
         Args:
-            moment: One of `MOMENTS`.
+            kind: Kind of the operation, one of `kinds`.
+            moment: `killed` before the operation, or `killed after` it.
+            first: Number of the operation among those of its kind, counted from 0 since `watch`.
         """
         ...
 
@@ -124,7 +126,7 @@ class Runs:
         self._undisturbed: dict[Case, UndisturbedRun] = {}
 
     def undisturbed(self, case: Case) -> UndisturbedRun:
-        """Train the run that nobody kills, on the first call for a case.
+        """Return the undisturbed run of a case, which the first call trains.
 
         Raises:
             SystemExit: The run fails by itself.
@@ -144,11 +146,15 @@ class Runs:
     def disturbed(
         self, case: Case, seed: int, max_kills: int, choices: Iterator[tuple[str, str]]
     ) -> dict[str, Any]:
-        """Train one run that is killed up to `max_kills` times, and return its row of the record.
+        """Train one run that is killed up to `max_kills` times and resumed, and judge its result.
 
         Args:
-            seed: Seed of the choice among the operations of a kind.
-            choices: Endless pairs of a kind and a moment, which kills take in turn.
+            seed: Seed that chooses among the operations of a kind.
+            choices: Endless pairs of a kind of operation and a moment (see `Place.arm`). Each kill
+                takes the next pair.
+
+        Returns:
+            Row of the record. `differences` lists what differs from the undisturbed run.
         """
         expected, calls = self.undisturbed(case)
         choose = random.Random(f"{case} {seed}")
@@ -209,7 +215,7 @@ def place_of(run: dict[str, Any]) -> tuple[str, int]:
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
-    """Return the section of the page: the totals, and a table with a row for each operation."""
+    """Return this campaign's Markdown section: totals, and a table of the kinds of operations."""
     num_kills = sum(len(run["kills"]) for run in runs)
     differing = [run for run in runs if run["differences"]]
     num_identical = len(runs) - len(differing)

@@ -70,14 +70,14 @@ class Case(tiny_runs.Case):
 
 @dataclass(frozen=True)
 class Failure:
-    """Something that happens to one process.
+    """Failure of one process of a run, with the end that the run must have.
 
     Attributes:
-        name: Name in the table.
+        name: Name in the page's table.
         reason: Text that the other processes must print. PROCESS stands for the failing process.
-        sick: Function that is called in the process before it starts, and injects the failure.
-        sent: Signal that the process gets from outside instead.
-        passes: True if the run must go on and end with 0.
+        sick: Function that prepares the failure. The failing process calls it before mupax starts.
+        sent: Signal that is sent to the process; used in place of `sick`.
+        passes: True if the run must survive the failure, and all processes must end with 0.
         dies: True if the failing process cannot print the reason itself.
         code: Exit code of the other processes; 2 for bad input.
         phases: Phases in which the failure is tried.
@@ -99,7 +99,12 @@ def broken() -> None:
 
 
 def other_fact(group: str, field: str) -> Action:
-    """Return an action that changes one fact that this process tells the others about itself."""
+    """Return an action that falsifies one fact in which all processes of a run must agree.
+
+    Args:
+        group: Key of a group in the result of `mupax.train.parallel.agreement.facts`.
+        field: Name of the fact in the group.
+    """
 
     def change(facts: Any) -> Any:
         return {**facts, group: {**facts[group], field: "another"}}
@@ -215,7 +220,15 @@ def phase_of(session: Session, workdir: Path) -> str:
 
 
 def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) -> dict[str, Any]:
-    """Let a process of a run fail in a phase, resume the run, and return its row of the record."""
+    """Let a process of a run fail in a phase, resume the run, and judge both.
+
+    Args:
+        phase: One of `failure.phases`.
+        seed: Chooses the failing process and the moment of a signal.
+
+    Returns:
+        Row of the record. `wrong` has a line for each fault of the ending or of the resumed run.
+    """
     expected = tiny_runs.undisturbed(case, folder, STEPS, f"alone-{case.processes}")
     name = f"{failure.name.replace(' ', '-')}-{phase}-{case.processes}-{seed}"
     index = (seed + FAILURES.index(failure)) % case.processes
@@ -342,7 +355,7 @@ def wait(session: Session, stopped: int | None) -> float:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the section of the page: the totals, and a table with a row for each failure."""
+    """Return this campaign's Markdown section: totals, and a table with a row for each failure."""
     wrong = [row for row in rows if row["wrong"]]
     num_right = len(rows) - len(wrong)
     text = (
@@ -370,7 +383,11 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def seconds_cell(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the median and largest number of seconds until all but a stopped process ended."""
+    """Return median and maximum of `ended_s` in rows, as text such as `1.5, 20.3`.
+
+    `ended_s` is the time in seconds from the failure until all processes except a stopped one had
+    ended. Without any such time the text is `goes on`.
+    """
     seconds = sorted(row["ended_s"] for row in rows if row["ended_s"] is not None)
     if not seconds:
         return "goes on"

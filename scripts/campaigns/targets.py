@@ -31,7 +31,7 @@ class Target(NamedTuple):
     Attributes:
         make: Writes good files into a folder, and returns the path of the file to break.
         read: Reads the files of that folder as a command does.
-        broken: Functions that break the file, of which each input takes one.
+        broken: Functions that break the file. For each broken file one of them is chosen.
     """
 
     make: Callable[[Path], Path]
@@ -62,7 +62,7 @@ def _config() -> Any:
 
 
 def _run(folder: Path) -> Path:
-    """Write the record of a run of two parts, and return its path."""
+    """Write config.json of a run that was resumed once, and return its path."""
     from mupax.train.checkpoints import workdir
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -74,7 +74,7 @@ def _run(folder: Path) -> Path:
 
 
 def _resumed(folder: Path) -> None:
-    """Resume a run of the folder up to its first step, as `mupax train --resume` does."""
+    """Read config.json of a run as `mupax train --resume` does. No step is trained."""
     from mupax.train.checkpoints import workdir
     from mupax.train.config.record import from_json
     from mupax.train.parallel.processes import Processes
@@ -112,7 +112,7 @@ def _checkpoint(folder: Path) -> Path:
 
 
 def _signed(content: bytes, choose: random.Random) -> bytes:
-    """Return a manifest with broken values and the digest that fits them."""
+    """Return a manifest with broken values whose digest is right, so that readers go on."""
     from mupax.train.checkpoints import layout
 
     fields = json.loads(broken_json(content, choose))
@@ -123,7 +123,7 @@ def _signed(content: bytes, choose: random.Random) -> bytes:
 
 
 def _verified(folder: Path) -> None:
-    """List and verify the checkpoints of a run, and verify the newest one."""
+    """Read a run's checkpoints by all readers of a manifest: list, verify and find the newest."""
     from mupax.train.checkpoints import command, saved_run
     from mupax.train.checkpoints.folder import newest_record
 
@@ -154,7 +154,7 @@ def _metrics(folder: Path) -> Path:
 
 
 def _reported(folder: Path) -> None:
-    """Read metrics as the end and the resume of a run do."""
+    """Read metrics.jsonl as `mupax train` does when a run ends and when it is resumed."""
     from mupax.terminal import rich_console
     from mupax.train.run.report import finish, metrics
 
@@ -180,7 +180,7 @@ def _points(folder: Path) -> Path:
 
 
 def _swept(folder: Path) -> None:
-    """Read the points of a sweep. Each must have a form in strict JSON."""
+    """Read the points of a sweep, and write each as JSON without NaN and infinity."""
     from mupax.train.studies.sweep.rows import Rows
 
     for row in Rows(folder, lambda text: None).values():
@@ -219,10 +219,13 @@ def _measured(folder: Path) -> Path:
 
 
 def _trained_with(kind: str, folder: Path) -> None:
-    """Compute the scales of the tiny model under the preset of a folder. They must be finite.
+    """Read the preset in a folder, and compute the tiny model's scales under it.
 
     Args:
-        kind: `tuned` or `measured`.
+        kind: Kind of the preset, `tuned` or `measured`.
+
+    Raises:
+        AssertionError: A scale is not finite in float32.
     """
     from mupax.presets.tuned import find
     from mupax.train.config import tuned

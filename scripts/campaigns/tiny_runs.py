@@ -57,12 +57,13 @@ CASES = (*(Case(model, 1) for model in MODELS), *(Case(model, 2) for model in MO
 
 
 class Session:
-    """The running processes of one start of a tiny run.
+    """Processes that train one tiny run, forked when this object is made.
 
     Args:
         folder: Folder of all runs, in which the files of output are written.
         workdir: Workdir, as in `Case.argv`.
-        sick: Functions that are called in a process before it starts, by the number of the process.
+        sick: Index of a process to a function, which the process calls before it starts mupax.
+            Such functions inject faults.
         log: Name of the files of output, without their ending. Default: the name of the workdir.
     """
 

@@ -25,7 +25,7 @@ from scripts.figures import page
 OUT = ROOT / "docs" / "evidence" / "figures"
 """Default folder of records and pictures."""
 WORK = Path("runs") / "figures"
-"""Folder of the figures' work folders, relative to the current folder."""
+"""Parent of the folders in which figures keep unfinished work, relative to the current folder."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, args: Options) -> None:
-    """Measure a figure if its record lacks these settings, draw it, and print its rows."""
+    """Measure a figure unless its record has the same settings, draw it, and print its rows.
+
+    Args:
+        name: Name of the figure's module, such as `fig4`.
+    """
     from scripts.figures import result
 
     figure = page.load(name)

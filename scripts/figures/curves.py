@@ -48,7 +48,12 @@ class GrownModel(NamedTuple):
 
 
 def grown(settings: Mapping[str, Any]) -> list[GrownModel]:
-    """Return the sizes of a figure's models, axis by axis; every axis begins at the base."""
+    """Return a figure's models: along each axis, the base with that size times each factor.
+
+    Args:
+        settings: Settings of the figure, with `base` (sizes by the keys of `AXES`), `axes` and
+            `factors`.
+    """
     base = settings["base"]
     models = []
     for axis in settings["axes"]:
@@ -65,13 +70,15 @@ def measure(
 
     Args:
         kind: `"vit"` or `"lm"`.
-        ends: Factor of `training.with_constants`.
-        rule: Arguments of `training.vit` or `training.lm` that replace the settings' own.
+        folder: Folder with one file for each run. Runs that are there are not trained again.
+        ends: Factor on the learning rates of embeddings, positions and the readout.
+        rule: Arguments of `training.vit` or `training.lm` that replace the settings' `model`.
 
     Returns:
-        Axis to a dictionary with `size` [S], `flops` of a step [S], the `steps` [P] of the points
-        and `loss` [S, seeds, P], and after the last step `kernel` [S, seeds, Q, Q] and `attention`
-        [S, seeds, bins].
+        Axis to a dictionary with `size` [S], the training FLOPs of a step `flops` [S], the `steps`
+        [P] of the loss curve and its `loss` [S, seeds, P]. After the last step, `kernel`
+        [S, seeds, Q, Q] has inner products of the last layer's features between examples, and
+        `attention` [S, seeds, bins] the density of its attention logits.
     """
     from mupax.zoo import families
     from scripts.figures import training
@@ -179,7 +186,11 @@ def gap(of_axis: Mapping[str, Any]) -> np.ndarray:
 
 
 def likeness(data: Mapping[str, Any]) -> list[Row]:
-    """Return rows on how alike the two largest models of each axis are in losses and kernels."""
+    """Return rows that compare the two largest models of each axis.
+
+    There are two rows for an axis: the mean difference of the loss curves, and the correlation of
+    the final kernels (`alignment`).
+    """
     rows = []
     for axis, of_axis in data.items():
         sizes = f"{AXES[axis]} = {of_axis['size'][-2]} and {of_axis['size'][-1]}"

@@ -90,7 +90,7 @@ def at_initialization(
     The function is compiled once for all seeds and presets.
 
     Args:
-        look: Function from a model to a tree of arrays.
+        look: Function that observes: from a model to a pytree of arrays.
 
     Returns:
         Function from a seed and presets to the list of what `look` returns under each preset. All

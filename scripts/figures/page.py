@@ -49,7 +49,7 @@ def load(name: str) -> Figure:
 
 
 def _folders() -> dict[str, str]:
-    """Return the name of every figure's file with the name of its folder."""
+    """Return the name of every figure to the name of its folder in `scripts/figures`."""
     files = Path(__file__).parent.glob("*/fig*.py")
     return {file.stem: file.parent.name for file in files}
 
@@ -66,7 +66,7 @@ def text(folder: Path) -> str:
 
 
 def sentence(row: Row) -> str:
-    """Return a row as one line of text, which the command prints."""
+    """Return a row as a line of text for the command: measured, predicted and the verdict."""
     predicted = ""
     if row["predicted"] is not None:
         predicted = f", predicted {_predicted(row)}"
@@ -167,7 +167,7 @@ def _fails_as_control(row: Row) -> bool:
 
 
 def _failures(rows: Sequence[Row]) -> list[Row]:
-    """Return predictions that do not reproduce, and controls that do not fail."""
+    """Return the rows for the page's table: refuted predictions, and controls that do not fail."""
     failures = []
     for row in rows:
         if row["predicted"] is None or _reproduces(row) or _is_undecided(row):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
 AROUND = 1.5
-"""Octaves around each curve's best learning rate whose losses set the limits of the loss axis."""
+"""Octaves to each side of a curve's best learning rate that a panel's loss axis must show."""
 DIVERGED = -1.0
 """Loss of a diverged run in a record, because JSON has no infinity.
 
@@ -34,16 +34,20 @@ def measure(
     limits: Mapping[str, Any],
     work: Path,
 ) -> dict[str, Any]:
-    """Search the best learning rate of every size in every study.
+    """Train every study at many learning rates, as `mupax transfer` does.
+
+    A study is a set of runs that differ in one size, such as the runs under one preset.
 
     Args:
-        configs: Name of a study to a run of every size.
+        configs: Name of a study to the run config of each size.
         sizes: Sizes [sizes], ascending.
-        limits: Keyword arguments of `mupax.train.studies.transfer.study.measure`.
+        limits: Keyword arguments of `mupax.train.studies.transfer.study.measure`, such as `seeds`.
+        work: Folder in which finished runs are kept.
 
     Returns:
-        For every study, the reason why it `stopped`, and for every size the log2 rates `x`, the
-        `losses` [rates][seeds], and the number of seeds `first` that the rates were chosen on.
+        Name of a study to a dictionary: the reason why it `stopped`, and lists over sizes with log2
+        of the learning rates `x` [rates], the training `losses` [rates][seeds], and the number of
+        seeds `first` that the rates were chosen on.
     """
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.transfer import study as transfer
@@ -65,7 +69,7 @@ def measure(
 
 
 def _record(measured: Any, num_sizes: int) -> dict[str, Any]:
-    """Return the curves of a measured study as JSON has them."""
+    """Return `x`, `losses` and `first` of a measured study for the record (see `measure`)."""
     log2_rates = []
     losses = []
     first = []
@@ -88,7 +92,11 @@ def kept_loss(loss: float) -> float | None:
 
 
 def curves(of_study: Data) -> list[Curve]:
-    """Return the curves of a study, one per size, from what `measure` returned."""
+    """Return the loss curves of a study, one per size.
+
+    Args:
+        of_study: Dictionary that `measure` returned for the study.
+    """
     by_size = []
     for x, losses, first in zip(of_study["x"], of_study["losses"], of_study["first"], strict=True):
         stored = np.array(losses, float)
@@ -117,7 +125,7 @@ def row(description: str, sizes: Sequence[int], of_study: Data, **fields: Any) -
 
 
 def price_words(analysis: Analysis) -> str:
-    """Return in words what the smallest size's best rate costs at the largest size."""
+    """Return in words how much loss the smallest size's best rate costs at the largest size."""
     price = analysis.prices[-1].value
     if math.isfinite(price):
         return f"costs {price:.2g} nats"

@@ -51,7 +51,7 @@ Interval = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Measured number with its prediction.
+    """Measured number with its prediction: a line of a figure's record and of the page.
 
     Attributes:
         what: Description of the number, with the sizes it was measured at.
@@ -60,10 +60,11 @@ class Row:
         high: Upper end of the interval.
         predicted: Prediction of the source, `None` if the source has none.
         tolerance: Distance from `predicted` up to which `measured` agrees with it.
-        kind: "exponent", or "value" for any other number.
+        kind: "exponent" of a power law, or "value" for any other number. It decides the format.
         source: Source of the prediction, if it is not the figure's source.
         above: Whether `predicted` is a lower bound, to which `tolerance` does not apply.
-        control: Whether the row must disagree with its prediction.
+        control: Whether the row must disagree with its prediction, because something was made
+            wrong on purpose.
         note: Remark for the reader.
     """
 
@@ -150,7 +151,8 @@ class Figure:
         measure: Function from settings and work folder to numbers.
         rows: Function from settings and numbers to rows.
         draw: Function from settings and numbers to a picture.
-        keeps_runs: True if `measure` keeps finished training runs on disk and uses them again.
+        keeps_runs: True if `measure` keeps finished training runs on disk and uses them again. A
+            repeated measurement then records at least the CPU seconds of the first.
     """
 
     title: str
@@ -165,7 +167,7 @@ class Figure:
 
 
 class BothSettings(TypedDict):
-    """Settings of a figure, as the arguments of `Figure` that have these names."""
+    """Keyword arguments `small` and `full` of `Figure`."""
 
     small: Settings
     full: Settings

@@ -46,14 +46,16 @@ def vit(
     patch_size: int = 8,
     data_name: str = "shapes",
 ) -> Config:
-    """Return a run of the paper's ViT with a centred output.
+    """Return a run config of the paper's ViT with a centred output.
 
     The optimizer is SGD with momentum 0.9 and a constant learning rate.
 
     Args:
+        rate: Learning rate, the same at all steps.
         alpha_a: Exponent of N in the scale of attention logits.
         alpha_l: Exponent of the depth in the scale of branches.
         gamma0: Scale of feature learning; 0 in the limit of lazy training.
+        beta0: Factor on branches, which are multiplied by beta0 depth^-alpha_l.
     """
     model = configs.get("bordelon-vit")
     assert isinstance(model, configs.ViTConfig)
@@ -100,15 +102,17 @@ def lm(
     seq_len: int = 64,
     warmup_steps: int = 20,
 ) -> Config:
-    """Return a run of the paper's decoder on bytes: Adam with eps 1e-20, warm-up and cosine to 0.
+    """Return a run config of the paper's decoder on bytes: Adam (eps 1e-20), warm-up, cosine to 0.
 
     The decoder is that of the paper's text, with a centred output. The authors' code alone has a
     GELU before branches, a norm of queries and keys, and a bias of the readout.
 
     Args:
+        rate: Learning rate at its peak, after the warm-up.
         alpha_a: Exponent of N in the scale of attention logits.
         alpha_l: Exponent of the depth in the scale of branches.
         gamma0: Scale of feature learning; 0 in the limit of lazy training.
+        beta0: Factor on branches, which are multiplied by beta0 depth^-alpha_l.
     """
     model = configs.get("bordelon-lm")
     assert isinstance(model, configs.DecoderConfig)
@@ -181,7 +185,7 @@ def with_constants(step_inputs: StepInputs, program: Program, ends: float = 4.0)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Model between two steps of a run.
+    """Parameters of a model between two steps of a run, for an observation.
 
     Attributes:
         step: Number of finished optimizer steps.
@@ -203,8 +207,8 @@ class Trainer:
 
     Args:
         config: Configuration with the model, data and optimizer that all runs share.
-        batches: Batches of the data, to share them between trainers. None loads them.
-        ends: Factor of `with_constants`.
+        batches: Batches of the data, to share them between trainers. `None` loads them.
+        ends: Factor on the learning rates of embeddings, positions and the readout.
     """
 
     def __init__(self, config: Config, batches: Batches | None = None, ends: float = 4.0) -> None:
@@ -232,7 +236,10 @@ class Trainer:
         """Train a run and return its training losses and observations.
 
         Args:
+            config: Configuration of the run. It may differ from the trainer's in the seed and in
+                the values of preset and optimizer.
             at: Numbers of finished steps at which to observe; 0 is before the first step.
+            look: Function that makes an observation from the parameters at such a step.
 
         Returns:
             Losses float64 [steps], and what `look` returned at each step of `at`.

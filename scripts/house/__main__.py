@@ -31,7 +31,7 @@ from scripts import ROOT, harness
 
 
 class Section(NamedTuple):
-    """Part of the record, measured in its own process.
+    """Part of the record of what mupax does, measured in a process of its own.
 
     Attributes:
         module: Module of this folder, with a function `record() -> dict`.
@@ -54,7 +54,7 @@ SECTIONS = {
     "sizes": Section("sizes"),
     "traces": Section("traces"),
 }
-"""Name of a section, in the order of measuring, to its module."""
+"""Name of a section to its module and number of devices, in the order of measuring."""
 LIBTPU = ROOT / ".cache" / "libtpu"
 """Folder in which `make tpu` puts the TPU compiler, in a subfolder with the environment's name."""
 SHOWN = 20
@@ -151,7 +151,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path of keys and the value of each leaf of nested dicts."""
+    """Yield each leaf of nested dicts: its keys joined by `/`, and its value."""
     if not isinstance(values, dict):
         yield prefix, values
         return
@@ -160,9 +160,13 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield one line for each leaf that was removed, added or changed.
+    """Yield one line for each value of a section that was removed, added or changed.
 
-    Two lists of strings are compared item by item.
+    Lists of strings are compared as sets: there is a line for each string that is gone or new.
+
+    Args:
+        before: Values of a section in the record, as nested dicts.
+        now: Values of the section in this checkout.
     """
     old = dict(leaves(before))
     new = dict(leaves(now))

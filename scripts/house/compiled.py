@@ -1,4 +1,4 @@
-"""Digests of training steps that XLA compiles for CPUs, without the lines of source in them."""
+"""Digests of training steps that XLA compiles for CPUs, without references to source lines."""
 
 from __future__ import annotations
 

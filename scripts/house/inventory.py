@@ -30,7 +30,10 @@ _DOCUMENTED = re.compile(
 
 
 def record() -> dict[str, Any]:
-    """Return all names by kind, with digests of the recipes and models behind them."""
+    """Return all names by kind: flags, config fields, exports, presets, data sources, exit codes.
+
+    Recipes and models have digests of their configs.
+    """
     os.environ["COLUMNS"] = "400"  # wide help does not break a flag between lines
     recipes = {}
     for name, make in RECIPES.items():
@@ -68,7 +71,12 @@ def flags(words: tuple[str, ...]) -> list[str]:
 
 
 def fields(owner: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted name of every config field, with its type and default."""
+    """Yield the dotted name of every config field, with its type and default as text.
+
+    Args:
+        owner: Config dataclass, whose nested dataclasses are entered recursively.
+        prefix: Text before all names, such as `model.`.
+    """
     hints = typing.get_type_hints(owner)
     for field in dataclasses.fields(owner):
         name = f"{prefix}{field.name}"
@@ -123,6 +131,6 @@ def defaults(make: Any) -> dict[str, str]:
 
 
 def exit_codes() -> dict[str, int]:
-    """Return the exit code of each command line in tests/train/inputs.md, as tests check it."""
+    """Return command lines of tests/train/inputs.md with the exit codes that the file states."""
     rows = _INPUT_ROW.findall((ROOT / "tests" / "train" / "inputs.md").read_text())
     return {words: int(code) for words, code in rows}

@@ -67,6 +67,9 @@ def trained(words: Sequence[str], workdir: Path) -> dict[str, list[float]]:
     Args:
         words: Words of the command after `mupax train`, or of another command that trains.
         workdir: Folder of the run, which is removed before and after.
+
+    Returns:
+        `fresh` and `resumed`: the loss of each of the `STEPS` steps.
     """
     shutil.rmtree(workdir, ignore_errors=True)
     flags = ["--workdir", str(workdir), "--steps", str(STEPS)]

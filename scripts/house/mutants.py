@@ -108,11 +108,11 @@ class Mutant:
         path: File from the root.
         function: Qualified name of the function or class around the place, "" at the module's
             level.
-        kind: comparison, arithmetic, constant, not or return.
+        kind: Kind of change: `comparison`, `arithmetic`, `constant`, `not` or `return`.
         before: Text that is changed, as `ast.unparse` writes it.
         after: Text in its place.
         statement: First line of the statement that the place is in.
-        number: Index among equal changes in the same function, from 0.
+        number: Index among changes with the same texts in the same function, from 0.
         span: Place in the file.
     """
 
@@ -127,7 +127,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Name that identifies the mutant in two trees."""
+        """Name in a record: path, function and texts, but no line, which changes too often."""
         suffix = f" #{self.number}" if self.number else ""
         return f'{self.path}:{self.function} "{self.before}" -> "{self.after}"{suffix}'
 
@@ -198,7 +198,11 @@ class _Places(ast.NodeVisitor):
         return self._heads[statement]
 
     def _visit_scope(self, name: str, body: Sequence[ast.stmt], returns: bool) -> None:
-        """Visit a class or function, and add the mutant that returns at once if `returns`."""
+        """Visit the statements of a class or function.
+
+        Args:
+            returns: Also add the mutant in which the function returns None at once.
+        """
         self._names.append(name)
         if _is_docstring(body[0]):
             body = body[1:]
@@ -310,7 +314,11 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 
 
 def drawn(path: str, source: str, seed: int = SEED) -> Mutant | None:
-    """Return the mutant of a module that the seed draws, or `None` if nothing can be changed."""
+    """Draw one mutant of a module: first its kind, then its place. `None` if there are none.
+
+    Args:
+        path: Path of the module from the root, from which the random numbers are seeded.
+    """
     by_kind: dict[str, list[Mutant]] = {}
     for mutant in mutants_of(path, source):
         by_kind.setdefault(mutant.kind, []).append(mutant)
@@ -321,7 +329,10 @@ def drawn(path: str, source: str, seed: int = SEED) -> Mutant | None:
 
 
 def tests_of(root: Path, path: str) -> list[str]:
-    """Return the `MOST_FILES` test files that belong to a module, with paths from the root."""
+    """Return at most `MOST_FILES` test files that import a module or have its name in theirs.
+
+    Paths are from the root.
+    """
     module = Path(path)
     called = re.compile(rf"test_{re.escape(module.stem)}(_.*)?\.py")
     dotted = ".".join(("mupax", *module.with_suffix("").parts))
@@ -341,7 +352,7 @@ def tests_of(root: Path, path: str) -> list[str]:
 
 
 def chosen(root: Path, count: int = COUNT, seed: int = SEED) -> list[Mutant]:
-    """Return the mutants of a checkout, one in each of `count` modules, in drawn order."""
+    """Return the mutants of a checkout, one in each of `count` randomly chosen modules."""
     names: list[str] = []
     for folder in MODULES:
         for path in python_files(root / folder):
@@ -358,7 +369,7 @@ def chosen(root: Path, count: int = COUNT, seed: int = SEED) -> list[Mutant]:
 
 
 class Tree:
-    """Checkout in which mutants of an older checkout are looked for."""
+    """All mutants of a checkout, to find those that were recorded in an older checkout."""
 
     def __init__(self, root: Path) -> None:
         self._by_text: dict[tuple[str, str], list[Mutant]] = {}
@@ -371,7 +382,9 @@ class Tree:
                     self._by_shapes.setdefault(place.shapes, []).append(place)
 
     def find(self, row: dict[str, Any]) -> Mutant | None:
-        """Return the place of a recorded mutant in this tree, or `None` without a unique place.
+        """Return the mutant of this checkout that is the recorded one, although code has moved.
+
+        The module's docstring has the rules. `None` if no place, or more than one, fits.
 
         Args:
             row: Row of a record, with the fields of `Mutant`.
@@ -447,7 +460,10 @@ class Bench:
         return {**os.environ, "PYTHONPATH": str(self.folder)}
 
     def judge(self, mutant: Mutant, tests: Sequence[str]) -> dict[str, Any]:
-        """Run tests without and with a mutant, and return the fields of its row."""
+        """Run tests without and with a mutant, and return the outcome as fields for the record.
+
+        `outcome` is `killed`, `timeout`, `survived`, `no tests` or `UNJUDGED`.
+        """
         if not tests:
             return {"outcome": "no tests"}
         baseline = self.baseline(tests)
@@ -474,7 +490,7 @@ class Bench:
         }
 
     def baseline(self, tests: Sequence[str]) -> Outcome:
-        """Run tests without a mutant, once for each set of files."""
+        """Return the result of tests without a mutant. Each set of files is run only once."""
         key = tuple(tests)
         if key not in self._baselines:
             self._baselines[key] = self.run(tests, BASELINE_S)
@@ -482,7 +498,7 @@ class Bench:
 
     @contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
-        """Context manager that holds a mutant in the copy, and restores the file."""
+        """Context manager that applies a mutant to the copy, and restores the file on exit."""
         file = self.folder / mutant.path
         source = file.read_bytes()
         times = file.stat()
@@ -628,7 +644,11 @@ def measure(out: Path, mutants: Sequence[tuple[str, Mutant | None]], root: Path 
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the number of mutants by outcome, and the outcome of each."""
+    """Summarize a record.
+
+    Returns:
+        `counts`: outcome to number of mutants. `outcomes`: name of a mutant to its outcome.
+    """
     outcomes = {row["mutant"]: row["outcome"] for row in rows}
     return {"counts": dict(sorted(Counter(outcomes.values()).items())), "outcomes": outcomes}
 

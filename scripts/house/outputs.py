@@ -1,4 +1,4 @@
-"""Outputs of commands: text, exported tensors, sweep rows, findings, goldens, files and metrics."""
+"""Outputs of `mupax` commands on three tiny runs, recorded to compare them after a change."""
 
 from __future__ import annotations
 
@@ -110,7 +110,11 @@ def swept(out: Path) -> dict[str, Any]:
 
 
 def checked(path: Path) -> dict[str, Any]:
-    """Run a small coordinate check, and return its exit code and JSON."""
+    """Run a small coordinate check, and return its exit code and JSON.
+
+    Raises:
+        RuntimeError: The check wrote no JSON.
+    """
     words = f"check lm-tiny {_MODEL} --grow heads --sizes 3 --seeds 2 --json {path}"
     # A check with findings exits with 1, which is no failure here.
     code, _, err = commands.run(words.split())

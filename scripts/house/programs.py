@@ -81,9 +81,9 @@ MESHES = {
     "fsdp 2 sequence 2 tensor 2": MeshConfig(data=1, fsdp=2, sequence=2, tensor=2),
 }
 SMALL_CHUNKS = {"LEAST_ROWS": 5, "PART_LOGITS": 100, "LANES": 5}
-"""Sizes of the parts in which the cross-entropy is computed, so small that models have several."""
+"""Constants of `loss`, so small that the cross-entropy of tiny models is computed in chunks."""
 NOT_CONTEXT = ("inputs", "targets", "weights", "labels")
-"""Entries of a batch that are no additional input of a model."""
+"""Entries of a batch that are not passed to the model as further arguments."""
 
 
 def record() -> dict[str, Any]:
@@ -98,7 +98,7 @@ def record() -> dict[str, Any]:
 
 
 def with_small_chunks() -> None:
-    """Set the sizes of `SMALL_CHUNKS` for the rest of this process."""
+    """Let the loss be computed in small chunks (`SMALL_CHUNKS`) for the rest of this process."""
     loss.CHUNK_LOGITS["cpu"] = 1
     for name, value in SMALL_CHUNKS.items():
         setattr(loss, name, value)

@@ -43,7 +43,7 @@ PRODUCT = ("mupax", "presets", "train", "zoo")
 NON_PRODUCT = ("docs", "examples", "packaging", "scripts")
 """Folders of Python files that are neither product nor tests."""
 MODULES = ("presets", "train", "zoo")
-"""Folders whose files are asked for their importers."""
+"""Folders in which files with a single importer are counted."""
 RECIPES = ("lm-tiny", "vit-digits", "ed-tiny")
 """Recipes whose help is read: one of each family of models."""
 PLAIN = (
@@ -86,7 +86,10 @@ runpy.run_module("mupax", run_name="__main__")
 
 
 def record(root: Path = ROOT) -> dict[str, Any]:
-    """Measure all sizes of a checkout, by its files and by running its commands."""
+    """Measure all sizes of a checkout, from its files and by running its commands.
+
+    The module's docstring says how each is counted.
+    """
     by_folder = tokens_by_folder(root)
     product = sum(by_folder.get(folder, 0) for folder in PRODUCT)
     non_product = sum(by_folder.get(folder, 0) for folder in NON_PRODUCT)
@@ -114,7 +117,10 @@ def record(root: Path = ROOT) -> dict[str, Any]:
 
 
 def count_tokens(source: str) -> int:
-    """Count the code tokens of Python source, by the rules above."""
+    """Count the tokens of Python source without comments, line breaks, indentation and docstrings.
+
+    An f-string is one token.
+    """
     statements = list(_string_statements(source))
     count = 0
     depth = 0  # of f-strings, which are many tokens from Python 3.12 on
@@ -173,7 +179,10 @@ def imported_modules(source: str) -> set[str]:
 
 
 def single_importers(root: Path) -> dict[str, str]:
-    """Return the files with one importer, which lies in the same folder, and that importer."""
+    """Return files that only one other file imports, each to this importer.
+
+    Only pairs in the same folder are returned.
+    """
     paths: list[Path] = []
     for folder in MODULES:
         paths += python_files(root / folder)
@@ -196,9 +205,11 @@ def single_importers(root: Path) -> dict[str, str]:
 
 
 def commands_by_place(root: Path) -> dict[str, list[str]]:
-    """Return the commands that help lists, by the word before them, "" for `mupax` alone.
+    """Return the commands that help pages list.
 
-    Recipes are no commands. A word whose own help lists none is no place.
+    Returns:
+        Word to the commands that `mupax WORD --help` lists, if there are any, and "" to those of
+        `mupax --help`. Recipes do not count.
     """
     places = {"": listed_commands(_help(root))}
     for word in places[""]:
@@ -209,7 +220,7 @@ def commands_by_place(root: Path) -> dict[str, list[str]]:
 
 
 def listed_commands(text: str) -> list[str]:
-    """Return the words that a help page lists under any heading but that of recipes.
+    """Return the commands that a help page lists: all listed words except those under "Recipes:".
 
     Args:
         text: Page with headings that end in a colon and words indented by two spaces.
@@ -235,7 +246,7 @@ def listed_flags(text: str) -> set[str]:
 
 
 def loaded_modules(root: Path) -> list[str]:
-    """Return the modules of ours that a plain run has loaded, without those of one line."""
+    """Return the modules of mupax that the run of `PLAIN` has loaded, without one-line modules."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", _LOADED, *PLAIN.split(), str(Path(folder) / "run")]
         _run(command, Path(folder), environment(root))

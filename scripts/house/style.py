@@ -47,9 +47,9 @@ though to too under until up upon what when where which while who whole whose wi
 without yet
 """
 FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split())
-"""Names that say how a value is used in a sentence, and not what it is."""
+"""Words such as `each` or `of`, which as names do not say what a value is."""
 HOLLOW_WORDS = 6
-"""Longest entry of `Args:` that is taken for hollow, in words."""
+"""Number of words up to which an entry of `Args:` counts as hollow if it names no value."""
 
 _ENTRY = re.compile(r"^(\*{0,2}\w+)(?: \([^)]*\))?:\s*(.*)$")
 _SECTION = re.compile(r"^(Args|Arguments):\s*$")
@@ -203,7 +203,10 @@ def argument_entries(tree: ast.Module) -> Iterator[Finding]:
 
 
 def is_hollow(entry: str) -> bool:
-    """Return whether an entry of `Args:` adds nothing to the name and type: see the module."""
+    """Return whether a description under `Args:` is hollow: short, without value, unit or default.
+
+    Such an entry usually repeats the name and type of the argument.
+    """
     return len(entry.split()) <= HOLLOW_WORDS and not _CONCRETE.search(entry)
 
 
@@ -287,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_findings(path: Path) -> None:
-    """Print every first line, `Args:` entry and long line that counts, as FILE:LINE: TEXT."""
+    """Print wrong first lines, hollow `Args:` entries and long lines, as FILE:LINE: KIND: TEXT."""
     files = [path] if path.is_file() else list(python_files(path))
     for file in files:
         source = file.read_text(encoding="utf-8")

@@ -52,7 +52,7 @@ OPTIMIZERS: tuple[Family, ...] = get_args(Family)
 
 
 def record() -> dict[str, Any]:
-    """Return one digest for each preset, form and model."""
+    """Return a digest of `lines` for each preset, form and model, by their names joined by `/`."""
     cases = itertools.product(sorted(PRESETS), (None, *get_args(Form)), MODELS)
     digests = {}
     for name, form, model in cases:
@@ -61,11 +61,13 @@ def record() -> dict[str, Any]:
 
 
 def lines(name: str, form: Form | None, model_name: str) -> Iterator[str]:
-    """Yield a line for each case and parameter: its scales, or the message of the preset's refusal.
+    """Yield a line with the scales of each parameter in each case, or with the error's message.
+
+    Cases are all combinations of base, constants, optimizer and kind of weight decay.
 
     Args:
         form: Form of the preset; its own if `None`.
-        model_name: key of `MODELS`.
+        model_name: Key of `MODELS`.
     """
     model = MODELS[model_name]
     bases = (None, BASE)

@@ -59,13 +59,17 @@ class Function:
 class Part:
     """Part of a run that is traced.
 
+    Functions are recorded during windows: a window is the time from a call of a function to its
+    return.
+
     Attributes:
-        opens: Functions whose calls are windows.
-        within: Function inside whose call windows open, so that earlier calls do not count. `None`
-            opens windows anywhere.
+        opens: Functions whose calls open windows.
+        within: Function that must be running for a window to open, so that other calls of `opens`
+            do not count. `None` opens windows at every call.
         ends: Function whose return closes the last window and the trace. With `None` the trace
             ends when all of `opens` have returned.
-        on_disk: Pattern of a file in the workdir for which the end waits; "" waits for none.
+        on_disk: Pattern of a file in the workdir. The trace ends only when such a file is there; ""
+            waits for none.
         steps: Steps of the run, by default those of the recipe.
     """
 
@@ -99,9 +103,11 @@ PARTS = {
 
 
 class Recorder:
-    """Profile function that records the functions which run in the windows of a part.
+    """Profile function for `sys.setprofile` that records which functions run in a part's windows.
 
     Args:
+        part: Part of the run, which defines the windows.
+        root: Root of the checkout whose functions are recorded.
         workdir: Folder of the run, in which `part.on_disk` is looked for.
     """
 
@@ -135,7 +141,7 @@ class Recorder:
             self._return(frame, function)
 
     def _call(self, frame: FrameType, function: Function) -> None:
-        """Open a window if the function opens one, and record the function inside of a window."""
+        """Handle a call: open a window if the function does so, and record it in a window."""
         if function == self.part.within and self._outer is None:
             self._outer = frame
         inside = self.part.within is None or self._outer is not None
@@ -148,7 +154,7 @@ class Recorder:
             self._newest = time.monotonic()
 
     def _return(self, frame: FrameType, function: Function) -> None:
-        """Close the windows of the frame, and end the trace if its end was reached."""
+        """Handle a return: close the window of the call, and end the trace at the part's end."""
         complete = self.opened == set(self.part.opens)
         if function == self.part.ends and complete and self._counts():
             self._hold()
@@ -173,10 +179,10 @@ class Recorder:
             self._threads.add(started)
 
     def _hold(self) -> None:
-        """Wait until the part's end is on disk and no new function runs in other threads.
+        """Wait until the file `part.on_disk` is written and other threads run no new function.
 
         Raises:
-            RuntimeError: Nothing is on disk after `HELD_S`.
+            RuntimeError: This did not happen within `HELD_S`.
         """
         if not self.part.on_disk:
             return
@@ -208,7 +214,7 @@ class Recorder:
         return Function(path, code.co_qualname) if path.startswith(self._folders) else None
 
     def result(self) -> dict[str, Any]:
-        """Return the numbers of files and functions, and the number of functions by file.
+        """Return the numbers of `files` and `functions`, and functions per file (`by file`).
 
         Raises:
             RuntimeError: A window never opened or the end never came.
@@ -265,7 +271,7 @@ def trace(name: str, out: Path, root: Path) -> None:
     """Trace one part in this process, write the result, and exit the process at the part's end.
 
     Args:
-        name: key of `PARTS`.
+        name: Key of `PARTS`.
         out: Path of the JSON file with the result.
         root: Checkout from which Python imports mupax in this process.
     """
@@ -293,7 +299,7 @@ def trace(name: str, out: Path, root: Path) -> None:
 
 
 def _train(part: Part, workdir: str) -> None:
-    """Train the recipe as `mupax train` does, with its checks of the command line."""
+    """Train the recipe as `mupax train` does, including the checks of its command line."""
     from mupax.train.config import cli
     from mupax.train.run import loop
 

@@ -1,1 +1,1 @@
-"""Trials at the edges of a run: odd paths, environments, signals, clients, files of strangers."""
+"""Trials of commands in unusual conditions: paths, environments, signals, clients, bad files."""

@@ -111,7 +111,10 @@ def chosen(trials: Sequence[Trial], word: str, count: int | None) -> list[Trial]
 
 
 def result_of(trial: Trial) -> dict[str, Any]:
-    """Run one trial in a folder of its own, and return its row of the record."""
+    """Run one trial in a new folder, and return its group, verdict, seconds and detail.
+
+    An exception of the trial itself gives the verdict `wrong`.
+    """
     folder = Path(tempfile.mkdtemp(prefix="edge-"))
     began = time.monotonic()
     try:
@@ -153,7 +156,11 @@ def read_results(docs: Path) -> dict[str, dict[str, Any]]:
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the section of the page: a table with a row for each campaign."""
+    """Return the Markdown section for reliability.md: a table with a row for each campaign.
+
+    Args:
+        results: Campaign to its trials: name to result (see `result_of`).
+    """
     cells = [["campaign", "trials", "tried", "ok", "faults"]]
     for name, rows in results.items():
         num_ok = 0

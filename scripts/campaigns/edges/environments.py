@@ -56,18 +56,19 @@ class Case(tiny_runs.Case):
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the environment between two parts of a run.
+    """Change of the environment when a run is resumed.
 
     Attributes:
         name: Name of the trial.
         group: Group of the trial.
-        told: Beginning of the line that must report the change. Empty if no line may report one,
-            and the bits must stay the same.
-        sick: Function that is called in the process of the second part before it starts.
-        edit: Changes the record of the first part, as if that had run in another environment.
-        more: Further flags of the second part.
+        told: Beginning of the line that must report the change. If empty, the change has no effect:
+            no line may report one, and the result must stay bitwise equal.
+        sick: Function that changes the environment. The resumed process calls it before mupax
+            starts.
+        edit: Function that changes config.json, as if the run had begun in another environment.
+        more: Further flags of the resumed run.
         bits: True if the line must say that bits can differ.
-        processes: Processes of the second part.
+        processes: Number of processes of the resumed run. The run begins with one.
     """
 
     name: str
@@ -81,10 +82,11 @@ class Change:
 
 
 def recorded(group: str, name: str, value: Any) -> Edit:
-    """Return an edit that sets one fact in a record.
+    """Return a function for `Change.edit` that sets one fact on the environment in config.json.
 
     Args:
-        group: `versions`, or a group of `environment`.
+        group: `versions`, or a key of config.json's `environment`, such as `devices`.
+        name: Key of the fact in the group.
     """
 
     def edit(record: dict[str, Any]) -> None:
@@ -262,7 +264,7 @@ def control(shared: Path) -> dict[str, Any]:
 
 
 def begun(folder: Path, change: Change, shared: Path) -> Path:
-    """Copy the uninterrupted run as it was at its first checkpoint, and edit the record.
+    """Copy the uninterrupted run as it was at its first checkpoint, and apply `change.edit`.
 
     Returns:
         Workdir of the copy.
@@ -282,7 +284,7 @@ def begun(folder: Path, change: Change, shared: Path) -> Path:
 
 
 def ended(folder: Path, shared: Path, change: Change, more: Sequence[str]) -> list[Ended]:
-    """Resume the run of a folder under a change, and return the end of each process."""
+    """Resume the run in `folder/run` under a change, and return the end of each process."""
     case = Case(shared=shared, processes=change.processes, more=(*change.more, *more))
     # All processes change, because they refuse one that differs from the others.
     sick = dict.fromkeys(range(change.processes), change.sick)
@@ -298,7 +300,11 @@ def lines_of(output: str) -> list[str]:
 
 
 def goes_on(folder: Path, change: Change, shared: Path) -> Outcome:
-    """Resume a run under a change. A line must report it, or the bits must stay the same."""
+    """Resume a run under a change, and judge its end.
+
+    If the result is not bitwise equal, a line must say that bits can differ. A line must report the
+    change exactly if `change.told` is set.
+    """
     workdir = begun(folder, change, shared)
     processes = ended(folder, shared, change, ())
     for process in processes:

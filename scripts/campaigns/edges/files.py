@@ -1,4 +1,4 @@
-"""Trials of files of strangers: small ones that unpack to much, damaged ones, large honest ones.
+"""Trials of untrusted files: small ones that decompress to much more, damaged and large good ones.
 
 A command reads each file as a user would, in a process forked from one that has everything
 imported. The process may not take more than 1 GB above what it has at its beginning.
@@ -30,7 +30,7 @@ _SMALL_BYTES = 10 * 2**20
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
-    """Return one trial for each sample, which is made anew from no other input."""
+    """Return one trial for each sample. The arguments are not used."""
     del shared, seed
     planned = []
     for module in (records, images, tokenizers, conversations, weights):
@@ -40,7 +40,7 @@ def trials(shared: Path, seed: int) -> list[Trial]:
 
 
 def _tried(sample: Sample) -> Callable[[Path], Outcome]:
-    """Return the function that makes a sample in a folder, reads it, and judges the end."""
+    """Return a function for `Trial.run` that makes a sample, reads it, and judges the end."""
 
     def run(folder: Path) -> Outcome:
         prepare()
@@ -61,8 +61,8 @@ class Read:
 
     Attributes:
         ended: Exit code and output.
-        peak_mb: Largest resident memory above that at the beginning, in MB; `None` if the process
-            was killed.
+        peak_mb: Growth of the resident memory from its beginning to its peak, in MiB; `None` if
+            the process was killed.
     """
 
     ended: Ended
@@ -126,7 +126,11 @@ def in_process(read: Callable[[], int], log: Path) -> Read:
 
 
 def _read_and_exit(read: Callable[[], int], log: Path, peak: Path) -> None:
-    """Limit the memory of this process, call a reader, write the peak of memory, and exit."""
+    """Limit memory and time of this process, call a reader, and exit with its code.
+
+    Args:
+        peak: File to which the growth of resident memory is written, in MiB.
+    """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -152,6 +156,6 @@ def _read_and_exit(read: Callable[[], int], log: Path, peak: Path) -> None:
 
 
 def _status_mb(field: str) -> int:
-    """Return a field of /proc/self/status in MB; 0 if there is none."""
+    """Return a field of /proc/self/status in MiB; 0 if there is none."""
     match = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
     return int(match[1]) // 1024 if match else 0

@@ -38,7 +38,7 @@ DISK_KINDS = ("mkdir", "open", "write", "fsync", "rename", "unlink")
 BUCKET_KINDS = ("upload", "delete")
 MOMENTS = ("killed", "killed after")
 SHARES = (0.0, 0.4, 0.8)
-"""Positions of the disturbed operation among all operations of its kind, as shares."""
+"""Positions of the disturbed operation among all of its kind: 0.0 is the first, 1.0 the last."""
 FULL_KINDS = ("mkdir", "write", "fsync", "rename")
 ALWAYS = 10**9
 """Number of operations that fail on a disk that stays full."""
@@ -50,7 +50,7 @@ MODEL = (
 TOKENIZER = "data tokenizer text:{text} --size 300 --out {out}"
 SWEEP = f"sweep lm-tiny --data.name text:{{text}} {MODEL} --steps 6 --lr 1e-3,2e-3 --out {{out}}"
 OWN_TRACES = (".making", ".mupax-making", ".partial", "incomplete", ".part")
-"""Parts of names that only an unfinished command has in a folder."""
+"""Parts of the names of temporary files and folders, which a complete command has removed."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ class Maker:
 
     Attributes:
         words: Command line. {out}, {source}, {text} and {other} stand for paths.
-        reader: Command line that reads the output, and must refuse a half of it. Default: none.
+        reader: Command line that reads the output, and must refuse an incomplete one. Default:
+            none.
         makes_folder: True if the output is a new folder. It may lie in a bucket, and the folder may
             exist and be empty before.
         out: Name of the output in the watched folder.
-        absent: Kinds of operations that the command does not do there.
+        absent: Kinds of operations that the command does not do in the watched folder.
     """
 
     words: str
@@ -158,7 +159,11 @@ class Lab:
         return self.folder
 
     def watched(self, folder: Path, bucket: bool = False) -> Bucket | shim.Control:
-        """Count operations in a trial's folder or the bucket from now on. Return the counter."""
+        """Count operations on files below `folder/place`, or requests to the bucket, from now on.
+
+        Returns:
+            The object that counts them, and that can let a chosen one fail.
+        """
         if bucket:
             self.bucket.watch("")
             return self.bucket
@@ -252,10 +257,11 @@ class Attempt:
 def attempt(
     lab: Lab, maker: Maker, folder: Path, *, bucket: bool = False, empty: bool = False
 ) -> Attempt:
-    """Return a command whose files lie in `folder/place`, or in the bucket.
+    """Return a command that is ready to run, with its output in `folder/place` or in the bucket.
 
     Args:
-        empty: Make the folder of the output first.
+        bucket: Write the output into the bucket. Default: on the disk.
+        empty: Make the output's folder, empty, before the command runs.
     """
     place = folder / "place"
     place.mkdir()
@@ -269,10 +275,14 @@ def attempt(
 def undisturbed(
     lab: Lab, name: str, *, bucket: bool = False, empty: bool = False
 ) -> UndisturbedCommand:
-    """Run a command that nobody disturbs, on the first call with these arguments.
+    """Return output and operations of a command that nobody disturbs.
+
+    The first call with these arguments runs the command, and later ones return the same result.
 
     Args:
         name: Key of `MAKERS`.
+        bucket: Write the output into the bucket. Default: on the disk.
+        empty: Make the output's folder, empty, before the command runs.
 
     Raises:
         SystemExit: The command fails by itself.
@@ -311,10 +321,10 @@ def killed(
     Args:
         name: Key of `MAKERS`.
         kind: Kind of the operation, one of `DISK_KINDS` or `BUCKET_KINDS`.
-        moment: One of `MOMENTS`.
+        moment: `killed` before the operation, or `killed after` it.
         share: Position of the operation among those of its kind, from 0 to 1.
         bucket: Write the output into the bucket. Default: on the disk.
-        empty: Make the folder of the output first.
+        empty: Make the output's folder, empty, before the command runs.
     """
     expected, calls = undisturbed(lab, name, bucket=bucket, empty=empty)
     if not calls[kind]:
@@ -337,7 +347,15 @@ def killed(
 
 
 def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
-    """Read the output of a killed command. The reader must refuse what is not complete."""
+    """Read the output of a killed command with `Maker.reader`, which must refuse an incomplete one.
+
+    Args:
+        expected: Digests of the complete output (`Lab.digests`).
+
+    Returns:
+        `silent` if an incomplete output was read without an error. If `ok`, the detail is
+        `complete`, `refused` or `no reader`.
+    """
     if not tried.maker.reader:
         return Outcome("ok", "no reader")
     local = Path(tried.out)
@@ -385,7 +403,12 @@ def weights_problem(folder: Path) -> str:
 
 
 def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
-    """Run the same command again, and compare its output with the undisturbed one."""
+    """Run a disturbed command again without a fault, and judge its output.
+
+    Args:
+        expected: Digests of the output of an undisturbed command, which must be equal.
+        detail: Description of the fault, for the outcome.
+    """
     second = tried.run()
     # A command that was killed when all was done refuses to run again.
     messages = ("is complete: this command has made it", "is there already, and runs may use it")
@@ -407,7 +430,7 @@ def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
 
 
 def left_over(tried: Attempt) -> list[str]:
-    """Return the names below the watched folder that only an unfinished command has."""
+    """Return the names of temporary files and folders that a command has left (`OWN_TRACES`)."""
     names = []
     for path in (tried.folder / "place").rglob("*"):
         if any(trace in path.name for trace in OWN_TRACES):
@@ -418,10 +441,14 @@ def left_over(tried: Attempt) -> list[str]:
 def full(
     lab: Lab, name: str, kind: str, share: float, folder: Path, *, empty: bool = False
 ) -> Outcome:
-    """Run a command on a disk that is full from an operation on, then again with free space.
+    """Run a command on a disk that becomes full (ENOSPC), then again with free space.
 
     Args:
-        share: Position of the operation among those of its kind, from 0 to 1.
+        name: Key of `MAKERS`.
+        kind: Kind of the operations that fail, one of `FULL_KINDS`.
+        share: Position of the first that fails among those of its kind, from 0 to 1. All later ones
+            fail too.
+        empty: Make the output's folder, empty, before the command runs.
     """
     expected, calls = undisturbed(lab, name, empty=empty)
     if not calls[kind]:
@@ -445,7 +472,10 @@ def full(
 
 
 def left_by_failed(tried: Attempt) -> list[str]:
-    """Return the names that a failed command has left, without the output folder itself."""
+    """Return the names of all files and folders that a failed command has left in `folder/place`.
+
+    The output folder itself is not among them.
+    """
     names = []
     for path in (tried.folder / "place").rglob("*"):
         if str(path) != tried.out:
@@ -457,7 +487,9 @@ def really_full(lab: Lab, name: str, share: float, folder: Path) -> Outcome:
     """Run a command on a file system of its own that is too small, then again on a larger one.
 
     Args:
-        share: Size of the file system, as a share of the size of the output.
+        name: Key of `MAKERS`.
+        share: Size of the file system, as a share of the estimated size of an output: a quarter of
+            all bytes in the folders `out` of undisturbed commands so far.
     """
     if os.getuid() != 0:
         return Outcome("ok", "not tried: only root can mount a file system")
@@ -491,7 +523,10 @@ def really_full(lab: Lab, name: str, share: float, folder: Path) -> Outcome:
 
 
 def foreign_file(lab: Lab, name: str, folder: Path) -> Outcome:
-    """Put a file into the folder of a killed command. The command must refuse and keep the file."""
+    """Kill a command, put a file into its output folder, and run the command again.
+
+    The command must refuse to go on, and keep the file.
+    """
     _, calls = undisturbed(lab, name, empty=True)
     tried = attempt(lab, MAKERS[name], folder, empty=True)
     lab.watched(folder)
@@ -507,7 +542,10 @@ def foreign_file(lab: Lab, name: str, folder: Path) -> Outcome:
 
 
 def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
-    """Start a command twice. The second must be refused while the first is slow and goes on."""
+    """Start a command while the same one is at work with the same output.
+
+    The second one must be refused, and the first one must make the right output.
+    """
     expected, calls = undisturbed(lab, name)
     tried = attempt(lab, MAKERS[name], folder)
     lab.watched(folder)
@@ -530,7 +568,10 @@ def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
 
 
 def undeletable(lab: Lab, processes: int, folder: Path) -> Outcome:
-    """Train on a disk that deletes nothing. All must be saved, with one line on the problem."""
+    """Train a run that cannot delete its old checkpoints, because `unlink` fails with EACCES.
+
+    The run must end well with the right last checkpoint, and print one line on the problem.
+    """
     place = folder / "place"
     place.mkdir()
     words = (
@@ -591,7 +632,10 @@ def listed_while_saved(lab: Lab, folder: Path) -> Outcome:
 
 
 def smaller_keep(lab: Lab, folder: Path) -> Outcome:
-    """Resume with a smaller --checkpoint.keep. A line must name the checkpoints that it deletes."""
+    """Resume a run that kept four checkpoints with `--checkpoint.keep 1`.
+
+    Older checkpoints must be deleted, and a line must name them.
+    """
     place = folder / "place"
     lab.source  # noqa: B018  makes the text
     words = (
@@ -612,9 +656,11 @@ def smaller_keep(lab: Lab, folder: Path) -> Outcome:
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
-    """Return the trials of every maker and of checkpoints.
+    """Return the trials of all commands in `MAKERS`, and of checkpoints.
 
-    The seed rotates the positions of the disturbed operations.
+    Args:
+        shared: Folder for the inputs that all trials share.
+        seed: Number that rotates which of `SHARES` each kind of operation is killed at.
     """
     lab = Lab(shared)
     planned: list[Trial] = []
@@ -640,7 +686,7 @@ def _trial(
 
 
 def _disk_trials(lab: Lab, name: str, maker: Maker, seed: int) -> list[Trial]:
-    """Return the trials of a maker that is killed on a disk or whose disk is full."""
+    """Return the trials of a command that is killed while it writes to a disk, or fills it."""
     planned = []
     for index, kind in enumerate(DISK_KINDS):
         if kind in maker.absent:
@@ -666,7 +712,11 @@ def _disk_trials(lab: Lab, name: str, maker: Maker, seed: int) -> list[Trial]:
 
 
 def _folder_trials(lab: Lab, name: str) -> list[Trial]:
-    """Return the trials of a maker of folders in a bucket, on a small disk and beside others."""
+    """Return further trials of a command that makes a folder.
+
+    The command is killed while it writes to a bucket, writes to a small file system, meets a
+    foreign file in its folder, and is started twice at once.
+    """
     planned = []
     for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
         title = f"{moment} {kind} at {share:.0%}"
@@ -694,7 +744,7 @@ class Commands:
         self._logs: dict[int, Path] = {}
 
     def answer(self, question: dict[str, Any]) -> Any:
-        """Follow a question of the campaign, whose first key says what to do.
+        """Carry out a request of the campaign, whose first key says what to do.
 
         | key | value | answer |
         |---|---|---|

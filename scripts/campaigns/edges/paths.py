@@ -128,11 +128,11 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One command with one name.
+    """Place where a trial's commands run, with the name that their files and folders get.
 
     Attributes:
         folder: Folder of the trial, with a plain name. Commands run in it.
-        name: Odd name for folders and files.
+        name: Odd name for folders and files; a plain one for the expected result.
         inputs: Inputs that all trials share.
     """
 
@@ -173,7 +173,7 @@ class Case:
         return [self.text(word) for word in command.split()]
 
     def path(self, template: str) -> Path:
-        """Return the path that a text with words in braces stands for."""
+        """Return a path from a template with words in braces (see `Act`)."""
         return Path(self.text(template))
 
 
@@ -240,7 +240,12 @@ class Inputs:
 
     @cache  # noqa: B019 - one for the campaign
     def _made_by(self, name: str, command: str) -> Path:
-        """Run a command that ends with the path of its output, and return that path."""
+        """Run a `mupax` command on its first use, and return the path of its output.
+
+        Args:
+            name: Name of the output in the shared folder.
+            command: Words after `mupax`, to which the path of the output is appended.
+        """
         path = self.folder / name
         run(self.folder, [*command.split(), str(path)])
         return path
@@ -302,11 +307,11 @@ def trials(shared: Path, seed: int) -> list[Trial]:
 def attempt(
     inputs: Callable[[], Inputs], label: str, act: Callable[[Case], Any], name: str, folder: Path
 ) -> Outcome:
-    """Run one command under an odd name, and compare its result with that of a plain name.
+    """Run a command with an odd name, and compare its result with that under a plain name.
 
     Args:
-        label: Key of the plain result in `inputs`.
-        act: Runs the command, and returns its result.
+        label: Name of the command, a key of `ACTS` or `WAYS`.
+        act: Function that runs the command and returns its result.
     """
     try:
         expected = inputs().expected(label, act)
@@ -391,7 +396,7 @@ def fork(words: list[str], log: Path, environ: Mapping[str, str] | None, cwd: Pa
 
 
 def numbers_of(value: Any) -> Any:
-    """Return JSON without `VOLATILE` fields and times. Texts become `None`."""
+    """Return a JSON value without `VOLATILE` fields and times, and with `None` for every string."""
     if isinstance(value, dict):
         numbers = {}
         for key, item in value.items():
@@ -428,17 +433,18 @@ def digests(folder: Path, ending: str) -> dict[str, str]:
 class Act:
     """Commands that are tried with an odd name.
 
-    Words in braces stand for paths. {place} is the path with the name, {folder} the folder of the
-    trial, {name} the name, {short} the name cut to 250 characters, and {out} a path with the name
-    in another folder. Any other word is a method of `Inputs`.
+    All texts are templates in which words in braces stand for paths. {folder} is the folder of the
+    trial, {name} the odd name, {short} the name cut to 250 characters, {place} the path
+    {folder}/{name}, and {out} the path {folder}/out/{name}. Any other word is a method of `Inputs`.
 
     Attributes:
         commands: Command lines after `mupax`, which must all end well.
-        result: Returns the result, from the case and the output of the last command.
-        copies: Paths that are copied first: destination to source.
-        links: Links that are made first: link to its target.
-        folders: Folders that are made first.
-        environ: Variables whose values are folders, which are made first.
+        result: Function from the case and the output of the last command to a result, which must
+            not depend on the name.
+        copies: Paths that are copied before the commands: destination to source.
+        links: Symbolic links to folders, which are made before the commands: link to its target.
+        folders: Folders that are made before the commands.
+        environ: Environment variables whose values are folders, made before the commands.
         cwd: Working directory of the commands.
         codes: Exit codes that are right.
     """
@@ -479,7 +485,7 @@ def copy(source: Path, destination: Path) -> None:
 
 
 def left(workdir: str, step: int) -> Callable[[Case, str], Any]:
-    """Return a function for `Act.result`: the rows and digests of a run of `step` steps."""
+    """Return a function for `Act.result`: `tiny_runs.run_result` of a run of `step` steps."""
     return lambda case, output: tiny_runs.run_result(case.path(workdir), step)
 
 
@@ -599,10 +605,11 @@ def relative_name(case: Case) -> Any:
 
 
 def workdir_as(word: str, place: str = "{place}", **fields: Any) -> Act:
-    """Return commands that train and evaluate a workdir that is written as `word`.
+    """Return commands that train and evaluate a run, and give its workdir as `word`.
 
     Args:
-        place: Path of the workdir, with words in braces.
+        word: Workdir as it is written on the command line, with words in braces.
+        place: Path at which the run must then lie, with words in braces.
         **fields: Further fields of `Act`.
     """
     return Act((f"{TRAIN} --steps 4 --workdir {word}", f"eval {word}"), left(place, 4), **fields)

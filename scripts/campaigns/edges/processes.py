@@ -79,17 +79,18 @@ class Case(tiny_runs.Case):
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to processes of a run.
+    """Fault in a run of two processes, with the end that the run must have.
 
     Attributes:
         name: Name of the trial.
         group: Group of the trial.
-        sick: Actions that inject the fault, by the index of the process. Each is called before its
-            process starts.
-        says: Text that every process that is left must print; `None` if the run must go on.
-        code: Exit code of processes that end.
-        short: True if the limit of collective operations is `SHORT_S`.
-        dead: Indices of processes that cannot print anything, and that the trial kills.
+        sick: Index of a process to the action that prepares the fault in it. The process calls the
+            action before mupax starts.
+        says: Text that every process must print, except `dead` ones; `None` if the run must survive
+            the fault.
+        code: Exit code of the processes if the run must not survive.
+        short: True if `--faults.collective-seconds` is `SHORT_S`; false for its default.
+        dead: Indices of processes that the fault stops for good. The trial kills them at the end.
         mesh: Mesh of the run, as in `Case`.
         unsaved: Step whose checkpoint must not be there afterwards; `None` for no check.
     """
@@ -128,7 +129,7 @@ def with_words(*words: str) -> Action:
 
 
 def flipped(array: Any) -> Any:
-    """Return an array whose first number has another lowest bit in one part of this process."""
+    """Return a JAX array with one flipped bit: the lowest of the first byte of its first shard."""
     import jax
     import numpy as np
 
@@ -141,7 +142,11 @@ def flipped(array: Any) -> Any:
 
 
 def flipped_in(tree: Any, word: str) -> Any:
-    """Return a tree in which one bit of one array is changed: the first whose path has `word`."""
+    """Return a pytree in which one bit of one array is flipped.
+
+    Args:
+        word: Part of the array's path. The first array with such a path is changed.
+    """
     import jax
 
     leaves, structure = jax.tree.flatten_with_path(tree)
@@ -153,10 +158,11 @@ def flipped_in(tree: Any, word: str) -> Any:
 
 
 def drifting(step: int, word: str) -> Action:
-    """Return an action that changes one bit of the state on this process after a step.
+    """Return an action that lets one bit of this process's training state flip after a step.
 
     Args:
-        word: Part of the path of the array, as in `flipped_in`.
+        step: Number of the step, counted from 1 since the process started.
+        word: Part of the path of the array in the state, as in `flipped_in`.
     """
 
     def sick() -> None:
@@ -213,7 +219,7 @@ def other_digest() -> None:
 
 
 def slow_step(call: int, seconds: float) -> Action:
-    """Return an action that delays this process after a step. The other process then waits for it.
+    """Return an action that delays this process after a step, so that the other one must wait.
 
     Args:
         call: Number of the step, from 1.
@@ -415,7 +421,11 @@ def trials(shared: Path, seed: int) -> list[Trial]:
 
 
 def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
-    """Disturb a run, resume it if it ended, and compare its result with the undisturbed one."""
+    """Train a run with a fault, resume it if the fault must end it, and judge the result.
+
+    Args:
+        shared: Folder with the text and the undisturbed runs that all trials share.
+    """
     prepare(shared)
     case = Case(mesh=fault.mesh)
     expected = tiny_runs.undisturbed(case, shared, STEPS, f"alone-{case.mesh}", 2 * _GIVE_UP_S)
@@ -448,7 +458,7 @@ def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
 
 
 def judge_processes(session: Session, fault: Fault, seconds: float | None) -> Outcome:
-    """Judge exit codes and outputs of all processes that are not dead.
+    """Judge exit codes and outputs of all processes except those of `fault.dead`.
 
     Args:
         seconds: Time from the fault to the end; `None` if the processes had to be killed.
@@ -471,7 +481,11 @@ def judge_processes(session: Session, fault: Fault, seconds: float | None) -> Ou
 
 
 def same_bits(folder: Path, expected: dict[str, Any], detail: str) -> Outcome:
-    """Return `ok` if the result of the run in a folder is bitwise the expected one."""
+    """Return `ok` if the result of the run in `folder/run` is bitwise as expected, else `silent`.
+
+    Args:
+        expected: Result of an undisturbed run (`tiny_runs.run_result`).
+    """
     differences = tiny_runs.differences(tiny_runs.run_result(folder / "run", STEPS), expected)
     if differences:
         return Outcome("silent", f"other bits: {differences[:3]}")
@@ -479,10 +493,11 @@ def same_bits(folder: Path, expected: dict[str, Any], detail: str) -> Outcome:
 
 
 def wait(session: Session, dead: Sequence[int], struck: Path) -> float | None:
-    """Wait until all processes have ended except the dead ones, then kill what is left.
+    """Wait until all processes have ended except `dead` ones, then kill what is left.
 
     Args:
-        struck: File whose time is that of the fault.
+        dead: Indices of processes that the fault has stopped for good.
+        struck: File that is touched when the fault comes.
 
     Returns:
         Seconds from the fault to the end; `None` if the processes did not end, or no fault came.
@@ -542,7 +557,7 @@ def _of_clocks(shared: Path) -> list[Trial]:
 
 
 def clock_run(folder: Path, shared: Path, index: int, jump: str) -> Outcome:
-    """Move the clock of one process once the first rows are there.
+    """Train a run of two processes, and move the clock of one when the first metrics are written.
 
     The run must go on, or all processes must end with a message and go on when they are started
     again.
@@ -573,10 +588,14 @@ def clock_run(folder: Path, shared: Path, index: int, jump: str) -> Outcome:
 def _clock_session(
     folder: Path, shared: Path, index: int, seconds: int
 ) -> tuple[list[int | None], list[str]]:
-    """Start both processes, and move the clock of one when the first rows are there.
+    """Start both processes, and move the clock of one when the first metrics are written.
+
+    Args:
+        index: Number of the process whose clock jumps, 0 or 1.
+        seconds: Length of the jump, negative for back.
 
     Returns:
-        Exit codes, `None` for a process that hangs, and outputs.
+        The exit code of each process, `None` if it hangs, and the output of each process.
     """
     library = clock.compiled(shared)
     port = tiny_runs.free_port()
@@ -673,7 +692,7 @@ def _kill() -> None:
 
 
 def _launched() -> None:
-    """Set the variables that a launcher of two processes sets."""
+    """Set JAX's variables for a run of two processes, as a launcher such as SLURM's would."""
     strike()
     os.environ.update(
         JAX_COORDINATOR_ADDRESS="localhost:1", JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="1"
@@ -745,7 +764,11 @@ def until_struck(folder: Path) -> None:
 
 
 def passes(folder: Path, shared: Path, study: str, sick: Action) -> Outcome:
-    """Disturb a study. It must end well with the right points."""
+    """Run a study that meets a fault. It must end well with the right points.
+
+    Args:
+        sick: Action that prepares the fault in the study's process.
+    """
     session = begin(folder, shared, study, "first", sick)
     outcome = ended_well(session)
     if outcome.verdict != "ok":
@@ -767,7 +790,11 @@ def second_process(folder: Path, shared: Path, study: str) -> Outcome:
 
 
 def taken_over(folder: Path, shared: Path, study: str, sick: Action) -> Outcome:
-    """Kill a study. Another process must go on with it."""
+    """Run a study that is killed, then run it again. It must end well with the right points.
+
+    Args:
+        sick: Action that prepares the kill in the study's process.
+    """
     killed = begin(folder, shared, study, "first", sick)
     killed.wait(_GIVE_UP_S)
     outcome = ended_well(begin(folder, shared, study, "second"))
@@ -777,7 +804,10 @@ def taken_over(folder: Path, shared: Path, study: str, sick: Action) -> Outcome:
 
 
 def beside_stopped(folder: Path, shared: Path, study: str) -> Outcome:
-    """Start a study while the same study is stopped. Only a kill of that one lets it go on."""
+    """Start a study while another process, which is stopped by SIGSTOP, holds the same study.
+
+    The new process must be refused. Once the stopped one is killed, a third must end the study.
+    """
     stopped = begin(folder, shared, study, "first", on_call(_POINT, 2, stop_for(None)))
     until_struck(folder)
     second = ended_well(begin(folder, shared, study, "second"), [2])
@@ -792,7 +822,12 @@ def beside_stopped(folder: Path, shared: Path, study: str) -> Outcome:
 
 
 def other_environment(folder: Path, shared: Path, study: str, sick: Action, name: str) -> Outcome:
-    """Go on with a killed study under another environment. A line must have `name`."""
+    """Kill a study, and run it again under another environment, which a line must report.
+
+    Args:
+        sick: Action that changes the environment of the second process.
+        name: Name of the changed option, which the line must have.
+    """
     begin(folder, shared, study, "first", on_call(_POINT, 2, _kill)).wait(_GIVE_UP_S)
     session = begin(folder, shared, study, "second", sick)
     outcome = ended_well(session)

@@ -232,7 +232,12 @@ class Shared:
             running.stop()
 
     def check(self, running: Running, outcome: Outcome) -> Outcome:
-        """Return the outcome, or a fault if the server does not work as before."""
+        """Check the server after a trial with an ordinary request and a request to `/health`.
+
+        Returns:
+            `outcome` if the server works and the ordinary request gets the same text as before,
+            otherwise a fault.
+        """
         if "Traceback" in running.output:
             return Outcome("traceback", running.output[-200:])
         if running.process.poll() is not None:
@@ -283,7 +288,11 @@ def write_model(folder: Path) -> None:
 
 
 def head(*lines: str, path: str = COMPLETIONS, version: str = "1.1") -> bytes:
-    """Return the head of a request."""
+    """Return the head of an HTTP POST request with a JSON body.
+
+    Args:
+        *lines: Further header lines, such as `Connection: close`.
+    """
     first = f"POST {path} HTTP/{version}"
     return "\r\n".join(
         [first, "Host: localhost", "Content-Type: application/json", *lines, "", ""]
@@ -305,7 +314,7 @@ def shared_trial(server: Shared, group: str, name: str, run: Callable[[Running],
 
 
 def status_outcome(status: int, answer: Any, expected: Iterable[int]) -> Outcome:
-    """Judge the status of an answer. A refusal must be an error in OpenAI's form."""
+    """Judge the HTTP status of an answer. From 400 on, the body must be an error as OpenAI's."""
     text = json.dumps(answer)[:120]
     if status not in expected:
         return Outcome("wrong", f"{status} {text}")
@@ -406,7 +415,11 @@ def value_runs() -> dict[str, Callable[[Running], Outcome]]:
 
 
 def posted(running: Running, fields: Any, codes: Sequence[int], path: str = COMPLETIONS) -> Outcome:
-    """Send a body, and judge the status of the answer."""
+    """Send a POST request, and judge the status of the answer.
+
+    Args:
+        fields: Body: bytes as they are, anything else as JSON.
+    """
     return status_outcome(*running.post(fields, path), codes)
 
 
@@ -556,7 +569,13 @@ def head_runs() -> dict[str, Callable[[Running], Outcome]]:
 
 
 def head_outcome(running: Running, sent: bytes, codes: Sequence[int]) -> Outcome:
-    """Send a wrong head and another request behind it. Only the first may be answered."""
+    """Send a request with a wrong head, directly followed by a second request.
+
+    If the first is refused, the second must not be answered: its bytes may belong to the first.
+
+    Args:
+        codes: HTTP statuses that are right for the first answer, such as 400.
+    """
     received = running.raw(sent + SMUGGLED)
     # The status stands behind `HTTP/1.1 `.
     status = int(received[9:12] or b"0")
@@ -641,7 +660,10 @@ CROWDS = {"8 of the same": 8, "3 endless texts": 3, "clients that leave": 4}
 
 
 def text_runs(seed: int) -> dict[str, Callable[[Running], Outcome]]:
-    """Return trials that compare a text generated alone with the same text in a crowd."""
+    """Return a trial for each request of `KINDS` among the other clients of each of `CROWDS`.
+
+    The generated text must be the same as without other clients.
+    """
     runs = {}
     for name, fields in KINDS.items():
         for crowd in CROWDS:
@@ -650,10 +672,12 @@ def text_runs(seed: int) -> dict[str, Callable[[Running], Outcome]]:
 
 
 def text_outcome(running: Running, fields: dict[str, Any], crowd: str, seed: int) -> Outcome:
-    """Send a request alone, then in a crowd, and compare the texts.
+    """Send a request alone, then while other clients send requests, and compare the texts.
 
     Args:
-        crowd: Key of `CROWDS`.
+        fields: Fields of the request that differ from `ORDINARY`.
+        crowd: Kind of the other clients, a key of `CROWDS`.
+        seed: Number from which the request's own seed is made.
     """
     path = CHAT if "messages" in fields else COMPLETIONS
     fields_sent = {**ORDINARY, "seed": seed + 11, **fields}
@@ -729,13 +753,13 @@ def leaving_outcome(
     reset: bool = False,
     count: int = 1,
 ) -> Outcome:
-    """Let clients ask and leave, and measure how long two tokens then take.
+    """Let clients send a request and disconnect. Another client must then get two tokens in 20 s.
 
     Args:
-        sent: Number of bytes of the request that are sent. Default: all.
-        wait_s: Seconds until the clients leave. Default: 0.
-        read: Number of bytes that each client reads before.
-        reset: Leave by a reset of the connection.
+        sent: End of the sent part of the request in bytes, negative from its end. Default: all.
+        wait_s: Seconds until the clients disconnect. Default: 0.
+        read: Number of bytes of the answer that each client reads before it disconnects.
+        reset: Disconnect by a TCP reset, and not by closing the connection in order.
         count: Number of clients. Default: 1.
     """
     with ExitStack() as clients:
@@ -954,7 +978,12 @@ def memory_outcome(server: Shared, folder: Path) -> Outcome:
 
 
 def ordinary(random: np.random.Generator, number: int) -> dict[str, Any]:
-    """Return a request with a random prompt, whose kind depends on its number."""
+    """Return the fields of a request with a random prompt, length and seed.
+
+    Args:
+        number: Seed of the request. It also decides whether the request streams, asks for log
+            probabilities, or asks for several texts.
+    """
     size = int(random.integers(1, CONTEXT))
     prompt = "".join(map(chr, random.integers(97, 123, size)))
     fields = {
@@ -995,6 +1024,7 @@ def no_memory_outcome(server: Shared, folder: Path, spare_mib: int, fields: Any)
 
     Args:
         spare_mib: Address space in MiB that the server may still take.
+        fields: Body of the request: bytes as they are, anything else as JSON.
     """
     with server.started() as running:
         server.expected = running.post(ORDINARY)[1]["choices"]
@@ -1101,9 +1131,12 @@ def signal_outcome(server: Shared, folder: Path, number: signal.Signals, load: s
 
 
 def limited_outcome(server: Shared, folder: Path, flags: Sequence[str]) -> Outcome:
-    """Ask a server with a limit for eight endless texts and then for another one.
+    """Ask a server with `--max-seconds 5` for eight endless texts and then for another one.
 
     The last text must be cut off by the limit or refused with 503, within 15 s.
+
+    Args:
+        flags: Further flags of the server, which may replace the limit.
     """
     with server.started("--max-seconds", "5", *flags) as running:
         running.post({**ENDLESS, "max_tokens": 2})  # compiles the program

@@ -153,7 +153,7 @@ class Child:
         return False
 
     def hears(self) -> bool:
-        """Return true if the process handles SIGTERM, which Python itself does not."""
+        """Return true once the process has a handler for SIGTERM, which only mupax sets."""
         with suppress(OSError, IndexError):
             status = Path(f"/proc/{self.process.pid}/status").read_text()
             # The lowest bit of the mask stands for signal 1.
@@ -174,7 +174,10 @@ class Child:
         return False
 
     def end(self, seconds: float) -> Ended:
-        """Wait for the end of the process, and return it. Kill its group after `seconds`."""
+        """Wait until the process has ended, and return its exit code and output.
+
+        After `seconds`, kill its process group; the exit code is then `None`.
+        """
         began = time.monotonic()
         code: int | None = None
         with suppress(subprocess.TimeoutExpired):
@@ -215,16 +218,17 @@ class Moment:
 
 
 HEARING = Moment("as soon as it hears signals", lambda child: child.hears())
-"""Moment at which mupax handles signals. Before it, the interpreter ends in its own way."""
+"""Moment at which mupax has set its signal handlers. Before it, Python's own behaviour applies."""
 IMPORTING_NUMPY = Moment("while numpy is imported", lambda child: child.maps(_NUMPY))
 IMPORTING_JAX = Moment("while jaxlib is imported", lambda child: child.maps(_JAXLIB), 0.05)
 
 
 def compiling(count: int, pause: float = 0.0) -> Moment:
-    """Return the moment at which a program is compiled.
+    """Return the moment at which JAX begins to compile its `count`-th program.
 
     Args:
         count: Number of the program, from 1.
+        pause: Time from then until the signal is sent, in seconds.
     """
     return Moment(
         f"while program {count} is compiled",
@@ -263,10 +267,11 @@ class Shared:
         self._environ = {"MUPAX_DATA": str(folder / "data")}
 
     def environ(self, cache: bool) -> dict[str, str]:
-        """Return variables of a command.
+        """Return the environment variables of a command.
 
         Args:
-            cache: Use compiled programs of the disk. Otherwise all are compiled and logged.
+            cache: Use JAX's compilation cache on disk. Otherwise the command compiles all programs,
+                and prints a line for each.
         """
         if cache:
             return self._environ
@@ -340,11 +345,14 @@ def interrupted(
     cache: bool,
     seconds: float = END_S,
 ) -> Callable[[Path], Outcome]:
-    """Return a trial: a command gets signals half a second apart, and must end by the first.
+    """Return a function for `Trial.run` that sends signals to a command, half a second apart.
+
+    The command must end with 128 and the number of the first signal.
 
     Args:
-        command: Command line, with names of inputs in place of their paths.
-        cache: Use compiled programs of the disk, as `Shared.environ`.
+        command: Command line, with names of inputs in place of their paths (see `Shared.words`).
+        moment: Moment at which the first signal is sent to the command.
+        cache: Use JAX's compilation cache on disk, as in `Shared.environ`.
         seconds: Seconds that the command may take to end after the last signal. Default: `END_S`.
     """
 
@@ -390,10 +398,13 @@ def judge_end(child: Child, ended: Ended, code: int, seconds: float) -> Outcome:
 def saved_and_resumed(
     shared: Shared, moment: Callable[[Path], Moment], numbers: Sequence[int], restart: bool = False
 ) -> Callable[[Path], Outcome]:
-    """Return a trial: a run gets signals, and the same command must resume it to the right bits.
+    """Return a function for `Trial.run` that ends a run by signals and resumes it.
+
+    The resumed run must be bitwise equal to one that got no signal.
 
     Args:
-        moment: Returns the moment of the first signal, from the workdir.
+        moment: Function from the workdir to the moment of the first signal.
+        numbers: Numbers of the signals, in order, half a second apart.
         restart: Start the run with `--restart 2`.
     """
 
@@ -424,7 +435,11 @@ def saved_and_resumed(
 def goes_on(
     shared: Shared, command: str, moment: Moment, numbers: Sequence[int], cache: bool
 ) -> Callable[[Path], Outcome]:
-    """Return a trial: a study gets signals, and the same command must add to its rows."""
+    """Return a function for `Trial.run` that ends a study by signals and starts it again.
+
+    The second command must keep the rows in points.jsonl and add to them. The arguments are as in
+    `interrupted`.
+    """
 
     def run(folder: Path) -> Outcome:
         outcome = interrupted(shared, command, moment, numbers, cache)(folder)
@@ -447,7 +462,9 @@ def goes_on(
 
 
 def ignoring(shared: Shared, ignored: int, ending: int, restart: bool) -> Callable[[Path], Outcome]:
-    """Return a trial: a run must live on after a signal that it ignores, and end by another.
+    """Return a function for `Trial.run` with a run that is started with one signal ignored.
+
+    The run must go on after that signal, and end by another one.
 
     Args:
         ignored: Signal that the process ignores from its start.
@@ -474,7 +491,12 @@ def ignoring(shared: Shared, ignored: int, ending: int, restart: bool) -> Callab
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
-    """Return every trial. The seed chooses moments by the clock and compiled programs."""
+    """Return every trial.
+
+    Args:
+        shared: Folder for the inputs that all trials share.
+        seed: Chooses random moments: the delay after start, and the number of the compiled program.
+    """
     inputs = Shared(shared)
     choose = random.Random(seed)
     planned = []
@@ -492,7 +514,11 @@ def trials(shared: Path, seed: int) -> list[Trial]:
 
 
 def _trial(group: str, signals: str, moment: str, run: Callable[[Path], Outcome]) -> Trial:
-    """Return a trial whose name does not depend on the seed."""
+    """Return a trial whose name does not have the numbers in `moment`, which depend on the seed.
+
+    Args:
+        signals: Names of the signals, for the name of the trial.
+    """
     moment = re.sub(r"after [\d.]+ s", "by the clock", moment)
     moment = re.sub(r"program [2-9]", "a later program", moment)
     return Trial(f"{group}: {signals} {moment}", group, run)
@@ -510,8 +536,8 @@ def _planned(
     """Return a trial of a command that gets signals at a moment.
 
     Args:
-        make_run: `interrupted` or `goes_on`.
-        cache: Use compiled programs of the disk. Default: true.
+        make_run: Function that makes `Trial.run`: `interrupted` or `goes_on`.
+        cache: Use JAX's compilation cache on disk. Default: true.
     """
     signals = " and ".join(number.name for number in numbers)
     run = make_run(inputs, command, moment, numbers, cache)
@@ -521,7 +547,7 @@ def _planned(
 def _computing_trials(
     inputs: Shared, name: str, command: str, choose: random.Random
 ) -> list[Trial]:
-    """Return the trials of a command that computes: while it imports, compiles and traces."""
+    """Return trials that interrupt a command of `COMPUTING`: as it imports, compiles or traces."""
     later = compiling(choose.randint(2, 4), choose.uniform(0, 0.3))
     by_clock = after(choose.uniform(0.15, 1.5))
     first = compiling(1)
@@ -542,7 +568,7 @@ def _computing_trials(
 
 
 def _study_trials(inputs: Shared, name: str, command: str) -> list[Trial]:
-    """Return the trials of a study: while it imports, compiles and trains."""
+    """Return trials that interrupt a command of `STUDIES` while it imports, compiles or trains."""
     training = Moment(
         "while points train", lambda child: "it/s" in child.output or _is_training(child)
     )

@@ -38,19 +38,20 @@ class Outcome:
 
 
 def right(is_right: bool, detail: str, otherwise: str = "wrong") -> Outcome:
-    """Return `ok` if a trial is right, and the verdict `otherwise` if it is not."""
+    """Return the outcome `ok` if `is_right`, else an outcome with the verdict `otherwise`."""
     return Outcome("ok" if is_right else otherwise, detail)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Something to try.
+    """Named experiment of a campaign: a command starts, and something unusual happens.
 
     Attributes:
-        name: Name in the record, unique in the campaign. Every session must use the same name,
-            because a trial with a result is not run again.
-        group: Kind of the trial in the record, such as the command that it starts.
-        run: Runs the trial in an empty folder, which is removed afterwards.
+        name: Name in the file of results, unique in the campaign. It must not change from one run
+            of the campaign to the next, because a trial with a result is not run again.
+        group: Kind of the trial in the results, such as the command that it starts.
+        run: Function that runs the trial in an empty folder and judges its end. The folder is
+            removed afterwards.
     """
 
     name: str
@@ -126,7 +127,12 @@ def _catch_interrupts() -> None:
 
 
 def judge(ended: Ended, codes: Iterable[int]) -> Outcome:
-    """Return a fault that the output or an exit code not in `codes` shows, or `ok` if none does."""
+    """Judge the end of a command by its exit code and output.
+
+    Returns:
+        `hung` after the time limit, `crash` or `traceback` if there was one, `wrong` for another
+        exit code than `codes`, otherwise `ok`.
+    """
     last_line = ""
     for line in ended.output.splitlines():
         if line.strip():

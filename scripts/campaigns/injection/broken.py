@@ -75,7 +75,10 @@ def broken_json(content: bytes, draw: random.Random) -> bytes:
 
 
 def broken_header(content: bytes, draw: random.Random) -> bytes:
-    """Return a safetensors file with a broken header. One in ten has a wrong length of it, too."""
+    """Return a safetensors file whose JSON header is broken by `broken_json`.
+
+    The length in the first 8 bytes fits the new header, except in one of ten files.
+    """
     length = int.from_bytes(content[:8], "little")
     header = broken_json(content[8 : 8 + length], draw)
     new_length = len(header)

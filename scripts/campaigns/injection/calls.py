@@ -1,7 +1,7 @@
-"""Actions that inject a fault into a process before it starts: failing calls, changed options.
+"""Actions that prepare a fault in a process: failing calls, changed options.
 
-A process does its action first (`tiny_runs.Session`). Most actions replace a function, so that the
-fault comes at a call of that function later.
+A forked process calls its action before it starts mupax (`tiny_runs.Session`). Most actions replace
+a function, so that the fault comes later, when mupax calls that function.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def replace_call(module: str, name: str, call: int, replacement: Callable[..., A
 
 
 def strike() -> None:
-    """Make the file that the variable STRUCK names. Its time says when the fault came."""
+    """Touch the file that the environment variable STRUCK names, to record when the fault came."""
     Path(os.environ["STRUCK"]).touch()
 
 
 def struck(action: Action) -> Action:
-    """Return an action that makes the file of `strike`, and then does another action."""
+    """Return an action that calls `strike`, which records the time, and then calls `action`."""
 
     def sick() -> None:
         strike()
@@ -60,12 +60,12 @@ def struck(action: Action) -> Action:
 
 
 def on_call(place: Place, call: int, action: Action, after: bool = False) -> Action:
-    """Return an action that has another action done at a call of a function.
+    """Return an action that patches a function, so that one call of it also calls `action`.
 
     Args:
-        call: Number of the call, from 1.
-        action: Action that is done before that call.
-        after: Call the real function before the action, too.
+        call: Number of the call at which `action` is called, from 1.
+        action: Action that is called before the real function.
+        after: Call the real function twice: before `action`, too.
     """
 
     def replacement(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -78,7 +78,7 @@ def on_call(place: Place, call: int, action: Action, after: bool = False) -> Act
 
 
 def with_result(place: Place, change: Callable[[Any], Any]) -> Action:
-    """Return an action that changes the result of the first call of a function.
+    """Return an action that patches a function, so that its first call returns another result.
 
     Args:
         change: Function from the real result to the changed one.

@@ -30,7 +30,7 @@ def _files(folder: Path, at_least: int = 1) -> list[Path]:
 
 
 def _older(folder: Path) -> Path:
-    """Return the folder of the oldest checkpoint beside a checkpoint."""
+    """Return the folder of the run's oldest checkpoint."""
     steps = [path for path in folder.parent.iterdir() if path.name.isdigit()]
     return min(steps, key=lambda path: int(path.name))
 

@@ -68,11 +68,12 @@ class Bucket:
         self._ask("-/watch", {})
 
     def arm(self, kind: str, moment: str, first: int) -> None:
-        """Kill the victim at the request of a kind that has the number `first`, from 0.
+        """Choose the request at which the process set by `victim` is killed.
 
         Args:
-            kind: One of `KINDS`.
+            kind: Kind of the request, one of `KINDS`.
             moment: `killed` before the request is passed on, or `killed after` it.
+            first: Number of the request among those of its kind, counted from 0 since `watch`.
         """
         self._ask("-/arm", {"kind": kind, "moment": moment, "first": first})
 
@@ -113,7 +114,12 @@ class _State:
         self.armed: dict[str, Any] | None = None
 
     def order(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Follow an order of `Bucket`, and return the counters."""
+        """Carry out an order that `Bucket` sent to the proxy, and return the counters.
+
+        Args:
+            name: `watch`, `arm`, `victim` or `calls`. The last one only returns the counters.
+            body: Arguments of the method of `Bucket` that has this name.
+        """
         with self.lock:
             if name == "watch":
                 self._reset()
@@ -125,10 +131,13 @@ class _State:
 
     @contextmanager
     def passing(self, kind: str) -> Iterator[bool]:
-        """Context manager held open while a request is passed on. It counts the request.
+        """Context manager held open while the proxy passes a request on. It counts the request.
 
-        At the armed request it kills the victim on entry or on exit. It yields whether the request
-        may be passed on.
+        At the request that `arm` chose, the client is killed on entry (`killed`) or on exit
+        (`killed after`).
+
+        Yields:
+            False if the client was killed and the request must not be passed on, otherwise true.
         """
         moment = ""
         with self.lock:

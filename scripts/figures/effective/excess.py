@@ -20,7 +20,7 @@ from scripts.figures.result import Row, estimate, mean
 
 
 def best(curve: Curve) -> np.ndarray:
-    """Return the index of the best rate for every seed [S], chosen by the other seeds.
+    """Return the index of the best learning rate for every seed [S], chosen by the other seeds.
 
     Args:
         curve: Losses of one size; every rate has all seeds.
@@ -42,18 +42,19 @@ def best(curve: Curve) -> np.ndarray:
 
 
 def least(curve: Curve) -> np.ndarray:
-    """Return the loss of every seed [S] at the rate that is best by the other seeds."""
+    """Return the loss of every seed [S] at the learning rate of `best`."""
     chosen = best(curve)
     return curve.losses[chosen, np.arange(len(chosen))]
 
 
 def excess(curve: Curve, octaves: float) -> np.ndarray:
-    """Return how much higher the loss of every seed [S] is below its best rate than at it.
+    """Return the loss of every seed [S] at a lower learning rate, less its loss at the best one.
 
     The result is NaN for seeds whose lower rate is not in the grid.
 
     Args:
-        octaves: Octaves between the best rate and the lower rate.
+        octaves: Octaves from the best rate down to the lower rate; 1 is half the rate. Negative
+            values give a higher rate.
     """
     losses = losses_at(curve, curve.x[best(curve)] - octaves)
     return losses - least(curve)
@@ -82,14 +83,17 @@ def growth(sizes: Sequence[int], values: np.ndarray) -> np.ndarray:
 def rows(
     what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]], names: Sequence[str]
 ) -> list[Row]:
-    """Return rows on the cost of half and of a quarter of the best rate, one strategy less another.
+    """Compare what half and a quarter of the best rate cost under two strategies.
+
+    The cost is `excess`. For each size a row has the first strategy's cost less the second's, which
+    is predicted to be above 0. Another row has the growth of this difference with the size.
 
     Args:
         what: Name of the size in rows, such as `n`.
         sizes: Sizes [sizes], ascending.
         curves: Strategy to its curves, one per size. A curve without rates was not trained.
-        names: Names of the two strategies, followed by the controls, which take the first
-            strategy's place.
+        names: Names of the first and the second strategy, followed by controls: further strategies
+            that take the first one's place, and must have at most half of its difference.
     """
     first, second, *controls = names
     table: list[Row] = []
@@ -127,9 +131,9 @@ def rows(
 
 
 def _control_bound(first: str, control: np.ndarray, difference: np.ndarray) -> dict[str, Any]:
-    """Return the fields of a control's row: half of the first strategy's difference as a bound.
+    """Return fields of `Row` for a control in `rows`: half the strategies' difference as a bound.
 
-    There is no bound if the difference is not above 0.
+    There is no bound unless the interval of the difference is above 0.
 
     Args:
         first: Name of the strategy whose place the control takes.

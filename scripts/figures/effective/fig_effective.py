@@ -1,6 +1,6 @@
-"""The effective theory's family on a ViT: change by the first step of AdamW as the width grows.
+"""Change of a ViT in its first step of AdamW as the width grows, under the effective theory.
 
-The family is that of Dinan, Yaida and Zhang 2023.
+The presets are the family of Dinan, Yaida and Zhang 2023.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ OBSERVED = {
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Return root mean squares after one step and the exponents of theory.
+    """Measure how much one step of AdamW changes the residual stream and the output.
 
-    Both are dictionaries {preset: {observable: ...}}, with arrays [widths, seeds] and with numbers.
+    Returns:
+        `measured`: {preset: {observable: root mean squares of the change [widths, seeds]}}.
+        `theory`: {preset: {observable: predicted exponent of the width}}.
     """
     del work
     from mupax.train.config.run import OptimizerConfig
@@ -60,7 +62,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return a row for the exponent of every observable under every member of the family."""
+    """Compare the exponents of the width with theory, a row for each observable and preset."""
     table = []
     for observed, description in OBSERVED.items():
         for name in settings["presets"]:
@@ -78,7 +80,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Draw a panel for each observable against the width, with a line for every member."""
+    """Draw a panel for each observable against the width, with a line for every preset."""
     figure, axes = panels.row(2, "A ViT's first step under the effective theory's presets")
     for panel, (observed, description) in zip(axes, OBSERVED.items(), strict=True):
         for color, name in zip(panels.COLORS, settings["presets"], strict=False):

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows on the cost of half and a quarter of the best rate, and on the least losses.
+    """Compare what rates below the best one cost (`excess.rows`), and the least losses.
 
-    Rows without a finite estimate are left out.
+    The rows have ntk less standard. Rows without a finite estimate are left out.
     """
     curves = {name: rates.curves(of_strategy) for name, of_strategy in data.items()}
     table = excess.rows(

@@ -31,10 +31,10 @@ SAME = 0.02
 
 
 def config(settings: Settings, strategy: str, width: int, hidden: float, seed: int) -> Config:
-    """Return the run of one point.
+    """Return the run config of one point of the grid.
 
     Args:
-        strategy: Key of the settings' `grid`.
+        strategy: Strategy of `strategies.MAP` or a variant, a key of the settings' `grid`.
         width: Width `n`.
         hidden: Hidden rate `h`, see `strategies`.
         seed: Seed of the initialization. All points see the same batches.
@@ -69,12 +69,13 @@ def config(settings: Settings, strategy: str, width: int, hidden: float, seed: i
 
 
 def grid(settings: Settings, strategy: str, index: int) -> list[float]:
-    """Return log2 of the hidden rates of a width, in half octaves.
+    """Return log2 of the hidden rates at which a width is trained, in half octaves.
 
     Args:
         settings: Settings of the figure. Their `grid` has the first and the last rate of every
             width, or `None` for a width that the strategy is not trained at.
         strategy: Key of the settings' `grid`.
+        index: Index of the width in the settings' `width`.
     """
     ends = settings["grid"][strategy][index]
     if ends is None:
@@ -84,14 +85,14 @@ def grid(settings: Settings, strategy: str, index: int) -> list[float]:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Train the grid of every strategy at every width, where `work` does not have the rows yet.
+    """Train every strategy at every width over its grid of hidden rates, and return the losses.
 
     Args:
-        work: Folder with a folder of rows for each width.
+        work: Folder in which a sweep for each width keeps its runs. Finished runs are not repeated.
 
     Returns:
-        Strategy to a study as `rates.curves` reads it: for every width the log2 rates `x`, the
-        `losses` [rates][seeds], and the number of seeds `first`.
+        Strategy to a dictionary for `rates.curves`, with lists over widths: log2 of the hidden
+        rates `x` [rates], the training `losses` [rates][seeds], and the number of seeds `first`.
     """
     from mupax.train.studies.sweep.sweep import Sweep
 
@@ -163,7 +164,10 @@ def least(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
 
 
 def _wider(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
-    """Return rows on what twice the width gains at the best rate, ntk's gain less standard's."""
+    """Return the rows of figure 5: what twice the width gains, ntk's gain less standard's.
+
+    The gain is the fall of the loss (`gain`), predicted to be larger under ntk.
+    """
     table = []
     for index, (width, twice) in enumerate(itertools.pairwise(widths)):
         standard = gain(curves["standard"][index], curves["standard"][index + 1])
@@ -197,10 +201,10 @@ def gain(small: Curve, large: Curve) -> np.ndarray:
 
 
 def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
-    """Return rows on the transfer of the hidden rate and of ntk's own learning rate.
+    """Return rows on how far best rates move per doubling of the width, which should be 0 octaves.
 
-    These are two claims: the paper used one hidden rate under both strategies, and ntk's rule is a
-    constant learning rate.
+    Two rows are on the best hidden rate, of standard and of ntk, because the paper used one hidden
+    rate at both sizes. A third is on ntk's best learning rate, which its own rule keeps constant.
     """
     power = strategies.MAP["ntk"]
     own_rule = []

@@ -1,6 +1,6 @@
-"""The effective theory's family on a ViT in training: loss against learning rate at two widths.
+"""Loss of a ViT against learning rate at two widths, under the effective theory's presets.
 
-The family is that of Dinan, Yaida and Zhang 2023.
+The presets are the family of Dinan, Yaida and Zhang 2023.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ PREDICTED = {"maximal-update": 0.0}
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Return what `rates.measure` returns for a study of every preset.
+    """Search the best learning rate of both widths under every preset.
 
-    Each study has in addition `kept_step`, the drift of the rate that would keep the change of the
-    residual stream in the first step.
+    Returns:
+        Result of `rates.measure`, with one more number for each preset: `kept_step` is the exponent
+        of the width by which the learning rate would have to change, so that the first step changes
+        the residual stream equally at all widths.
     """
     from mupax.train.config import recipes
     from mupax.train.config.preset import PresetConfig, preset_of
@@ -56,7 +58,7 @@ def _widths(settings: Settings) -> list[int]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return a row for every preset on the drift of its best learning rate between the widths."""
+    """Return a row for each preset: octaves that its best learning rate moves per doubling."""
     table = []
     for name, of_preset in data.items():
         description = (

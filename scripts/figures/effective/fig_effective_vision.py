@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
 NEAR = {"hidden rate": 0.5, "decay": 1.0}
-"""Axis of the grid to the octaves that count as no difference: half a step of the grid."""
+"""Axis of the grid to half a step of it in octaves. Smaller differences count as none."""
 PAPER = {
     "hidden rate": {"ntk": -0.1, "hybrid": 0.0, "maximal-update": -0.9},
     "decay": {"ntk": 0.1, "hybrid": 0.0, "maximal-update": -0.1},
@@ -44,12 +44,13 @@ SHOWN = 0.6
 
 
 def config(settings: Settings, strategy: str, hidden: float, decay: float, seed: int) -> Config:
-    """Return the run of one point of the grid.
+    """Return the run config of one point of the grid.
 
     Args:
         strategy: Name in `strategies.MAP`.
         hidden: Hidden rate `h`, see `strategies`.
-        decay: Weight decay d under `standard`.
+        decay: Weight decay under `standard`. Other strategies have the weight decay that keeps the
+            product of learning rate and weight decay.
         seed: Seed of the initialization. All points see the same batches.
     """
     from mupax.train.config.run import Config, DataConfig, OptimizerConfig
@@ -75,8 +76,8 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Train the grid of every strategy.
 
     Returns:
-        Strategy to a dictionary with the log2 rates `x` and the `losses` on test images
-        [decays][rates][seeds].
+        Strategy to a dictionary with log2 of the hidden rates `x` [rates] and the `losses` on test
+        images [decays][rates][seeds], in nats.
     """
     from mupax.train.studies.sweep.sweep import Sweep
 
@@ -127,9 +128,10 @@ def through_best(settings: Settings, of_strategy: Data) -> dict[str, Curve]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows on the strategies' best points, the paper's map, and how sharp the best are.
+    """Compare the strategies' best learning rates, decays and losses with those of `standard`.
 
-    Rows without a finite estimate are left out.
+    A control uses a wrong map between learning rates. The last rows have what the next lower value
+    of the grid costs. Rows without a finite estimate are left out.
     """
     curves = {}
     for strategy, of_strategy in data.items():
@@ -151,7 +153,11 @@ Curves = Mapping[str, Mapping[str, Curve]]
 
 
 def _best_apart(curves: Curves, strategy: str, axis: str) -> Row:
-    """Return the row of the octaves from standard's best to a strategy's best, along an axis."""
+    """Return the row of the octaves from standard's best value to a strategy's, predicted as 0.
+
+    Args:
+        axis: Axis of the grid, `hidden rate` or `decay`.
+    """
     analysis = analyse((1, 2), [curves["standard"][axis], curves[strategy][axis]])
     trouble = next((fit.trouble for fit in analysis.fits if fit.trouble), "")
     note = f"The paper's own best: {PAPER[axis][strategy]:+.1f}."
@@ -181,7 +187,12 @@ def _least_loss(curves: Curves, strategy: str) -> Row:
 
 
 def _sharpness(strategy: str, axis: str, curve: Curve) -> Row:
-    """Return the row of what one step of the grid below the best value costs."""
+    """Return the row of the loss one step of the grid below the best value, less the least loss.
+
+    Args:
+        axis: Axis of the grid, `hidden rate` or `decay`.
+        curve: Losses along this axis, through the strategy's best point.
+    """
     octaves = curve.gap
     below = excess.excess(curve, octaves)
     above = excess.excess(curve, -octaves)
@@ -193,7 +204,11 @@ def _sharpness(strategy: str, axis: str, curve: Curve) -> Row:
 
 
 def _through_wrong_map(settings: Settings, curves: Curves) -> Row:
-    """Return the control: ntk's best hidden rate through the map of maximal update."""
+    """Return the row of a control: octaves from standard's best hidden rate to ntk's.
+
+    Here ntk's hidden rate is wrong on purpose: it follows from its learning rate by the rule of
+    maximal update. So the octaves must not be 0.
+    """
     standard = curves["standard"]["hidden rate"]
     ntk = curves["ntk"]["hidden rate"]
     # That map's power of n is lower by 1/2, so the best rate must lie elsewhere.
@@ -213,9 +228,10 @@ def _through_wrong_map(settings: Settings, curves: Curves) -> Row:
 
 
 def _price(settings: Settings, data: Data, strategy: str) -> Row:
-    """Return the row of what standard's best point costs under a strategy, over its own best point.
+    """Return the row of a strategy's loss at standard's best point, less its loss at its own best.
 
-    The estimate is NaN if the strategy's grid does not have the point.
+    A point is a hidden rate and a decay. The estimate is NaN if the strategy's grid does not have
+    standard's best point.
     """
     losses = surface(data[strategy])
     log2_rates = data[strategy]["x"]

@@ -16,7 +16,7 @@ from mupax.presets.papers.effective_theory import VARIANCES
 from mupax.train.config.run import PresetConfig
 
 MAP = {"standard": 0.0, "ntk": 1.5, "hybrid": 1.25, "maximal-update": 1.0}
-"""Strategy to the exponent of n in lr over h, 3/2 - s/2."""
+"""Strategy to the exponent p = 3/2 - s/2 of the width n, where lr = h n^p for hidden rate h."""
 START = 0.64
 """Initial std of the language models times n^1/2, which is 0.02 at the paper's n = 1024."""
 RATIO = 4
@@ -49,7 +49,7 @@ def language(strategy: str, width: int, embeddings: float = 1.0) -> PresetConfig
     Args:
         strategy: Name as in `peak_lr`.
         width: Width `n` of the model.
-        embeddings: Factor on the rates of both tables, tokens and positions.
+        embeddings: Factor on the learning rates of token and position embeddings.
     """
     std = START / math.sqrt(width)
     constants = {f"stds.{role.value}": START for role in _HIDDEN}
@@ -89,8 +89,8 @@ def _preset(
     """Return the preset of a strategy with its constants.
 
     Args:
-        constants: Name of a constant to its value.
-        rates: Parameter group to the factor on its rate.
+        constants: Name of a preset's constant, such as `stds.position`, to its value.
+        rates: Parameter group to the factor on its learning rate.
         fan_in: Whether initial variances are over the fan-in, except under `standard`.
     """
     assignments = [f"{name}={value!r}" for name, value in constants.items()]

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Train nets of every case, compute the limits, and compare them.
+    """Train finite nets, compute their limits of infinitely many heads, and compare both.
 
     Returns:
-        Results of `compared` for every case of `one_block` and for every depth of `stack`, and the
-        `curves` of the deepest stack for the picture.
+        `one_block`: a result of `compared` for each case of the settings. `stack`: one for each
+        depth. `curves`: curves over steps of the deepest stack, for the picture.
     """
     del work
     cases = [_one_block(settings, **case) for case in settings["one_block"]["cases"]]
@@ -42,13 +42,13 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 def _one_block(
     settings: Settings, *, head_dim: int, alpha_a: float, heads: list[int]
 ) -> dict[str, Any]:
-    """Compare nets of one block, which have all their matrices, with the block's limit.
+    """Train finite nets of one attention block, and compare them with the block's limit.
 
     Args:
-        heads: Numbers of heads H of the nets.
+        heads: Numbers of heads H of the nets, ascending.
 
     Returns:
-        As `compared`.
+        Result of `compared`.
     """
     from mupax.presets.infinite.heads import OneBlock, train
     from scripts.figures.infinite import one_block
@@ -176,18 +176,20 @@ def compared(
     limit: tuple[np.ndarray, np.ndarray],
     wrong: np.ndarray,
 ) -> dict[str, Any]:
-    """Return the distances of nets from the limit.
+    """Return the distances of finite nets from their limit of infinitely many heads.
 
     Args:
-        nets: Outputs [seeds, steps, ...] and kernels [seeds, steps, ...] for every H, ascending.
+        steps_at: Indices of the steps at which to compare, ascending.
+        nets: Outputs [seeds, steps, ...] and kernels [seeds, steps, ...] for each number of heads
+            H, ascending.
         limit: Outputs and kernels [draws, steps, ...] of the limit.
         wrong: Outputs [draws, steps, ...] of the limit without response terms.
 
     Returns:
-        Mean squared differences `outputs` and `kernels` [at, H, seeds] to the mean of the limit's
-        draws, and `apart`: the standard errors between the mean of the largest nets and the limit,
-        and between the same mean and the wrong limit. These are at the last step, along the
-        direction in which both limits differ.
+        `outputs` and `kernels`: mean squared differences [compared steps, H, seeds] from the mean
+        of the limit's draws. `apart`: distance of the largest nets' mean from the limit, and from
+        the wrong limit, each in standard errors. These two are of outputs at the last compared
+        step, along the direction in which both limits differ.
     """
     distances: dict[str, Any] = {}
     for index, name in enumerate(("outputs", "kernels")):
@@ -219,7 +221,11 @@ def compared(
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows for the slopes at every step of every case, and for distances from the limits."""
+    """Compare nets with their limits in every case.
+
+    Rows have the exponent of the squared error in H, predicted as -1, and the distance of the
+    largest nets from the limit and from a wrong one (control), in standard errors.
+    """
     steps = settings["at"]
     table = []
     for case, distances in zip(settings["one_block"]["cases"], data["one_block"], strict=True):
@@ -232,10 +238,11 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 
 
 def _case_rows(name: str, steps: Sequence[int], heads: Sequence[int], distances: Data) -> list[Row]:
-    """Return the rows of one case.
+    """Return the rows of one case, as in `rows`.
 
     Args:
         name: Name of the case in its rows.
+        distances: Result of `compared`.
         steps: Steps at which nets and limit were compared.
         heads: Numbers of heads `H` of the nets.
     """

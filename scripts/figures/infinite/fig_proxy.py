@@ -33,14 +33,20 @@ ERRORS = (0.2, 0.1, 0.05)
 
 
 class Terms(NamedTuple):
-    """Constants of a proxy's squared relative error, a / D + (b / N)^2."""
+    """Constants of a proxy's squared relative error a / D + (b / N)^2.
+
+    D is the width and N the head dimension.
+    """
 
     a: float
     b: float
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Train proxies of every size and compute the limits of many heads.
+    """Train proxies of every size, and compute their limits of many heads.
+
+    Shapes have N for head dimensions and D for widths. The limits have head dimensions of their own
+    (`limit_head_dims`).
 
     Returns:
         After the last step, the outputs `limit` [N, draws, B C] and `proxies` [N, D, seeds, B C],
@@ -125,7 +131,9 @@ def terms(settings: Settings, data: Data, draws: np.ndarray | None = None) -> Te
 
 
 def squared_errors(data: Data, end: np.ndarray) -> np.ndarray:
-    """Return the squared relative errors [N, D, seeds] of the proxies' outputs.
+    """Return the squared relative errors of the proxies' outputs.
+
+    The result is [N, D, seeds], for head dimensions N and widths D.
 
     Args:
         end: Outputs [B C] of the infinite model.
@@ -134,7 +142,11 @@ def squared_errors(data: Data, end: np.ndarray) -> np.ndarray:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows for both constants, the formula against proxies, and the needed widths."""
+    """Return rows on the formula for the error, a / D + (b / N)^2 (see `Terms`).
+
+    They have the constants a and b, the errors of proxies over the formula's, a control without the
+    term in N, and the widths that the formula needs for each of `ERRORS`.
+    """
     a, b = terms(settings, data)
     outputs, _ = infinite(settings, np.asarray(data["limit"]))
     errors = squared_errors(data, outputs.mean(0))

@@ -31,7 +31,8 @@ def train(
     Args:
         inputs: Inputs [P, S, I].
         targets: Targets [P].
-        steps: Number of observations, one before each step.
+        steps: Number of observations. The first is before training, and there is one step between
+            two of them.
         heads: Number of heads `H`.
         seeds: Number of seeds `Z`.
     """

@@ -33,7 +33,9 @@ def is_uniform(alpha_a: float, head_dim: int | None) -> bool:
 
 
 def uniform(keys: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return V [X, T, X, T] for logits of 0: the mean of C over what both queries attend to.
+    """Return the kernel V [X, T, X, T] if all attention logits are 0.
+
+    V is then the mean of the keys' kernel over all positions that both queries attend to.
 
     Args:
         keys: Kernel C [X, S, X, S].
@@ -52,7 +54,7 @@ def sampled(
     heads: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Return V [X, T, X, T] as the mean over randomly drawn heads.
+    """Return the kernel V [X, T, X, T] of an attention branch, a mean over randomly drawn heads.
 
     Args:
         queries: Kernel Q [X, T, X, T] with diagonal 1.

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Measure the kernels' distances from the recursion at every number of heads.
+    """Measure how far residual kernels are from the limit of many heads (`kernels.py`).
+
+    Shapes have the four pairs of exponents of `ENDS`, numbers of heads H, and L blocks.
 
     Returns:
-        Errors `squared` [pairs, H, seeds], `products` [pairs, seeds, seeds] of the widest models,
-        and the kernels' sums `by_layer` [pairs, H, L + 1, 2] and `limit` [pairs, L + 1, 2].
+        `squared` [pairs, H, seeds]: squared errors relative to the limit. `products`
+        [pairs, seeds, seeds]: products of two seeds' errors, of the widest models. `by_layer`
+        [pairs, H, L + 1, 2] and `limit` [pairs, L + 1, 2]: means of the kernels' entries on and off
+        the diagonal, of models and of the limit.
     """
     del work
     limit = finite_kernels.limits(settings, settings["head_dim"])
@@ -42,7 +46,11 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return a row for the slope in H and one for the error of the widest mean, at every pair."""
+    """Return two rows for each pair of exponents (alpha_A, alpha_L).
+
+    They have the exponent in H of the squared error, predicted as -1, and the error of the widest
+    models' mean kernel, predicted as 0.
+    """
     table = []
     for ends, squared in zip(ENDS, data["squared"], strict=True):
         description = f"squared error of the residual kernel against H, {finite_kernels.name(ends)}"

@@ -1,4 +1,4 @@
-"""Kernel recursion for N and H to infinity, against models whose N and H grow together."""
+"""Residual kernels of models whose N and H grow together, against the limit of infinite N and H."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Measure the kernels' distances from the recursion and from a wrong recursion at every size.
+    """Measure how far residual kernels are from the limit of infinite N and H (`kernels.py`).
+
+    Shapes have the four pairs of exponents of `ENDS`, sizes N = H, and L blocks.
 
     Returns:
-        Errors `squared` [pairs, N, seeds], the widest models' `products` and `controls`
-        [pairs, seeds, seeds], and the kernels' sums `by_layer` [pairs, N, L + 1, 2] and `limit`
-        [pairs, L + 1, 2]. Controls are against the limit of the other alpha_A.
+        `squared` [pairs, N, seeds]: squared errors relative to the limit. `products`
+        [pairs, seeds, seeds]: products of two seeds' errors, of the widest models. `controls`: the
+        same for errors from the limit of the other alpha_A. `by_layer` [pairs, N, L + 1, 2] and
+        `limit` [pairs, L + 1, 2]: means of the kernels' entries on and off the diagonal, of models
+        and of the limit.
     """
     del work
     limit = finite_kernels.limits(settings, None)
@@ -48,7 +52,11 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows on the error of the widest models' mean at every pair, and controls."""
+    """Return rows on the distance of the widest models' mean kernel from the limit.
+
+    There is one for each pair of exponents (alpha_A, alpha_L), predicted as 0, and as a control one
+    for the distance from the limit of the other alpha_A.
+    """
     smallest = settings["size"][0]
     largest = settings["size"][-1]
     distance = f"distance of the mean kernel of {settings['seeds']} models of H = N = {largest}"

@@ -18,8 +18,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Measure the variance of attention logits over heads, and their density at some N.
 
     Returns:
-        The `variance` [alpha_A, N, seeds], and N to the `density` [bins] of the logits over their
-        standard deviation.
+        `variance` [alpha_A, N, seeds]: mean over images and pairs of positions of the variance over
+        heads. `density`: some N to the histogram [bins] of the logits over their standard
+        deviation, at the first alpha_A.
     """
     del work
     import jax.numpy as jnp
@@ -51,7 +52,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return a row for the slope of the variance at every alpha_A."""
+    """Compare the variance's exponent in N with 1 - 2 alpha_A, a row for each alpha_A."""
     table = []
     for alpha, variance in zip(settings["alpha_a"], data["variance"], strict=True):
         description = f"variance of attention logits over heads against N, alpha_A = {alpha:g}"

@@ -20,8 +20,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Measure how far the residual stream moves from the embedding to the last block.
 
     Returns:
-        The mean squared movement `moved` [alpha_L, L, seeds], |h^(L+1) - h^1|^2 / D, and the
-        recursion's `limit` [alpha_L, L].
+        `moved` [alpha_L, L, seeds]: mean squared movement |h^(L+1) - h^1|^2 / D in models of L
+        blocks. `limit` [alpha_L, L]: the same for infinite N and H, by the recursion of
+        `kernels.py`.
     """
     del work
     import jax
@@ -58,7 +59,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return a row for the slope of the movement in the depth, at every alpha_L."""
+    """Compare the movement's exponent in the depth with 1 - 2 alpha_L, a row for each alpha_L."""
     movement = "squared movement of the residual stream over all blocks"
     table = []
     for alpha, moved in zip(settings["alpha_l"], data["moved"], strict=True):

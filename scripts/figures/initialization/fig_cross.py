@@ -1,4 +1,4 @@
-"""Residual kernels of an encoder-decoder at initialization, against the recursion's.
+"""Residual kernels of an encoder-decoder at initialization, against their limit (`kernels.py`).
 
 Shapes: L blocks of the decoder, M positions of both texts together.
 """
@@ -22,11 +22,11 @@ CONTROLS = {
     "cross": "without attention to the encoder",
     "causal": "whose decoder sees what follows",
 }
-"""Name of a mistake in the recursion to its description in rows."""
+"""Name of a mistake in computing the limit, made on purpose, to its description in rows."""
 
 
 class Text(NamedTuple):
-    """Batch of two texts with gaps and the texts without them."""
+    """Batch of two texts: with gaps for the encoder, and complete for the decoder."""
 
     inputs: np.ndarray
     """Bytes int32 [2, S] with gaps, 0 at padding."""
@@ -51,7 +51,9 @@ def _as_bytes(*texts: str) -> np.ndarray:
 def recursion(
     settings: Settings, alpha_a: float, alpha_l: float, head_dim: int, wrong: str = ""
 ) -> np.ndarray:
-    """Return the recursion's kernels [L + 1, M, M] of the decoder's stream.
+    """Return the kernels [L + 1, M, M] of the decoder's residual stream in the limit of many heads.
+
+    They are computed by the recursion of `kernels.py`.
 
     Args:
         alpha_a: Exponent of N in the scale of attention logits.
@@ -89,7 +91,9 @@ def recursion(
 
 
 def finite(settings: Settings, alpha_a: float, head_dim: int, heads: int) -> np.ndarray:
-    """Return kernels h.h'/D [alpha_l, seeds, L + 1, M, M] of the decoder's stream in models.
+    """Return kernels h.h'/D of the decoder's residual stream in finite models.
+
+    The result is [alpha_l, seeds, L + 1, M, M].
 
     Args:
         settings: Settings of the figure, which have every alpha_l.
@@ -122,13 +126,15 @@ def finite(settings: Settings, alpha_a: float, head_dim: int, heads: int) -> np.
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Measure the kernels' distances from the recursion and from mistaken recursions.
+    """Measure how far the decoder's kernels are from their limit, and from mistaken limits.
 
     Returns:
-        alpha_A to a dictionary with the errors `squared` [alpha_l, H, seeds] and, of the widest
-        models, `products` [alpha_l, seeds, seeds], `controls` (products with each mistaken
-        recursion), and the kernels' sums `by_layer`, `limit` and `without` [alpha_l, L + 1, 2].
-        `without` is the recursion's without attention to the encoder.
+        alpha_A to a dictionary. `squared` [alpha_l, H, seeds]: squared errors relative to the
+        limit. `products` [alpha_l, seeds, seeds]: products of two seeds' errors, of the widest
+        models. `controls`: key of `CONTROLS` to such products with the mistaken limit. `by_layer`,
+        `limit` and `without` [alpha_l, L + 1, 2]: means of the kernels' entries on and off the
+        diagonal, of the widest models, of the limit, and of the limit without attention to the
+        encoder.
     """
     del work
     by_alpha_a: dict[str, Any] = {}
@@ -160,9 +166,10 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows on distances from the recursion, slopes in H, and controls.
+    """Return rows on the kernels' distances from their limit, predicted as 0.
 
-    Controls are distances from mistaken recursions.
+    Further rows have the exponent of the squared error in H, predicted as -1. Controls are
+    distances from mistaken limits.
     """
     claims = []
     controls = []

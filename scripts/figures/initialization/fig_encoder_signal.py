@@ -1,4 +1,4 @@
-"""Gradients of an encoder at initialization, as its decoder alone gets deeper."""
+"""Gradients of an encoder at initialization, when only its decoder gets deeper."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ ENCODER = (
     "encoder.block.mlp_in",
     "encoder.block.mlp_out",
 )
-"""Groups of the encoder's matrices."""
+"""Parameter groups of the encoder's matrices."""
 CROSS = ("block.cross.key", "block.cross.value")
-"""Groups of the keys and values of attention to the encoder."""
+"""Parameter groups of the decoder's cross-attention: its keys and values."""
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Measure gradients at initialization, as root mean squares.
 
     Returns:
-        Nested dictionary {alpha_l: {group: gradients [depths, seeds]}}. Gradients of
-        cross-attention's keys and values are over all layers. The key `constant` instead of an
-        alpha_l has branches that are the same at every depth.
+        Nested dictionary {alpha_l: {group: gradients [depths, seeds]}} of root mean squares over
+        all layers of a parameter group. The key `constant` is a control, in which the factor on
+        branches does not change with the depth.
     """
     del work
     from mupax.presets.rule import ONE
@@ -73,7 +73,11 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows for the slopes of the encoder's and cross-attention's gradients in the depth."""
+    """Compare the exponents of gradients in the decoder's depth with theory.
+
+    Predicted are 1/2 - alpha_L for the encoder's matrices, and -alpha_L for the keys and values of
+    cross-attention. A control has branches whose factor does not change with the depth.
+    """
     table = []
     for name, by_group in data.items():
         is_control = name == "constant"
@@ -109,7 +113,7 @@ def _encoder_mean(by_group: Data) -> np.ndarray:
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Draw a panel for each rule: gradients of the encoder's matrices, and of cross-attention's."""
+    """Draw gradients against the decoder's depth, in a panel for each alpha_L and the control."""
     figure, axes = panels.row(len(data), "What comes back to an encoder as its decoder gets deeper")
     depths = settings["depth"]
     for panel, (name, by_group) in zip(axes, data.items(), strict=True):

@@ -19,7 +19,8 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Measure the kernels of every layer after one step.
 
     Returns:
-        Depth to arrays [seeds, L]: `kernels`, and as a control `without_response` terms.
+        `kernels`: depth L to kernels [seeds, L] of all layers. `without_response`: the same for the
+        control, whose updates do not respond to the weights (see `linear_net.one_step`).
     """
     del work
     kernels = {}
@@ -42,7 +43,7 @@ def _nets(settings: Settings, depth: int, seeds: int, *, response: bool) -> np.n
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows for the last layer's kernel at every depth, and the controls."""
+    """Compare the last layer's kernel with its exact limit, a row and a control for each depth."""
     table = []
     for control, name in ((False, "kernels"), (True, "without_response")):
         for depth in settings["depth"]:

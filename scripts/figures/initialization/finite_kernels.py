@@ -1,6 +1,7 @@
-"""Residual kernels of finite models at initialization, and their distance from the recursion.
+"""Residual kernels of finite models at initialization, and their distance from the limit.
 
-The recursion is that of `kernels.py`. Shapes: L blocks, M positions of all inputs together.
+The limit is that of many heads, computed by the recursion of `kernels.py`. Shapes: L blocks, M
+positions of all inputs together.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ ENDS = ((1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (0.5, 0.5))
 
 
 def name(ends: Sequence[float]) -> str:
-    """Return the name of a pair of exponents (alpha_A, alpha_L) in a row."""
+    """Return the text for a pair of exponents (alpha_A, alpha_L) in descriptions of rows."""
     return f"alpha_A = {ends[0]:g}, alpha_L = {ends[1]:g}"
 
 
 def title(ends: Sequence[float]) -> str:
-    """Return the name of a pair of exponents (alpha_A, alpha_L) in a picture."""
+    """Return the text for a pair of exponents (alpha_A, alpha_L) in pictures, with TeX."""
     return rf"$\alpha_A$ = {ends[0]:g}, $\alpha_L$ = {ends[1]:g}"
 
 
 def limits(settings: Settings, head_dim: int | None) -> np.ndarray:
-    """Return the recursion's kernels [pairs, L + 1, M, M] at every pair of `ENDS`.
+    """Return residual kernels [pairs, L + 1, M, M] in the limit of many heads, for `ENDS`.
 
     Args:
         head_dim: N, or `None` for N to infinity.
@@ -54,9 +55,9 @@ def limits(settings: Settings, head_dim: int | None) -> np.ndarray:
 
 
 def finite(settings: Settings, head_dim: int, heads: int) -> np.ndarray:
-    """Return kernels h.h'/D of models [pairs, seeds, L + 1, M, M] at every pair of `ENDS`.
+    """Return residual kernels h.h'/D [pairs, seeds, L + 1, M, M] of finite models, for `ENDS`.
 
-    All pairs share the initial weights of a seed.
+    Models of the same seed have the same initial weights under all pairs of exponents.
     """
     import jax
     import jax.numpy as jnp
@@ -81,10 +82,10 @@ def finite(settings: Settings, head_dim: int, heads: int) -> np.ndarray:
 
 
 def products(model_kernels: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Return products of two seeds' errors in the last layer, over the limit's square.
+    """Return inner products of two seeds' errors in the last layer, over the limit's square.
 
-    The result is [pairs, seeds, seeds]. Its diagonal has every seed's squared error, and its mean
-    is the squared error of the seeds' mean kernel.
+    An error is a model's kernel less the limit. The result is [pairs, seeds, seeds]. Its diagonal
+    has every seed's squared error, and its mean is the squared error of the seeds' mean kernel.
 
     Args:
         model_kernels: Kernels [pairs, seeds, L + 1, M, M] of models.
@@ -96,7 +97,11 @@ def products(model_kernels: np.ndarray, limit: np.ndarray) -> np.ndarray:
 
 
 def squared(product: Any) -> np.ndarray:
-    """Return every seed's squared error [..., seeds] from `products` [..., seeds, seeds]."""
+    """Return the diagonal [..., seeds] of `products`: every seed's relative squared error.
+
+    Args:
+        product: Result of `products`, [..., seeds, seeds].
+    """
     return np.einsum("...ss->...s", np.asarray(product))
 
 

@@ -242,7 +242,7 @@ def _check(
     samples: int,
     memory: Memory | None,
 ) -> None:
-    """Raise `PresetError` for arguments of `residual_kernels` that have no limit."""
+    """Raise `PresetError` for invalid arguments of `residual_kernels`, as documented there."""
     if first.ndim != 4 or first.shape[:2] != first.shape[2:]:
         raise PresetError(
             f"the first kernel has shape {first.shape}; write one of shape [X, S, X, S]"

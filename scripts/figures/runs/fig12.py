@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Return losses as `curves.measure` returns them, for every alpha_A.
+    """Train language models of all sizes, and return their losses.
 
-    The runs at alpha_A = 1 are those of figure 7.
+    The runs at alpha_A = 1 are shared with figure 7.
+
+    Returns:
+        alpha_A to the result of `curves.measure`, without kernels and attention.
     """
     by_alpha = {}
     for alpha in settings["alpha_a"]:
@@ -36,9 +39,10 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows that compare both alpha_A, and the losses of all dimensions at equal compute.
+    """Return rows on the losses of the largest models, without predictions.
 
-    The compute is the largest that all of the largest models had.
+    For each dimension (N, H or L), a row has the loss at the first alpha_A less that at the second.
+    Other rows have the losses after equal training FLOPs: the most that all of these models had.
     """
     first, second = data
     table = []

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Return what `rates.measure` returns, with a study for every rule of the settings."""
+    """Train at many learning rates and head dimensions under every rule of the settings.
+
+    Returns:
+        Result of `rates.measure`, with a study for each rule.
+    """
     configs = {}
     for name, rule in settings["rules"].items():
         configs[name] = [_config(settings, rule, size) for size in settings["head_dim"]]
@@ -24,7 +28,12 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def _config(settings: Settings, rule: Settings, head_dim: int) -> Config:
-    """Return a run of the paper's ViT; an empty rule gives the control, which is under `sp`."""
+    """Return a run config of the paper's ViT.
+
+    Args:
+        rule: Arguments of `training.vit` such as `alpha_a`. An empty rule is the control, which has
+            the preset `sp`.
+    """
     from mupax.train.config.run import PresetConfig
     from scripts.figures import training
 
@@ -33,9 +42,9 @@ def _config(settings: Settings, rule: Settings, head_dim: int) -> Config:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return a row for every rule on the drift of its best learning rate.
+    """Return a row for each rule: octaves that its best learning rate moves per doubling of N.
 
-    The predicted drift is 0, and `sp` is a control.
+    The prediction is 0, and `sp` is a control.
     """
     table = []
     for name, rule in settings["rules"].items():

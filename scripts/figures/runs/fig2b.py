@@ -25,8 +25,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Train models and measure the variance of attention logits over heads.
 
     Returns:
-        The `variance` [gamma0, alpha_A, step, N, seeds] over heads, averaged over layers, images
-        and positions, and the last `loss` [gamma0, alpha_A, N, seeds].
+        `variance` [gamma0, alpha_A, step, N, seeds]: variance over heads, averaged over layers,
+        images and pairs of positions. `loss` [gamma0, alpha_A, N, seeds]: mean loss of the last 20
+        steps.
     """
     del work
     import dataclasses
@@ -70,9 +71,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows for the slope in N at every gamma0, alpha_A and training time.
+    """Compare the variance's exponent in N with predictions, at all gamma0, alpha_A and steps.
 
-    The predictions are the caption's and the central limit theorem's.
+    Predictions are those of `CAPTION` and `CENTRAL_LIMIT`, each with a row of its own.
     """
     table = []
     for rule, of_gamma in zip(settings["gamma0"], np.asarray(data["variance"]), strict=True):
@@ -101,7 +102,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 
 
 def _nearer_prediction(settings: Settings, variance: np.ndarray, alpha: float) -> str:
-    """Return in words which of the two predictions a slope is nearer to.
+    """Return in words which of the two predictions the measured exponent in N is nearer to.
 
     Args:
         variance: Variance over heads [N, seeds].

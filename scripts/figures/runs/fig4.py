@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Train models and measure their errors against the mean over seeds with many more heads.
+    """Train models, and measure their distance from models with many more heads.
+
+    The reference is the mean over seeds of models with `limit` heads (from the settings).
 
     Returns:
-        Squared errors [step, H, seeds] of the `logits`, relative to the limit's mean square, and of
-        the `loss` of the images. The limit has `limit` heads.
+        `logits` [step, H, seeds]: squared error of the logits, relative to the reference's mean
+        square. `loss` [step, H, seeds]: squared error of the loss on the same images.
     """
     del work
     import dataclasses
@@ -74,9 +76,9 @@ def _loss(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows for the slopes in H at every training time.
+    """Return rows with the exponents of the squared errors in H at every training time.
 
-    There is a prediction only for logits early in training.
+    Only the one of the logits at the first time has a prediction: -1.
     """
     table = []
     for index, step in enumerate(settings["at"]):

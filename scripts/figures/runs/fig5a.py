@@ -57,7 +57,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return a row for the slope in the depth under every rule at every training time."""
+    """Compare the movement's exponent in the depth with alpha_L - 1, for all rules and times."""
     table = []
     for rule, of_rule in zip(settings["rules"], np.asarray(data["moved"]), strict=True):
         name = f"alpha_L = {rule['alpha_l']:g}, beta0 = {rule['beta0']:g}"

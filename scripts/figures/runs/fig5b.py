@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Return losses as `curves.measure` returns them, for every alpha_L.
+    """Train ViTs of growing depth, and return their losses.
 
     At the base depth the runs are the same under every alpha_L.
+
+    Returns:
+        alpha_L to the result of `curves.measure`, without kernels and attention.
     """
     by_alpha = {}
     depth = settings["base"]["depth"]
@@ -46,7 +49,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Return rows for the loss under one rule less that under the other, at every depth."""
+    """Return rows with the loss at one alpha_L less that at the other, at every depth."""
     first, second = data
     sizes = data[first]["depth"]["size"]
     table = []

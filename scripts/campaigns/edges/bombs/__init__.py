@@ -1,1 +1,1 @@
-"""Files that the campaign `files` makes, by what reads them."""
+"""Hostile, damaged and large files for the campaign `files`, one module for each kind of reader."""

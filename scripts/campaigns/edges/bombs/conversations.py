@@ -1,4 +1,4 @@
-"""Samples of chat templates that loop or grow, rendered for ordinary conversations."""
+"""Samples of chat templates whose rendering would take too long or too much memory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _make(folder: Path, template: str) -> None:
 
 
 def _read(folder: Path) -> int:
-    """Make batches of the conversations as a run does."""
+    """Render and tokenize the conversations as a run does, and return the exit code."""
     return first_batches(
         folder, "chat:chat.jsonl", chat_template="chat.jinja", model={"seq_len": 256}
     )

@@ -1,4 +1,4 @@
-"""Samples of images that unpack to much, in every format that Pillow reads, and a photograph."""
+"""Samples of small image files that decode to huge images, and of one large honest photograph."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ _READ_THE_OTHERS = loading("images:images", images=True, on_broken="skip")
 
 
 def samples() -> Iterator[Sample]:
-    """Yield every sample of an image.
-
-    Each entry of the table has the content of the file, the right exit codes and a text that the
-    output must have.
-    """
+    """Yield every sample of an image."""
     files: dict[str, tuple[Callable[[], bytes], tuple[int, ...], str]] = {
         "png: 13,000 x 13,000, black and white": (partial(_png, 13_000, 13_000), REFUSED, PIXELS),
         "png: 60,000 x 60,000, black and white": (partial(_png, 60_000, 60_000), REFUSED, PIXELS),
@@ -126,7 +122,7 @@ def _small_images(folder: Path) -> None:
 
 
 def _read_all(folder: Path) -> int:
-    """Make batches of the images with a limit of 170 megapixels."""
+    """Make batches of the images with a limit of 170 megapixels, and return the exit code."""
     from mupax.train.config.data import LimitsConfig
 
     return first_batches(folder, "images:images", images=True, limits=LimitsConfig(megapixels=170))

@@ -1,4 +1,4 @@
-"""Samples of records that unpack to much: JSON lines, Parquet, `datasets`, NumPy and IDX."""
+"""Samples of data files that decompress to much more: JSON lines, Parquet, NumPy and IDX."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def _zeroed(folder: Path) -> None:
 
 
 def _repeated_prompts(folder: Path) -> None:
-    """Write 100 prompts 2,000 times each, which compress well but are honest."""
+    """Write Parquet with 100 prompts, 2,000 times each: ordinary data that compresses very well."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -424,19 +424,19 @@ def _hub() -> Iterator[Sample]:
 
 
 def _make_in_folder(folder: Path, file: str, blocks: Callable[[], Iterator[bytes]]) -> None:
-    """Write a file into `set` from the blocks that `blocks` yields."""
+    """Write a file into the subfolder `set` from the blocks that `blocks` yields."""
     (folder / "set").mkdir()
     _write(folder / "set" / file, blocks())
 
 
 def _hub_parquet(folder: Path) -> None:
-    """Write two million rows of one text into `set`."""
+    """Write Parquet with two million equal rows into the subfolder `set`."""
     (folder / "set").mkdir()
     _one_text(folder / "set")
 
 
 def _hub_ordinary(folder: Path) -> None:
-    """Write rows of ordinary texts into `set`."""
+    """Write Parquet with ordinary texts into the subfolder `set`."""
     (folder / "set").mkdir()
     _ordinary(folder / "set")
 

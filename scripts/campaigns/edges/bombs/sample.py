@@ -1,4 +1,4 @@
-"""Samples: files of strangers, each with the command that reads it and how that must end."""
+"""Samples: files from untrusted sources, each with a command that reads it and the right end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ EITHER = (0, 2)
 
 @dataclass(frozen=True)
 class Sample:
-    """A file of a stranger.
+    """A file from an untrusted source, with the right end of a command that reads it.
 
     Attributes:
         name: Unique name, which is that of the trial.
         group: Kind of file.
-        make: Writes the file into an empty folder.
-        read: Reads it from that folder as a command does, and returns the exit code.
+        make: Function that writes the file into an empty folder.
+        read: Function that reads the file from that folder as a command does, and returns the exit
+            code.
         codes: Exit codes that are right. Default: `REFUSED`.
         says: Text that the output must have, such as the flag that raises a limit.
     """
@@ -60,8 +61,8 @@ def first_batches(folder: Path, name: str, **fields: Any) -> int:
     Args:
         folder: Working directory, with `cache` for prepared data.
         name: `data.name`.
-        **fields: Further fields of `DataConfig`. `images` makes the model a vision transformer, and
-            `model` has fields of the model.
+        **fields: Further fields of `DataConfig`, and two others. `images=True` loads for a vision
+            transformer and not a decoder. `model` is a dict with fields of the model's config.
     """
     from mupax import terminal
     from mupax.train import data

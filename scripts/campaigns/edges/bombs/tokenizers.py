@@ -1,4 +1,4 @@
-"""Samples of tokenizer.json that unpack to much, and one of 30 MB that must load."""
+"""Samples of tokenizer.json that would cost much memory or time, and of large good ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ _READ = command("data prepare text:text.txt --tokenizer tokenizer.json --separat
 
 
 def samples() -> Iterator[Sample]:
-    """Yield every sample of a tokenizer.json.
-
-    Each entry of the table has the content of the file and the right exit codes.
-    """
+    """Yield every sample of a tokenizer.json."""
     replace = {"type": "Replace", "pattern": {"String": "e"}}
     files: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
         "1,000 Unigram pieces of 9,000 letters": (_long_pieces, REFUSED),
@@ -145,7 +142,7 @@ def _read_stream(folder: Path) -> int:
 
 
 def _letters(count: int) -> str:
-    """Return random letters and digits, in a process the same ones at every start."""
+    """Return random letters and digits from a generator with a fixed seed."""
     return "".join(_CHOOSE.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=count))
 
 

@@ -289,7 +289,7 @@ def _wide_config(folder: Path) -> None:
 
 
 def _links() -> Iterator[Sample]:
-    """Yield samples of folders with links, which `mupax push` would upload."""
+    """Yield samples of folders with symbolic links, which must not lead to files outside."""
     read = command("push model --to me/model --dry-run")
     for name in ("README.md", "vocab.txt", "secret.json", "tokenizer.model"):
         make = partial(_linked, name=name)
@@ -349,7 +349,7 @@ def _hub_cache(folder: Path) -> None:
 
 
 def _features() -> Iterator[Sample]:
-    """Yield samples of data sets whose features name classes of strangers."""
+    """Yield samples of TFDS data sets whose features.json names a class that must not be used."""
     prefix = "tensorflow_datasets.core.features."
     texts: dict[str, dict[str, Any]] = {
         "a module of the folder": {"pythonClassName": "stranger.Feature"},
@@ -374,10 +374,11 @@ def _features() -> Iterator[Sample]:
 
 
 def _data_set(folder: Path, feature: dict[str, Any] | None) -> None:
-    """Write a data set of a stranger, and a module whose import ends the process.
+    """Write a TFDS data set, and a module `stranger` whose import would end the process.
 
     Args:
-        feature: Description of its feature; `None` for a description that is nested 100,000 deep.
+        feature: Entry of the feature in features.json, which names a class; `None` for a file that
+            is nested 100,000 deep.
     """
     (folder / "stranger.py").write_text("raise SystemExit('the code of a stranger ran')\n")
     place = folder / "sets" / "words" / "1.0.0"
@@ -398,7 +399,7 @@ def _data_set(folder: Path, feature: dict[str, Any] | None) -> None:
 
 
 def _read_data_set(folder: Path) -> int:
-    """Load the data set of a stranger, and return the exit code."""
+    """Load the data set of `_data_set`, and return the exit code."""
     import sys
 
     # `python -m mupax` has the working directory there.
