@@ -321,7 +321,7 @@ def faults_of_ending(
         return wrong
 
     if seconds > BOUND_S:
-        wrong.append(f"not ended after {_GIVE_UP_S} s")
+        wrong.append(f"not ended after {BOUND_S} s")
     reason = failure.reason.replace("PROCESS", str(index))
     for i in survivors:
         if reason not in session.output(i) and _NEVER_CAME not in session.output(i):

@@ -214,7 +214,7 @@ class Lab:
 
     def digests(self, maker: Maker, out: str) -> dict[str, Any]:
         """Return digests of the output of a command, without times and paths."""
-        return self.worker.ask({"made": out, "kind": maker.words.split()[1]}, 2 * BOUND_S)
+        return self.worker.ask({"made": out, "kind": maker.words.split()[0]}, 2 * BOUND_S)
 
 
 @dataclass(frozen=True)

@@ -728,9 +728,10 @@ def axis_names(
             )
         # Sizes are looked up by axis name, so the two dimensions of a square matrix need two names.
         if param not in refused and len(set(axes)) < len(axes):
+            twice = next(axis for axis in axes if axes.count(axis) > 1)
             refused[param] = (
-                f"two of its dimensions {shape} are the same axis; name them apart: "
-                f"{', '.join(axes)}"
+                f"two of its dimensions {shape} are the same axis, {twice}; give one of them a name "
+                "and a number of its own in the sizes"
             )
         names[param] = tuple(axes)
     return names, refused

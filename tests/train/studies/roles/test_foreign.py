@@ -127,7 +127,8 @@ def test_what_is_refused_makes_it_fail(
     assert main(["models", "roles", "squared_model:build", "--sizes", "embed=6,output=14"]) == 1
     out = capsys.readouterr().out
     assert (
-        "refused: square: two of its dimensions (6, 6) are the same axis; name them apart: embed, embed\n"
+        "refused: square: two of its dimensions (6, 6) are the same axis, embed; "
+        "give one of them a name and a number of its own in the sizes\n"
         in out
     )
     assert (
