@@ -128,8 +128,7 @@ def test_what_is_refused_makes_it_fail(
     out = capsys.readouterr().out
     assert (
         "refused: square: two of its dimensions (6, 6) are the same axis, embed; "
-        "give one of them a name and a number of its own in the sizes\n"
-        in out
+        "give one of them a name and a number of its own in the sizes\n" in out
     )
     assert (
         "refused: patch: dimension 0, of size 5, grows with none of embed, output; name it among the sizes\n"
