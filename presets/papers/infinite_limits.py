@@ -94,14 +94,15 @@ QUERIES_PER_KEY = axis("heads") / axis("kv_heads")
 class Constants:
     """Constants of the presets `mup`, `mup-half` and `depth-mup`. `completep` has some of them.
 
-    D is the width, L the depth, N the head dimension and F the MLP's hidden size, all relative to
+    The defaults are those of `depth-mup`. `mup` and `mup-half` set `alpha_l` to `None`, and
+    `mup-half` sets `alpha_a` to 1/2. D is the width, L the depth, N the head dimension and F the MLP's hidden size, all relative to
     the base. `mupax.presets.papers.choices` explains the values on which sources disagree.
 
     Attributes:
         alpha_l: Branches scale as L^-alpha_l, in [1/2, 1]. `None` is no depth rule.
         alpha_a: Attention logits scale as N^-alpha_a, in [1/2, 1].
         gamma0: Amount of feature learning, which divides the readout. gamma0 -> 0 is lazy.
-        beta0: Factor on every branch, the effective depth.
+        beta0: Factor on every branch. A larger one acts as a deeper network does.
         c_a: Factor on attention logits.
         decay_width: lr*wd of block matrices goes as D^decay_width.
         readout_width: Initial std of the readout goes as D^readout_width.

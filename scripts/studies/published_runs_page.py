@@ -98,7 +98,7 @@ recommended learning rate and batch ends above the best run.
 
 {inside} of the {len(settings)} measured losses are inside their 90 % interval. The one outside has 100 billion
 tokens, five times as many as the longest other run of its size. Errors are at most {worst_error:.2%},
-and at most {worst_lost:.2%} is lost.
+and the largest *lost* is {worst_lost:.2%}.
 
 Two controls forecast worse, as they must: laws fitted to shuffled learning rates or without tokens.
 

@@ -47,7 +47,10 @@ class SplitNames(NamedTuple):
     """Names of the test part if there is a validation part."""
 
     def describe(self) -> str:
-        """Return a line for the user: the names to train on, to evaluate on, and not used."""
+        """Return a line that says which splits of the data set are trained on, evaluated on, unused.
+
+        A split is given by its name in the data set, such as "train" or "val".
+        """
         line = f"training on {_listed(self.train)}, evaluating on {_listed(self.evaluation)}"
         if self.unused:
             line += f"; {_listed(self.unused)} is not used"

@@ -39,9 +39,10 @@ class Check(ConstantFlags):
     first line says what else was made smaller. A recipe brings its model, preset and optimizer.
     --model.* change the structure, and a size so written is the smallest model's.
 
-    --grow batch (at the same tokens) and --grow tokens judge a joint rule: a recipe's own optimizer
-    takes all of its steps on gradients of signal and noise, and --optimizer.*, --steps,
-    --data.batch-size, --preset.base and --joint are those of the run.
+    --grow batch (at the same tokens) and --grow tokens judge a joint rule without a model: the
+    recipe's optimizer takes all of its steps on made-up gradients, a fixed signal and random noise.
+    There --optimizer.*, --steps, --data.batch-size, --preset.base and --joint mean what they mean
+    in `mupax train`.
     """
 
     model: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE")] = "lm-proxy"

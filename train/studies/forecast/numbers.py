@@ -156,10 +156,14 @@ def flags(fields: Sequence[tuple[str, Any]]) -> str:
 
 
 def contradictions(config: Config, points: Points) -> list[str]:
-    """Return a caution if published rules disagree on how to change a study's best learning rate.
+    """Return a caution if published rules disagree on the best learning rate of a planned run.
 
-    It is that of `horizons` for the study's largest setting whose best rate lies inside its grid.
-    Without such a setting the list is empty.
+    The rules extrapolate the best rate that a study measured to the batch and tokens of the run
+    (`horizons`). The study's largest setting is used whose best rate is not at the end of its grid
+    of rates. The list is empty if there is no such setting, or if the rules agree.
+
+    Args:
+        config: The planned run.
     """
     best = _best(points)
     if not best:

@@ -459,7 +459,11 @@ class Flow:
 
     @functools.cached_property
     def _streams(self) -> set[Node]:
-        """Values of the residual stream: forks of all branches, and what was summed up in them."""
+        """Values of the residual stream.
+
+        They are the values at which branches leave the stream, and the partial sums of branches
+        that these values were added up from.
+        """
         nodes: set[Node] = set()
         for branch in self.branches.values():
             nodes.update(self._stream(branch.fork))
