@@ -161,9 +161,6 @@ def contradictions(config: Config, points: Points) -> list[str]:
     The rules extrapolate the best rate that a study measured to the batch and tokens of the run
     (`horizons`). The study's largest setting is used whose best rate is not at the end of its grid
     of rates. The list is empty if there is no such setting, or if the rules agree.
-
-    Args:
-        config: The planned run.
     """
     best = _best(points)
     if not best:
