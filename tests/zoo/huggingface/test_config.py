@@ -145,7 +145,7 @@ def test_fields_that_a_t5_or_mt5_leaves_out_have_its_own_defaults() -> None:
         ({"model_type": "gemma3"}, "vision_config"),
         (
             {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
-            "attn_logit_softcapping is given",
+            "attn_logit_softcapping is 50.0, and Gemma 3's code in transformers ignores it; write null",
         ),
         (
             {"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 5.0}},
