@@ -365,7 +365,8 @@ def _plan_rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
     """
     rows: list[tuple[str, ...]] = [("", "value", "90 % interval", "from")]
     table = content["table"]
-    source = f"law over {table['used']} of {table['rows']} runs of {table['file']}"
+    # Fewer runs than rows: rows that differ in seed alone are one run, and some are left out.
+    source = f"law over {table['used']} runs from the {table['rows']} rows of {table['file']}"
     for axis, interval in content.get("optimal", {}).items():
         budget = f"lowest loss at {content['asked']['flops']:.3g} FLOPs, 6 N D"
         rows.append((f"best {axis}", *_cells(interval, ",.4g"), budget))

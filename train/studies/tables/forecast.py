@@ -185,7 +185,9 @@ class Forecaster:
                 continue
             if axis in self.fit.form.axes:
                 if axis in SETTING_AXES and axis not in values:
-                    raise TableError(f"say of which {axis}: write --{axis} N, as 1.07e9 or 10b")
+                    raise TableError(
+                        f"the run to forecast has no {axis}; write --{axis} N, such as 1.07e9 or 10b"
+                    )
                 continue
             # The axis does not vary, so the first run has the number of all runs.
             only = float(table.values[axis][0])
