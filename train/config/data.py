@@ -326,7 +326,8 @@ class PixelsConfig:
             )
         if self.fit == "centre" and self.resize is not None:
             raise ConfigError(
-                "data.pixels.resize is of the fits squash and edge; add --data.pixels.fit edge"
+                f"data.pixels.resize is {self.resize}, and --data.pixels.fit centre does not read "
+                "it; write --data.pixels.fit edge (or squash), or leave data.pixels.resize out"
             )
         for name in ("mean", "std"):
             values = getattr(self, name)
@@ -431,8 +432,8 @@ class TransformsConfig:
         at_least("data.transforms.", self, 2, "mix_group")
         if self.mix_group is not None and not (self.mixup or self.cutmix):
             raise ConfigError(
-                "data.transforms.mix_group is of images that are mixed; "
-                "add --data.transforms.mixup 0.2, or leave it out"
+                f"data.transforms.mix_group is {self.mix_group}, and no images are mixed; "
+                "add --data.transforms.mixup 0.2, or leave data.transforms.mix_group out"
             )
         if self.jitter is not None and not 0 < self.jitter <= _MAX_JITTER:
             raise ConfigError(
