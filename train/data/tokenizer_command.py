@@ -174,7 +174,7 @@ class TrainTokenizer:
             )
         if self.chat_template is not None and "chat" not in kinds:
             raise command_line.UsageError(
-                "--chat-template is of chat:PATH, and no source is one; leave it out"
+                "--chat-template is for a source chat:PATH, and none is given; leave it out"
             )
         config = DataConfig(
             name=mix.NAME,

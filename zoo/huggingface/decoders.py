@@ -435,7 +435,7 @@ def reasons_of_gemma(model: DecoderConfig, family: Family) -> list[str]:
         problems.append("it normalizes what branches write, and model.post_norm does not")
     if model.window_theta is not None and family == "gemma2":
         problems.append(
-            "model.window_theta is of layers with a window alone, and it has one wavelength"
+            "it has one wavelength for all layers, and model.window_theta is another for some"
         )
     if model.attention_softcap is not None and family == "gemma3_text":
         problems.append("model.attention_softcap bounds attention logits, which it does not")

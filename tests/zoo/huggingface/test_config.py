@@ -314,7 +314,7 @@ def test_a_null_field_means_its_default() -> None:
         (GEMMA, {"bias": True}, "model.bias adds"),
         (GEMMA, {"qkv_bias": True}, "model.qkv_bias adds"),
         (GEMMA, {"qk_norm": True}, "model.attention_softcap bounds"),
-        (GEMMA, {"window_theta": 5.0}, "model.window_theta is of layers"),
+        (GEMMA, {"window_theta": 5.0}, "model.window_theta is another for some"),
         (GEMMA, {"experts": 2, "expert_dim": 6}, "model.experts routes"),
         (GEMMA3, {"norm_eps": 1e-6, "qk_norm_kind": "layernorm"}, "model.qk_norm_kind layernorm"),
         (GEMMA, {"parallel": True}, "model.post_norm normalizes"),

@@ -300,7 +300,7 @@ def _cautions(
     for axis in place:
         if axis in fit.form.axes and forecaster.prior_share(place, axis) >= PRIOR_SHARE:
             cautions.append(
-                f"the runs hardly say how the loss goes with {axis}: what is said of it is mostly "
+                f"the runs hardly show how the loss depends on {axis}: the forecast mostly follows "
                 "the law's prior, whose width is in the interval"
             )
 

@@ -284,8 +284,8 @@ class Forecaster:
         """
         if not {"parameters", "tokens"} <= set(self.fit.form.axes):
             raise TableError(
-                f"{self.fit.table.source} does not vary both parameters and tokens, so nothing is "
-                "said of the best of both"
+                f"{self.fit.table.source} does not vary both parameters and tokens, so it cannot "
+                "tell how to split --flops; write --parameters and --tokens, or add such runs"
             )
         logs = np.log2(self.fit.table.values["parameters"])
         sizes = 2.0 ** np.arange(logs.min() - 4, logs.max() + 6, 0.125)
