@@ -140,7 +140,7 @@ def test_what_adapters_cannot_do_is_refused(words: str, message: str) -> None:
 def test_an_encoder_decoder_has_no_adapters() -> None:
     with pytest.raises(
         ConfigError,
-        match="model.lora is for ViTs and decoders, and the model is an encoder-decoder",
+        match=r"model\.lora is for ViTs and decoders, and the model is an encoder-decoder",
     ):
         dataclasses.replace(RECIPES["ed-tiny"]().model, lora=LoraConfig(rank=2))
 
