@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -10,13 +9,14 @@ from mupax.disk import shown
 from mupax.zoo.families import ConfigError
 
 _LARGEST = 2**31 - 1
+_LARGEST_FLOAT = 1e30
 
 T = TypeVar("T", int, float, bool, str)
 
 _DESCRIPTIONS: dict[type, str] = {
     bool: "true or false",
     int: f"a whole number from 1 to {_LARGEST}",
-    float: "a number above 0",
+    float: f"a number above 0 and at most {_LARGEST_FLOAT:g}",
     str: "a text",
 }
 """Description of the values that a field may have, by the field's type, for error messages."""
@@ -32,7 +32,7 @@ def _is_valid(value: Any, kind: type) -> bool:
     if kind is float:
         # JSON may write a whole float without a point. Comparing an int with 1e30 never overflows,
         # but float() of an int above 1.8e308 raises OverflowError.
-        return type(value) in (int, float) and 0 < value < math.inf and value <= 1e30
+        return type(value) in (int, float) and 0 < value <= _LARGEST_FLOAT
     return isinstance(value, str)
 
 

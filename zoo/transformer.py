@@ -179,8 +179,8 @@ class LoraConfig:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) != field.default:
                 raise ConfigError(
-                    "lora.alpha and lora.on are of adapters, and there are none; write lora.rank "
-                    "too, such as 8"
+                    f"lora.{field.name} is given, and only adapters read it; write lora.rank too, "
+                    f"such as 8, or leave lora.{field.name} out"
                 )
 
     @property

@@ -533,8 +533,9 @@ def _check_readout(dump: Dump, parameters: Mapping[str, Parameter]) -> None:
     if not has_table:
         if dump.readout is not None:
             raise PresetError(
-                f'{dump.source}: "readout" is of one that is the embedding\'s table, '
-                "and there is no such table"
+                f'{dump.source}: "readout" says that the embedding\'s table is the readout, and no '
+                'parameter is such a table; leave "readout" out, or write --role '
+                "'NAME=token_embedding'"
             )
     elif dump.readout is None and not has_readout:
         raise PresetError(

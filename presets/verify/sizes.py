@@ -172,7 +172,9 @@ def _head_sizes(
     key_rows = rows.get(Role.KEY, rows.get(Role.VALUE, query_rows))
     if query_rows % head_dim:
         raise PresetError(
-            f"{dump.source}: heads of {head_dim} do not divide the {query_rows} rows of queries"
+            f"{dump.source}: queries have {query_rows} rows, which is no multiple of the head size "
+            f"{head_dim}; write a head size that divides {query_rows} as --head-dim "
+            '(one per file, such as 32,64), or as "head_dim" in "model"'
         )
     return {
         "heads": query_rows // head_dim,

@@ -21,9 +21,9 @@ from mupax.zoo.vit.sines import sines
     [
         (
             {"rope_factor": 3.0},
-            "model.rope_factor 3.0 is of scaled frequencies; write rope_scaling llama3 or linear",
+            "model.rope_factor is 3.0, and only scaled frequencies read it; write model.rope_scaling llama3",
         ),
-        ({"rope_scaling": "llama3"}, "rope_scaling llama3 is of rotary positions"),
+        ({"rope_scaling": "llama3"}, "rope_scaling is llama3, and only rotary positions read it"),
         (
             {"positions": "rotary", "rope_scaling": "linear", "rope_factor": 0.5},
             "rope_factor is 0.5",
@@ -32,7 +32,7 @@ from mupax.zoo.vit.sines import sines
             {"positions": "rotary", "rope_scaling": "llama3", "rope_low_freq_factor": 5.0},
             "rope_low_freq_factor 5.0",
         ),
-        ({"rotary_fraction": 0.5}, "rotary_fraction is of rotary positions"),
+        ({"rotary_fraction": 0.5}, "rotary_fraction is 0.5, and only rotary positions read it"),
         ({"positions": "rotary", "rotary_fraction": 0.01}, "makes an even number"),
         ({"window": 0}, "window is 0"),
     ],

@@ -326,7 +326,8 @@ class PixelsConfig:
             )
         if self.fit == "centre" and self.resize is not None:
             raise ConfigError(
-                "data.pixels.resize is of the fits squash and edge; add --data.pixels.fit edge"
+                f"data.pixels.resize is {self.resize}, and --data.pixels.fit centre does not read "
+                "it; write --data.pixels.fit edge (or squash), or leave data.pixels.resize out"
             )
         for name in ("mean", "std"):
             values = getattr(self, name)
@@ -431,8 +432,8 @@ class TransformsConfig:
         at_least("data.transforms.", self, 2, "mix_group")
         if self.mix_group is not None and not (self.mixup or self.cutmix):
             raise ConfigError(
-                "data.transforms.mix_group is of images that are mixed; "
-                "add --data.transforms.mixup 0.2, or leave it out"
+                f"data.transforms.mix_group is {self.mix_group}, and no images are mixed; "
+                "add --data.transforms.mixup 0.2, or leave data.transforms.mix_group out"
             )
         if self.jitter is not None and not 0 < self.jitter <= _MAX_JITTER:
             raise ConfigError(
@@ -621,15 +622,15 @@ class DataConfig:
             )
         if self.noise is None and (self.noise_rate or self.noise_span) is not None:
             raise ConfigError(
-                "data.noise_rate and data.noise_span are of noise; "
-                "add data.noise infilling or sentinels"
+                "data.noise_rate or data.noise_span is given, and only denoising data read them; "
+                "add --data.noise infilling (or sentinels), or leave both out"
             )
         at_least("data.", self, 0, "seed")
         if self.seed is not None and self.seed >= 2**53:  # no record could hold it
             raise ConfigError(f"data.seed is {self.seed}; write a number below 2^53 = {2**53}")
         if self.reset_positions and not self.document_mask:
             raise ConfigError(
-                "data.reset_positions is of documents that do not see one another; "
+                "data.reset_positions needs documents that do not see one another; "
                 "add --data.document-mask"
             )
 
@@ -640,13 +641,13 @@ class DataConfig:
         scales_images = "pixels" in source(self.name).reads
         if self.transforms.jitter is not None and not scales_images:
             raise ConfigError(
-                f"data.transforms.jitter is of images that are scaled, "
-                f"and {self.name} has a way of its own; leave it out"
+                f"data.transforms.jitter is for data whose images are scaled, "
+                f"and {self.name} augments in its own way; leave it out"
             )
         if not self.transforms.mirror and not scales_images:
             raise ConfigError(
-                f"data.transforms.mirror is of images that are scaled, "
-                f"and {self.name} has a way of its own; leave it out, or write --data.no-augment"
+                f"data.transforms.mirror is for data whose images are scaled, "
+                f"and {self.name} augments in its own way; leave it out, or write --data.no-augment"
             )
 
     def _check_batch(self) -> None:

@@ -257,8 +257,8 @@ def _decay_of_timescale(opt: OptimizerConfig, tau: float, steps: float) -> float
         )
     if not opt.peak_lr:
         raise ConfigError(
-            "--optimizer.decay-timescale is of a run that moves, and optimizer.peak_lr is 0; "
-            "write a rate above 0"
+            "--optimizer.decay-timescale needs a learning rate to follow a weight decay from, and "
+            "optimizer.peak_lr is 0; write a rate above 0, or leave --optimizer.decay-timescale out"
         )
     # Share of a weight that decay subtracts at each step, at the peak learning rate.
     decay_per_step = 1 / (tau * steps)

@@ -422,8 +422,8 @@ class Config:
         self._check_qk_clip()
         if transforms != TransformsConfig() and model.task != "images":
             raise ConfigError(
-                f"data.transforms is of images, and the model, a {model.family}, "
-                f"reads {model.task}; leave it out"
+                f"data.transforms is for images, and the model, a {model.family}, "
+                f"reads {model.task}; leave its fields out"
             )
         if self.optimizer.layer_decay != 1 and ENCODER.axis in model.sizes():
             raise ConfigError(
@@ -478,9 +478,8 @@ class Config:
             )
         if data.reset_positions and getattr(model, "positions", "learned") != "learned":
             raise ConfigError(
-                "data.reset_positions is of learned positions, and the model's are rotary, "
-                "which tell distances alone: they are the same in a document that begins at any "
-                "of them; leave it out"
+                "data.reset_positions needs learned positions, and the model's are rotary, which "
+                "only depend on distances, so that resetting changes nothing; leave it out"
             )
 
     def _check_metrics(self) -> None:

@@ -106,7 +106,7 @@ def check_measures(definition: Definition, setting: str) -> None:
     if read is None or "measure_logits" not in inspect.signature(read).parameters:
         name = getattr(module, "__name__", "of this run")
         raise ConfigError(
-            f"{setting} is of attention logits, and the model {name} has none that are measured; "
+            f"{setting} needs attention logits, and those of the model {name} cannot be measured; "
             "leave it out"
         )
 

@@ -37,10 +37,10 @@ class TrainTokenizer:
     out: Annotated[str, conf.arg(metavar="FILE")]
     """The tokenizer.json to write; one that is there already is left alone."""
     field: str = "text"
-    """Of records: the field or column that has the text."""
+    """Field or column of records that has the text."""
     chat_template: Annotated[str | None, conf.arg(metavar="FILE")] = None
-    """Of chat:PATH: a template of jinja2. Its special tokens, such as `<|im_end|>`, are single
-    tokens of the tokenizer."""
+    """Chat template (jinja2) for chat:PATH. Its special tokens, such as `<|im_end|>`, become
+    single tokens of the tokenizer."""
     data_dir: str | None = None
     """Folder of prepared data sets (the user's cache unless given)."""
 
@@ -174,7 +174,7 @@ class TrainTokenizer:
             )
         if self.chat_template is not None and "chat" not in kinds:
             raise command_line.UsageError(
-                "--chat-template is of chat:PATH, and no source is one; leave it out"
+                "--chat-template is for a source chat:PATH, and none is given; leave it out"
             )
         config = DataConfig(
             name=mix.NAME,

@@ -383,10 +383,10 @@ class Cluster(Processes):
             self._post_failure(
                 None,
                 "",
-                f"all {self.count} processes have waited {longest:.0f} s longer for a step than "
-                "ever before, each for another: the network between them is cut or stuck, though "
-                "process 0 hears of all. Go on with --resume; where a step may take so long, write "
-                "a larger --faults.collective-seconds",
+                f"all {self.count} processes wait for one another, in a step that takes "
+                f"{longest:.0f} s longer than any before: the network between them is cut or stuck, "
+                "though process 0 still hears from all. Continue with --resume; if a step can take "
+                "this long, write a larger --faults.collective-seconds",
             )
 
     def _leave(self, reason: str, code: int = 1) -> None:

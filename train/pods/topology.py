@@ -214,7 +214,7 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
     if chip.gpu is not None and slices > 1:
         gpus = _dims(topology)[-1]
         raise TopologyError(
-            f"slices are of TPUs; write the hosts of GPUs as {chip.name}:{slices}x{gpus}"
+            f"only TPUs have slices; write the hosts of GPUs as {chip.name}:{slices}x{gpus}"
         )
     ready(topology)
     try:

@@ -224,10 +224,9 @@ def check_unmovable(source: ScaledModel, target: ScaledModel) -> None:
     """
     if not target.model.absorbs_logit_scale and source.logits != target.logits:
         raise TransplantError(
-            f"attention logits are taken times {source.logits!r:.60} there and "
-            f"{target.logits!r:.60} here, and where queries are normalized without gains "
-            "(model.qk_norm) no parameter can carry the difference; take the source's preset and "
-            "base"
+            f"the source multiplies attention logits by {source.logits!r:.60} and this model by "
+            f"{target.logits!r:.60}, and as queries are normalized without gains (model.qk_norm) no "
+            "parameter can absorb the difference; write the source's --preset and --preset.base"
         )
     has_gain = plain.GAIN in source.definition.specs or plain.GAIN in target.definition.specs
     old_scale = source.scales.get(plain.GAIN, np.ones(()))
@@ -235,8 +234,9 @@ def check_unmovable(source: ScaledModel, target: ScaledModel) -> None:
     # Norm gains before the readout can carry a difference of its scale.
     if not has_gain and old_scale != new_scale:
         raise TransplantError(
-            f"the tied readout is taken times {old_scale:g} there and {new_scale:g} here, and "
-            "without norm gains no parameter can carry the difference; take the source's preset and base"
+            f"the source multiplies its tied readout by {old_scale:g} and this model by "
+            f"{new_scale:g}, and without norm gains no parameter can absorb the difference; write "
+            "the source's --preset and --preset.base"
         )
 
 
@@ -459,9 +459,9 @@ def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, opti
     """
     if type(old) is not type(new):
         raise TransplantError(
-            f"the optimizer's state there is a {type(old).__name__} and here a "
-            f"{type(new).__name__}: the moments of one optimizer mean nothing to another; take "
-            "the same optimizer, or start its state anew"
+            f"the source has the optimizer state {type(old).__name__} and this run "
+            f"{type(new).__name__}: the moments of one optimizer mean nothing to another; write "
+            "the source's --optimizer.name, or start a new state (without --init-optimizer)"
         )
 
     powers = powers_of(new, optimizer)

@@ -52,7 +52,7 @@ class Evaluate(ModelFlags):
         for name in ("tasks_from", "limit", "shots"):
             if getattr(self, name) is not None and not self.tasks:
                 raise command_line.UsageError(
-                    f"--{name.replace('_', '-')} is of tasks; add --tasks TASK"
+                    f"only --tasks reads --{name.replace('_', '-')}; add --tasks TASK"
                 )
         if self.limit is not None and self.limit < 1:
             raise command_line.UsageError(

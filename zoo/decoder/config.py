@@ -78,7 +78,8 @@ class DecoderConfig(TokenModel, TransformerConfig):
                 raise ConfigError(f"model.{name} is {cap}; write a number above 0, such as 50")
         if self.rotary_fraction != 1 and self.positions != "rotary":
             raise ConfigError(
-                "model.rotary_fraction is of rotary positions; write positions rotary"
+                f"model.rotary_fraction is {self.rotary_fraction}, and only rotary positions read "
+                "it; write model.positions rotary, or leave model.rotary_fraction out"
             )
         if self.rope_scaling == "none":
             self._refuse_scaling_fields()
@@ -110,15 +111,15 @@ class DecoderConfig(TokenModel, TransformerConfig):
         """Raise ConfigError if `full_every` or `window_theta` is wrong or set without `window`."""
         if self.full_every is not None and (self.window is None or self.full_every < 2):
             raise ConfigError(
-                f"model.full_every is {self.full_every} with window {self.window}; it says which "
-                "blocks have no window: write window too, and at least 2"
+                f"model.full_every is {self.full_every} with model.window {self.window}; every "
+                "full_every-th block has no window, so write a window and at least 2"
             )
         if self.window_theta is None:
             return
         if self.window is None or self.positions != "rotary" or self.window_theta <= 0:
             raise ConfigError(
-                f"model.window_theta is {self.window_theta}; it is a wavelength above 0 of rotary "
-                "positions, in blocks with a window: write window and positions rotary too"
+                f"model.window_theta is {self.window_theta}; write a number above 0, and "
+                "model.window and model.positions rotary too, or leave it out"
             )
 
     def _refuse_scaling_fields(self) -> None:
@@ -134,8 +135,8 @@ class DecoderConfig(TokenModel, TransformerConfig):
             value = getattr(self, name)
             if value != defaults[name]:
                 raise ConfigError(
-                    f"model.{name} {value} is of scaled frequencies; write rope_scaling llama3 or "
-                    "linear"
+                    f"model.{name} is {value}, and only scaled frequencies read it; write "
+                    f"model.rope_scaling llama3 or linear, or leave model.{name} out"
                 )
 
     def _check_rope_scaling(self) -> None:
@@ -145,8 +146,8 @@ class DecoderConfig(TokenModel, TransformerConfig):
         """
         if self.positions != "rotary":
             raise ConfigError(
-                f"model.rope_scaling {self.rope_scaling} is of rotary positions; write positions "
-                "rotary"
+                f"model.rope_scaling is {self.rope_scaling}, and only rotary positions read it; "
+                "write model.positions rotary, or leave model.rope_scaling out"
             )
         if not 1 <= self.rope_factor < math.inf:
             raise ConfigError(

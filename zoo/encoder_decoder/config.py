@@ -70,11 +70,12 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
         super().__post_init__()
         if self.lora.rank is not None:
             raise ConfigError(
-                "model.lora is of ViTs and decoders, and not of an encoder-decoder; leave it out"
+                "model.lora is for ViTs and decoders, and the model is an encoder-decoder; leave "
+                "model.lora.rank out"
             )
         if self.experts is not None:
             raise ConfigError(
-                "model.experts is of ViTs and decoders; an encoder-decoder's blocks have an MLP, "
+                "model.experts is for ViTs and decoders, and the model is an encoder-decoder; "
                 "leave it out"
             )
         if self.positions == "rotary" and self.heads_dim % 2:

@@ -435,7 +435,7 @@ def reasons_of_gemma(model: DecoderConfig, family: Family) -> list[str]:
         problems.append("it normalizes what branches write, and model.post_norm does not")
     if model.window_theta is not None and family == "gemma2":
         problems.append(
-            "model.window_theta is of layers with a window alone, and it has one wavelength"
+            "it has one wavelength for all layers, and model.window_theta is another for some"
         )
     if model.attention_softcap is not None and family == "gemma3_text":
         problems.append("model.attention_softcap bounds attention logits, which it does not")
@@ -560,9 +560,11 @@ def _check_gemma(config: Fields, family: Family) -> None:
     These are a soft cap of attention logits in Gemma 3, another activation than GELU in tanh form,
     biases of attention, and attention to later tokens.
     """
-    if family == "gemma3_text" and config.fields.get("attn_logit_softcapping") is not None:
+    softcap = config.fields.get("attn_logit_softcapping")
+    if family == "gemma3_text" and softcap is not None:
         raise ConfigError(
-            "config.json: attn_logit_softcapping is given, and Gemma 3's code does not read it"
+            f"config.json: attn_logit_softcapping is {shown(softcap)}, and Gemma 3's code in "
+            "transformers ignores it; write null, or remove it"
         )
     for name in ("hidden_activation", "hidden_act"):
         activation = config.read(name, _GEMMA_GELUS[0])

@@ -112,7 +112,7 @@ def _read_text_file(path: Path) -> ModelFile:
         return nanogpt.Config(words, path.name)
     if megatron.fits(words):
         return megatron.CommandLine(words, path.name)
-    raise PresetError(f"{path.name} is of no format known; files are {FORMATS}")
+    raise PresetError(f"{path.name} has an unknown format; write {FORMATS}")
 
 
 def _read_yaml(path: Path) -> Any:

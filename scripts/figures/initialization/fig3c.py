@@ -100,8 +100,7 @@ FIGURE = Figure(
     about="Attention logits q.k/N^alpha_A in the first block of Bordelon et al.'s ViT on digits, "
     "at initialization. Their variance over 16 heads is predicted to scale as N^(1 - 2 "
     "alpha_A) with the head dimension N.\n\n"
-    "Their variance over heads is predicted to scale as N^(1 - 2 alpha_A) as the head "
-    "dimension N grows with 16 heads. The picture also shows their distribution.",
+    "The picture also shows the distribution of the logits.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -93,8 +93,7 @@ FIGURE = Figure(
     about="Squared difference between the residual stream after and before the L blocks of the "
     "paper's ViT on digits, at initialization. With branches times 1/L^alpha_L the difference is "
     "predicted to scale as L^(1 - 2 alpha_L).\n\n"
-    "With branches times 1/L^alpha_L it is predicted to scale as L^(1 - 2 alpha_L): it "
-    "survives at alpha_L = 1/2 and vanishes at 1.",
+    "So the difference survives at alpha_L = 1/2 and vanishes at 1 as L grows.",
     **settings_of(__name__),
     measure=measure,
     rows=rows,

@@ -183,7 +183,7 @@ def class_token_alone(width: int) -> Contents:
         ),
         (
             [class_token_alone(w) for w in (8, 32)],
-            '"readout" is of one that is the embedding\'s table, and there is no such table',
+            '"readout" says that the embedding\'s table is the readout, and no parameter is such',
         ),
         (
             [{**SMALL, "model": {**SMALL["model"], "readout": 1}}, LARGE],

@@ -269,7 +269,7 @@ def test_base_shapes_are_the_base_of_a_dump(tmp_path: Path):
             "python pretrain_gpt.py --hidden-size 64 --num-attention-heads 4",
             "does not say num-layers",
         ),
-        ("a.sh", "python anything.py", "is of no format known"),
+        ("a.sh", "python anything.py", "has an unknown format; write a dump"),
         (
             "a.yaml",
             "a: 1",

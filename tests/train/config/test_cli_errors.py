@@ -243,7 +243,7 @@ def test_messages_hold_on_a_terminal_with_colours(
 def test_noise_is_for_encoder_decoders_and_they_need_it() -> None:
     for words, text in (
         ("lm-tiny --data.noise infilling", "for an encoder-decoder, and the model is a decoder"),
-        ("lm-tiny --data.noise-rate 0.2", "add data.noise infilling or sentinels"),
+        ("lm-tiny --data.noise-rate 0.2", "add --data.noise infilling (or sentinels)"),
         ("lm-tiny --model ed-tiny", "add --data.noise infilling or sentinels"),
         ("ed-tiny --data.noise-rate 1.5", "write a share of the tokens in"),
         ("ed-tiny --data.noise-span 0.5", "data.noise_span is 0.5"),

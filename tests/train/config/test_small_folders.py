@@ -160,5 +160,5 @@ def test_a_run_goes_on_as_it_was_chosen_though_the_folder_has_grown(
 
 @pytest.mark.parametrize("words", ["--data.transforms.jitter 1", "--data.transforms.no-mirror"])
 def test_data_with_a_view_of_their_own_take_neither(words: str) -> None:
-    with pytest.raises(ConfigError, match="has a way of its own"):
+    with pytest.raises(ConfigError, match="augments in its own way"):
         parsed(*words.split())

@@ -515,7 +515,7 @@ def test_a_model_without_attention_is_refused_before_anything_is_compiled() -> N
     config = config_of(VIT)
     with pytest.raises(
         ConfigError,
-        match=r"log.attention_logits is of attention logits, and the model .*leave it out",
+        match=r"log.attention_logits needs attention logits, and those of the model .*leave it out",
     ):
         program_of(replace(config, model=mixer, preset=PresetConfig(name="mup", base=None)))  # fmt: skip
 

@@ -155,7 +155,7 @@ def test_sizes_of_experts_that_cannot_be_are_refused(changes: dict[str, int], me
 
 
 def test_an_encoder_decoder_has_no_experts() -> None:
-    with pytest.raises(ConfigError, match=r"model\.experts is of ViTs and decoders"):
+    with pytest.raises(ConfigError, match=r"model\.experts is for ViTs and decoders"):
         EncoderDecoderConfig(width=8, depth=2, num_heads=2, vocab_size=11, seq_len=6, experts=4)
 
 

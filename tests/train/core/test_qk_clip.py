@@ -402,5 +402,5 @@ def test_a_model_without_attention_is_refused() -> None:
         width=20, depth=2, image_size=9, patch_size=3, channels=2, num_classes=7
     )
     config = replace(RUN, model=mixer, data=data, preset=PresetConfig(name="mup", base=None))
-    with pytest.raises(ConfigError, match=r"^optimizer.qk_clip is of attention logits"):
+    with pytest.raises(ConfigError, match=r"^optimizer.qk_clip needs attention logits"):
         program_of(config)

@@ -150,7 +150,7 @@ def test_any_rows_of_a_batch_are_those_of_the_whole_and_another_batch_or_seed_ha
         ("vit-digits --data.transforms.repeats 7", "data.batch_size 64 is not divisible by data.transforms.repeats 7; write repeats 4"),
         ("vit-digits --data.transforms.label-smoothing 1", "write a share in [0, 1)"),
         ("vit-digits --data.transforms.mixup 0.2 --data.transforms.mix-group 9", "divisible by data.transforms.mix_group 9; write mix_group 8"),
-        ("vit-digits --data.transforms.mix-group 8", "add --data.transforms.mixup 0.2, or leave it out"),
+        ("vit-digits --data.transforms.mix-group 8", "add --data.transforms.mixup 0.2, or leave data.transforms.mix_group out"),
         ("vit-digits --data.train-percent 50", "--data.train-percent is not read with the data digits; leave it out"),
         ("vit-s16-imagenet --data.train-percent 0", "data.train_percent is 0; write a whole number from 1 to 100"),
         ("vit-digits --optimizer.warmup-steps 0 --optimizer.warmup-from-zero", "not read by a run without warm-up"),
@@ -159,7 +159,7 @@ def test_any_rows_of_a_batch_are_those_of_the_whole_and_another_batch_or_seed_ha
         ("vit-digits --model.drop-path 1.0", "model.drop_path is 1.0; write a number in [0, 1), such as 0.1"),
         ("vit-digits --optimizer.layer-decay 0", "optimizer.layer_decay is 0.0; write a number in (0, 1]"),
         ("vit-digits --data.transforms.mixup 0.2 --model.compute.cross-entropy chunked", "write auto or plain"),
-        ("lm-tiny --data.transforms.mixup 0.2", "data.transforms is of images"),
+        ("lm-tiny --data.transforms.mixup 0.2", "data.transforms is for images"),
         ("ed-tiny --optimizer.layer-decay 0.8", "an encoder-decoder has two; leave it out"),
     ],
 )  # fmt: skip
@@ -177,7 +177,7 @@ def test_a_python_config_of_text_is_refused_too() -> None:
     from mupax.zoo.configs import ConfigError
 
     run = lm_tiny()
-    with pytest.raises(ConfigError, match=re.escape("data.transforms is of images")):
+    with pytest.raises(ConfigError, match=re.escape("data.transforms is for images")):
         dataclasses.replace(
             run, data=dataclasses.replace(run.data, transforms=TransformsConfig(mixup=0.1))
         )

@@ -119,7 +119,7 @@ class Template:
         # A template is a program of somebody else, which may raise anything.
         except Exception as error:
             raise DataError(
-                f"the chat template {self.name} takes no such messages: {error!s:.300}"
+                f"the chat template {self.name} cannot render these messages: {error!s:.300}"
             ) from error
 
     @property

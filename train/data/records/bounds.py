@@ -247,12 +247,21 @@ def too_many_pixels(
         height: Height in pixels.
         weight: Memory that decoding one pixel takes in this image format, relative to PNG (1).
     """
-    needed = _rounded_up(width * height * weight / 1e6)
+    needed = megapixels(width * height, weight)
     weight_note = "" if weight == 1 else f", which count {weight:g} times in this format"
     return LimitError(
         f"{place} has {width} x {height} pixels{weight_note}, and an image may have "
         f"{limits.megapixels} million. Scale it down, or write --data.limits.megapixels {needed}"
     )
+
+
+def megapixels(pixels: int, weight: float) -> int:
+    """Return the `data.limits.megapixels` that an image needs, rounded up.
+
+    Args:
+        weight: Memory that decoding one pixel takes in this image format, relative to PNG (1).
+    """
+    return _rounded_up(pixels * weight / 1e6)
 
 
 def _rounded_up(number: float) -> int:

@@ -272,7 +272,11 @@ def _split(result: Files, place: str) -> tuple[Files, list[str]]:
     sides: dict[str, Literal["train", "eval"]] = {}
     for split in told_splits:
         lines.append(split.line)
-        lines += listing.summary(dict.fromkeys(split.outside, "stands beside the split"))
+        lines += listing.summary(
+            dict.fromkeys(
+                split.outside, "outside of the folders and files to train and evaluate on"
+            )
+        )
         unused.update(split.unused, split.outside)
         sides |= split.sides
     used = result._replace(

@@ -180,7 +180,10 @@ def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
 def _check_ratio(member: zipfile.ZipInfo) -> None:
     """Raise `ValueError` if an array unpacks to much more than its size on disk."""
     if member.file_size > max(WINDOW_BYTES, DEFAULT_LIMITS.ratio * member.compress_size):
-        raise ValueError(f"has an array of {member.file_size:,} bytes in {member.compress_size:,}")
+        raise ValueError(
+            f"has an array {member.filename} that unpacks from {member.compress_size:,} bytes to "
+            f"{member.file_size:,}, more than {DEFAULT_LIMITS.ratio} times as many"
+        )
 
 
 def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:

@@ -268,8 +268,8 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
             raise
         except Image.DecompressionBombError as error:
             raise DataError(
-                f"cannot read the image {name}: {error}. "
-                "Scale it down, or write --data.limits.megapixels 1000"
+                f"cannot read the image {name}: {error} "
+                f"Scale it down, or write --data.limits.megapixels {_megapixels_of(error, name)}"
             ) from error
         # PIL's plugins raise whatever a damaged file leads them to, such as struct.error, KeyError
         # or EOFError.
@@ -277,6 +277,21 @@ def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterato
             raise DataError(
                 f"cannot read the image {name}: {error}. Remove or repair it"
             ) from error
+
+
+def _megapixels_of(error: Image.DecompressionBombError, name: str) -> str:
+    """Return the `data.limits.megapixels` that an image needs, rounded up, as text.
+
+    Args:
+        error: Error of PIL, which opens no image with more than twice as many pixels as its limit.
+        name: Name of the image. Its ending tells the format, since PIL did not.
+    """
+    # The error has no attributes: "Image size (8100 pixels) exceeds limit of 6000 pixels".
+    pixels = re.search(r"\d+", str(error))
+    if pixels is None:
+        return "N with a larger N"
+    file_format = Image.registered_extensions().get(Path(name).suffix.lower(), "")
+    return str(bounds.megapixels(int(pixels[0]), _PIXEL_WEIGHTS.get(file_format, 1.0)))
 
 
 def _checked_pixels(image: Image.Image, name: str, limits: LimitsConfig) -> int:

@@ -184,8 +184,9 @@ def _check_pair(folder: Path, side: str, pixels: np.ndarray, labels: np.ndarray)
     is_pair = pixels.ndim == 3 and labels.ndim == 1 and len(pixels) == len(labels)
     if not is_pair or not len(pixels):
         raise DataError(
-            f"{folder} has {side} images {pixels.shape} and labels {labels.shape}; "
-            "the files do not belong together"
+            f"{folder}: {side}-images-idx3-ubyte has the shape {pixels.shape} and "
+            f"{side}-labels-idx1-ubyte {labels.shape}, not (N, height, width) and (N,) with one N "
+            "above 0; give images and labels of one data set"
         )
 
 

@@ -127,7 +127,8 @@ def _first_percent(data_set: DataSet, config: DataConfig) -> DataSet:
     train = data_set.splits["train"]
     if "[" in train:
         raise DataError(
-            f"{data_set.folder} has no split but train, of which {train} is trained on; leave "
+            f"--data.train-percent needs a data set with a split to evaluate on, and "
+            f"{data_set.folder} has only train, of which {train} is used for training; leave "
             "--data.train-percent out"
         )
     first = f"{train}[:{config.train_percent}%]"

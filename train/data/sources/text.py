@@ -137,7 +137,8 @@ def user_text(
         )
     if config.field != type(config).field and not files.records:
         raise DataError(
-            f"data.field {config.field} is of records, and {path} has none; leave it out"
+            f"data.field {config.field} names a field of records (JSON lines or Parquet), and "
+            f"{path} has none; leave it out"
         )
 
     key = _content_key(config, kind, files, note)

@@ -530,8 +530,8 @@ def plan(source: ScaledModel, target: ScaledModel) -> Growth:
     large = transformer(target.model, "growth")
     if small.lora.rank is not None:
         raise GrowError(
-            "it holds adapters beside its matrices; start a run from it (--init-from merges them), "
-            "and grow that"
+            "the checkpoint holds adapters beside its matrices; start a run from it (--init-from "
+            "merges them), and grow that run"
         )
     axes = grown_axes(small, large)
     check_unmovable(source, target)

@@ -60,9 +60,9 @@ def local(path: Path, revision: str | None) -> Path:
     is_name = not is_remote(path) and bool(_NAME.fullmatch(name))
     exists = path.exists()
     if revision is not None and (exists or not is_name):
-        reason = "is here" if exists else "is no ORG/NAME"
+        reason = "is a path here" if exists else "is no ORG/NAME"
         raise command_line.UsageError(
-            f"--revision is of a model of the Hugging Face hub, and {name} {reason}; leave it out"
+            f"--revision is for a model of the Hugging Face hub, and {name} {reason}; leave it out"
         )
 
     is_path = not is_name or exists or (revision is None and path.parent.exists())

@@ -135,10 +135,11 @@ def of(ids: Mapping[str, Any], path: Path, vocab: int) -> TextIds:
     if start is None or "eos_token_id" not in ids:
         missing = "decoder_start_token_id" if start is None else "eos_token_id"
         raise TextIdsError(f"{path}: nothing says {missing}; add it to config.json or {FILE}")
-    wrong = {name: token for name, token in ids.items() if token >= vocab}
+    wrong = [f"{name} is {token}" for name, token in ids.items() if token >= vocab]
     if wrong:
         raise TextIdsError(
-            f"{path}: the model has {vocab} tokens, and no {wrong}; write ids of its own"
+            f"{path}: {', '.join(wrong)}, and the model's {vocab} tokens have ids below {vocab}; "
+            f"correct config.json or {FILE}"
         )
     end = ids["eos_token_id"]
     return TextIds(

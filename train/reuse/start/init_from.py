@@ -88,7 +88,7 @@ class _Refusal(NamedTuple):
     """Difference of one parameter from the source, which the user has not allowed by its name.
 
     Attributes:
-        difference: words for the message, such as "readout (8, 4) is not there".
+        difference: words for the message, such as "readout (8, 4) is missing from the source".
         flag: `--init-new`, `--init-resize` or `--init-drop`. The user allows the difference by
             naming the parameter behind this flag.
         name: name of the parameter in the run, or in the source for `--init-drop`.
@@ -349,7 +349,9 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
             rows.append(Row(name, role, old_shape, shape, "new", "asked for"))
             continue
         if old_shape is None:
-            refused.append(_Refusal(f"{name} {shape} is not there", "--init-new", name))
+            refused.append(
+                _Refusal(f"{name} {shape} is missing from the source", "--init-new", name)
+            )
             continue
         differing = _differing(spec, old_shape, shape)
         is_same = _is_same(name, old_shape, shape, source.model, target.model)
@@ -362,11 +364,13 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
         # the parameter is useless, so the advice is a new parameter.
         can_resize = differing <= {"position", "vocab"}
         flag = "--init-resize" if can_resize else "--init-new"
-        difference = f"{name} is {old_shape} there and {shape} here"
+        difference = f"{name} is {old_shape} in the source and {shape} in this run"
         if old_shape == shape:
             old_side = source.model.position_grid
             new_side = target.model.position_grid
-            difference = f"{name} is of {old_side}^2 patches there and {new_side}^2 here"
+            difference = (
+                f"{name} has {old_side}^2 patches in the source and {new_side}^2 in this run"
+            )
         refused.append(_Refusal(difference, flag, name))
 
     for name, spec in source_definition.specs.items():
@@ -376,7 +380,9 @@ def plan(source: ScaledModel, target: ScaledModel, init: InitConfig) -> Plan:
         if name in drop:
             rows.append(Row(name, role_of(spec), shape, None, "dropped", "asked for"))
         else:
-            refused.append(_Refusal(f"{name} {shape} is not here", "--init-drop", name))
+            refused.append(
+                _Refusal(f"{name} {shape} is missing from this run", "--init-drop", name)
+            )
 
     if refused:
         raise InitError(_refusal_text(refused, source.model, target.model))
@@ -394,8 +400,9 @@ def _check_models(source: ModelConfig, target: ModelConfig, allowed: Sequence[st
     """
     if source.family != target.family:
         raise InitError(
-            f"it is a {source.family}, and this run trains a {target.family}; "
-            "give --model one of its family"
+            f"the source is of the model family {source.family}, and this run trains one of the "
+            f"family {target.family}; write a recipe and --model of the family {source.family}, or "
+            "another --init-from"
         )
     if source.centered or target.centered:
         raise InitError(
@@ -424,12 +431,11 @@ def _check_models(source: ModelConfig, target: ModelConfig, allowed: Sequence[st
     sentences = []
     flags = []
     for field, (old_value, new_value) in differing.items():
-        sentences.append(f"model.{field} is {old_value} there and {new_value} here")
+        sentences.append(f"model.{field} is {old_value} in the source and {new_value} in this run")
         flags.append(f"--model.{field.replace('_', '-')} {old_value}")
     raise InitError(
-        f"{'; '.join(sentences)}\nthe same weights are another function then; write "
-        f"{' '.join(flags)}, or to start from them all the same --init-change "
-        f"{' '.join(differing)}"
+        f"{'; '.join(sentences)}\nwith this the same weights compute another function; write "
+        f"{' '.join(flags)}, or --init-change {' '.join(differing)} to start from them anyway"
     )
 
 
@@ -498,7 +504,15 @@ def _action(
         action = "resized"
         old_side = source.model.position_grid
         new_side = target.model.position_grid
-        reasons.append(f"bicubic, {old_side}^2 to {new_side}^2 patches")
+        if old_side != new_side:
+            reasons.append(f"bicubic, {old_side}^2 to {new_side}^2 patches")
+        # The other rows of a table of positions are of the class token and registers.
+        old_leading = old_shape[0] - old_side**2
+        new_leading = shape[0] - new_side**2
+        if new_leading > old_leading:
+            reasons.append(f"{new_leading - old_leading} rows of class token or registers new")
+        elif new_leading < old_leading:
+            reasons.append(f"{old_leading - new_leading} rows of class token or registers dropped")
     elif old_shape != shape:
         action = "resized"
         for old_size, size in zip(old_shape, shape, strict=True):

@@ -437,12 +437,13 @@ def _check_joint_rule(args: Check, config: Config) -> int:
         recipe = _small_recipe(configs.get(args.model))
         example = f", such as {recipe} --model {args.model}" if recipe else " of `mupax train`"
         raise configs.ConfigError(
-            f"--grow {args.grow} is of a run, whose batch, steps and optimizer are the base, "
+            f"--grow {args.grow} needs the batch, steps and optimizer of a run, "
             f"and {args.model} is a model; write a recipe{example}"
         )
     if args.accept:
         raise command_line.UsageError(
-            f"check does not read --accept growing {args.grow}; it is of presets"
+            f"check does not read --accept with --grow {args.grow}, which checks a joint rule and "
+            "no preset; leave --accept out"
         )
 
     started = time.monotonic()

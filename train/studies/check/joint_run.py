@@ -96,8 +96,8 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
         )
     if optimizer.eps < _LEAST_EPS:
         raise ConfigError(
-            f"optimizer.eps is {optimizer.eps:g}, which this cannot see; "
-            f"write one of at least {_LEAST_EPS:g}"
+            f"optimizer.eps is {optimizer.eps:g}, and the check's gradients of that size would "
+            f"vanish in float32; write at least {_LEAST_EPS:g}"
         )
     if rule.name != "none":
         base = joint.base_of(config)

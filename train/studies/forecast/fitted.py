@@ -286,7 +286,7 @@ def _missing_terms(rows: Rows, num_values: Sequence[int]) -> list[str]:
         if count == 1:
             notes.append(f"the {name} does not vary: no term in it")
     if "c" not in rows.names:
-        notes.append("the learning rate does not vary: nothing is said of the best one")
+        notes.append("the learning rate does not vary, so the law has no best one")
     return notes
 
 

@@ -355,6 +355,7 @@ def _sweep_rows(folder: Path, rows: Mapping[str, Row]) -> Iterator[_LabelledRow]
         yield _LabelledRow(label_of(run.preset), run, row)
     if rows and not parsed:
         raise PointsError(
-            f"{folder}: its rows have no commands, "
-            f"as of a recipe that is not in the table; add it there"
+            f"{folder}: no row of {FILE_NAME} has the `mupax train` command of its run, as if "
+            f"the sweep's recipe is not in RECIPES; add it there (by --plugin), and sweep "
+            f"again with another --out"
         )

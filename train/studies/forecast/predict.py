@@ -165,8 +165,8 @@ def _refuse_other_runs(law: ScalingLaw, target: Setting) -> None:
         for name, value, measured in differences[:4]:
             texts.append(f"{name} {text_of(value)} (measured: {text_of(measured)})")
         raise NoLaw(
-            f"nothing is said of a run that differs from the measured ones "
-            f"in more than its scale: {', '.join(texts)}"
+            f"this run differs from the measured ones in more than {', '.join(AXES)}: "
+            f"{', '.join(texts)}; write the measured values, or measure runs with these"
         )
 
 
@@ -189,8 +189,12 @@ def _octaves_beyond(law: ScalingLaw, scale: np.ndarray) -> np.ndarray:
     octaves = np.where(np.abs(octaves) < 1e-6, 0.0, octaves)
     for axis, name in enumerate(AXES):
         if octaves[axis] and high[axis] - low[axis] < 1e-6:
-            value = 2.0 ** rows.centre[axis]
-            raise NoLaw(f"nothing is said of other {name} than {value:,.0f}, which all rows have")
+            measured = 2.0 ** rows.centre[axis]
+            own = 2.0 ** (rows.centre[axis] + scale[axis])
+            raise NoLaw(
+                f"this run has {name} {own:,.0f}, and all measured runs have {measured:,.0f}; keep "
+                f"{name} at {measured:,.0f}, or measure runs with other {name}"
+            )
     return octaves
 
 
@@ -216,19 +220,22 @@ def _warnings(
         num_values = len(set(np.round(law.rows.scale[:, axis], SIZE_DECIMALS)))
         if size_ratios[name] != 1 and num_values < MIN_VALUES:
             warnings.append(
-                f"the rows have {num_values} values of {name}: "
-                f"how the loss goes on is what others measured, widely"
+                f"the rows have {num_values} values of {name}: beyond them the loss follows "
+                f"published laws, with a wide interval"
             )
     warnings += _shape_warnings(law, config)
 
     is_beyond = any(ratio != 1 for ratio in size_ratios.values())
     if law.loss_growth.freedom == BEYOND_FREEDOM and is_beyond:
         warnings.append(
-            "how far the law misses what lies beyond it could not be measured: "
-            "no axis has four values"
+            "the law's error beyond its rows could not be measured: none of "
+            f"{', '.join(AXES)} has four values"
         )
     if log2_lr is not None and log2_lr.high90 - log2_lr.low90 > WIDE:
-        warnings.append("the best rate is known to no octave; train at a few")
+        warnings.append(
+            f"the 90 % interval of the best rate spans {log2_lr.high90 - log2_lr.low90:.1f} "
+            "octaves; train at several rates in it"
+        )
     return warnings
 
 
@@ -246,7 +253,7 @@ def _shape_warnings(law: ScalingLaw, config: Config) -> list[str]:
         measured = {getattr(setting.config.model, name, None) for setting in settings}
         if len(measured) == 1 and value not in measured:
             warnings.append(
-                f"{name} is {value}, and {measured.pop()} in every row: "
-                f"the law knows only how many parameters there are"
+                f"model.{name} is {value}, and {measured.pop()} in every row: the law only "
+                f"accounts for its effect on the number of parameters"
             )
     return warnings

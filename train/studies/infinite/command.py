@@ -241,8 +241,8 @@ def _vit(config: Config) -> ViTConfig:
     """Return the model of a run. Raises ConfigError if it is no vision transformer."""
     if not isinstance(config.model, ViTConfig):
         raise ConfigError(
-            "the infinite limit is of vision transformers, and the model is a "
-            f"{config.model.family}"
+            f"the infinite limit is only known for a vit, and the model is a "
+            f"{config.model.family}; write --model with a vit"
         )
     return config.model
 

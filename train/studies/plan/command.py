@@ -212,7 +212,7 @@ def _parsed(args: Plan, recipe: str, setting: Config | None, words: Sequence[str
             durations.append(flag)
     if args.tokens and durations:
         raise ConfigError(
-            f"--optimizer.{durations[0]} is of the run's steps, which --tokens changes; "
+            f"--optimizer.{durations[0]} depends on the run's steps, which --tokens changes; "
             f"write --steps N in place of --tokens"
         )
 
@@ -754,8 +754,8 @@ def _plan_from_evidence(model: str, args: Plan, recipe_flags: Sequence[str]) -> 
     words += _cost_flags(args)
     if words:
         raise ConfigError(
-            f"{words[0]} is of a recipe's run, and {model} is a model; "
-            f"write a recipe and --model {model}, or the study to plan from behind --from"
+            f"{words[0]} needs a recipe, and {model} is a model; "
+            f"write a recipe and --model {model}, or --from FOLDER with the study to plan from"
         )
     if args.tokens is None:
         raise ConfigError(f"say how long {model} will train: write --tokens N, as 10b")

@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
         )
     if any(outcome.began is None for outcome in runs):
         terminal.say(
-            "caution: rows carry no date; "
-            "that they came after the forecast is for the history of both files to show"
+            "caution: rows carry no date, so nothing here shows that they came after the "
+            "forecast; compare the dates of both files, such as by `git log FILE`"
         )
     return 0 if all(scored["inside90"] for scored in scores) else 1
 
@@ -138,8 +138,8 @@ def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
         if outcome.began is not None and outcome.began < date:
             raise ForecastError(
                 f"{place} began at {outcome.began:%Y-%m-%d %H:%M:%S} UTC, "
-                f"before the forecast of {date:%Y-%m-%d %H:%M:%S}, which is "
-                f"none of it; train the run anew in another --workdir"
+                f"before the forecast was made at {date:%Y-%m-%d %H:%M:%S}, so it cannot test "
+                f"the forecast; train the run again in another --workdir"
             )
     return runs
 
@@ -184,7 +184,7 @@ def _of_workdir(content: dict[str, Any], place: Path) -> Outcome:
         suffix = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         raise ForecastError(
             f"{place} is not the run that is forecast: {name} is {text_of(actual)}, "
-            f"not {text_of(goal)}{suffix}; the forecast has its command"
+            f"not {text_of(goal)}{suffix}; train `{content['command']}`"
         )
 
     rows = metrics.read(place / metrics.FILE_NAME)

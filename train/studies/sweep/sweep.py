@@ -496,8 +496,8 @@ def grouped(
         if config.stop.patience is not None or config.data.evaluate:
             flag = "stop.patience" if config.data.evaluate == () else "data.evaluate"
             raise ConfigError(
-                f"{flag} is of a run by itself: points train all their steps, or their losses "
-                "would not compare, and are evaluated on their own data; leave it out"
+                f"{flag} is for single runs: so that losses compare, the points of a sweep train "
+                "all their steps and are evaluated on their own data; leave it out"
             )
         shape = repr(shape_of(config))
         if shape not in programs:

@@ -300,7 +300,7 @@ def _cautions(
     for axis in place:
         if axis in fit.form.axes and forecaster.prior_share(place, axis) >= PRIOR_SHARE:
             cautions.append(
-                f"the runs hardly say how the loss goes with {axis}: what is said of it is mostly "
+                f"the runs hardly show how the loss depends on {axis}: the forecast mostly follows "
                 "the law's prior, whose width is in the interval"
             )
 
@@ -365,7 +365,8 @@ def _plan_rows(content: dict[str, Any]) -> list[tuple[str, ...]]:
     """
     rows: list[tuple[str, ...]] = [("", "value", "90 % interval", "from")]
     table = content["table"]
-    source = f"law over {table['used']} of {table['rows']} runs of {table['file']}"
+    # Fewer runs than rows: rows that differ in seed alone are one run, and some are left out.
+    source = f"law over {table['used']} runs from the {table['rows']} rows of {table['file']}"
     for axis, interval in content.get("optimal", {}).items():
         budget = f"lowest loss at {content['asked']['flops']:.3g} FLOPs, 6 N D"
         rows.append((f"best {axis}", *_cells(interval, ",.4g"), budget))

@@ -473,7 +473,7 @@ def load(path: Path = DENSE) -> Forecaster:
     try:
         return _forecaster(content)
     except KeyError as error:
-        raise TableError(f"{path} is no whole law: it has no {error}; {advice}") from error
+        raise TableError(f"{path} is an incomplete law: it has no {error}; {advice}") from error
 
 
 def _forecaster(content: dict[str, Any]) -> Forecaster:

@@ -185,7 +185,9 @@ class Forecaster:
                 continue
             if axis in self.fit.form.axes:
                 if axis in SETTING_AXES and axis not in values:
-                    raise TableError(f"say of which {axis}: write --{axis} N, as 1.07e9 or 10b")
+                    raise TableError(
+                        f"the run to forecast has no {axis}; write --{axis} N, such as 1.07e9 or 10b"
+                    )
                 continue
             # The axis does not vary, so the first run has the number of all runs.
             only = float(table.values[axis][0])
@@ -282,8 +284,8 @@ class Forecaster:
         """
         if not {"parameters", "tokens"} <= set(self.fit.form.axes):
             raise TableError(
-                f"{self.fit.table.source} does not vary both parameters and tokens, so nothing is "
-                "said of the best of both"
+                f"{self.fit.table.source} does not vary both parameters and tokens, so it cannot "
+                "tell how to split --flops; write --parameters and --tokens, or add such runs"
             )
         logs = np.log2(self.fit.table.values["parameters"])
         sizes = 2.0 ** np.arange(logs.min() - 4, logs.max() + 6, 0.125)

@@ -164,7 +164,9 @@ def _sentences(measured: Measured, analysis: Analysis) -> list[str]:
         if fitted.trouble:
             left_out.append(str(size))
     if left_out:
-        lines.append(f"without {study.axis} {', '.join(left_out)}, which has no fitted optimum")
+        lines.append(
+            f"left out {study.axis} {', '.join(left_out)}: no optimum could be fitted there"
+        )
 
     lines.append(_bigger(analysis, study.axis))
     minutes = measured.seconds / 60

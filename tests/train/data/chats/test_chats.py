@@ -171,7 +171,7 @@ def test_a_template_that_renders_beginnings_otherwise_is_refused_by_name() -> No
         ("{% for m in messages %}", "is no chat template"),
         (
             "{{ raise_exception('roles must alternate') }}",
-            "takes no such messages: roles must alternate",
+            "cannot render these messages: roles must alternate",
         ),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),

@@ -195,9 +195,12 @@ def test_a_decompression_bomb_is_named_before_training(
 ) -> None:
     assert load_with_notes("p")[1] == ["decoding 51 images, to find broken ones"]
     assert not load_with_notes("p")[1]  # once for a folder
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
-    Image.new("RGB", (90, 90)).save("p/red/bomb.png")
-    message = r"red/bomb\.png: Image size \(8100 pixels\) exceeds limit"
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600_000)
+    Image.new("RGB", (1300, 1000)).save("p/red/bomb.png")
+    message = (
+        r"red/bomb\.png: Image size \(1300000 pixels\) exceeds limit .*"
+        r"write --data\.limits\.megapixels 2 \("
+    )
     assert_refused(message, "images:p", IMAGE_MODEL)
 
 
@@ -660,7 +663,10 @@ def test_pixels_are_what_the_config_says_and_recorded(pictures: Path) -> None:
         ({"std": (0.5, 0.0, 0.5)}, "write numbers above 0"),
         ({"mean": ()}, "write one number, or one per channel"),
         ({"fit": "edge", "resize": 11}, "data.pixels.resize 11 is less than the 12 pixels"),
-        ({"fit": "centre", "resize": 14}, "of the fits squash and edge"),
+        (
+            {"fit": "centre", "resize": 14},
+            "data.pixels.resize is 14, and --data.pixels.fit centre does not read it; write",
+        ),
         ({"background": "whiet"}, "data.pixels.background is 'whiet'"),
         ({"background": "#ffffff80"}, "or none"),
     ],

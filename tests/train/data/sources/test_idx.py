@@ -77,7 +77,7 @@ def test_missing_files_are_named_with_the_command_that_brings_them(
         (TRAIN_IMAGES, b"\x89PNG\r\n", "is no IDX file: it begins with 89504e47"),
         (TRAIN_LABELS, b"\0\0\x0d\x01\0\0\0\x0a" + bytes(40), "values of IDX type 0xd; only uint8"),
         (TRAIN_LABELS, b"\0\0\x08\x01\0\0\0\x0a" + bytes(9), "is not whole: .* 18 bytes, and it has 17"),
-        (TRAIN_LABELS, b"\0\0\x08\x01\0\0\0\x09" + bytes(9), "the files do not belong together"),
+        (TRAIN_LABELS, b"\0\0\x08\x01\0\0\0\x09" + bytes(9), r"train-labels-idx1-ubyte \(9,\), not .*; give images and labels of one data set"),
         (f"{TEST_LABELS}.gz", gzip.compress(b"\0\0\x08\x01")[:-6], "cannot be read: .*; get it again"),
         (TEST_LABELS, b"\0\0\x08\x01\0\0\0\x05" + b"\x63" * 5, "100 classes and the model 10"),
         (TEST_IMAGES, b"\0\0\x08\x03\0\0\0\x05\0\0\0\x02\0\0\0\x01" + bytes(10), "only squares of one size"),

@@ -77,7 +77,7 @@ def test_without_a_held_out_split_the_end_is_held_out(tmp_path: Path, load: Any)
     train, evaluation = token_ids(load())
     assert documents(train) == texts(0, 95)
     assert documents(evaluation) == texts(95, 100)
-    message = r"of which train\[:95%\] is trained on; leave --data\.train-percent out"
+    message = r"of which train\[:95%\] is used for training; leave --data\.train-percent out"
     with pytest.raises(DataError, match=message):
         load(train_percent=50)
 

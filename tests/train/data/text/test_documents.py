@@ -300,7 +300,7 @@ def test_bytes_of_a_vocabulary_that_does_not_spell_its_text_add_up_to_those_of_t
         (
             "lm-tiny --data.name records:{} --data.document-mask --data.reset-positions "
             "--model.positions rotary",
-            "rotary, which tell",
+            "rotary, which only depend on distances",
         ),
         ("ed-tiny --data.document-mask", "data.document_mask is for a decoder"),
     ],

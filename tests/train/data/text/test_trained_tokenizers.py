@@ -294,7 +294,7 @@ def test_plain_sources_are_read_once_each(capsys: pytest.CaptureFixture[str]) ->
         ("chat:talks.jsonl --size 300 --out t.json", "--chat-template FILE"),
         (
             "text:small --size 300 --out t.json --chat-template chatml.jinja",
-            "--chat-template is of chat:PATH",
+            "--chat-template is for a source chat:PATH",
         ),
         (
             "chat:talks.jsonl --size 258 --out t.json --chat-template chatml.jinja",

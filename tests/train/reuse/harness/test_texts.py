@@ -134,7 +134,7 @@ def test_what_cannot_be_scored_is_refused(texts: Texts) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--limit 3", "--limit is of tasks; add --tasks TASK"),
+        ("--limit 3", "only --tasks reads --limit; add --tasks TASK"),
         ("--tasks a --limit 0", "--limit is 0; write a whole number of at least 1"),
     ],
 )

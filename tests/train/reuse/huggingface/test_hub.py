@@ -163,7 +163,9 @@ def test_a_folder_of_the_name_wins_and_that_is_said(hub: ModelHub) -> None:
     note = "me/vit is a folder here, and is read in place of a model of that name on the hub"
     assert f"note: {note}" in result.err
     assert not hub.calls
-    flag = "--revision is of a model of the Hugging Face hub, and me/vit is here; leave it out"
+    flag = (
+        "--revision is for a model of the Hugging Face hub, and me/vit is a path here; leave it out"
+    )
     # A path in a folder that is here is a slip, and the hub is not asked. With a revision a name
     # is meant.
     for words, message, asks in (
@@ -195,7 +197,7 @@ REFUSALS = {
     "me/vit --revision v9": "me/vit has no revision v9; write a branch, tag or commit of it as "
     "--revision",
     "me/a..b": "no folder me/a..b, and no name of the hub: ",
-    "none --revision main": "--revision is of a model of the Hugging Face hub, and none is no "
+    "none --revision main": "--revision is for a model of the Hugging Face hub, and none is no "
     "ORG/NAME; leave it out",
 }
 

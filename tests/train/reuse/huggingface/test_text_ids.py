@@ -81,7 +81,8 @@ def test_ids_that_are_none_are_refused(
 def test_ids_must_name_a_start_and_be_in_the_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(TextIdsError, match="nothing says decoder_start_token_id"):
         text_ids.of({"eos_token_id": 5}, tmp_path, 263)
-    with pytest.raises(TextIdsError, match="the model has 100 tokens"):
+    message = r"and the model's 100 tokens have ids below 100; correct config\.json or gen"
+    with pytest.raises(TextIdsError, match=message):
         text_ids.of(IDS, tmp_path, 100)
 
 

@@ -91,7 +91,7 @@ def test_a_tied_model_can_be_untied() -> None:
     untied = changed(TIED, tied=False)
     with pytest.raises(
         InitError,
-        match=r"readout \(12, 17\) is not here\nto start all the same, add --init-drop readout",
+        match=r"readout \(12, 17\) is missing from this run\nto start all the same, add --init-drop readout",
     ):
         Begun(untied, TIED)
     assert Begun(untied, TIED, init_drop=("readout",)).action("readout")[0] == "dropped"
@@ -101,7 +101,7 @@ def test_another_head() -> None:
     wider = changed(VIT, num_classes=7)
     with pytest.raises(InitError) as refused:
         Begun(VIT, wider)
-    assert "readout is (12, 5) there and (12, 7) here" in str(refused.value)
+    assert "readout is (12, 5) in the source and (12, 7) in this run" in str(refused.value)
     assert str(refused.value).endswith("add --init-new readout readout_bias")
     begun = Begun(VIT, wider, init_new=("readout",))
     np.testing.assert_array_equal(begun.new["readout"], begun.fresh["readout"])
@@ -118,7 +118,7 @@ def test_another_image_size_interpolates_positions() -> None:
     larger = changed(VIT, image_size=12)
     with pytest.raises(
         InitError,
-        match=r"position is \(5, 12\) there and \(17, 12\) here\n"
+        match=r"position is \(5, 12\) in the source and \(17, 12\) in this run\n"
         "to start all the same, add --init-resize position",
     ):
         Begun(VIT, larger)
@@ -135,13 +135,30 @@ def test_another_grid_with_as_many_positions_is_interpolated() -> None:
     source = changed(VIT, image_size=9, registers=6)
     target = changed(VIT, image_size=12, pool="mean")
     named = {"init_change": ("registers", "pool"), "init_drop": ("token_embedding",)}
-    with pytest.raises(InitError, match=r"position is of 3\^2 patches there and 4\^2 here\n"):
+    message = r"position has 3\^2 patches in the source and 4\^2 in this run\n"
+    with pytest.raises(InitError, match=message):
         Begun(source, target, **named)
     begun = Begun(source, target, **named, init_resize=("position",))
-    assert begun.action("position") == ("resized", "bicubic, 3^2 to 4^2 patches")
+    assert begun.action("position") == (
+        "resized",
+        "bicubic, 3^2 to 4^2 patches, 7 rows of class token or registers dropped",
+    )
     expected = resized(begun.old["position"], source, target)
     np.testing.assert_array_equal(begun.new["position"], expected)
     assert not np.array_equal(begun.new["position"], begun.old["position"])
+
+
+def test_registers_alone_add_rows_and_leave_the_patches() -> None:
+    target = changed(VIT, registers=2)
+    begun = Begun(
+        VIT,
+        target,
+        init_change=("registers",),
+        init_new=("token_embedding",),
+        init_resize=("position",),
+    )
+    assert begun.action("position") == ("resized", "2 rows of class token or registers new")
+    np.testing.assert_array_equal(begun.new["position"][3:], begun.old["position"][1:])
 
 
 def test_interpolated_positions() -> None:
@@ -198,7 +215,12 @@ def test_a_longer_context_and_another_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "words", "text"),
     [
-        (LM, VIT, {}, "it is a decoder, and this run trains a vit"),
+        (
+            LM,
+            VIT,
+            {},
+            "family decoder, and this run trains one of the family vit; write a recipe and",
+        ),
         (changed(LM, centered=True), LM, {}, "a centred model is its network minus"),
         (LM, changed(LM, activation="relu"), {}, "--init-change activation"),
         (LM, changed(LM, rope_theta=5e5), {}, "--model.rope-theta 10000.0"),
@@ -243,8 +265,8 @@ def test_what_is_named_may_differ() -> None:
 def test_what_no_parameter_can_carry() -> None:
     gainless = changed(LM, qk_norm=True, norm_gain=False)
     assert Begun(gainless, gainless, MUP, MUP).plan.moves
-    with pytest.raises(TransplantError, match="attention logits are taken times"):
+    with pytest.raises(TransplantError, match="the source multiplies attention logits by"):
         Begun(gainless, gainless, SP, presets.get("mup"))
     bare = changed(TIED, norm_gain=False)
-    with pytest.raises(TransplantError, match="the tied readout is taken times"):
+    with pytest.raises(TransplantError, match="the source multiplies its tied readout by"):
         Begun(bare, bare, SP, presets.get("mup"))

@@ -116,7 +116,10 @@ TUNE = "finetune text.txt --from weights --data.tokenizer bytes --dry-run"
     ("words", "message"),
     [
         (f"{TUNE} --lora.rank 0", "lora.rank is 0; write a whole number of at least 1"),
-        (f"{TUNE} --lora.alpha 4", "there are none; write lora.rank too"),
+        (
+            f"{TUNE} --lora.alpha 4",
+            "lora.alpha is given, and only adapters read it; write lora.rank too",
+        ),
         (f"{TUNE} --lora.rank 2 --lora.alpha -1", "lora.alpha is -1.0; write a number above 0"),
         (f"{TUNE} --lora.rank 2 --lora.on embedding", "embedding"),
         (f"{TUNE} --lora.rnk 2", "--lora.rank"),
@@ -135,7 +138,10 @@ def test_what_adapters_cannot_do_is_refused(words: str, message: str) -> None:
 
 
 def test_an_encoder_decoder_has_no_adapters() -> None:
-    with pytest.raises(ConfigError, match="not of an encoder-decoder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.lora is for ViTs and decoders, and the model is an encoder-decoder",
+    ):
         dataclasses.replace(RECIPES["ed-tiny"]().model, lora=LoraConfig(rank=2))
 
 

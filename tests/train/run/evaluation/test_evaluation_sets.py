@@ -137,4 +137,4 @@ def test_points_of_a_sweep_have_no_further_sets(folder: Path, tmp_path: Path) ->
     for field, flags in refused.items():
         done = command(words, flags)
         assert done.code == 2
-        assert f"{field} is of a run by itself" in done.err
+        assert f"{field} is for single runs" in done.err

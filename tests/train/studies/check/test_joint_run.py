@@ -104,7 +104,10 @@ def test_a_wrong_number_at_the_base_is_seen_there():
             "holds below the noise scale, 20 examples",
         ),
         ("lm-tiny --grow batch --steps 6", "no whole number of steps"),
-        ("lm-tiny --grow batch --optimizer.eps 0", "optimizer.eps is 0, which this cannot see"),
+        (
+            "lm-tiny --grow batch --optimizer.eps 0",
+            "optimizer.eps is 0, and the check's gradients of that size would vanish",
+        ),
         (
             "lm-proxy --grow batch",
             "lm-proxy is a model; write a recipe, such as lm-tiny --model lm-proxy",
@@ -114,7 +117,7 @@ def test_a_wrong_number_at_the_base_is_seen_there():
             "lm-tiny --grow heads --joint sde",
             "check does not read --joint growing heads (--grow batch or tokens does)",
         ),
-        ("lm-tiny --grow batch --accept lazy", "check does not read --accept growing batch"),
+        ("lm-tiny --grow batch --accept lazy", "check does not read --accept with --grow batch"),
         ("lm-tiny --grow heads --steps 6", "check does not read --steps; it takes --model.*"),
     ],
 )

@@ -202,7 +202,7 @@ def test_what_does_not_vary_has_no_term_and_nothing_is_said_of_it():
     assert set(law.rows.names) == {"E", "A", "a", "c", "x0", "p"}
     assert "the length of training does not vary: no term in it" in law.notes
     with pytest.raises(
-        NoLaw, match="nothing is said of other tokens than 204,800, which all rows have"
+        NoLaw, match="and all measured runs have 204,800; keep tokens at 204,800, or"
     ):
         predict(law, run(64, 200))
     only_tokens = law_of(heads=(16,), steps=(50, 100, 200, 400))
@@ -226,7 +226,10 @@ def test_farther_is_less_certain_and_is_said():
 def test_two_values_of_an_axis_are_few_and_are_said():
     law = law_of(steps=(100, 200))
     longer, larger = predict(law, run(64, 400)), predict(law, run(128, 200))
-    few = "the rows have 2 values of tokens: how the loss goes on is what others measured, widely"
+    few = (
+        "the rows have 2 values of tokens: beyond them the loss follows published laws, "
+        "with a wide interval"
+    )
     assert few in longer.warnings
     assert few not in larger.warnings
 

@@ -150,10 +150,10 @@ def test_a_second_forecast_leaves_the_first_and_what_nothing_is_known_of_is_said
     assert study(folder, *(word for what in whats for word in ("--predict", what)))[0] == 1
     output = " ".join(capsys.readouterr().out.split())
     assert (
-        "no forecast of head_dim=128,tokens=409600 under mup: nothing is said of other tokens than 204,800"
-        in output
+        "no forecast of head_dim=128,tokens=409600 under mup: this run has tokens 409,600, and all "
+        "measured runs have 204,800" in output
     )
-    assert "no forecast of lm-tiny under mup: nothing is said of other tokens" in output
+    assert "no forecast of lm-tiny under mup: this run has tokens" in output
     assert record.read(folder / "forecast-mup-head_dim-128-2.json")["what"] == "head_dim=128"
     assert (folder / "forecast-mup-head_dim-128.json").read_text() == before
 

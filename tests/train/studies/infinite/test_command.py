@@ -44,7 +44,10 @@ def test_the_limit_with_finite_models_beside_it(
             ["--steps", "9"],
             "80 directions of every matrix, and of width 96 at most 24 are worth recording",
         ),
-        (["--model", "lm-tiny"], "is of vision transformers, and the model is a decoder"),
+        (
+            ["--model", "lm-tiny"],
+            "is only known for a vit, and the model is a decoder; write --model",
+        ),
         (["--model", "vit-tiny"], "model.norm_gain is True"),
         (["--draws", "1"], "--draws is 1; write a number of at least 2"),
         (["--head", "9"], "no flag is named --head; did you mean --heads"),

@@ -455,7 +455,7 @@ main(["plan", "lm-tiny", "--chips", "v5e:4x4"])
         (["--model", "gpt2-medium"], "say how long gpt2-medium will train: write --tokens N"),
         (
             ["gpt2-medium", "--tokens", "1b", "--steps", "5"],
-            "--steps is of a recipe's run, and gpt2-medium is a model",
+            "--steps needs a recipe, and gpt2-medium is a model",
         ),
         (
             ["t5-base", "--tokens", "1b"],

@@ -113,7 +113,7 @@ def test_a_file_that_is_no_law_is_named(forecaster: Forecaster, tmp_path: Path):
         stored.load(path)
     del law["terms"]
     path.write_text(json.dumps(law))
-    with pytest.raises(TableError, match=r"law.json is no whole law: it has no 'terms'"):
+    with pytest.raises(TableError, match=r"law.json is an incomplete law: it has no 'terms'"):
         stored.load(path)
 
 
@@ -404,7 +404,7 @@ def test_divergent_runs_are_left_out_and_counted(
     diverged = sum(row["loss"] == "nan" for row in rows)
     assert diverged
     assert f"{diverged} runs without a finite loss count as diverged" in output
-    assert f"of {len(rows)} runs of diverged.csv" in output
+    assert f"runs from the {len(rows)} rows of diverged.csv" in output
 
 
 def test_a_column_that_the_table_lacks_is_not_asked_for(
@@ -427,7 +427,7 @@ def test_a_column_that_the_table_lacks_is_not_asked_for(
     ("words", "message"),
     [
         ([], "say which run: write --parameters N --tokens N"),
-        (["--parameters", "400m"], "say of which tokens: write --tokens N"),
+        (["--parameters", "400m"], "the run to forecast has no tokens; write --tokens N"),
         (["--parameters", "400m", "--tokens", "20b", "--flops", "1e20"], "write either"),
         (["--parameters", "400m", "--tokens", "20b", "--peak-lr", "-1"], "write a number above 0"),
         (["--parameters", "big", "--tokens", "20b"], "write a number such as 10b"),
