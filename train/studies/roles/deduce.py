@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -384,12 +385,23 @@ def _parts(dim: Dim) -> set[tuple[int, ...]]:
     parts: set[tuple[int, ...]] = set()
     if len(dim) > 1:
         parts.add(tuple(atom.size for atom in dim))
+    smallest = tuple(itertools.chain.from_iterable(map(_smallest_parts, dim)))
+    if len(smallest) > 2:
+        parts.add(smallest)
     for atom in dim:
         for descendant in _descendants(atom):
             if descendant.parts is not None:
                 outer, inner = descendant.parts
                 parts.add((outer.size, inner.size))
     return parts
+
+
+def _smallest_parts(atom: Atom) -> tuple[int, ...]:
+    """Return the sizes of the parts that are not cut further, the outermost first."""
+    if atom.parts is None:
+        return (atom.size,)
+    outer, inner = atom.parts
+    return (*_smallest_parts(outer), *_smallest_parts(inner))
 
 
 def _descendants(atom: Atom) -> list[Atom]:
@@ -489,6 +501,11 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
             continue
         try:
             facts = [_fact(matrices, all_attention, use) for use in uses.get(param, [])]
+            if not facts and _meets_parameters(graph, param):
+                raise Refusal(
+                    "it meets other parameters before anything of the batch, as a learned query "
+                    "meets the matrix of queries; declare its role"
+                )
             agreed, readout = _agreed(facts)
             owner = Role(agreed.of or agreed.role)
             if not has_kv_heads and owner in (Role.KEY, Role.VALUE):
@@ -503,6 +520,11 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
         except (Refusal, PresetError) as reason:
             refused[param] = str(reason)
     return Roles(specs, evidence, refused, tied)
+
+
+def _meets_parameters(graph: Graph, param: str) -> bool:
+    """Return whether a value of the loss is computed from a parameter, but not from the batch."""
+    return any(node.kind == "derived" and param in node.params for node in graph.nodes)
 
 
 def _fact(matrices: Matrices, all_attention: list[Attention], use: OperandUse) -> Constraint:
@@ -760,12 +782,25 @@ def _cut_axes(
         for outer, inner in zip(outer_sizes, inner_sizes, strict=True):
             products_of_sizes.append(outer * inner)
         product = tuple(products_of_sizes)
-        if product == column and (outer_sizes[0], inner_sizes[0]) in cuts:
+        is_cut = any(outer_sizes[0] in _outer_sizes(parts) for parts in cuts)
+        if product == column and is_cut:
             # At equal sizes the cut does not tell which of the two axes is the outer one.
             if outer_sizes[0] == inner_sizes[0]:
                 return ""
             return f"{outer_axis} {inner_axis}"
     return ""
+
+
+def _outer_sizes(parts: Sequence[int]) -> list[int]:
+    """Return the size of the outer of two axes for every way in which parts make up two axes.
+
+    Shared keys cut heads into key heads and queries per key, so that three parts, such as (2, 3,
+    16), make up six heads of 16.
+
+    Args:
+        parts: Sizes of the parts of a dimension, the outermost first.
+    """
+    return list(itertools.accumulate(parts[:-1], operator.mul))
 
 
 def _is_square(sizes: Mapping[str, int]) -> bool:
@@ -793,7 +828,7 @@ def _as_heads(
     num_heads = sizes["heads"]
     result = []
     for index, name in enumerate(names):
-        is_cut = any(parts[:1] == (num_heads,) for parts in cuts.get((param, index), ()))
+        is_cut = any(num_heads in _outer_sizes(parts) for parts in cuts.get((param, index), ()))
         result.append("heads head_dim" if name == "embed" and is_cut else name)
     return result
 
@@ -846,6 +881,11 @@ def _reason(
                 f"dimension {index} is {ratios.pop():g} x {axis}; make {axis} a dimension of its "
                 "own, or name this size"
             )
+    if set(column) == {1}:
+        return (
+            f"dimension {index} has the size 1; leave it out of the parameter, and add it in the "
+            "loss, as x[None] does"
+        )
     return (
         f"dimension {index}, of size {column[0]}, grows with none of {', '.join(columns)}; "
         "name it among the sizes"

@@ -446,7 +446,8 @@ class Matrices:
         reads = any(source.node in products for source in sources)
         if reads or any(destination.end in products for destination in product.destinations):
             raise Refusal(
-                "a product of two activations, which is no softmax's attention, takes or makes it; "
+                "a product of two activations that is not known as a softmax's attention takes or makes "
+                "it; "
                 "declare its role"
             )
 

@@ -248,3 +248,63 @@ def test_heads_as_many_as_each_is_wide_are_refused(attention: Attend):
     # The control: at another width the cut shows which axis is the outer one.
     roles = models.roles_of(lambda s: by_hand(s, attend), SQUARE)
     assert "h.0.wq" in roles.specs
+
+
+# Shared keys
+
+
+def repeated(x: jax.Array, times: int) -> jax.Array:
+    return jnp.repeat(x, times, axis=2)
+
+
+def broadcast(x: jax.Array, times: int) -> jax.Array:
+    batch, length, kv_heads, head_dim = x.shape
+    copies = jnp.broadcast_to(x[:, :, :, None], (batch, length, kv_heads, times, head_dim))
+    return copies.reshape(batch, length, kv_heads * times, head_dim)
+
+
+def grouped_query(
+    s: Sizes, copy: Callable[[jax.Array, int], jax.Array] | None
+) -> tuple[Any, Any, Any]:
+    """Return one attention with fewer key heads than heads, all in one dimension.
+
+    Args:
+        copy: Function that copies key heads for the queries that share them. `None` groups the
+            queries instead.
+    """
+    (D, H, A), K, V = size(s), s["kv_heads"], s["vocab"]
+    N = A // H
+    shapes = {"wte": (V, D), "q": (D, A), "k": (D, K * N), "v": (D, K * N), "o": (A, D)}
+    shapes["out"] = (D, V)
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["wte"][tokens]
+        y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        q = (y @ params["q"]).reshape(*tokens.shape, H, N)
+        k, v = ((y @ params[name]).reshape(*tokens.shape, K, N) for name in "kv")
+        if copy is None:
+            q = q.reshape(*tokens.shape, K, H // K, N)
+            weights = jax.nn.softmax(jnp.einsum("btkgn,bskn->bkgts", q, k))
+            read = jnp.einsum("bkgts,bskn->btkgn", weights, v)
+        else:
+            k, v = copy(k, H // K), copy(v, H // K)
+            weights = jax.nn.softmax(jnp.einsum("bthn,bshn->bhts", q, k))
+            read = jnp.einsum("bhts,bshn->bthn", weights, v)
+        return cross_entropy(
+            (x + read.reshape(*tokens.shape, A) @ params["o"]) @ params["out"], tokens
+        )
+
+    return params, loss, tokens_of(s)
+
+
+@pytest.mark.parametrize("copy", [repeated, broadcast, None])
+def test_shared_keys_in_one_dimension_are_found(
+    copy: Callable[[jax.Array, int], jax.Array] | None,
+) -> None:
+    roles = models.roles_of(lambda s: grouped_query(s, copy), {**SIZES, "kv_heads": 2})
+    assert roles.refused == {}
+    assert roles.specs["q"].axes == ("embed", *HEADS)
+    assert roles.specs["k"].axes == roles.specs["v"].axes == ("embed", "kv_heads", "head_dim")
+    assert roles.specs["o"].axes == (*HEADS, "embed")
+    assert roles.specs["o"].fan_in == HEADS

@@ -95,6 +95,29 @@ def test_a_parameter_that_is_not_used() -> None:
     assert refusal(roles, "idle") == "the loss does not use it; leave it out"
 
 
+def test_a_learned_query_is_not_called_unused() -> None:
+    def with_probe(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return {**heads(s), "probe": (s["embed"],)}
+
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        probe = jnp.broadcast_to(p["probe"], (x.shape[0], 1, x.shape[-1]))
+        query = jnp.einsum("btd,dhn->bhtn", probe, p["q"])
+        key, value = (jnp.einsum("btd,dhn->bhtn", x, p[name]) for name in "kv")
+        weights = jax.nn.softmax(query @ key.swapaxes(2, 3))
+        return jnp.einsum("bhtn,hnd->btd", weights @ value, p["o"])
+
+    roles = roles_of(with_probe, branch, ATTENTION)
+    assert roles.refused["q"].startswith("it meets other parameters before anything of the batch")
+
+
+def test_a_dimension_of_size_1_is_to_be_left_out() -> None:
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return run_mlp(p, x) + p["shift"][0]
+
+    roles = roles_of(lambda s: mlp(s) | {"shift": (1, s["embed"])}, branch)
+    assert refusal(roles, "shift").startswith("dimension 0 has the size 1; leave it out")
+
+
 def test_two_uses_with_another_fan_in() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jax.nn.gelu(x @ p["up"]) @ p["up"].T
@@ -194,11 +217,11 @@ def test_a_product_of_two_parameters() -> None:
 def test_attention_without_a_softmax() -> None:
     roles = roles_of(heads, attend(lambda logits: logits, "q", "k"), ATTENTION)
     assert refusal(roles, "k", "o", "q", "v").startswith(
-        "a product of two activations, which is no softmax's attention"
+        "a product of two activations that is not known as a softmax's attention"
     )
     roles = roles_of(heads, attend(jax.nn.sigmoid, "q", "k"), ATTENTION)
     assert refusal(roles, "k", "o", "q", "v").startswith(
-        "a product of two activations, which is no softmax's attention"
+        "a product of two activations that is not known as a softmax's attention"
     )
 
 
@@ -208,7 +231,7 @@ def test_a_softmax_over_queries() -> None:
         heads, attend(lambda logits: jax.nn.softmax(logits, axis=-2), "q", "k"), ATTENTION
     )
     assert refusal(roles, "k", "o", "q", "v").startswith(
-        "a product of two activations, which is no softmax's attention"
+        "a product of two activations that is not known as a softmax's attention"
     )
 
 
