@@ -228,7 +228,7 @@ def check_run(
     if not preset.grows_evenly(definition.sizes):
         from mupax.presets.analysis.uneven import refuse_uneven
 
-        refuse_uneven(preset, definition.sizes, config.name)
+        refuse_uneven(preset, definition.sizes, config.name, definition.specs.values())
 
     decays = config.weight_decay != 0 and "weight_decay" in OPTIMIZERS[config.name].reads
     chosen = {"decay", "decay_width"} & set(preset.choices)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mupax import presets
-from mupax.presets import PresetError
+from mupax.presets import ParamSpec, PresetError, Role
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.uneven import refuse_uneven
 from mupax.train.config.run import OptimizerConfig
@@ -159,3 +159,23 @@ def test_uneven_growth_is_refused_with_the_axes_named():
             for axis, size in sizes.items()
         },
     )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize("name", ["mup", "mup-half", "completep", "sp", "maximal-update"])
+def test_widths_of_a_model_without_attention_may_grow_together(name: str, optimizer: str):
+    """Its heads do not grow, because there are none."""
+    preset = presets.get(name, base={"embed": 64, "mlp": 64})
+    in_block = ParamSpec(role=Role.MLP_IN, axes=("embed", "mlp"), fan_in=("embed",), in_block=True)
+    refuse_uneven(preset, {"embed": 256, "mlp": 256}, optimizer, [in_block])
+
+
+@pytest.mark.core
+def test_a_chain_of_layers_has_no_stream_to_upset():
+    preset = presets.get("mup", base={"embed": 64, "mlp": 64})
+    sizes = {"embed": 64, "mlp": 1024}
+    layer = ParamSpec(role=Role.MLP_IN, axes=("embed", "mlp"), fan_in=("embed",))
+    refuse_uneven(preset, sizes, "adamw", [layer])
+    with pytest.raises(PresetError, match="does not allow growing"):
+        refuse_uneven(preset, sizes, "adamw", [dataclasses.replace(layer, in_block=True)])

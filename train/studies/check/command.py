@@ -244,7 +244,7 @@ def _plan(args: Check, config: Config, rest: Sequence[str]) -> _Plan:
         refuse_wrong_declarations(models[0])
     first = definitions[0]
     last = definitions[-1]
-    refuse_uneven(preset, last.sizes, name)
+    refuse_uneven(preset, last.sizes, name, last.specs.values())
 
     expected = theory.of(preset, first, last, name, accept=args.accept)
     # With a larger eps Adam's steps would depend on the size of gradients.
