@@ -232,8 +232,9 @@ def step_of(workdir: Path, choice: Step | None, metric: str) -> int:
         if best:
             return best[0]
         raise WorkdirError(
-            f"{workdir} has no checkpoint with a finite {metric}, so none is the best; a run keeps "
-            f"its best with --checkpoint.keep-best 1. There are the steps {listed}"
+            f"no checkpoint of {workdir} was saved with a finite {metric}, so that none is known as "
+            "the best; a run keeps its best with --checkpoint.keep-best 1. There are the steps "
+            f"{listed}, whose losses `mupax checkpoints {workdir}` shows"
         )
     if choice not in saved:
         raise WorkdirError(f"{workdir} has no checkpoint of step {choice}; there are {listed}")

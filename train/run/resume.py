@@ -261,6 +261,36 @@ def _next_learning_rates(config: Config, step: int) -> tuple[float, float]:
     return optimizer.peak_lr * share, adam_peak * share
 
 
+def check_classes(recorded: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Refuse to resume on data whose classes have other names or another order than before.
+
+    The readout's columns keep the old order, so that the labels of all images would be wrong.
+
+    Args:
+        recorded: Facts of the data that the run has recorded.
+        facts: Facts of the data of this part of the run.
+
+    Raises:
+        ResumeError: Both have names of classes, and they differ.
+    """
+    old_names = recorded.get("class_names")
+    new_names = facts.get("class_names")
+    if old_names and new_names and list(old_names) != list(new_names):
+        raise ResumeError(
+            f"the run was trained on the classes {_listed(old_names)}, and the data now has "
+            f"{_listed(new_names)}, in this order: its outputs would name the wrong classes; give "
+            "the classes their old names, or train a new readout with `mupax finetune`"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first five names, with commas between, and how many more there are."""
+    text = ", ".join(names[:5])
+    if len(names) > 5:
+        text += f" and {len(names) - 5} more"
+    return text
+
+
 def check_exact(
     recorded_config: Mapping[str, Any],
     config: Config,
@@ -316,6 +346,7 @@ def announce(
     config: Config,
     context: RunContext,
     step: int,
+    facts: Mapping[str, Any],
     sets: Mapping[str, Mapping[str, Any]],
     checkpoints: CheckpointFolder,
     surroundings: Mapping[str, Any],
@@ -330,13 +361,14 @@ def announce(
         config: Config of this part of the run.
         context: Context of the run, whose processes all call this.
         step: Number of steps done.
+        facts: Facts of the run's data.
         sets: Facts of each further evaluation set, by name.
         checkpoints: Checkpoints of the run, with the settings of this part.
         surroundings: Machine, packages and compiler of this part of the run
             (`workdir.surroundings`).
 
     Raises:
-        ResumeError: The run cannot go on from `step` (`check`, `check_exact`).
+        ResumeError: The run cannot go on from `step` (`check`, `check_classes`, `check_exact`).
     """
     console = context.console
     processes = context.processes
@@ -358,6 +390,7 @@ def announce(
     environment_changes = None
     if step:
         check(recorded_config, config, step)
+        check_classes(recorded.get("data") or {}, facts)
         environment_changes = environment.changes(recorded, surroundings)
         check_exact(recorded_config, config, environment_changes)
         console.print(f"resuming {config.recipe} at step {step} of {config.steps}")

@@ -492,7 +492,9 @@ def start_state(
 
         set_facts = {name: loaded.facts for name, loaded in sets.items()}
         surroundings = workdir.surroundings(program.compiler_options(), environment_facts)
-        resume.announce(config, context, start.step, set_facts, checkpoints, surroundings)
+        resume.announce(
+            config, context, start.step, data.facts, set_facts, checkpoints, surroundings
+        )
     if resume_step is not None:
         _branch_off(checkpoints, context, resume_step)
     if context.processes.leader:

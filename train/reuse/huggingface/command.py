@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro import conf
 
 from mupax import command_line, terminal
+from mupax.command_line import Switch
 from mupax.train.config.preset import PresetFlags
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Export:
     """A new or empty folder."""
     step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
     """Step of a workdir's checkpoint, or the best by its evaluations; the newest by default."""
+    no_ema: Switch = False
+    """Write the parameters themselves, not the moving average, if the run keeps one."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
@@ -121,6 +124,7 @@ class Export:
                 name=self.out.name,
                 licence=licence,
                 separator=self.separator,
+                plain=self.no_ema,
             )
         _print_summary(source, source.preset)
         for note in notes:

@@ -42,6 +42,7 @@ def exported(
     name: str,
     licence: str | None = None,
     separator: str | None = None,
+    plain: bool = False,
 ) -> tuple[WeightsSource, list[str]]:
     """Write a model in the format of `transformers`. Return its weights, and notes for the user.
 
@@ -55,13 +56,17 @@ def exported(
         name: name of the model in its card.
         licence: identifier for the card (`licences.identifier`).
         separator: token of `tokenizer_file` that ends a text, by default found by its usual names.
+        plain: True to write the parameters themselves if the run keeps a moving average. By default
+            the average is written, which evaluations and `mupax generate` use.
 
     Raises:
         UsageError: a separator for a model that has one.
         MupaxError: nothing to export, or a tokenizer without a token that ends a text.
     """
     model = trained.describe(path, step)
-    source = model.plain_weights()
+    keeps_average = model.run is not None and model.config.ema.decay is not None
+    averaged = keeps_average and not plain
+    source = model.plain_weights("ema" if averaged else "params")
     text = text_of(model, tokenizer_file, separator)
     # Where published weights and their tokenizer name different ids, those of the weights count.
     ids = {**token_ids(model, text), **model.text_ids}
@@ -71,6 +76,11 @@ def exported(
     reads_bytes = text.name == "bytes"
     notes = [*files.write_huggingface(source, out, dtype, ids, reads_bytes=reads_bytes)]
     notes += write_text_files(model, text, out, ids)
+    if averaged:
+        notes.append(
+            "the weights are the moving average, as in evaluations; --no-ema writes the parameters "
+            "themselves"
+        )
 
     row = None
     if source.run:
@@ -78,7 +88,15 @@ def exported(
     has_tokenizer = (out / tokenizer_files.TOKENIZER).is_file()
     has_template = text.template is not None
     # The example code in the card must open only files that were written.
-    content = files.card(source, name, licence, row, tokenizer=has_tokenizer, chats=has_template)
+    content = files.card(
+        source,
+        name,
+        licence,
+        row,
+        tokenizer=has_tokenizer,
+        chats=has_template,
+        averaged=averaged,
+    )
     # Names of files may hold bytes that UTF-8 cannot encode.
     (out / files.FILE).write_text(content, encoding="utf-8", errors="backslashreplace")
 

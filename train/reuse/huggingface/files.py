@@ -53,6 +53,7 @@ def card(
     *,
     tokenizer: bool = False,
     chats: bool = False,
+    averaged: bool = False,
 ) -> str:
     """Return the model card, README.md, of an export.
 
@@ -63,6 +64,7 @@ def card(
         evaluation: metrics of the run's evaluation at the exported step (`evidence.evaluation`).
         tokenizer: whether the export has a tokenizer.json, which the card's code then opens.
         chats: whether the tokenizer has a chat template.
+        averaged: whether the weights are the moving average of the run.
     """
     from huggingface_hub import ModelCardData
 
@@ -89,7 +91,7 @@ def card(
         )
     paragraphs += _tuned(source)
     paragraphs += _training(source)
-    paragraphs += _evaluation(source, evaluation or {})
+    paragraphs += _evaluation(source, evaluation or {}, averaged)
     paragraphs += _images(source)
     paragraphs += ["## Use", _use(source, loader, tokenizer, chats)]
     paragraphs.append("## Licence")
@@ -142,11 +144,11 @@ def _tuned(source: WeightsSource) -> list[str]:
     return ["## Tuned preset", text, "\n".join(lines)]
 
 
-def _evaluation(source: WeightsSource, row: Mapping[str, Any]) -> list[str]:
+def _evaluation(source: WeightsSource, row: Mapping[str, Any], averaged: bool) -> list[str]:
     """Return a model card's paragraphs on the run's evaluation. Empty without a run."""
     if source.run is None:
         return []
-    return ["## Evaluation", evidence.measured(row, averaged=False, task=source.model.task)]
+    return ["## Evaluation", evidence.measured(row, averaged=averaged, task=source.model.task)]
 
 
 def _images(source: WeightsSource) -> list[str]:

@@ -45,6 +45,8 @@ class Push:
     """The repository, made where there is none."""
     step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
     """Step of a workdir's checkpoint, or the best by its evaluations; the newest by default."""
+    no_ema: Switch = False
+    """Write the parameters themselves, not the moving average, if the run keeps one."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
@@ -108,9 +110,9 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     place = trained.locate(args.path)
     if place.kind == "published":
         folder = place.folder
-        has_flags = args.step or args.tokenizer or args.separator or args.licence
+        has_flags = args.step or args.no_ema or args.tokenizer or args.separator or args.licence
         if has_flags or args.dtype != "float32":
-            flags = "--step, --dtype, --tokenizer, --separator and --licence"
+            flags = "--step, --no-ema, --dtype, --tokenizer, --separator and --licence"
             raise PushError(f"{args.path} holds weights that go as they are; leave {flags} out")
         names = []
         for entry in folder.iterdir():
@@ -138,6 +140,7 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
             name=name,
             licence=licence,
             separator=args.separator,
+            plain=args.no_ema,
         )
         for note in notes:
             terminal.say(note)

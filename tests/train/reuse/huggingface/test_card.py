@@ -7,11 +7,13 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
+from mupax.train.reuse import trained
 from mupax.train.reuse.huggingface import licences
 from tests.fixtures.programs import shared_programs
 from tests.train.reuse.commands import call, rows_with, succeed
@@ -74,7 +76,9 @@ def test_the_evaluation_is_of_the_step_that_is_exported() -> None:
 
 
 def test_of_a_moving_average_it_is_said_and_without_a_row_that_there_is_none() -> None:
-    assert "Measured on the moving average of the weights, which these are not." in card("other")
+    caveat = "Measured on the moving average of the weights, which these are not."
+    assert caveat in card("other", "--no-ema")
+    assert caveat not in card("other")
     path = Path("other", "metrics.jsonl")
     rows = path.read_text()
     for left in (rows.replace('"eval_loss"', '"lost"'), ""):
@@ -84,6 +88,22 @@ def test_of_a_moving_average_it_is_said_and_without_a_row_that_there_is_none() -
     text = card("other")
     assert "The run recorded no evaluation at this step." in text
     assert "## Tuned preset" not in text, "the control: its rate is not the study's"
+
+
+@pytest.mark.parametrize(("flags", "part"), [("", "ema"), ("--no-ema", "params")])
+def test_the_moving_average_is_exported_as_evaluations_read_it(
+    flags: str, part: Literal["ema", "params"]
+) -> None:
+    """And the parameters themselves by a flag."""
+    out = f"averaged{flags}"
+    printed = succeed("export", "other", "--out", out, flags).out
+    assert ("--no-ema writes the parameters themselves" in printed) == (part == "ema")
+    exported = trained.describe(Path(out)).plain_weights().params
+    run = trained.describe(Path("other"))
+    for name, values in run.plain_weights(part).params.items():
+        np.testing.assert_allclose(exported[name], values, atol=1e-6, err_msg=name)
+    other_part = run.plain_weights("params" if part == "ema" else "ema").params
+    assert any(not np.allclose(exported[name], other_part[name], atol=1e-6) for name in exported)
 
 
 def test_a_tuned_preset_has_its_study_in_the_card(folder: Path) -> None:

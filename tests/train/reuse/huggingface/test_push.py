@@ -117,7 +117,7 @@ def test_a_dry_run_lists_files_without_a_token_or_a_call(
     assert not hub.calls
 
 
-OF_EXPORTS = "leave --step, --dtype, --tokenizer, --separator and --licence out"
+OF_EXPORTS = "leave --step, --no-ema, --dtype, --tokenizer, --separator and --licence out"
 
 
 @pytest.mark.parametrize(

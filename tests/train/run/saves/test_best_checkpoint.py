@@ -88,7 +88,8 @@ def test_control_without_it_the_newest_alone_stay(
     assert checkpoints("newest") == [LAST]
     assert not list(Path("newest").rglob(checkpointer.FILE))
     with pytest.raises(
-        WorkdirError, match=f"no checkpoint with a finite eval_loss.*There are the steps {LAST}"
+        WorkdirError,
+        match=rf"no checkpoint of .* was saved with a finite eval_loss.*There are the steps {LAST}",
     ):
         saved_run.find(Path("newest"), "best")
 

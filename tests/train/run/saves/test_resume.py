@@ -370,3 +370,15 @@ def test_both_learning_rates_of_muon_may_not_jump(
     with pytest.raises(resume.ResumeError, match=rf"the {kind}learning rate of step 301 jumps"):
         resume.check(recorded, resumed, 300)
     resume.check(recorded, dataclasses.replace(resumed, resume_change=("schedule",)), 300)
+
+
+@pytest.mark.core
+def test_classes_with_other_names_are_refused() -> None:
+    """Folders that were renamed have another order, and the readout keeps its own."""
+    recorded = {"class_names": ["left", "mid", "up"]}
+    with pytest.raises(resume.ResumeError, match=r"the classes left, mid, up, .* has above, left"):
+        resume.check_classes(recorded, {"class_names": ["above", "left", "mid"]})
+    resume.check_classes(recorded, {"class_names": ["left", "mid", "up"]})
+    # Text has no classes, and older records have no names.
+    resume.check_classes({}, {"class_names": ["above", "left", "mid"]})
+    resume.check_classes(recorded, {})
