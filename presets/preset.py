@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from mupax.presets.optimizers import OPTIMIZERS, Family, refused
 from mupax.presets.roles import (
@@ -214,6 +215,14 @@ class MatrixSteps:
 
 WHOLE_MATRICES = MatrixSteps()
 """Default of Muon: whole matrices are orthogonalized, and no norms are measured."""
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    """Raise `PresetError` for a size that is no finite number above 0."""
+    for axis, size in sizes.items():
+        is_number = isinstance(size, numbers.Real)
+        if not is_number or not math.isfinite(size) or size <= 0:
+            raise PresetError(f"the size {axis} is {size!r}; write a number above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -443,14 +452,17 @@ class Preset:
                 schedule).
 
         Raises:
-            PresetError: There is no rule for the optimizer, or a size that the rule needs is
-                missing.
+            PresetError: There is no rule for the optimizer, `decay` is another text, or a size that
+                the rule needs is missing or no number above 0.
         """
         if not isinstance(spec, ParamSpec):
             raise PresetError(
                 f"{spec!r} is no declaration; "
                 "write ParamSpec(role=Role.QUERY, axes=(...), fan_in=(...))"
             )
+        _check_sizes(sizes)
+        if decay not in get_args(Decay):
+            raise PresetError(f"decay is {decay!r}; write {' or '.join(get_args(Decay))}")
         base_values = self.base_values(spec, sizes)
         factors = self.factors(spec, sizes, optimizer, decay)
 

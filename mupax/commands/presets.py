@@ -233,7 +233,7 @@ class Compare:
     """
 
     names: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="PRESET ...")]
-    """Presets, each with its default constants."""
+    """Presets, each with its default constants, or tuned presets."""
     optimizer: OptimizerName = "adam"
     """Optimizer whose learning rates and eps hold in the verdicts."""
     summary: Switch = False
@@ -250,13 +250,20 @@ class Compare:
             )
 
     def run(self) -> int:
-        compared = [presets.get(name) for name in self.names]
+        # A preset that is written twice is one.
+        names = list(dict.fromkeys(self.names))
+        compared = [presets.get(name) for name in names]
+        # A tuned preset has the name of the preset it belongs to, which may be compared, too.
         if self.summary:
-            rows = verdicts.summary_rows(compared, self.optimizer)
+            head, *body = verdicts.summary_rows(compared, self.optimizer)
+            rows = [head]
+            for name, row in zip(names, body, strict=True):
+                rows.append([name, *row[1:]])
             keys = 1  # the preset
         else:
-            rows = verdicts.compare_rows(compared, self.optimizer)
+            head, *body = verdicts.compare_rows(compared, self.optimizer)
             keys = 2  # the growing size and the observable
+            rows = [[*head[:keys], *names], *body]
 
         if self.json:
             head, *body = rows

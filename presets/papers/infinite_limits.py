@@ -88,6 +88,8 @@ M = axis("expert_dim")
 VALUES = axis("value_dim") / N
 HEADS_OVER_WIDTH = axis("head_dim") * axis("heads") / axis("embed")
 QUERIES_PER_KEY = axis("heads") / axis("kv_heads")
+_LARGEST_FACTOR = 1e12
+"""Largest constant factor, such as gamma0. Its inverse is the smallest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,12 @@ class Constants:
             if not value > 0:
                 raise PresetError(
                     f"{name}: {label}={value:g} must be positive; write a number above 0"
+                )
+            # Rows have its square and its inverse, which must be finite in float32.
+            if not 1 / _LARGEST_FACTOR <= value <= _LARGEST_FACTOR:
+                raise PresetError(
+                    f"{name}: {label}={value:g} is too far from 1; write a number from "
+                    f"{1 / _LARGEST_FACTOR:g} to {_LARGEST_FACTOR:g}"
                 )
         if self.key_start == "query" and self.alpha_a != 1:
             raise PresetError(

@@ -148,6 +148,15 @@ def test_limits_prints_exponents_and_verdicts(capsys: pytest.CaptureFixture[str]
     assert "lazy N^-0.25" in capsys.readouterr().out
 
 
+def test_compare_tells_a_tuned_preset_from_its_preset(capsys: pytest.CaptureFixture[str]):
+    assert main(["presets", "compare", "mup:lm-heads-v1", "mup", "mup", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert list(rows[0]) == ["growing", "observable", "mup:lm-heads-v1", "mup"]
+    assert main(["presets", "compare", "mup:lm-heads-v1", "mup", "--summary", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["preset"] for row in rows] == ["mup:lm-heads-v1", "mup"]
+
+
 def test_compare_puts_presets_side_by_side(capsys: pytest.CaptureFixture[str]):
     assert main(["presets", "compare", "mup", "mup-half", "depth-mup"]) == 0
     assert capsys.readouterr().out.splitlines()[0].split() == [

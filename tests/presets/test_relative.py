@@ -245,3 +245,20 @@ def test_a_7b_decoder_resolves_in_some_hundred_calls_a_parameter():
     assert len(specs) > 300
     preset = presets.get("depth-mup", base=CONFIGS["gpt2"].base_sizes())
     assert calls(lambda: [preset.scales(spec, sizes, "adamw") for spec in specs]) < 250 * len(specs)
+
+
+@pytest.mark.parametrize("size", [0, -64, float("nan"), float("inf"), "128", None])
+def test_a_size_that_is_no_number_above_0_is_refused(size: Any) -> None:
+    mup = presets.get("mup", base={"embed": 64, "mlp": 256})
+    weight = ParamSpec(role=Role.MLP_IN, axes=("embed", "mlp"), fan_in=("embed",))
+    with pytest.raises(PresetError, match=r"the size embed is .*; write a number above 0"):
+        mup.scales(weight, {"embed": size, "mlp": 2048})
+    wrong: Any = "half"
+    with pytest.raises(PresetError, match="decay is 'half'; write coupled or independent"):
+        mup.scales(weight, {"embed": 128, "mlp": 512}, decay=wrong)
+
+
+@pytest.mark.parametrize("gamma0", [1e308, 1e-320, 0.0])
+def test_a_factor_whose_square_or_inverse_is_not_finite_is_refused(gamma0: float) -> None:
+    with pytest.raises(PresetError, match=r"mup: gamma0=.*; write a number"):
+        presets.get("mup", gamma0=gamma0)

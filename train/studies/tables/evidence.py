@@ -218,6 +218,9 @@ def _published(model: ModelConfig) -> Evidence | None:
         tuned = find.load(path)
         if not tuned.is_published or not _same_kind(tuned, model):
             continue
+        # A tied readout has no plain form, so that a run would be refused.
+        if tuned.form == "plain" and model.tied_readout:
+            continue
         distance = min(_distance(sizes, model.base_sizes()) for sizes in tuned.provenance["sizes"])
         if best is None or distance < best[0]:
             best = (distance, tuned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -43,6 +44,17 @@ def test_the_best_evidence_that_applies_comes_first(name: str, tokens: float, ki
 @pytest.mark.parametrize("name", ["t5-base", "lm-30b-a3b"])
 def test_no_evidence_is_taken_from_another_kind_of_model(name: str) -> None:
     assert evidence.candidates_for(CONFIGS[name], 1e10) == []
+
+
+def test_constants_that_a_tied_readout_cannot_have_are_not_recommended() -> None:
+    """Those of nanochat are in the plain form, in which a run with GPT-2's tied table is refused."""
+    tied, untied = CONFIGS["gpt2"], dataclasses.replace(CONFIGS["gpt2"], tied=False)
+    presets_of = {
+        model.tied: {other.preset for other in evidence.candidates_for(model, 1e8)}
+        for model in (tied, untied)
+    }
+    assert "mup:nanochat" not in presets_of[True]
+    assert "mup:nanochat" in presets_of[False]
 
 
 def test_the_law_is_the_one_that_was_stored() -> None:
