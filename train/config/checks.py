@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -43,7 +44,11 @@ def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
         value = getattr(config, name)
         # Comparing NaN by order gives False, so this form refuses NaN. `value < smallest` would
         # accept it.
-        if value is not None and not smallest <= value < math.inf:
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Real):
+            raise ConfigError(f"{owner}{name} is {value!r}; write a number of at least {smallest}")
+        if not smallest <= value < math.inf:
             raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
 
 
@@ -79,6 +84,8 @@ def check_place(name: str, path: str | None) -> None:
     """
     if path is None:
         return
+    if not isinstance(path, str):
+        raise ConfigError(f"{name} is {path!r}; write the path as text, such as {str(path)!r}")
     address = ADDRESS.match(path)
     if address is None:
         return

@@ -123,3 +123,15 @@ def test_control_an_address_in_a_prompt_is_text(capsys: Capture) -> None:
         assert "nowhere: no run and no weights there" in refused(
             capsys, "generate", "nowhere", *words
         )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"workdir": Path("runs/a")}, "workdir is .*; write the path as text, such as 'runs/a'"),
+        ({"seed": "0"}, "seed is '0'; write a number of at least 0"),
+    ],
+)
+def test_values_of_another_type_are_named_from_python(fields: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(RECIPES["lm-tiny"](), **fields)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mupax.config_fields import names_with
@@ -130,14 +132,23 @@ def _read(path: str) -> dict[str, Any]:
 
     # A subclass, because a resolver added to SafeLoader would act on all YAML read in this process.
     class Loader(yaml.SafeLoader):
-        """Reader of YAML that takes 3e-4 as a number."""
+        """Reader of YAML that takes 3e-4 as a number, and refuses a key that is written twice."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            # A merge key (<<) may give a key that the mapping itself has, too.
+            keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            _refuse_twice(keys)
+            return super().construct_mapping(node, deep)
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _POWER, list("-+0123456789"))
     try:
         # "-sig" drops the byte order mark with which some Windows editors begin a file.
         text = path_of(path).read_bytes().decode("utf-8-sig")
         # JSON allows tabs between tokens. PyYAML refuses them.
-        content = json.loads(text) if path.lower().endswith(".json") else yaml.load(text, Loader)
+        if path.lower().endswith(".json"):
+            content = json.loads(text, object_pairs_hook=_fields)
+        else:
+            content = yaml.load(text, Loader)
     except RecursionError:
         raise ConfigError(f"{path} cannot be read: nested too deep") from None
     except FileNotFoundError:
@@ -154,6 +165,20 @@ def _read(path: str) -> dict[str, Any]:
     if not isinstance(fields, dict) or not all(isinstance(name, str) for name in fields):
         raise ConfigError(f"{path} holds no named fields; write them as `--print-config` does")
     return content
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a JSON object. A field that is written twice raises `ValueError`."""
+    _refuse_twice([name for name, _ in pairs])
+    return dict(pairs)
+
+
+def _refuse_twice(names: Sequence[Any]) -> None:
+    """Raise `ValueError` if a name is written twice: one of its values would be lost."""
+    counts = Counter(str(name) for name in names)
+    name, count = max(counts.items(), key=operator.itemgetter(1), default=("", 0))
+    if count > 1:
+        raise ValueError(f"{name} is written {count} times; leave one")
 
 
 def _start(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -210,6 +210,16 @@ def test_a_wrong_mixture_names_the_file_and_the_key(data: str, key: str, mine: P
         ("a.json", f'{{"steps": {DEEP}}}', "a.json cannot be read: nested too deep"),
         ("a.json", "[1]", "a.json holds no named fields; write them as `--print-config` does"),
         ("a.yaml", "recipe: lm-tiny\nsteps: 0\n", "a.yaml: steps is 0"),
+        (
+            "a.yaml",
+            "recipe: lm-tiny\nsteps: 5\nseed: 1\nsteps: 7\n",
+            "a.yaml cannot be read: steps is written 2 times; leave one",
+        ),
+        (
+            "a.json",
+            '{"recipe": "lm-tiny", "data": {"name": "a", "name": "b"}}',
+            "a.json cannot be read: name is written 2 times; leave one",
+        ),
         ("a.txt", "steps: 1\n", "a.txt: write a file that ends in .json, .yaml, .yml"),
     ],
 )
