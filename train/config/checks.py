@@ -48,7 +48,7 @@ def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
             continue
         if not isinstance(value, numbers.Real):
             raise ConfigError(f"{owner}{name} is {value!r}; write a number of at least {smallest}")
-        if not smallest <= value < math.inf:
+        if not smallest <= float(value) < math.inf:
             raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
 
 
