@@ -42,12 +42,12 @@ def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
     """
     for name in names:
         value = getattr(config, name)
-        # Comparing NaN by order gives False, so this form refuses NaN. `value < smallest` would
-        # accept it.
         if value is None:
             continue
         if not isinstance(value, numbers.Real):
             raise ConfigError(f"{owner}{name} is {value!r}; write a number of at least {smallest}")
+        # Comparing NaN by order gives False, so this form refuses NaN. `value < smallest` would
+        # accept it.
         if not smallest <= float(value) < math.inf:
             raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
 
