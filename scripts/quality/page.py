@@ -64,12 +64,11 @@ READING = {
     "heads-800": "**Not worse** than `sp` if the readout's std and the embedding's learning rate fall as m^-1/2. "
     "With 32 heads, plain `mup`'s loss is 0.009 nats above `sp`'s.",
     "head_dim-800": "**Not shown** to be not worse than an `sp` with seven searched constants. At eight times "
-    "the base, the first row's loss is 0.009 ± 0.008 nats above `sp`'s, whose search took 60 runs of "
-    "that size, and plain `mup`'s is 0.032 ± 0.008 above. At four times, no difference could be "
-    "measured. All rows of the preset are below an `sp` with two searched constants at every size.",
+    "the base, the first row's loss is 0.009 ± 0.008 nats above `sp`'s, and plain `mup`'s is "
+    "0.032 ± 0.008 above. At four times, no difference could be measured. All rows of the preset "
+    "are below an `sp` with two searched constants at every size.",
     "vit-800": "**Not worse** in both `mup` rows than an `sp` whose patch embedding's multiplier is not searched. "
-    "If this multiplier is searched, too, `sp`'s loss at twice the base is 0.012 ± 0.025 nats above "
-    "plain `mup`'s (five seeds).",
+    "With it searched, no difference could be measured at twice the base.",
     "muon-100": "**Not shown** to be not worse than `sp`. At 16 heads, the best `mup` rows end 0.036 nats above `sp`, whose "
     "search lowers the readout's multiplier from 2 to 1/32. `mup`'s rule lowers it to 1/4.",
     "muon-shipped-100": "**Not shown** to be not worse than `sp`. At 16 heads, `mup` ends 0.022 nats above an `sp` that "

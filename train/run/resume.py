@@ -361,7 +361,7 @@ def announce(
         config: Config of this part of the run.
         context: Context of the run, whose processes all call this.
         step: Number of steps done.
-        facts: Facts of the run's data.
+        facts: Facts of this part's training data, as config.json records them under "data".
         sets: Facts of each further evaluation set, by name.
         checkpoints: Checkpoints of the run, with the settings of this part.
         surroundings: Machine, packages and compiler of this part of the run

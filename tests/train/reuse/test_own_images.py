@@ -166,7 +166,7 @@ def test_predictions_are_those_of_the_evaluation(digits: Any) -> None:
 
 
 def test_a_folder_of_hugging_face_and_an_imported_one_answer_alike(hf: Path) -> None:
-    expected = predicted("vit --no-ema digits/3")
+    expected = predicted("vit digits/3")
     assert [best_class(row) for row in expected].count("3") > len(expected) / 2
     for source in ("hf", "imported"):
         rows = predicted(f"{source} digits/3")

@@ -141,7 +141,7 @@ FAULTS = {
     "saving/checkpoints/1": "saving has no checkpoint yet",
     "unsaved": "unsaved has no checkpoint yet",
     "lm/checkpoints/7": "lm has no checkpoint of step 7; there are 1",
-    "lm/checkpoints/best": "lm has no checkpoint with a finite eval_loss",
+    "lm/checkpoints/best": "no checkpoint of lm was saved with a finite eval_loss",
     "half": "half is not complete: it was not finished by `mupax import x --out half`",
     "cut-config": "cut-config/config.json: not JSON",
     "neither": "neither/config.json is neither a run's nor Hugging Face's",

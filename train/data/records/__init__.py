@@ -1,4 +1,1 @@
-"""Data on disk: prepared TFDS data sets, a user's files by format, and their split by side.
-
-The sides of a split are "train" and "eval".
-"""
+"""Data on disk: prepared TFDS data sets, and a user's files in parts for training and evaluation."""

@@ -275,9 +275,9 @@ def exported(folder: Path) -> Path:
 def test_weights_alone_write_and_are_evaluated_as_their_run(exported: Path) -> None:
     imports = "import exported --out imported --preset mup --base lm-proxy"
     assert command(imports).code == 0
-    text = succeeded("generate lm --no-ema", GREEDY, err=None).out
+    text = succeeded("generate lm", GREEDY, err=None).out
     assert text != "def \n"
-    numbers, _ = evaluated("lm --no-ema")
+    numbers, _ = evaluated("lm")
     tokenizer = "--data.tokenizer bytes"
     for name in ("exported", "imported"):
         assert succeeded(f"generate {name}", GREEDY, tokenizer, err=None).out == text
