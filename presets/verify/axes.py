@@ -93,7 +93,7 @@ def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
     merged_dumps = layers.merge(dumps)
     stacks = []
     for parameters in merged_dumps:
-        stacks.append({name: list(own.values()) for name, own in parameters.items()})
+        stacks.append({name: list(entries.values()) for name, entries in parameters.items()})
     _check_same_parameters(dumps, stacks)
     _check_same_readout(dumps)
 

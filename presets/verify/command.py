@@ -635,7 +635,7 @@ def _notes(
     """Return notes on the formats, on guessed roles, and on what is not judged.
 
     Args:
-        lacks: Result of `_lacks`.
+        lacks: Values that are not judged because a file lacks them, with meanings (`_lacks`).
     """
     notes: list[str] = []
     for dump in dumps:
@@ -774,7 +774,7 @@ def _report(
         optimizer: A name of `OPTIMIZERS`.
         decay: "coupled" if weight decay is multiplied by the learning rate.
         named: Preset of `--preset`. `None` chooses the closest one.
-        lacks: Result of `_lacks`.
+        lacks: Values that are not judged because a file lacks them, with meanings (`_lacks`).
     """
     closest = reference.closest(line, optimizer, decay, named)
     family = closest.preset.family(optimizer)

@@ -66,12 +66,12 @@ def split(merged_dumps: Sequence[Mapping[str, Layers]]) -> list[dict[str, list[E
     for name in merged_dumps[0]:
         layers = [parameters[name] for parameters in merged_dumps]
         apart = _different_layers(layers)
-        for split_dump, own_layers in zip(split_dumps, layers, strict=True):
-            together = [entry for own, entry in own_layers.items() if own not in apart]
+        for split_dump, entries in zip(split_dumps, layers, strict=True):
+            together = [entry for layer, entry in entries.items() if layer not in apart]
             if together:
                 split_dump[name] = together
-            for own in apart:
-                split_dump[own] = [own_layers.get(own) or average(list(own_layers.values()))]
+            for layer in apart:
+                split_dump[layer] = [entries.get(layer) or average(list(entries.values()))]
     return split_dumps
 
 

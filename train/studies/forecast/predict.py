@@ -190,9 +190,9 @@ def _octaves_beyond(law: ScalingLaw, scale: np.ndarray) -> np.ndarray:
     for axis, name in enumerate(AXES):
         if octaves[axis] and high[axis] - low[axis] < 1e-6:
             measured = 2.0 ** rows.centre[axis]
-            own = 2.0 ** (rows.centre[axis] + scale[axis])
+            run_value = 2.0 ** (rows.centre[axis] + scale[axis])
             raise NoLaw(
-                f"this run has {name} {own:,.0f}, and all measured runs have {measured:,.0f}; keep "
+                f"this run has {name} {run_value:,.0f}, and all measured runs have {measured:,.0f}; keep "
                 f"{name} at {measured:,.0f}, or measure runs with other {name}"
             )
     return octaves
