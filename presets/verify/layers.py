@@ -60,7 +60,7 @@ def split(merged_dumps: Sequence[Mapping[str, Layers]]) -> list[dict[str, list[E
     layers stands for it.
 
     Args:
-        merged_dumps: Result of `merge`. The first dump is the base of growth.
+        merged_dumps: Parameters of each dump, as `merge` returns them.
     """
     split_dumps: list[dict[str, list[Entry]]] = [{} for _ in merged_dumps]
     for name in merged_dumps[0]:
@@ -79,26 +79,51 @@ def _different_layers(layers: Sequence[Layers]) -> list[str]:
     """Return the names of layers with a value that grows differently from the other layers'.
 
     Args:
-        layers: One parameter's layers, an item for each dump. The first is the base.
+        layers: One parameter's layers, an item for each dump.
     """
     different: dict[str, None] = {}
-    base = layers[0]
-    for larger in layers[1:]:
+    # Files come in any order. Of two depths the smaller is the base.
+    base = min(layers, key=len)
+    for larger in layers:
+        if larger is base:
+            continue
         for column in COLUMNS:
             if larger.keys() == base.keys():
-                growth = {}
-                for name, entry in larger.items():
-                    growth[name] = _growth(base[name], entry, column)
-            elif _is_uniform(base, column):
-                # Layers of two depths have no partners. Each is compared with the base's first.
-                first = next(iter(base.values()))
-                growth = {name: _growth(first, entry, column) for name, entry in larger.items()}
+                outliers = _unlike_partners(base, larger, column)
             else:
-                # Values that differ between layers by design, such as rates that fall with depth.
-                continue
-            noise = _noise([*base.values(), *larger.values()], column)
-            different.update(dict.fromkeys(_outliers(growth, noise)))
+                outliers = _unlike_the_base(base, larger, column)
+            different.update(dict.fromkeys(outliers))
     return list(different)
+
+
+def _unlike_partners(base: Layers, larger: Layers, column: Column) -> list[str]:
+    """Return the layers whose value grows unlike that of most layers, for dumps of one depth."""
+    growth = {name: _growth(base[name], entry, column) for name, entry in larger.items()}
+    return _outliers(growth, _noise([*base.values(), *larger.values()], column))
+
+
+def _unlike_the_base(base: Layers, larger: Layers, column: Column) -> list[str]:
+    """Return the layers with an unusual value, for dumps of two depths, whose layers do not pair.
+
+    Layers whose value is 0 while others' is not are among them. The larger model's others are
+    compared with a layer of the base. They are not compared if values differ between the base's
+    layers by design, such as learning rates that fall from layer to layer.
+    """
+    zeros = []
+    trained: list[Layers] = []
+    for own_layers in (base, larger):
+        is_zero = {name: getattr(entry, column) == 0 for name, entry in own_layers.items()}
+        zeros += [name for name, zero in is_zero.items() if zero]
+        trained.append({name: own_layers[name] for name, zero in is_zero.items() if not zero})
+    base_trained, larger_trained = trained
+    if not base_trained or not larger_trained:
+        return []
+    if not _is_uniform(base_trained, column):
+        return zeros
+    first = next(iter(base_trained.values()))
+    growth = {name: _growth(first, entry, column) for name, entry in larger_trained.items()}
+    noise = _noise([*base.values(), *larger.values()], column)
+    return [*zeros, *_outliers(growth, noise)]
 
 
 def _is_uniform(layers: Layers, column: Column) -> bool:

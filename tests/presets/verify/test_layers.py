@@ -58,6 +58,18 @@ def test_a_layer_that_is_not_trained_hides_no_other(tmp_path: Path):
     assert (code, report["lines"][0]["lacks"]) == (0, [f"lr above 0 of h.0.{QUERY}"])
 
 
+def test_a_layer_that_is_not_trained_hides_no_other_where_depth_grows(tmp_path: Path):
+    def frozen(layers: int, rate: float) -> Contents:
+        contents = network(64, layers, branch=2 / layers)
+        for layer in range(layers):
+            contents[f"h.{layer}.{QUERY}"]["lr"] *= rate if layer else 0.0
+        return contents
+
+    code, report = verified(tmp_path, frozen(2, 1.0), frozen(8, 4.0))
+    assert (code, faults(report)) == (1, [f"h.*.{QUERY}"])
+    assert verified(tmp_path, frozen(2, 1.0), frozen(8, 1.0))[0] == 0
+
+
 def test_control_twelve_layers_that_grow_alike_are_right(tmp_path: Path):
     code, report = verified(tmp_path, deep(64), deep(256))
     assert (code, report["lines"][0]["verdict"]) == (0, "right")
@@ -84,8 +96,9 @@ def test_rates_that_fall_from_layer_to_layer_are_right(tmp_path: Path):
 def test_one_layer_that_only_the_deeper_model_has_is_wrong(tmp_path: Path):
     large = network(64, 12, branch=0.25)
     large[f"h.7.{QUERY}"]["lr"] *= 2
-    code, report = verified(tmp_path, network(64, 3), large)
-    assert (code, faults(report)) == (1, [f"h.7.{QUERY}"])
+    for files in ((network(64, 3), large), (large, network(64, 3))):
+        code, report = verified(tmp_path, *files)
+        assert (code, faults(report)) == (1, [f"h.7.{QUERY}"])
     right = network(64, 12, branch=0.25)
     assert verified(tmp_path, network(64, 3), right)[0] == 0
 
