@@ -300,10 +300,10 @@ def lines() -> list[str]:
     page = [
         "## Vocabularies and contexts of real models",
         "",
-        f"`{COMMAND}` checks right presets, over ten steps and on more models,",
-        "and wrong rules, at the table's vocabularies and contexts. Wrong rules that pass with",
-        f"{SEEDS} seeds are tried with {MORE_SEEDS}. There are {num_series} series of growing models."
-        f"{unfinished}",
+        f"`{COMMAND}` checks right presets, over ten steps and on more",
+        "models, at each column's vocabulary size and context length. A user's models are not from the",
+        f"zoo. Wrong rules are `mup` with one error. If they pass with {SEEDS} seeds, they are tried with",
+        f"{MORE_SEEDS}. There are {num_series} series of growing models.{unfinished}",
         "",
         f"| correct checks | {' | '.join(columns)} |",
         f"|---|{'---|' * len(columns)}",

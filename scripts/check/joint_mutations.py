@@ -182,7 +182,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "## Wrong joint rules",
         "",
         "A joint rule scales an optimizer's settings as batch or tokens grow. A mutant is a joint",
-        "rule with one value wrong by a power of k, the batch or tokens over the smallest:",
+        "rule with one setting wrong by a power of k, the batch or tokens relative to the smallest:",
         f"{', '.join(COLUMNS)} (of warm-up and final decay).",
         "",
         "The optimizer of `lm-tiny` takes a run's steps on synthetic",
@@ -190,9 +190,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         f"before. The check compares the steps with theory of the right rule. `{COMMAND}`",
         "writes this section and `joint-mutations.json`.",
         "",
-        f"The check catches **{num_caught}** of {len(rows)} mutants and blames the wrong value "
-        f"alone in {num_blamed}.",
-        f"Theory of the wrong formulas alone catches {num_by_formulas}.",
+        f"The check catches **{num_caught}** of {len(rows)} mutants and blames only the wrong setting "
+        f"in {num_blamed}.",
+        f"Theory of the formulas alone catches {num_by_formulas}.",
         "",
         "| rule | grows | caught | by the formulas |",
         "|---|---|---|---|",
@@ -213,9 +213,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     listed = f"all {len(COLUMNS)}" if in_order == list(COLUMNS) else f"the {', '.join(in_order)}"
     lines += [
         "",
-        f"Control: the rule `none` changes no value; theory calls {listed} wrong as the batch grows.",
+        f"Control: the rule `none` changes no setting. Theory calls {listed} settings wrong as the batch grows.",
         "",
-        "Theory of the formulas misses these:",
+        "Theory misses these errors in formulas:",
         "",
     ]
     unseen: dict[tuple[str, str], list[str]] = {}

@@ -46,11 +46,10 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         "## Wrong rules",
         "",
         "A mutant is `mup` with one error: the init_std, multiplier, lr or eps of one parameter",
-        "group is wrong by a power of m, the width over the smallest width. The mutant takes one",
-        f"step at {SIZES} head dimensions, each twice the one before, with {SEEDS} seeds (an",
-        "encoder-decoder at two numbers of heads, H and 4 H). The check compares it",
-        "with theory of `mup`. A mutant that changes training and passes is tried with",
-        f"{MORE_SEEDS} seeds.",
+        "group is wrong by a power of m, the width relative to the smallest width. Models take one",
+        f"step under the mutant at {SIZES} head dimensions, each twice the one before, with {SEEDS} seeds",
+        "(encoder-decoders at H and 4 H heads). The check compares their exponents with theory",
+        f"of `mup`. A mutant that changes training but passes is tried with {MORE_SEEDS} seeds.",
         "",
         "*Other roles* are parameter groups that the decoder lacks.",
         f"`{command}` writes this section and `mutations.json.gz`.",
@@ -58,8 +57,8 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         f"Of {len(mutants)} mutants {num_training} change training: some activation changes by more "
         f"than a factor of 2^{ROUND_OFF:g}. The check catches **{num_caught}** of these ({share_caught}). "
         f"Activations and their changes alone catch {num_by_activations} "
-        f"({share_by_activations}). Weights catch the other {num_caught - num_by_activations}: by "
-        "initial size (`weight`), first step (`movement`) or `gradient`.",
+        f"({share_by_activations}). A weight's initial size (`weight`), first step (`movement`) or "
+        f"gradient catches the other {num_caught - num_by_activations}.",
         "",
         *_shares(outcomes),
     ]
@@ -101,9 +100,9 @@ def _misses(outcomes: Outcomes) -> list[str]:
     for study, study_outcomes in outcomes.items():
         for outcome in missed(study_outcomes):
             lines.append(
-                f"- {study}: {outcome.column} of `{outcome.group}` is {_error(outcome)} (m: growth of "
-                f"the width). No activation changes by more than a factor of 2^{outcome.change:.2g}. "
-                f"Even under right rules, the exponent of {_allowed(outcome.group)}."
+                f"- {study}: {outcome.column} of `{outcome.group}` is {_error(outcome)} "
+                f"(m: growth of the width). No activation changes by more than a factor of 2^{outcome.change:.2g}. "
+                f"Even under right rules, the exponent of the first step {_allowed(outcome.group)}."
             )
     return lines
 
@@ -119,7 +118,7 @@ def _allowed(group: str) -> str:
     observable = f"movement/{group} @1"
     below, above = allowances.get(observable, (0.0, 0.0))
     return (
-        f"`{observable}` lies between {below:g} below theory and {above:g} above, so the check "
+        f"`{observable}` is up to {below:g} below and {above:g} above theory, so the check "
         "accepts this range (`allowances.json`)"
     )
 
@@ -134,14 +133,12 @@ def _harder(outcomes: Outcomes) -> list[str]:
         by_error: dict[str, list[str]] = {}
         num_groups: dict[str, int] = {}
         for outcome in study_outcomes:
-            error = f"{outcome.column} {_error(outcome)}"
+            error = f"{outcome.column} is {_error(outcome)}"
             num_groups[error] = num_groups.get(error, 0) + 1
             if outcome.by is not None and outcome.seeds == MORE_SEEDS:
                 observable, _, slopes = outcome.by.partition(" @")
                 slope, _, predicted = slopes.partition(": ")[2].partition(", theory ")
-                growth = (
-                    f"`{observable}` grows as m^{slope} (theory of the right rule: m^{predicted})"
-                )
+                growth = f"`{observable}` grows as m^{slope} (theory: m^{predicted})"
                 by_error.setdefault(error, []).append(growth)
         for error, evidence in by_error.items():
             groups = f"{len(evidence)} of {num_groups[error]} groups"
@@ -156,8 +153,10 @@ def _alike(outcomes: Outcomes) -> str:
         numbers.update(_reason(outcome) for outcome in study_outcomes if outcome.trains_alike)
     if not numbers:
         return "None."
-    counts = "; ".join(f"{reason}: {number}" for reason, number in numbers.items())
-    return f"Mutants by error: {counts}."
+    counts = [f"{number} {reason}" for reason, number in numbers.items()]
+    first, *others = counts
+    first = first.replace(" ", " have ", 1)
+    return f"Among mutants without effect, {'; '.join([first, *others])}."
 
 
 def _reason(outcome: Outcome) -> str:
@@ -165,12 +164,10 @@ def _reason(outcome: Outcome) -> str:
     if outcome.same_numbers and outcome.column == "init_std":
         return "a wrong std of a bias or of relative positions, which start at zero"
     if outcome.same_numbers:
-        return "a wrong eps under SGD, which reads none"
+        return "a wrong eps under SGD, which uses no eps"
     if outcome.column == "eps":
         return "a wrong eps far below the gradients"
-    return (
-        f"others, which change no activation by more than a factor of 2^{ROUND_OFF:g} in one step"
-    )
+    return "another error"
 
 
 def _percent(part: int, total: int) -> str:

@@ -51,8 +51,8 @@ SHOWN = (
 """Observables and steps that the tables of the page show."""
 
 MEANINGS = {
-    "lazy": "features move less as the size grows",
-    "eps dominates": "Adam's eps grows against the gradient",
+    "lazy": "features move less",
+    "eps dominates": "eps grows",
     "eps fades": "Adam's eps shrinks against the gradient",
 }
 """Verdict other than "explodes" to its meaning on the page."""
@@ -96,13 +96,15 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
         "## Every preset: theory and measurement",
         "",
-        "A decoder of width 64 with 4 heads and 2 layers grows eightfold in one size, under Adam.",
-        "Middle cells read *exponent in theory: measured one [95 % interval over four seeds]*.",
-        "The last column says `passes`, or names the verdicts of failed exponents and their number.",
+        "A decoder of width 64 with 4 heads and 2 layers is trained with Adam while one size grows",
+        "eightfold. Middle cells read *exponent in theory: measured [95 % interval over four seeds]*.",
+        "The last column names the faults, and the number of failed exponents.",
         "",
-        "The check allows for how far small models deviate from theory under right rules",
-        "(`allowances.json`). `python -m scripts.check.theory_and_measurement` writes",
-        "this section and `theory-and-measurement.json.gz`.",
+        "*attention* means attention logits, *update attention* their change through query and key weights.",
+        "",
+        "The check allows for deviations of small models from theory (`allowances.json`).",
+        "`python -m scripts.check.theory_and_measurement` writes this section and",
+        "`theory-and-measurement.json.gz`.",
         "",
         _agreement(rows),
     ]

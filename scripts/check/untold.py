@@ -26,7 +26,7 @@ _STARTS = (
     "MLP in with its own width for fan-in",
     "cross-attention's key with the decoder's width for fan-in",
 )
-_EPS = ("MLP in with the row of any hidden matrix",)
+_EPS = ("MLP in with the eps of other matrices",)
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,30 @@ class Untold:
     Attributes:
         mistakes: Keys of `WRONG`.
         reason: Clause that the page shows.
+        label: Words for the mistakes on the page, by default their names.
     """
 
     presets: tuple[str, ...]
     optimizers: tuple[str, ...]
     mistakes: tuple[str, ...]
     reason: str
+    label: str = ""
 
 
 UNTOLD = (
     Untold(
         tuple(TABLES), ("sgd",), ("value rate x G under GQA",),
-        "right tables explode too when only key heads grow; `check --grow kv_heads` refuses SGD",
+        "right rules explode too when only key heads grow; `check --grow kv_heads` refuses SGD",
     ),
     Untold(
         ("completep", "spectral"), ("adam",), _EPS,
-        "`Preset.uneven`: their rules assume that widths grow together, "
-        "so eps is not checked when one grows alone",
+        "rules assume that widths grow together (`Preset.uneven`), so eps is not checked otherwise",
     ),
     Untold(
         ("spectral",), ("adam", "sgd", "muon"), _STARTS,
-        "fan-in and fan-out both bound the initial std; when one grows alone, "
-        "the right std is smaller by the factor of the mistake",
+        "when one width grows alone, the right std falls so fast "
+        "that the mistake's larger std does not explode",
+        'the four with "fan-in" in their names',
     ),
 )  # fmt: skip
 
@@ -124,15 +126,15 @@ def lines() -> list[str]:
         phrases.append(f"{', '.join(presets)} under {', '.join(optimizers)}")
     combinations = ", and in ".join(phrases)
     text = [
-        f"The {len(WRONG)} mistakes are also made in {combinations}. Left out are",
-        "mistakes that the optimizer does not read (such as eps under SGD), and mistakes in depth in",
-        "presets without a rule for depth. Theory does not report these:",
+        f"The {len(WRONG)} mistakes were also made in {combinations}. Left out are",
+        "mistakes in values that the optimizer does not use (such as eps under SGD) and in depth rules",
+        "that a preset lacks. Theory misses these:",
         "",
         "| mistakes | presets | optimizers | why |",
         "|---|---|---|---|",
     ]
     for exception in UNTOLD:
-        mistakes = "; ".join(exception.mistakes)
+        mistakes = exception.label or "; ".join(exception.mistakes)
         presets = ", ".join(f"`{name}`" for name in exception.presets)
         if exception.presets == tuple(TABLES):
             presets = "all"

@@ -235,7 +235,7 @@ WRONG = {
         "lm", "head_dim", {Role.MLP_IN}, std((D / F) ** 0.5),
         "weight/block.mlp_in/up @0", "explodes where embed grows alone",
     ),
-    "MLP in with the row of any hidden matrix": _wrong(
+    "MLP in with the eps of other matrices": _wrong(
         "lm", "head_dim", {Role.MLP_IN}, eps((F / D) ** 0.5),
         "gradient/block.mlp_in/up @0", "eps fades where embed grows alone",
     ),
@@ -298,7 +298,7 @@ WRONG = {
         "ed", "heads", {"encoder.block.relative_bias"}, rate(H**0.5),
         "movement/encoder.block.relative_bias @1", "explodes",
     ),
-    "relative bias with the eps of a norm": _wrong(
+    "relative bias with a norm's eps": _wrong(
         "ed", "head_dim", {Role.RELATIVE_BIAS}, eps(N**-1),
         "gradient/block.relative_bias @0", "eps fades",
     ),

@@ -283,8 +283,8 @@ def test_the_page_counts_misses_and_says_why_others_are_none():
         "Activations and their changes alone catch 1 (50.0 %).",
         "- study: lr of `a` is m^-0.5 times the right one (m: growth of the width). "
         "No activation changes by more than a factor of 2^2.",
-        "Mutants by error: a wrong std of a bias or of relative positions, which start at zero: 1; "
-        "a wrong eps far below the gradients: 1.",
+        "Among mutants without effect, 1 have a wrong std of a bias or of relative positions, which start "
+        "at zero; 1 a wrong eps far below the gradients.",
         "| study |  |  | 1 of 2 |  | 1 of 2 | 2 |",
     ):
         assert words in page
