@@ -199,7 +199,7 @@ def _hindsight_summary(forecasts: Sequence[dict[str, Any]]) -> str:
     ]
     errors = [abs(row["outcome"]["error"]) for row in judged]
     return (
-        "In each transfer study that allows it, a law fitted to all settings but the largest "
+        "In each transfer study that supports a law, a law fitted to all sizes but the largest "
         f"forecasts the largest. {len(judged) - len(outside)} of {len(judged)} losses and "
         f"{inside} of {len(rates)} best learning rates are inside their 90 % intervals. The median "
         f"error of the losses is {np.median(errors):.2%}. Outside: {', '.join(misses) or 'none'}."

@@ -27,11 +27,11 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 """Palette of Okabe and Ito, which color-blind readers can tell apart."""
 OPENING = """## Published runs
 
-Tables of runs get another law (`train/studies/tables/law.py`). mupax comes with this law fitted to
-1,073 published runs: dense decoders of 215 to 429 million parameters without embeddings, 4 to 100
-billion tokens, standard parameterization. Without `--from`, `mupax plan --model NAME` uses it for a
-dense decoder with size and tokens at most three doublings outside these ranges, unless a tuned
-preset measured by mupax applies ([which settings](../start/which-settings.md)).
+A table of runs gets another law (`train/studies/tables/law.py`). mupax comes with this law fitted to
+1,073 published runs of dense decoders in standard parameterization, with 215 to 429 million parameters
+without embeddings and 4 to 100 billion tokens. Without `--from`, `mupax plan --model NAME` uses this
+fit for dense decoders at most three doublings outside these ranges, unless a tuned preset measured
+by mupax applies ([which settings](../start/which-settings.md)).
 """
 
 
@@ -94,10 +94,10 @@ def _left_out(result: dict[str, Any]) -> str:
 
 A law fitted to all other pairs of model size and tokens forecasts each pair's lowest loss.
 *Error* is the forecast over the measured loss, less 1. *Lost* is how far the run nearest to the
-recommended learning rate and batch ends above the best run.
+recommended learning rate and batch ends above the pair's best run.
 
-{inside} of the {len(settings)} measured losses are inside their 90 % interval. The one outside has 100 billion
-tokens, five times as many as the longest other run of its size. Errors are at most {worst_error:.2%},
+{inside} of the {len(settings)} measured losses are inside the forecast's 90 % interval. The one outside has 100
+billion tokens, five times as many as the longest other run of its size. Errors are at most {worst_error:.2%},
 and the largest *lost* is {worst_lost:.2%}.
 
 Two controls forecast worse, as they must: laws fitted to shuffled learning rates or without tokens.
@@ -121,9 +121,9 @@ def _exponents(result: dict[str, Any]) -> str:
     picture = "![Exponents in tokens and best rates](published-runs/exponents.png)"
     return f"""### Does the best rate fall or rise with the length of training?
 
-The answer depends on the batch size. At small batches the best learning rate falls with the number
-of tokens T; from batches of 1024 on it rises; at 256 and 512 the exponent's interval includes 0. This
-can explain why the published rules below disagree.
+At small batches, the best learning rate falls with the number of tokens T. From batches of 1024 on, it
+rises. At 256 and 512, the exponent's interval includes 0. This can explain why the published rules
+below disagree.
 
 {picture}
 
@@ -157,7 +157,7 @@ def _rules(result: dict[str, Any]) -> str:
 `--joint sde` with a batch of B (T/T0)^1/2 for T tokens. B and T0 are those of the shorter run.
 
 Each rule but `this law` moves the best rate and batch of a shorter run to a longer run of the same
-model (1.8 to 25 times the tokens). *Lost* compares with the best rate and batch of the longer run.
+model (1.8 to 25 times the tokens). *Lost* compares the loss with that of the longer run's best rate and batch.
 
 {table(joint)}
 
@@ -187,7 +187,7 @@ def _isoflop(result: dict[str, Any]) -> str:
     return f"""### A law of FLOPs alone
 
 A table of FLOPs and losses is enough for a forecast: `--columns flops=C --flops 1e21`.
-This law forecasts published losses of mixtures of experts, each the lowest for its FLOPs:
+The next law forecasts published losses of mixtures of experts, each the lowest for its FLOPs:
 
 {table(rows)}
 """
