@@ -25,18 +25,19 @@ Record = Mapping[str, Any]
 HEAD = f"""# Does a tuned preset win?
 
 This page compares the training losses of two ways to choose the constants of larger models, such as the learning rate. The
-smallest model of a comparison is the base, whose link has the constants.
+smallest model of a comparison is its base, whose link leads to the constants.
 
 * **The preset** is tuned at the base alone. A search chooses the learning rate, its multipliers for the readout and the input embedding
-  (their "rates" in the tables), and the readout's initial std. Larger models use these constants unchanged, except in rows
-  with "tuned" or "as sp has" in their names.
-* **`sp`**, the standard parameterization, starts from the same constants. At every larger size its learning rate and the readout's
-  multiplier are searched again. In `muon` sections and a second row of `head_dim-800`, so are the multipliers of the input embedding and of
-  the parameter groups that gain more than {JOINS:.3f} nats if their multiplier moves by a factor of four at four times the base.
+  (their "rates" in the tables), and the readout's initial std. Larger models keep these constants, except in rows with
+  "tuned" or "as sp has" in their names.
+* **`sp`**, the standard parameterization, starts from the same constants. At every larger size, its learning rate and the readout's
+  multiplier are searched again. `muon` sections and a second row of `head_dim-800` also search the multipliers of the input embedding and of
+  parameter groups that gain more than {JOINS:.3f} nats if their multiplier moves by a factor of four at four times the base.
 
-A section's name has what grows (in `vit` sections the head dimension, in `muon` sections heads, under Muon) and the number of steps. In
-`muon-shipped-100`, the constants are those of `lm-laptop` and nothing is searched at the base. "At 2 times" means twice the base's
-size. m and L are width and depth, divided by the base's. "Readout std m^-1/2" means that the readout's initial std falls as m^-1/2.
+A section's name has the growing size and the number of steps. In `vit` sections the head dimension grows, in `muon` sections heads,
+under Muon. In `muon-shipped-100`, nothing is searched at the base: the constants are those of `lm-laptop`. "At 2 times"
+means twice the base's size. m and L are width and depth, divided by the base's. "Readout std m^-1/2" means that the readout's
+initial std falls as m^-1/2.
 
 A run's loss is the mean over its last tenth. All runs of a comparison see the same examples in the same order. Differences are paired
 by seed (5 to 12 seeds), with a 95 % t interval. In the next table, *yes* means that all intervals of the row end at or below {GOAL:+.3f}
@@ -45,21 +46,21 @@ nats (**not worse**), *not finished* that a size is missing. **Not shown** means
 
 `python -m scripts.quality` trains missing runs and writes this page.
 """
-COLUMNS = """Each section's table has mean losses in nats by size. Its last column is the first row's loss minus this row's at the largest
+COLUMNS = """Each section's table has mean losses in nats by size. The last column is the first row's loss minus the row's own at the largest
 size, over the seeds of both. A row with "as sp has" is `mup` with one rule of `sp` and a learning rate searched at every size. Its
-last column is the `mup` row's loss minus this row's.
+last column is the `mup` row's loss minus its own.
 """
 LESS = "first less this"
 READING = {
-    "head_dim-100": "**Not shown** to be not worse than `sp`. Over 100 steps, with a readout std of m^-1/2, `mup`'s best "
+    "head_dim-100": "**Not shown** to be not worse than `sp`. With a readout std of m^-1/2, `mup`'s best "
     "multiplier of the readout's learning rate falls from 8 at head_dim 16 to 2 at 64 and 128. "
-    "If it and the learning rate are searched again, as `sp`'s are, `mup`'s losses at head_dim 32, "
+    "If this multiplier and the learning rate are searched again, as for `sp`, `mup`'s losses at head_dim 32, "
     "64 and 128 are 0.005, 0.000 and 0.009 nats below `sp`'s.",
     "heads-100": "**Not worse** than `sp` if the readout's std and the embedding's learning rate fall as m^-1/2. "
     "A new search at larger sizes keeps `mup`'s learning rate, while `sp`'s halves with "
     "each doubling of heads.",
-    "depth-100": "**Not worse** with residual branches scaled by L^-1/2 (`depth-mup`) and by L^-1 (`alpha_L 1`).",
-    "depth-800": "**Not worse** with residual branches scaled by L^-1 (`alpha_L 1`). With branches scaled by "
+    "depth-100": "**Not worse** than `sp` with residual branches scaled by L^-1/2 (`depth-mup`) and by L^-1 (`alpha_L 1`).",
+    "depth-800": "**Not worse** than `sp` with residual branches scaled by L^-1 (`alpha_L 1`). With branches scaled by "
     "L^-1/2, the preset's loss at depth 16 is 0.028 nats above `sp`'s.",
     "heads-800": "**Not worse** than `sp` if the readout's std and the embedding's learning rate fall as m^-1/2. "
     "With 32 heads, plain `mup`'s loss is 0.009 nats above `sp`'s.",
@@ -68,13 +69,13 @@ READING = {
     "0.032 ± 0.008 above. At four times, no difference could be measured. All rows of the preset "
     "are below an `sp` with two searched constants at every size.",
     "vit-800": "**Not worse** in both `mup` rows than an `sp` whose patch embedding's multiplier is not searched. "
-    "With it searched, no difference could be measured at twice the base.",
-    "muon-100": "**Not shown** to be not worse than `sp`. At 16 heads, the best `mup` rows end 0.036 nats above `sp`, whose "
-    "search lowers the readout's multiplier from 2 to 1/32. `mup`'s rule lowers it to 1/4.",
-    "muon-shipped-100": "**Not shown** to be not worse than `sp`. At 16 heads, `mup` ends 0.022 nats above an `sp` that "
-    "is also searched for 100 steps, which `lm-laptop`'s constants are not: they were tuned over 1,250 steps.",
+    "If it is searched, no difference could be measured at twice the base.",
+    "muon-100": "**Not shown** to be not worse than `sp`. At 16 heads, the best `mup` rows end 0.036 nats above `sp`. "
+    "Its search lowers the multiplier of the readout's learning rate from 2 to 1/32, `mup`'s rule only to 1/4.",
+    "muon-shipped-100": "**Not shown** to be not worse than `sp`. At 16 heads, `mup` ends 0.022 nats above `sp`. "
+    "`sp` was tuned over 100 steps, `lm-laptop`'s constants over 1,250.",
     "vit-100": "**Not shown** to be not worse than `sp`. At 8 times "
-    "the base, both losses are below `sp`'s.",
+    "the base, both `mup` losses are below `sp`'s.",
 }
 """Name of a cell to the conclusion that a person drew from its numbers."""
 
