@@ -314,8 +314,8 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
                 count += 1
                 num_bad += not result["good"]
         totals.append(
-            f"- {PLACES[place]}: {count} corruptions took {seconds[place]:.0f} s; "
-            f"{num_bad} did not end as they must"
+            f"- {count} corruptions {PLACES[place]} took {seconds[place]:.0f} s. "
+            f"{num_bad} did not end as they must."
         )
 
     heading = [f"damage ({', '.join(places)})", "fell back", "refused", "orbax alone: wrong"]

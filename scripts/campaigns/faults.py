@@ -263,9 +263,9 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         f"In {len(struck)} runs, {num_operations} chosen file operations were disturbed: they failed "
         "(EIO, ESTALE, EACCES or ENOSPC), came half a second late, or ended after half of the bytes. "
         f"**{num_right} of {len(struck)} runs ended bitwise equal to an undisturbed run.** "
-        f"{num_survived} of them survived the failure. The others ended with a message, and the "
-        "same command took them from their newest checkpoint, or without one from the beginning, "
-        f"to the end. No command took longer than {slowest:.0f} s. `{COMMAND}`"
+        f"{num_survived} of them survived the failure. The others ended with a message. The same "
+        "command then finished them from their newest checkpoint, or without one from the beginning. "
+        f"No command took longer than {slowest:.0f} s. `{COMMAND}`"
     )
 
     cells = [["operation", "runs", "operations disturbed", "survived", "ended, then went on"]]

@@ -173,15 +173,17 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         slowest = max(slowest, row["slowest_s"])
         largest = max(largest, row["grown_mib"])
     text = (
-        f"{total['inputs']:,} files were broken at random. Each was given to one of {len(rows)} readers "
-        "that commands use, which `fuzz.json` names. A reader must read the file or refuse it with a "
-        f"message. `{COMMAND}`"
+        f"{total['inputs']:,} files were broken at random. Each was given to one of {len(rows)} functions "
+        "that read files for commands (listed in `fuzz.json`). It must read the file or refuse it "
+        f"with a message. `{COMMAND}`"
     )
     lines = [
-        f"- read {total['read']:,}, refused {total['refused']:,}, tracebacks {total['tracebacks']}",
-        f"- more than {SECONDS:g} s of processor time: {total['hangs']} "
-        f"(the slowest {slowest:.2f} s)",
-        f"- more than {MEMORY // 2**20} MiB of memory: {total['large']} (the most {largest:.0f} MiB)",
+        f"- {total['read']:,} files were read, {total['refused']:,} refused. "
+        f"There were {total['tracebacks']} tracebacks.",
+        f"- {total['hangs']} files took more than {SECONDS:g} s of processor time "
+        f"(slowest {slowest:.2f} s).",
+        f"- {total['large']} files took more than {MEMORY // 2**20} MiB of memory "
+        f"(most {largest:.0f} MiB).",
     ]
     return "\n".join(["## Broken files", "", text, "", *lines, ""])
 

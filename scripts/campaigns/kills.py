@@ -145,7 +145,7 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     text = (
         f"{len(runs)} training runs were killed {num_kills} times at random moments, and resumed "
         f"until their last step. **{num_identical} of {len(runs)} runs ended bitwise equal to an "
-        "undisturbed run**: their metrics are equal, except for times, and so are the digests "
+        "undisturbed run**. Metrics are equal, except for times, and so are the digests "
         "of parameters, optimizer state, moving average and counters in the last checkpoint. "
         f"`{COMMAND}`"
     )

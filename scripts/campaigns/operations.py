@@ -221,8 +221,8 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     num_identical = len(runs) - len(differing)
     text = (
         f"{len(runs)} training runs were killed {num_kills} times, before or after a chosen "
-        "operation on a file of the work folder or on an object of a bucket. For a write to a "
-        'file, "killed after" means halfway through it. Each run was resumed until its last step. '
+        "operation on a file of the work folder or an object of a bucket. For a write, "
+        '"killed after" means halfway through. Each run was resumed until its last step. '
         f"**{num_identical} of {len(runs)} runs ended bitwise equal to an undisturbed run.** "
         f"`{COMMAND} disk`, `... bucket`"
     )

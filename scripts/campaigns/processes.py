@@ -360,14 +360,15 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     num_right = len(rows) - len(wrong)
     text = (
         f"In {len(rows)} runs of two or three processes, one process failed. **{num_right} of "
-        f"{len(rows)} runs ended as they must**: the other processes printed the reason (or, before all had "
-        "joined, that they waited for process 0) and ended "
+        f"{len(rows)} runs ended as they must**. The other processes printed the reason (or, before all had "
+        "joined, that they waited for process 0). They ended "
         f"within {BOUND_S:.0f} s, with exit code 1, or 2 for bad input. After a failure that "
-        "passes, such as a slow disk, they trained on. The resumed run ended bitwise equal to an "
-        f"undisturbed run. `{COMMAND}`"
+        "passes, such as a slow disk, they trained on. Resumed runs ended bitwise equal to an "
+        "undisturbed run. *Other* code or flags are those of one process. "
+        f"`{COMMAND}`"
     )
 
-    seconds = "median, most seconds until all but a stopped process ended"
+    seconds = "seconds until the others ended: median, most"
     cells = [["failure", "phases", "times", seconds]]
     for failure in FAILURES:
         failure_rows = [row for row in rows if row["failure"] == failure.name]

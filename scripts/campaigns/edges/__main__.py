@@ -35,11 +35,11 @@ from scripts.pages.markdown import table, write_section
 COMMAND = "python -m scripts.campaigns.edges"
 CAMPAIGNS = {
     "paths": "Commands given a folder or file with an odd name",
-    "environments": "Runs resumed, or joined by a process, under another environment",
+    "environments": "Runs resumed, or joined by a process, under other flags, devices or versions",
     "folders": "Commands that make a folder, killed at an operation or on a full disk",
     "signals": "Signals to commands at chosen moments",
-    "server": "Requests to the server, and load",
-    "files": "Files of strangers, read with a limit on memory",
+    "server": "Requests to `mupax serve`, and load",
+    "files": "Untrusted files, read with a memory limit",
     "processes": "Two processes of a run, one cut off, stopped or slow",
 }
 """Every campaign with its description on the page."""
@@ -171,7 +171,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         link = f"[{name}](edges/{name}.json)"
         cells.append([link, CAMPAIGNS[name], str(len(rows)), str(num_ok), str(num_faults)])
     text = (
-        "Each trial starts a command as a user would, while something around it is unusual, such "
+        "Each trial runs a command while something around it is unusual, such "
         "as a full disk. A trial is **ok** if the command gives the right result, or one line that "
         "says what is wrong. Otherwise it is a fault: lost work, a wrong result, a missing "
         f"message, a hang, a traceback or a crash. `{COMMAND}`"

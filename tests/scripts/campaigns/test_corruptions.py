@@ -68,7 +68,7 @@ def test_every_kind_of_damage_is_found_and_nothing_wrong_is_restored(
     assert [result for result in results if not result["good"]] == []
     outcomes = {(result["kind"], result["outcome"]) for result in results}
     assert outcomes == {(kind, outcome) for kind in KINDS for outcome in ("fell back", "refused")}
-    assert f"{count} corruptions took 7 s; 0 did not end as they must" in page(
+    assert f"{count} corruptions on a disk took 7 s. 0 did not end as they must." in page(
         results, {"disk": 7, "bucket": 0}
     )
 

@@ -58,7 +58,7 @@ def test_control_what_is_wrong_is_counted(
         err = capsys.readouterr().err
         assert f"{fault}, broken: b'broken'" in err, err
     assert (rows["traceback"]["tracebacks"], rows["slow"]["hangs"]) == (1, 1), err
-    assert "tracebacks 1\n" in fuzz.page(rows)
+    assert "There were 1 tracebacks.\n" in fuzz.page(rows)
     assert "of processor time: 1 (" in fuzz.page(rows)
 
 
