@@ -290,7 +290,7 @@ FIGURE = Figure(
     "blocks, on the bytes of Python's sources. `standard` has one initial std and one learning "
     "rate h for all weights. `ntk` moves hidden matrices by the same h (the hidden rate), starts the "
     "embedding table at std 1 and moves it n times as fast. The paper finds that a rate below the "
-    "best costs `ntk` less than `standard`.\n\n"
+    "best raises `ntk`'s loss less than `standard`'s.\n\n"
     "The layout is pre-norm with one table and without biases and gains. Heads have "
     "dimension 16, sequences have 64 positions, and the task is BART's infilling. AdamW has "
     "(0.9, 0.998, 1e-6), gradients are clipped at 0.1, and warm-up and decay are linear. "

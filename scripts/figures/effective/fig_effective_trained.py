@@ -83,7 +83,7 @@ FIGURE = Figure(
     title="The effective theory's family on a ViT: trained at two widths",
     source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034)",
     about="Training loss of a ViT of depth 2 on scikit-learn's digits under AdamW, at widths 64 "
-    "and 256. The best learning rate under `maximal-update` is predicted to stay.\n\n"
+    "and 256. The best learning rate under `maximal-update` is predicted not to move.\n\n"
     "Heads have one size. "
     "The loss is the mean over the last tenth of the steps. Seeds are paired, and all runs "
     "see the same batches. The presets are relative to the smaller width.",

@@ -97,8 +97,7 @@ FIGURE = Figure(
     source="a recursion derived here from section 2.1 of Bordelon, Chaudhry and Pehlevan 2024 "
     "(arXiv 2405.15712)",
     about="Inner products of the residual stream between positions at initialization, in the ViT "
-    "of figure 3a, as head dimension N and number of heads H grow together, against the limit of "
-    "infinite N and H.\n\n"
+    "of figure 3a, are compared with their limit as head dimension N and number of heads H grow together.\n\n"
     "In this limit attention is uniform for logits q.k/N (alpha_A = 1), and logits are Gaussian "
     "for q.k/N^(1/2) (alpha_A = 1/2). "
     "Distances are root mean squares over all pairs of positions.",

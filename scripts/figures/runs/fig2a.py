@@ -65,8 +65,8 @@ FIGURE = Figure(
     title="Figure 2a: transfer of the learning rate over N",
     source="figure 2a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Training loss of Bordelon et al.'s ViT with eight heads on scikit-learn's digits "
-    "(theirs: CIFAR-5M) as the head dimension N grows. With attention logits q.k/N^alpha_A the "
-    "best learning rate is predicted not to move, for alpha_A = 1 and 1/2. The control is `sp`.\n\n"
+    "(theirs: CIFAR-5M) as the head dimension N grows. With attention logits "
+    "q.k/N or q.k/N^(1/2), the best learning rate is predicted not to move. The control is `sp`.\n\n"
     "The loss is the mean over the last tenth of the steps. The output is centred, the "
     "learning rate is constant, and the optimizer is SGD with momentum. The grid has half "
     "octaves. Seeds are paired, and all runs see the same batches. The optimum is `mupax "

@@ -121,8 +121,8 @@ def _nearer_prediction(settings: Settings, variance: np.ndarray, alpha: float) -
         far = "the central limit theorem's"
         far_value = central_limit
     if low <= far_value <= high:
-        return f"Nearer to {near} exponent, but the interval holds {far} too."
-    return f"Nearer to {near} exponent; {far} is outside the interval."
+        return f"The exponent is nearer to {near} exponent, but its interval holds {far} too."
+    return f"The exponent is nearer to {near} exponent. Its interval does not hold {far}."
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
@@ -157,7 +157,7 @@ FIGURE = Figure(
     about="Variance over heads of the attention logits q.k/N^alpha_A of Bordelon et al.'s ViT with "
     "four heads, before, during and after training by SGD with momentum, as the head dimension N "
     "grows. With alpha_A = 1 the central limit theorem predicts N^-1. During and after training, the "
-    "figure's caption predicts N^-2 instead. At most one can hold.\n\n"
+    "figure's caption predicts N^-2 instead.\n\n"
     "The variance is averaged over layers, images and pairs of positions. The data are the "
     "endless image set (the paper: CIFAR-5M).",
     **settings_of(__name__),

@@ -101,7 +101,7 @@ FIGURE = Figure(
     title="Figure 5b: loss against compute in depth",
     source="figure 5b of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Training loss of Bordelon et al.'s ViT against training FLOPs on rendered shapes, as "
-    "the number of blocks L grows from 2 to 8. From the same model with 2 blocks, branches shrink "
+    "the number of blocks L grows from 2 to 8. Relative to one model with 2 blocks, branches shrink "
     "as 1/L (alpha_L = 1) or 1/L^(1/2) (alpha_L = 1/2).\n\n"
     "At the base, branches and all learning rates are the same under both rules. The "
     "paper's two runs have other widths and learning rates.",

@@ -86,7 +86,7 @@ def test_the_verdict_on_the_variance_over_heads(exponent: float, nearer: str) ->
     good = next(row for source, row in trained.items() if nearer in source)
     assert good.verdict == "reproduces"
     assert [row.verdict for row in trained.values() if row is not good] == ["does not reproduce"]
-    assert nearer in good.note.split("Nearer to ")[1].split(" exponent")[0]
+    assert nearer in good.note.split("nearer to ")[1].split(" exponent")[0]
     fig2b.draw(settings, {"variance": data["variance"]})
 
 
