@@ -32,8 +32,9 @@ and adds predictions of this project.
 `make figures ARGS=--again` measures all, `python -m scripts.figures NAME --again` one. Both skip training runs finished in
 `runs/figures`. Without such runs, all figures take {minutes} minutes of CPU time.
 
-A predicted value **reproduces** if the estimate lies in the band (±) around it and the 95 % interval over seeds is at most twice as wide. A predicted lower bound reproduces if the whole interval lies above it. A prediction **does not reproduce** if the whole interval
-lies outside. Otherwise it is undecided. A control is a wrong prediction: it must not reproduce.
+A predicted value **reproduces** if the estimate lies in the band (±) around it and the 95 % interval over seeds is at most twice as wide.
+A predicted lower bound reproduces if the whole interval lies above it. A prediction **does not reproduce** if the whole interval lies
+outside. Otherwise it is undecided. A control is a wrong prediction: it must not reproduce.
 """
 
 
