@@ -122,11 +122,11 @@ STUDIES = {
 ABOUT = {
     "head_dim": ("A decoder with four heads under Adam grows eightfold in head dimension."),
     "heads": (
-        "A decoder under Adam grows eightfold in heads of dimension 16. `mup` and `mup-half` are one "
-        "rule where heads grow, so their losses are equal."
+        "A decoder under Adam grows eightfold in heads of dimension 16. `mup` and `mup-half` have "
+        "equal rules where heads grow, so their losses are equal."
     ),
     "heads-tuned": (
-        "The study of [heads](#heads) for `mup`, with the constants of `--preset mup:lm-heads-v1`. "
+        "This repeats [heads](#heads) for `mup` with the constants of `--preset mup:lm-heads-v1`. "
         "[Quality](quality.md#heads-100) compares losses under these constants with `sp`."
     ),
     "tied-start": (
@@ -144,13 +144,13 @@ ABOUT = {
     ),
     "depth-adam": (
         "A decoder of width 64 under Adam grows eightfold in layers. Eight seeds do not decide "
-        "the verdict on the control, `mup`. Doubling its layers at the same learning rate raises "
-        "its mean loss over eight seeds in 9 of 12 cases."
+        "the verdict on the control, `mup`. Doubling `mup`'s layers at the same learning rate "
+        "raises the mean loss over eight seeds in 9 of 12 cases."
     ),
     "batch": (
         "A decoder of width 32 with one layer under Adam sees 153,600 tokens in batches of 64 to "
         "512 tokens. The [joint rule](../concepts/presets.md#batch-and-tokens) `sde` scales "
-        "Adam's learning rate (as batch^0.5), betas and eps. The control keeps them."
+        "Adam's learning rate (as batch^0.5), betas and eps. The control keeps these constants."
     ),
     "tokens": (
         "The decoder of [batch](#batch) sees 38,400 to 307,200 tokens in batches of 64 tokens. "
@@ -169,8 +169,8 @@ ABOUT = {
     ),
     "moe-experts-sgd": (
         "A decoder grows from 16 to 64 experts, half of them active. SGD trains only the experts and "
-        "routers. The control leaves the number of experts out of their rates, and should drift by "
-        "one octave per doubling. An octave off the best rate costs 0.01 to 0.03 nats."
+        "routers. The control ignores the number of experts in their learning rates, and should drift "
+        "by one octave per doubling. An octave off the best rate costs 0.01 to 0.03 nats."
     ),
 }
 """Paragraph of the page about each study."""
@@ -182,13 +182,13 @@ The **drift** is the slope of the best rate, in octaves per doubling of the size
 
 | verdict | meaning |
 |---|---|
-| **transfers** | drift within ± {TOLERANCE:.2f}, interval inside ± {BOUND:.2f}, best rates at both end sizes: keep the rate |
+| **transfers** | drift within ± {TOLERANCE:.2f}, interval inside ± {BOUND:.2f}, best rates found at both end sizes: keep the rate |
 | **drifts** | interval wholly above {TOLERANCE:.2f} or below -{TOLERANCE:.2f}: tune again as the size grows |
 | **undecided** | anything else |
 
 **Loss** is the largest size's training loss at its own best rate, in nats. The **price** of not
-retuning is its loss at the smallest size's best rate, less the **loss**. A control, such as `sp`,
-should drift.
+retuning is the largest size's loss at the smallest size's best rate, less **loss**. A control, such
+as `sp`, should drift.
 
 `python -m scripts.studies.transfer` runs the studies up to and including [moe-experts-sgd](#moe-experts-sgd).
 `--list` prints their commands. The losses are in `docs/evidence/transfer/*/points.jsonl.gz`.

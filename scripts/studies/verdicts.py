@@ -469,7 +469,7 @@ The column "0.22: drifts" has the share of studies with a true drift of 0.22 tha
 
 {verdicts}
 
-At 0.22 both are right: *transfers* says that the drift is below 0.30, *drifts* that it is above 0.15.
+At 0.22, both verdicts are right: *transfers* says that the drift is below 0.30, *drifts* that it is above 0.15.
 
 This table has the share of 95 % intervals that contain the true drift or price, over all four rows above or in the row with the
 lowest or highest share:
