@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "reference" / "tuned.md"
 HEAD = f"""# Tuned presets
 
 A tuned preset holds the learning rate and the constants that were best at one size, or that
-[others published](#published). If a size of the model is more than three doublings from the studied
+[others published](#published). If a size of your model is more than three doublings from the studied
 sizes, `mupax train` prints a warning.
 
 ```text
@@ -26,18 +26,18 @@ mupax presets tuned mup:lm-python-v1
 ```
 
 The second command prints base sizes, evidence and the command that made the preset.
-`--save-tuned NAME` of `sweep`, `transfer` and `tune` saves your own.
+`--save-tuned NAME` of `sweep`, `transfer` and `tune` saves your own preset.
 
-| verdict | the best learning rate as a size grows |
+| verdict | drift of the best learning rate as a size grows |
 |---|---|
 | transfers | estimate within ± {TOLERANCE:.2f} octaves a doubling, 95 % interval inside ± {BOUND:.2f} |
 | drifts | 95 % interval entirely above +{TOLERANCE:.2f} or entirely below -{TOLERANCE:.2f} |
 | undecided | neither: sweep at one larger size before you rely on it |
-| one size | was never tried at another size |
+| one size | never tried at another size |
 
 ## Measured here
 
-Each learning rate was the best one on the data of its row. On other data another one may be best.
+Each learning rate was the best on the data of its row. On other data, another may be best.
 
 | preset | verdict | optimizer, learning rate at the smallest size, log2 [95 %] | measured on | drift, octaves a doubling [95 %] |
 |---|---|---|---|---|"""
@@ -45,7 +45,7 @@ EVIDENCE_FOLDER = ROOT / "docs" / "evidence" / "tuned"
 """Folder of tuned presets that no longer come with mupax."""
 MOVED_HEAD = """## No longer shipped
 
-A new run refuses these names. A run that began with one continues with `--resume`. To use one
+A new run refuses these presets. A run that began with one continues with `--resume`. To use one
 again, copy its file to a folder `tuned` where you run mupax.
 
 | preset | why | optimizer | rate | file |

@@ -33,7 +33,7 @@ EXIT_CODES = """[Exit codes](../howto/running.md#exit-codes) are the same for ev
 """
 OLD = """## Old spellings
 
-These still run, and name the new spelling on standard error.
+Old spellings still run, and print new ones on standard error.
 
 | old | now |
 |---|---|

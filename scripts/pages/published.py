@@ -15,7 +15,7 @@ Each preset has the values of a public config or program at the linked commit. m
 mupax train lm-1b --preset mup:cerebras-gpt --dry-run
 ```
 
-This command prints the run's values beside the values of the source's model of nearest width. The
+This command prints the run's values beside those of the source's model of nearest width. The
 run leaves out constants of parameters that your model lacks.
 
 | preset | source | optimizer, rate at the base | models | data |
