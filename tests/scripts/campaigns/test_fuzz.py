@@ -59,7 +59,7 @@ def test_control_what_is_wrong_is_counted(
         assert f"{fault}, broken: b'broken'" in err, err
     assert (rows["traceback"]["tracebacks"], rows["slow"]["hangs"]) == (1, 1), err
     assert "There were 1 tracebacks.\n" in fuzz.page(rows)
-    assert "of processor time: 1 (" in fuzz.page(rows)
+    assert "- 1 files took more than 0.1 s of processor time (" in fuzz.page(rows)
 
 
 @pytest.mark.core
