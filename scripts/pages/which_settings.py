@@ -27,25 +27,25 @@ mupax plan --model gpt2-medium --tokens 10b
 ```
 
 This command prints the learning rate and batch size that the best evidence gives for one model,
-and a training command. The table has the known values for models of `mupax models list`.
-There, language models see {TOKENS_PER_PARAMETER} tokens for each parameter outside of embeddings and readout,
-vision models {IMAGES:,} images ({IMAGE_EPOCHS} epochs of ImageNet-1k).
+and a training command. The table has models of `mupax models list`. It assumes {TOKENS_PER_PARAMETER} training
+tokens per parameter (without embeddings and readout) for language models, and {IMAGES:,}
+images ({IMAGE_EPOCHS} epochs of ImageNet-1k) for vision models.
 """
 TAIL = """
-The kinds of evidence are, best first:
+Kinds of evidence, best first:
 
-- **measured here**: a [tuned preset](../reference/tuned.md). It applies to models
-  of its kind (images, or decoders without experts) within three doublings of measured sizes,
-  and up to eight times the measured run's length.
+- **measured here**: a [tuned preset](../reference/tuned.md) of mupax. It applies to models of its
+  kind (images, or decoders without experts) within three doublings of measured sizes, and to runs
+  up to eight times the measured length.
 - **published law**: a fit to [1,073 published runs](../evidence/forecasts.md#published-runs)
   under standard parameterization. It applies to decoders without experts, within three doublings
   of 215 to 429 million parameters (without embeddings and readout) and 4 to 100 billion tokens.
 - **published constants**: settings that [others published](../reference/tuned.md#published) for a
   model of the same kind, within three doublings in width and depth.
 
-If you can, measure small models under `mup` instead (`mupax transfer`), and plan the
-large run from the study's folder (`mupax plan MODEL --from FOLDER`). For an Adam run longer than
-the study's, add `--joint sde` to `plan`, and raise `--data.batch-size` as the square root of the
+If you can, measure small models under `mup` instead (`mupax transfer`), and plan the large run
+from this study's folder (`mupax plan MODEL --from FOLDER`). For an Adam run longer than the
+study's, add `--joint sde` to `plan`, and let `--data.batch-size` grow as the square root of the
 tokens ([other rules](../evidence/forecasts.md#which-rule-to-use-for-a-longer-run)).
 
 Made by `python -m scripts.pages.which_settings`.
