@@ -1,1 +1,1 @@
-"""Studies, most of which train many small models, and the report that they share."""
+"""Studies, most of which train many small models, and their common report."""

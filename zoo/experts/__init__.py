@@ -1,1 +1,1 @@
-"""Mixture of experts: the router, exchanges of tokens between devices, and products by expert."""
+"""Mixture of experts: the router, exchanges of tokens between devices, and matrix products."""

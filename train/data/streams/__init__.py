@@ -1,1 +1,1 @@
-"""Text that is tokenized while it is trained on (streams), as lanes of documents and as batches."""
+"""Streams of text that is tokenized while a run trains on it: token files, and batches."""

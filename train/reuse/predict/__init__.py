@@ -1,1 +1,1 @@
-"""Predictions of a model of images for image files."""
+"""Predictions of an image model for image files."""

@@ -1,1 +1,1 @@
-"""A model of text behind HTTP: the requests of OpenAI's API, and a page to try it."""
+"""HTTP server of a language model: requests of OpenAI's API, and a web page."""

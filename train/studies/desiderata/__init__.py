@@ -1,1 +1,1 @@
-"""Measurement of which dimensions of a transformer can be scaled, mapping by mapping."""
+"""Measurement of which dimensions of a transformer can grow alone, operation by operation."""

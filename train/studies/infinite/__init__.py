@@ -1,1 +1,1 @@
-"""Training of infinitely wide models, with finite models by the zoo's training step."""
+"""Training of a model with infinitely many heads, and of finite models, on one batch."""

@@ -1,1 +1,1 @@
-"""Plans without a study: by a law of runs in a table, `--from TABLE.csv`, or by mupax's evidence."""
+"""Plans without a study, from a table of runs (`--from TABLE.csv`) or from mupax's evidence."""
