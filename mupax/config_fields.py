@@ -30,19 +30,21 @@ class Consequence(NamedTuple):
 
 
 CONSEQUENCES: dict[Effect, Consequence] = {
-    "model": Consequence("parameters, their function and the numbers of a preset", "refused", True),
+    "model": Consequence("parameters, the model's function and a preset's values", "refused", True),
     "start": Consequence("initial parameters", "refused", True),
     "data": Consequence("examples and their order", "refused", True),
-    "batches": Consequence("what batches are made of the examples", "announced", True),
+    "batches": Consequence("how batches are made of examples", "announced", True),
     "step": Consequence("optimizer, schedule and loss", "announced", True),
     "rounding": Consequence("last bits of the step", "announced", True),
-    "layout": Consequence("place of arrays on devices, and so last bits", "announced", False),
+    "layout": Consequence(
+        "place of arrays on devices, and so last bits of the step", "announced", False
+    ),
     "compiler": Consequence("flags of the compiler", "silent", True),
     "course": Consequence("checkpoints, evaluation sets and an early end", "announced", False),
-    "guards": Consequence("what is refused, and when a fault ends the run", "announced", False),
+    "guards": Consequence("what mupax refuses, and when a fault ends the run", "announced", False),
     "reports": Consequence("what a run logs, and how often it evaluates", "silent", False),
     "origin": Consequence("recipe and weights that a run starts from", "silent", True),
-    "session": Consequence("where a run lies, and how it goes on", "silent", False),
+    "session": Consequence("a run's folder, and how it resumes", "silent", False),
     "processes": Consequence("how processes find each other", "silent", False),
 }
 """Consequence of changing a field, by the effect that the field declares (`Affects.effect`)."""

@@ -25,7 +25,7 @@ RUNNING = ROOT / "docs" / "howto" / "running.md"
 PAGE = (ROOT / "docs" / "howto" / "add_a_flag.md").read_text()
 EDITS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 TESTS = ["tests/train/run/test_config_fields.py", "-k", "clip_value or declares"]
-ON_RESUME = {"refused": "is refused", "announced": "prints old -> new", "silent": "says nothing"}
+ON_RESUME = {"refused": "is refused", "announced": "prints old -> new", "silent": "prints nothing"}
 RUN = (
     "train lm-tiny --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
     "--data.batch-size 8 --data.name text:words.txt --data.eval-examples 8 --steps 4 "
