@@ -46,24 +46,24 @@ PAGE = ROOT / "docs" / "howto" / "launch.md"
 
 INTRODUCTION = """## Does it fit a pod?
 
-Compile the run's own step for TPUs (extra `tpu`) or GPUs (extra `cuda`), without any of them:
+Compile the run's own step for TPUs (extra `tpu`) or GPUs (extra `cuda`), without having one:
 
 ```text
 mupax compile lm-8b --topology v5e:16x16
 mupax compile lm-1b --topology h100:8
 ```
 
-`h100:8` means one host with eight GPUs, and `h100:2x8` two such hosts. `compile` prints memory,
-collectives, the largest temporary arrays and a lower bound on the time of a step. Here are results
-by `python -m scripts.bench.pods` (full reports: `docs/evidence/pods.json`). No step was run:
+`h100:8` means one host with eight GPUs, `h100:2x8` two such hosts. `compile` prints memory,
+collectives, the largest temporary arrays and a lower bound on the time of a step. These are results
+of `python -m scripts.bench.pods` (full reports: `docs/evidence/pods.json`). No step was run:
 """
 COLUMNS = """
-- **memory** is what one chip needs, of what it has: allocated by the compiler on TPUs, estimated on
-  GPUs. Of a GPU, JAX takes the share `XLA_PYTHON_CLIENT_MEM_FRACTION` (0.75).
-- **expected** is this memory, computed from sizes of arrays alone (`train/pods/estimates.py`).
+- **memory** is what one chip needs, of what the chip has: allocated by the compiler on TPUs,
+  estimated on GPUs. JAX uses the share `XLA_PYTHON_CLIENT_MEM_FRACTION` (0.75) of a GPU's memory.
+- **expected** is the needed memory by array sizes alone (`train/pods/estimates.py`).
 - **cycles** are the compiler's estimate for a TPU's step, without attention kernels.
-- **step at least** is the longest time of matrix products at the chip's peak, traffic of main
-  memory, each network's collectives, and cycles (not on v6e, whose clock is not known). A network's
+- **step at least** is the longest of these times: matrix products at the chip's peak, main-memory
+  traffic, each network's collectives, and cycles (not on v6e, whose clock is not known). A network's
   collectives that overlap no matrix products are added, unless this network's time is the longest.
   Rows of 41173a6 leave this addition out.
 - **program** is the compiled commit. Do not compare rows of different commits.
