@@ -63,9 +63,9 @@ COLUMNS = """
 - **expected** is the needed memory by array sizes alone (`train/pods/estimates.py`).
 - **cycles** are the compiler's estimate for a TPU's step, without attention kernels.
 - **step at least** is the longest of these times: matrix products at the chip's peak, main-memory
-  traffic, each network's collectives, and cycles (not on v6e, whose clock is not known). A network's
-  collectives that overlap no matrix products are added, unless this network's time is the longest.
-  Rows of 41173a6 leave this addition out.
+  traffic, each network's collectives, and cycles (not on v6e, whose clock is not known). A
+  network's collectives that overlap no matrix products are added, unless this network's time is the
+  longest. Rows of 41173a6 leave this addition out.
 - **program** is the compiled commit. Do not compare rows of different commits.
 """
 
