@@ -190,7 +190,8 @@ class InitConfig:
     init_optimizer: Annotated[bool, Affects("origin", test=_INIT)] = False
     """Also take over the optimizer's moments. The run still starts at step 0."""
     init_ema: Annotated[bool, Affects("origin", test=_INIT)] = False
-    """Start from the moving average of the source's parameters."""
+    """Start from the moving average of the source's parameters. `mupax finetune` does so for a run
+    that keeps one."""
     init_new: Annotated[
         tuple[str, ...],
         conf.arg(metavar="ROLE|NAME ..."),

@@ -50,6 +50,8 @@ _BATCH = 8
 
 TextIds = Mapping[str, int | list[int]]
 """Token ids by config.json's names, such as eos_token_id."""
+AVERAGED = "the weights are the moving average, as in evaluations; --no-ema writes the parameters themselves"
+"""Note of the commands that write a run's moving average to files (`--no-ema`)."""
 READ = ("--data.", "--mesh.", "--model.compute.")
 """Flags of a run that `mupax eval` and `mupax noise` read."""
 
@@ -216,6 +218,11 @@ class TrainedModel:
     def weights(self) -> Literal["params", "ema"]:
         """Part of the checkpoint that `params` reads. Always "params" for weights without a run."""
         return "params" if self.run is None else self.run.weights
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether `plain_weights` can read a moving average of the parameters."""
+        return self.run is not None and self.config.ema.decay is not None
 
     @property
     def described(self) -> str:

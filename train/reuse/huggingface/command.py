@@ -20,17 +20,20 @@ class Import(PresetFlags):
     """Weights of Hugging Face (config.json and safetensors) in a preset's form, for `mupax train --init-from FOLDER`.
 
     The tokenizer, chat template, generation config and preprocessor beside the weights come with
-    them.
+    them. Of a run of mupax the moving average is read if the run keeps one, as in evaluations.
     """
 
     path: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="PATH")]
-    """Folder with config.json and safetensors, or its file, or ORG/NAME of the Hugging Face hub."""
+    """Folder with config.json and safetensors, or its file, or ORG/NAME of the Hugging Face hub; or
+    a run."""
     preset: Annotated[str, conf.arg(metavar="NAME")] = "sp"
     """A preset of `mupax presets`."""
     out: Annotated[command_line.Place, conf.arg(metavar="FOLDER")]
     """A new or empty folder."""
     revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
     """Revision of ORG/NAME; the branch main by default."""
+    no_ema: Switch = False
+    """Read the parameters themselves, not the moving average, if the run at PATH keeps one."""
 
     def run(self) -> int:
         """Write the imported weights and text files to `out`. Return the exit code, 0.
@@ -51,7 +54,8 @@ class Import(PresetFlags):
             return 0
 
         model = trained.describe(hub.local(self.path, self.revision))
-        source = model.plain_weights()
+        averaged = model.keeps_average and not self.no_ema
+        source = model.plain_weights("ema" if averaged else "params")
         text = export.text_of(model, None, None)
         if model.run is not None and text.encoder is not None and not model.model.denoises:
             # A run records no token ids. They follow from its tokenizer and chat template.
@@ -63,6 +67,8 @@ class Import(PresetFlags):
                 source, config, out, str(self.path), reads_bytes=reads_bytes
             )
             notes = export.write_text_files(model, text, out, source.text_ids)
+        if averaged:
+            notes.append(trained.AVERAGED)
 
         _print_summary(source, preset)
         if source.images:

@@ -64,8 +64,7 @@ def exported(
         MupaxError: nothing to export, or a tokenizer without a token that ends a text.
     """
     model = trained.describe(path, step)
-    keeps_average = model.run is not None and model.config.ema.decay is not None
-    averaged = keeps_average and not plain
+    averaged = model.keeps_average and not plain
     source = model.plain_weights("ema" if averaged else "params")
     text = text_of(model, tokenizer_file, separator)
     # Where published weights and their tokenizer name different ids, those of the weights count.
@@ -77,10 +76,7 @@ def exported(
     notes = [*files.write_huggingface(source, out, dtype, ids, reads_bytes=reads_bytes)]
     notes += write_text_files(model, text, out, ids)
     if averaged:
-        notes.append(
-            "the weights are the moving average, as in evaluations; --no-ema writes the parameters "
-            "themselves"
-        )
+        notes.append(trained.AVERAGED)
 
     row = None
     if source.run:

@@ -150,6 +150,7 @@ class Finetune:
     ed FOLDER` also say what the source has to be. The rate is 0.3 times the source's, or 5e-5 times
     768 / width where it has none; ten epochs, 100 to 2,000 steps. With --lora.rank low-rank
     adapters alone are trained, and a new readout, at three times that rate; an export merges them.
+    The moving average of a source that keeps one is read; --no-init-ema reads its parameters.
     """
 
     folder: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="FOLDER")]

@@ -269,10 +269,11 @@ def initial_state(program: Program, start: Start) -> TrainState:
 
 
 def _notes(source: WeightsSource, config: Config, tokenizer: str | None) -> list[str]:
-    """Return notes for the user on the tokenizer of the run, and on inexact norms.
+    """Return notes for the user on the run's tokenizer, the moving average, and inexact norms.
 
     There is a note if the run takes the tokenizer beside the source, if source and run have
-    different tokenizers, and if absorbed multipliers of skip connections change the eps of norms.
+    different tokenizers, if the source keeps a moving average, and if absorbed multipliers of skip
+    connections change the eps of norms.
 
     Args:
         tokenizer: key of the run's tokenizer. With `None`, names of tokenizers are compared.
@@ -296,6 +297,18 @@ def _notes(source: WeightsSource, config: Config, tokenizer: str | None) -> list
             notes.append(
                 f"the source reads tokens of {source_name} and this run of {name}; "
                 "the same numbers are other text then"
+            )
+
+    if source.run is not None and source.run[0].ema.decay is not None:
+        if config.init.init_ema:
+            notes.append(
+                "the weights are the source's moving average, as in evaluations; --no-init-ema "
+                "takes the parameters of its last step"
+            )
+        else:
+            notes.append(
+                "the weights are the source's parameters; --init-ema takes its moving average, "
+                "which evaluations use"
             )
 
     eps_times = source.preset.get("norm_eps_times")

@@ -91,12 +91,13 @@ def test_of_a_moving_average_it_is_said_and_without_a_row_that_there_is_none() -
 
 
 @pytest.mark.parametrize(("flags", "part"), [("", "ema"), ("--no-ema", "params")])
-def test_the_moving_average_is_exported_as_evaluations_read_it(
-    flags: str, part: Literal["ema", "params"]
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_the_moving_average_is_written_as_evaluations_read_it(
+    command: str, flags: str, part: Literal["ema", "params"]
 ) -> None:
     """And the parameters themselves by a flag."""
-    out = f"averaged{flags}"
-    printed = succeed("export", "other", "--out", out, flags).out
+    out = f"{command}-averaged{flags}"
+    printed = " ".join(succeed(command, "other", "--out", out, flags).out.split())
     assert ("--no-ema writes the parameters themselves" in printed) == (part == "ema")
     exported = trained.describe(Path(out)).plain_weights().params
     run = trained.describe(Path("other"))

@@ -134,7 +134,10 @@ def test_a_run_starts_from_the_average(current: Path) -> None:
     assert np.abs(params - average).max() > 0
     begun = prepared("--init-from old --init-ema")
     np.testing.assert_array_equal(begun.params["token"], average)
-    np.testing.assert_array_equal(prepared("--init-from old").params["token"], params)
+    assert any("--no-init-ema takes the parameters" in note for note in begun.notes)
+    plain = prepared("--init-from old")
+    np.testing.assert_array_equal(plain.params["token"], params)
+    assert any("--init-ema takes its moving average" in note for note in plain.notes)
     config = read_json("old/config.json")["config"]
     config["ema"]["decay"] = None
     change_json(Path("old/config.json"), config=config)
