@@ -440,10 +440,10 @@ class App:
     async def _health(self, request: Request) -> Response:
         if self._service.is_well:
             return _json({"status": "ok"})
+        if not self._service.is_alive:
+            return _json({"status": "the model's thread is dead; restart the server"}, 503)
         return _json(
-            {"status": "the worker is dead or makes no progress"},
-            503,
-            {"Retry-After": str(RETRY_S)},
+            {"status": "the model's thread makes no progress"}, 503, {"Retry-After": str(RETRY_S)}
         )
 
     async def _models(self, request: Request) -> Response:

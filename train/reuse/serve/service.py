@@ -208,7 +208,7 @@ class Answer:
         max_seconds: Time limit of the request, from now on.
 
     Raises:
-        ApiError: 503 if too many requests wait, or if the worker is dead.
+        ApiError: 503 if too many requests wait, 500 if the worker is dead.
     """
 
     def __init__(
@@ -401,6 +401,11 @@ class Service:
             )
 
     @property
+    def is_alive(self) -> bool:
+        """True unless the worker is dead. A dead worker never answers again."""
+        return self.worker.is_alive
+
+    @property
     def is_well(self) -> bool:
         """True unless the worker is dead or stuck."""
         return self.worker.is_well
@@ -432,7 +437,10 @@ class Service:
         texts = [self._chat_text(request)] if request.chat else request.prompts
         ends = frozenset() if request.ignore_eos else self._ends
         stops = request.stops
-        if request.chat and self.template and not request.ignore_eos:
+        # A model of chats learns nothing to write after the end of an answer, so that a plain
+        # completion ends there, too.
+        has_answers = request.chat or self._is_of_chats
+        if has_answers and self.template and not request.ignore_eos:
             ends |= self._answer_end.ids
             stops += self._answer_end.stops
         prompts = []
@@ -455,7 +463,7 @@ class Service:
             client: Address of the client. A free slot goes to the client with the fewest texts.
 
         Raises:
-            ApiError: 503 if too many requests wait, or if the worker is dead.
+            ApiError: 503 if too many requests wait, 500 if the worker is dead.
         """
         return Answer(request, prompts, self.worker, client, self.limits.max_seconds)
 
@@ -626,6 +634,15 @@ class Service:
                 "context_length_exceeded",
             )
         return text, ids.astype(np.int32)
+
+    @functools.cached_property
+    def _is_of_chats(self) -> bool:
+        """True for a run that was trained on chats, alone or in a mixture."""
+        data = self._run.config.data
+        sources = [data.name]
+        for word in data.mix:
+            sources.append(word.partition("=")[2])
+        return any(source.startswith("chat:") for source in sources)
 
     @functools.cached_property
     def _answer_end(self) -> AnswerEnd:

@@ -40,6 +40,9 @@ Three times the duration of the worker's longest call is added.
 """
 _STOP_S = 1.0
 """Time in seconds for which `Worker.stop` waits for the thread."""
+_STOPPING = "the server is stopping"
+# No status 503, which would let clients ask again: a dead thread is never started again.
+_DIED = "the model's thread died; the server's log says why. Restart the server"
 
 
 class BusyError(Exception):
@@ -161,6 +164,7 @@ class Worker:
         self._slot_began: dict[Text, float] = {}
         self._order = itertools.count()
         self._stopped = False
+        self._has_died = False
         self._is_idle = True
         self._last_progress = time.monotonic()
         # A daemon, so that a call that hangs in JAX cannot keep the process alive.
@@ -168,9 +172,14 @@ class Worker:
         self._thread.start()
 
     @property
+    def is_alive(self) -> bool:
+        """True if the thread is alive. It is never started again."""
+        return self._thread.is_alive()
+
+    @property
     def is_well(self) -> bool:
         """True if the thread is alive and is idle, compiles, or made progress recently."""
-        if not self._thread.is_alive():
+        if not self.is_alive:
             return False
         if self._is_idle or self.slots.compiling:
             return True
@@ -183,11 +192,13 @@ class Worker:
 
         Raises:
             BusyError: `max_waiting` requests wait already. A `ScoreJob` is always queued.
-            WorkerError: The thread is dead.
+            WorkerError: The thread is dead, or `stop` was called.
         """
         with self._changed:
-            if self._stopped or not self._thread.is_alive():
-                raise WorkerError("the server has no worker any more; restart it", 503)
+            if self._has_died:
+                raise WorkerError(_DIED)
+            if self._stopped:
+                raise WorkerError(_STOPPING, 503)
             if isinstance(job, ScoreJob):
                 self._score_jobs.append(job)
             else:
@@ -236,13 +247,12 @@ class Worker:
         finally:
             with self._changed:
                 self._stopped = True
+                self._has_died = error is not None
                 # Under the lock of `submit`, which then adds no job that nobody would answer.
                 outstanding: list[Job | ScoreJob] = [*self._jobs, *self._score_jobs]
-            reason = "the server is stopping"
-            if error:
-                reason = "the worker died; the server's log says why"
+            failure = WorkerError(_DIED) if error else WorkerError(_STOPPING, 503)
             for job in outstanding:
-                job.deliver(WorkerError(reason, 503))
+                job.deliver(failure)
 
     def _wait(self) -> bool:
         """Wait until a job is queued or `stop` is called. Return False after `stop`."""

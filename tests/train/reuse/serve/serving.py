@@ -23,7 +23,7 @@ CHAT = "/v1/chat/completions"
 
 
 @contextlib.contextmanager
-def serving(folder: Path, tokenizer: str = "bytes", **options: Any) -> Iterator[Server]:
+def serving(folder: Path, tokenizer: str | None = "bytes", **options: Any) -> Iterator[Server]:
     """Serve a model in a thread."""
     args = command.Serve(workdir=folder, port=0, tokenizer=tokenizer, **options)
     with Server(args.host, args.port) as server:

@@ -291,9 +291,14 @@ def test_logprobs_without_memory_are_503_and_the_worker_lives_on(
 def test_health_tells_a_stuck_and_a_dead_worker(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def health() -> int:
-        return request(server, path="/health").status
+    def answered() -> Response:
+        return request(server, path="/health")
 
+    def health() -> int:
+        return answered().status
+
+    # A worker that compiles counts as well, so that the programs are compiled before.
+    assert request(server, SHORT).status == 200
     slots = service_of(server).worker.slots
     going_on = threading.Event()
     step = slots._step
@@ -308,6 +313,7 @@ def test_health_tells_a_stuck_and_a_dead_worker(
         patch.setattr(slots, "_step", slow)
         with asking(server, SHORT):
             until(lambda: health() == 503)
+            assert answered().headers["Retry-After"] == "5"
             patch.setattr(slots, "compiling", True)
             assert health() == 200
             patch.setattr(slots, "compiling", False)
@@ -321,10 +327,15 @@ def test_health_tells_a_stuck_and_a_dead_worker(
     monkeypatch.setattr(dying, "_turn", die)
     monkeypatch.setattr(service_of(server), "worker", dying)
     assert health() == 200
-    status, answer, _ = request(server, SHORT)
-    assert (status, answer["error"]["type"]) == (503, "server_error")
-    until(lambda: health() == 503)
-    assert request(server, SHORT).status == 503
+    # The first request was queued when the thread died, and the second comes after that.
+    for _ in range(2):
+        status, answer, headers = request(server, SHORT)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        assert "Restart the server" in answer["error"]["message"]
+        assert headers["Retry-After"] is None, "a dead thread does not come back"
+        until(lambda: health() == 503)
+    assert answered().headers["Retry-After"] is None
+    assert "restart the server" in answered().body["status"]
 
 
 # The command

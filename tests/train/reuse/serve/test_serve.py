@@ -264,6 +264,42 @@ def test_a_chat_is_its_template_rendered_and_ends_where_that_ends_an_answer(serv
     assert service_of(server)._answer_end == AnswerEnd(frozenset(), ("|",))
 
 
+def test_a_completion_of_a_run_of_chats_ends_where_an_answer_does(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    with open(tmp_path / "talks.jsonl", "w") as file:
+        for number in range(200):
+            answer = {"role": "assistant", "content": f"to be {number}"}
+            file.write(json.dumps({"messages": [*HI, answer]}) + "\n")
+    run = tmp_path / "run"
+    succeed(
+        f"train lm-tiny --data.name chat:{tmp_path / 'talks.jsonl'} --data.chat-template {template}",
+        "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 32",
+        "--data.batch-size 8 --data.eval-batch-size 8 --data.eval-examples 8",
+        f"--log.no-tensorboard --log.no-samples --optimizer.warmup-steps 0 --steps 20 "
+        f"--workdir {run}",
+    )
+    with serving(run, None) as http_server:
+        endless = text_of(completion(http_server, max_tokens=20))
+    # The template of the second server puts a character of this text after an answer.
+    ending = next(letter for letter in endless if letter.isalnum())
+    template.write_text(TEMPLATE.replace("|", ending))
+    with serving(run, None, chat_template=str(template)) as http_server:
+        ended = completion(http_server, max_tokens=20, ignore_eos=False)["choices"][0]
+        assert ended["text"] == endless.partition(ending)[0]
+        assert ended["finish_reason"] == "stop"
+        assert text_of(completion(http_server, max_tokens=20)) == endless, "the control"
+
+    # The control: weights with a template may be of a model of plain text.
+    weights_text = text_of(completion(server, max_tokens=20))
+    answer_end = AnswerEnd(frozenset(), (weights_text[3],))
+    monkeypatch.setattr(service_of(server), "_answer_end", answer_end)
+    assert text_of(completion(server, max_tokens=20, ignore_eos=False)) == weights_text
+
+
 def test_text_is_decoded_after_its_prompt_and_bytes_are_the_tokens_own(
     folder: Path, tmp_path: Path
 ) -> None:
