@@ -105,16 +105,16 @@ def main(argv: Sequence[str]) -> int:
     """
     args = command_line.parse(Checkpoints, "mupax checkpoints", argv)
 
-    from mupax.train.checkpoints import workdir
+    from mupax.train.checkpoints import saved_run, workdir
     from mupax.train.config import record as config_record
 
     record = workdir.read_record(args.workdir)
     # A plugin that cannot be imported is no error. Plugins are needed here only if one of them
     # defines the metric that ranks the checkpoints.
     with contextlib.suppress(PluginError):
-        config_record.restore(record)
+        config_record.restore(record, needs_metrics=False)
     rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
-    metric = _best_metric(record["config"])
+    metric = saved_run.best_metric(record["config"])
     _add_metrics(rows, args.workdir, metric)
     _add_reasons(rows, record, metric)
     if args.json is not None:
@@ -247,16 +247,6 @@ def _health(
         return arrays, problems + assets.problems(workdir, manifest.assets)
     except (layout.DamagedError, layout.ForeignError) as error:
         return arrays, [str(error)]
-
-
-def _best_metric(config: Any) -> str:
-    """Return checkpoint.best_metric of a recorded config, which may be of another version.
-
-    The default metric stands in for a config that does not have the field.
-    """
-    section = config.get("checkpoint") if isinstance(config, dict) else None
-    metric = section.get("best_metric") if isinstance(section, dict) else None
-    return metric if isinstance(metric, str) else METRIC
 
 
 def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None:

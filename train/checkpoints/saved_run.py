@@ -19,7 +19,7 @@ from mupax.train.checkpoints.layout import DamagedError
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD, WorkdirError, read_record
 from mupax.train.config.record import run_config
 from mupax.train.config.run import Config, EmaConfig
-from mupax.train.config.sections import Step
+from mupax.train.config.sections import METRIC, Step
 
 if TYPE_CHECKING:
     from mupax.zoo.definition import Arrays
@@ -109,7 +109,23 @@ class LoadedRun(NamedTuple):
         return dict(loaded[self.weights])
 
 
-def find(path: Path, step: Step | None = None, ema: bool | None = None) -> LoadedRun:
+def best_metric(config: Any) -> str:
+    """Return checkpoint.best_metric of a recorded config, which may be of another version.
+
+    The default metric stands in for a config that does not have the field.
+    """
+    section = config.get("checkpoint") if isinstance(config, dict) else None
+    metric = section.get("best_metric") if isinstance(section, dict) else None
+    return metric if isinstance(metric, str) else METRIC
+
+
+def find(
+    path: Path,
+    step: Step | None = None,
+    ema: bool | None = None,
+    *,
+    needs_metrics: bool = False,
+) -> LoadedRun:
     """Find a step of a run, and read its config. No array is read.
 
     Args:
@@ -118,6 +134,8 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Loade
         step: Step of a workdir, or "best"; by default the newest.
         ema: True for the moving average of the parameters, False for the parameters themselves. By
             default the average, if the run keeps one.
+        needs_metrics: Whether to refuse a run whose own metric is of a module that is gone. By
+            default a caution is printed (`run_config`).
 
     Raises:
         WorkdirError: The folder holds no run, the run has no such step or no average, or `path` and
@@ -132,12 +150,14 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Loade
         raise WorkdirError(f"{path} is step {named}, and --step says {step}; leave one of them out")
 
     fields = read_record(workdir)
-    config = run_config(fields)
+    config = run_config(fields, needs_metrics=needs_metrics)
     facts = fields.get("data")
+    # The recorded one, because the config does not name a metric whose module is gone.
+    metric = best_metric(fields.get("config"))
     if named is None:
-        chosen = step_of(path, step, config.checkpoint.best_metric)
+        chosen = step_of(path, step, metric)
     else:
-        chosen = step_of(workdir, named, config.checkpoint.best_metric)
+        chosen = step_of(workdir, named, metric)
 
     has_average = config.ema.decay is not None
     if ema and not has_average:

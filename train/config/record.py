@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mupax import terminal
+from mupax import MupaxError, terminal
 from mupax.config_fields import config_fields
 from mupax.mappings import drop_keys, module_of
 from mupax.plugins import (
@@ -50,6 +50,11 @@ _registered_by: dict[tuple[str, str], str] = {}
 """Module name of the plugin that added a line to a table, by (table, name), in this process."""
 
 T = TypeVar("T")
+
+_METRIC = "metric "
+"""Beginning of a metric in the record of a module, `TABLE NAME`."""
+_METRIC_FIELDS = {"checkpoint": "best_metric", "stop": "metric"}
+"""Field that names a metric, by section of the config."""
 
 _LARGEST_INTEGER = 2**53
 """Bound on integers in JSON. Larger ones are no size or step, and readers disagree on them."""
@@ -192,7 +197,7 @@ def remember_run(run: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
         remember(run, folders)
 
 
-def restore(run_record: Mapping[str, Any]) -> None:
+def restore(run_record: Mapping[str, Any], *, needs_metrics: bool = True) -> set[str]:
     """Import the modules that a run's record names, and warn if they have changed.
 
     Nothing in the record is trusted. A module is imported only if the user named it in this
@@ -201,13 +206,19 @@ def restore(run_record: Mapping[str, Any]) -> None:
 
     Args:
         run_record: Content of config.json, perhaps of a stranger.
+        needs_metrics: False for a command that does not train the run further. No metric is needed
+            then: a caution is also printed if the module of one is gone.
+
+    Returns:
+        Names of the metrics that this process lacks, because their modules were not imported.
 
     Raises:
         PluginError: A module that is needed may not be imported, or is gone.
     """
+    absent: set[str] = set()
     modules = run_record.get("plugins")
     if not isinstance(modules, Mapping):
-        return
+        return absent
     for name, entry in modules.items():
         if not isinstance(name, str) or not isinstance(entry, Mapping):
             continue
@@ -216,43 +227,38 @@ def restore(run_record: Mapping[str, Any]) -> None:
         # A module is not imported if this process already has every line that it provides.
         if missing:
             missing_text = ", ".join(missing)
-            folders = trusted(run_record.get("run"))
-            if not _needed(missing, run_record) and name not in folders:
+            metrics = [item.removeprefix(_METRIC) for item in missing if item.startswith(_METRIC)]
+            only_metrics = len(metrics) == len(missing)
+            folder = trusted(run_record.get("run")).get(name)
+            if folder is None:
+                ranking = _ranking_metrics(run_record) if needs_metrics else []
+                if not only_metrics or set(metrics).intersection(ranking):
+                    raise PluginError(
+                        f"the run needs {missing_text} of the module {name!r:.80}; "
+                        f"add {FLAG} {name:.80} if you trust it, in its folder or with that on "
+                        "PYTHONPATH"
+                    )
                 terminal.note(
                     f"caution: {missing_text} of the module {name!r:.80} is not measured; "
                     f"add {FLAG} {name:.80} if you trust it"
                 )
+                absent.update(metrics)
                 continue
-            folder = folders.get(name)
-            if folder is None:
-                raise PluginError(
-                    f"the run needs {missing_text} of the module {name!r:.80}; "
-                    f"add {FLAG} {name:.80} if you trust it, in its folder or with that on "
-                    "PYTHONPATH"
-                )
-            _import(name, folder)
+            try:
+                _import(name, folder)
+            except MupaxError as error:
+                if needs_metrics or not only_metrics:
+                    raise
+                terminal.note(f"caution: {missing_text} is not measured: {error}")
+                absent.update(metrics)
+                continue
         module = loaded_module(name)
         if module is not None and entry.get("digest") not in (None, digest(module)):
             terminal.note(
                 f"caution: {name} has changed since the run recorded it: "
                 f"its {', '.join(provides)} may differ"
             )
-
-
-def _needed(items: Sequence[str], run_record: Mapping[str, Any]) -> bool:
-    """Return whether a recorded run needs at least one of some extensions to be opened.
-
-    A metric is needed only if the run ranks its checkpoints by it or stops early by it. Every other
-    extension is needed.
-
-    Args:
-        items: Extensions, written as `TABLE NAME`.
-    """
-    for item in items:
-        table, _, name = item.rpartition(" ")
-        if table != "metric" or name in _ranking_metrics(run_record):
-            return True
-    return False
+    return absent
 
 
 def _ranking_metrics(run_record: Mapping[str, Any]) -> list[str]:
@@ -262,7 +268,7 @@ def _ranking_metrics(run_record: Mapping[str, Any]) -> list[str]:
     """
     config = run_record.get("config")
     names: list[str] = []
-    for section, field in (("checkpoint", "best_metric"), ("stop", "metric")):
+    for section, field in _METRIC_FIELDS.items():
         values = config.get(section) if isinstance(config, Mapping) else None
         row_name = values.get(field) if isinstance(values, Mapping) else None
         if isinstance(row_name, str):
@@ -392,19 +398,30 @@ def from_json(fields: Mapping[str, Any]) -> Config:
     return _make(Config, "", {**fields, "model": model})
 
 
-def run_config(run_record: Mapping[str, Any]) -> Config:
+def run_config(run_record: Mapping[str, Any], *, needs_metrics: bool = True) -> Config:
     """Return the config of a run, after its extensions are imported.
 
     Args:
         run_record: Content of the run's config.json, perhaps of a stranger.
+        needs_metrics: False for a command that does not train the run further. If the module of a
+            metric is gone, the returned config then neither ranks checkpoints nor stops by it.
 
     Raises:
         PluginError: A module that is needed may not be imported on this account (`restore`).
         ConfigError: There is no `config`, or its fields make no config (`from_json`).
     """
+    absent: set[str] = set()
     if "plugins" in run_record:
-        restore(run_record)
-    return from_json(_object("the config", run_record.get("config")))
+        absent = restore(run_record, needs_metrics=needs_metrics)
+    fields = dict(_object("the config", run_record.get("config")))
+    for section, field in _METRIC_FIELDS.items():
+        values = fields.get(section)
+        if not isinstance(values, Mapping) or metric_name(str(values.get(field))) not in absent:
+            continue
+        # A number of best checkpoints or evaluations means nothing without its metric.
+        removed = (field, "keep_best", "patience", "min_delta")
+        fields[section] = {name: value for name, value in values.items() if name not in removed}
+    return from_json(fields)
 
 
 OLDER_PIXELS = PixelsConfig(fit="centre", background="none")

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if is_made(args.out, command):
         return 0
 
-    model = trained.describe(args.workdir, needs_run=True)
+    model = trained.describe(args.workdir, needs_run=True, needs_metrics=True)
     run = model.run
     assert run is not None
     # Read first, because a damaged asset ends the command and arrays may be large.

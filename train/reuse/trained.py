@@ -433,7 +433,12 @@ class TrainedModel:
 
 
 def describe(
-    path: Path, step: Step | None = None, average: bool | None = None, *, needs_run: bool = False
+    path: Path,
+    step: Step | None = None,
+    average: bool | None = None,
+    *,
+    needs_run: bool = False,
+    needs_metrics: bool = False,
 ) -> TrainedModel:
     """Return the model at a path: its config and small files are read, its arrays are not.
 
@@ -446,6 +451,8 @@ def describe(
         step: step of a run's checkpoint, or "best"; by default the newest.
         average: whether to open the moving average, by default if the run keeps one.
         needs_run: whether to refuse weights, which have no optimizer state and no data.
+        needs_metrics: whether to refuse a run whose own metric is of a module that is gone, because
+            its config is to be trained further.
 
     Raises:
         WeightsError, WorkdirError, JsonError, HalfMadeError: no model at the path (see `locate`),
@@ -454,7 +461,8 @@ def describe(
     """
     place = locate(path)
     if place.kind == "run":
-        return _of_run(path, place, step, average)
+        run = saved_run.find(place.path, step, average, needs_metrics=needs_metrics)
+        return _of_run(path, place, run)
     if needs_run:
         raise WeightsError(
             f"{path} holds weights, and no run; `mupax train RECIPE --init-from {path}` makes a "
@@ -531,8 +539,7 @@ def read(
     return describe(path, step).plain_weights(part)
 
 
-def _of_run(path: Path, place: Place, step: Step | None, average: bool | None) -> TrainedModel:
-    run = saved_run.find(place.path, step, average)
+def _of_run(path: Path, place: Place, run: LoadedRun) -> TrainedModel:
     assets = run.assets()
     facts = dict(run.facts)
     if assets:

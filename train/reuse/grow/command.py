@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if is_made(args.out, command):
         return 0
 
-    model = trained.describe(args.checkpoint, needs_run=True)
+    model = trained.describe(args.checkpoint, needs_run=True, needs_metrics=True)
     run = model.run
     assert run is not None
     files = model.asset_files()
