@@ -25,10 +25,12 @@ Named = list[tuple[str, Path]]
 _SNIFF_BYTES = 1 << 13
 """Number of bytes at the beginning of a file that are read to find its format."""
 _CHECKED_BYTES = 1 << 26
-"""Largest total size of plain text, in bytes, that is read before the split to find broken files.
+"""Largest total size of plain text, in bytes, that is read to find broken files before the split.
 
-Otherwise all files of one side of the split could be broken.
+Otherwise all files of one side of the split could be broken. Of larger text, this many bytes are
+read to find text that is not UTF-8.
 """
+_BLOCK_BYTES = 1 << 20
 _LISTED = 8
 _LINES = (".jsonl", ".ndjson", ".json")
 _UNREAD = (".arrow", ".csv", ".feather", ".tsv")
@@ -113,8 +115,8 @@ def files(
         field: Name of the field of records whose text is a document.
         vocab_size: Vocabulary size of the tokenizer that made files of ids. `None` if files of ids
             are not read.
-        note: Function that prints a line for the user about files that are left out, the split, and
-            files that are not plain text.
+        note: Function that prints a line for the user about files that are left out, the split,
+            files that are not plain text, and text that is not UTF-8.
         skip_broken: True if broken files and records are left out.
         is_utf8: True if text that is not UTF-8 is broken.
         limits: Limits on records. Larger records are broken.
@@ -165,7 +167,38 @@ def files(
         note(f"reading the field {field!r} of {_listed(record_files)}")
     for name, id_file in result.ids:
         note(f"reading {name} as {id_file.size:,} token ids ({id_file.dtype})")
+    # With a tokenizer that reads characters, such text is broken, and ends the run or is counted.
+    other_coding = [] if is_utf8 else _other_coding(result.text)
+    if other_coding:
+        note(
+            f"{path}: not UTF-8, and read byte by byte as it is: {_listed(other_coding)}; if this "
+            "is Latin-1, `iconv -f LATIN1 -t UTF-8` converts it"
+        )
     return result
+
+
+def _other_coding(files: Named) -> Named:
+    """Return the text files that are not UTF-8, among the first `_CHECKED_BYTES` of all text."""
+    result = []
+    budget = _CHECKED_BYTES
+    for name, file in files:
+        stop = min(budget, file.stat().st_size)
+        budget -= stop
+        if not _is_utf8(file, stop):
+            result.append((name, file))
+    return result
+
+
+def _is_utf8(file: Path, stop: int) -> bool:
+    """Return whether bytes [0, stop) of a file are UTF-8. The last character may be cut."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, stop, _BLOCK_BYTES):
+        block = corpus.read_bytes(file, start, min(start + _BLOCK_BYTES, stop))
+        try:
+            decoder.decode(block)
+        except UnicodeDecodeError:
+            return False
+    return True
 
 
 class _Unread(NamedTuple):

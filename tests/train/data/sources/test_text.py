@@ -337,9 +337,17 @@ def test_wrong_tokenizer_is_named(name: str, message: str) -> None:
 
 
 def test_text_that_is_not_utf8(folder: Path) -> None:
-    write(folder / "latin.txt", "naïve".encode("latin-1") * 20)
-    load()  # bytes are bytes
+    latin = write(folder / "latin.txt", ("x" * 9000 + "naïve " * 20).encode("latin-1"))
+    _, notes = load_with_notes("text:t")  # bytes are bytes
+    (line,) = [line for line in notes if "UTF-8" in line]
+    assert line.startswith("t: not UTF-8, and read byte by byte as it is: latin.txt; ")
     assert_refused("is not UTF-8", **BPE)
+    write(latin, "naïve " * 20)
+    _, notes = load_with_notes("text:t")
+    assert not [line for line in notes if "UTF-8" in line], "the control"
+    for encoding in ("utf-16", "utf-16-le"):
+        write("wide.txt", ("naïve text " * 20).encode(encoding))
+        assert_refused("is UTF-16.*, not UTF-8: convert it by `iconv", "wide.txt")
 
 
 @pytest.mark.usefixtures("folder")
