@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mupax import MupaxError, MupaxFailure, process
-from mupax.disk import system_error
+from mupax.disk import NO_ROOM, system_error
 from mupax.memory import exhausted
 from mupax.memory import gib as gib
 from mupax.process import Interrupts, open_closed_streams
@@ -354,7 +354,7 @@ def _print_error(error: Exception) -> int:
         _complain("\n".join(lines[:MESSAGE_LINES]))
         return 2
     if isinstance(error, MupaxFailure):
-        _complain(f"error: {error}")
+        _complain(f"error: {_with_advice(str(error), error.__cause__)}")
         return 1
     if isinstance(error, RecursionError):
         _complain(
@@ -379,9 +379,37 @@ def _print_error(error: Exception) -> int:
             traceback.print_exc()
         return 1
     # An error of the system, such as a full disk, needs no traceback: the message names the file.
-    file = f"{cause.filename}: " if cause.filename else ""
-    _complain(f"error: {file}{cause.strerror}")
+    file = cause.filename
+    if not file and cause.errno in NO_ROOM:
+        file = _written_file(error)
+    place = f"{file}: " if file else ""
+    _complain(f"error: {_with_advice(f'{place}{cause.strerror}', cause)}")
     return 1
+
+
+def _with_advice(message: str, cause: BaseException | None) -> str:
+    """Return a message, with what to do if it ends with the system's text about a full disk."""
+    is_full = isinstance(cause, OSError) and cause.errno in NO_ROOM
+    if is_full and message.endswith(str(cause.strerror)):
+        return f"{message}; make room, then write the same command again"
+    return message
+
+
+def _written_file(error: Exception) -> str | None:
+    """Return the name of the file that was being written when an exception was raised, or `None`.
+
+    The system's errors name a file that cannot be opened, but not one that cannot be written or
+    closed, as on a full disk. Its name is that of the open file in the innermost function that has
+    one.
+    """
+    name = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            is_file = isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str)
+            # The standard streams are named <stdout> and <stderr>.
+            if is_file and getattr(value, "mode", "r")[:1] != "r" and value.name[:1] != "<":
+                name = value.name
+    return name
 
 
 def _complain(text: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from mupax import memory, terminal
+from mupax import disk, memory, terminal
 from mupax.__main__ import main
 from mupax.train.parallel import processes
 
@@ -340,3 +340,25 @@ def test_the_text_of_sys_exit_is_printed(
     main = terminal.entry_point(lambda argv: sys.exit(code))
     assert main([]) == exit_code
     assert capsys.readouterr().err == error
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_full_disk_names_the_file_and_what_to_do(
+    is_whole: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The system's error of writing has no file name."""
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+
+    @terminal.entry_point
+    def main(argv: list[str]) -> int:
+        if is_whole:
+            disk.write_whole(full, "text")
+        full.write_text("text")
+        return 0
+
+    assert main([]) == 1
+    place = "/dev/full cannot be written" if is_whole else "/dev/full"
+    advice = "make room, then write the same command again"
+    assert capsys.readouterr().err == f"error: {place}: No space left on device; {advice}\n"
