@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import numbers
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 Effect = Literal[
@@ -111,6 +113,42 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
+
+
+def integer_problem(config: Any, prefix: str = "") -> str | None:
+    """Return a sentence on the first integer field with another number, or `None` without one.
+
+    Python does not check the types of fields, and a float that a comparison accepts fails later, or
+    trains with other durations. Values that are no numbers pass: the fields' own checks name them.
+
+    Args:
+        prefix: Beginning of the field's dotted path, such as `model.`.
+    """
+    integers = _integer_fields(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        path = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            problem = integer_problem(value, f"{path}.")
+            if problem is not None:
+                return problem
+        # `type`, because bool is a subclass of int, and JSON cannot hold NumPy's integers.
+        elif field.name in integers and isinstance(value, numbers.Real) and type(value) is not int:
+            near = int(value) if math.isfinite(value) else 1
+            return f"{path} is {value!r}; write a whole number as Python's int, such as {near}"
+    return None
+
+
+@functools.cache
+def _integer_fields(owner: type) -> frozenset[str]:
+    """Return the names of a dataclass's fields whose declared type has `int` and no `float`."""
+    names = set()
+    for name, hint in get_type_hints(owner).items():
+        parts = get_args(hint) or (hint,)
+        is_tuple = get_origin(hint) is tuple
+        if int in parts and float not in parts and not is_tuple:
+            names.add(name)
+    return frozenset(names)
 
 
 def with_defaults(config: T, effects: Collection[Effect]) -> T:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from mupax.train.config import run, sizes
 from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.sweep import grids
 from mupax.train.studies.tune import over
+from mupax.zoo.configs import DecoderConfig
 from tests.fixtures.properties import PROPERTY, TYPED
 
 pytestmark = pytest.mark.core
@@ -62,3 +65,34 @@ def test_a_grid_goes_from_start_to_stop_in_equal_ratios(
 def test_numbers_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(MupaxError, match="grid"):
         grids.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda: dataclasses.replace(CONFIG, steps=8.0), "steps is 8.0; .* int, such as 8"),
+        (lambda: dataclasses.replace(CONFIG, steps=np.int64(8)), "steps is .*8.*, such as 8"),
+        (lambda: dataclasses.replace(CONFIG, seed=True), "seed is True; .* int, such as 1"),
+        (lambda: dataclasses.replace(CONFIG, steps=math.nan), "steps is nan; .* int, such as 1"),
+        (
+            lambda: dataclasses.replace(CONFIG, optimizer=run.OptimizerConfig(warmup_steps=2.5)),  # pyright: ignore
+            r"optimizer\.warmup_steps is 2\.5; write a whole number as Python's int, such as 2",
+        ),
+        (
+            lambda: dataclasses.replace(CONFIG, log=run.LogConfig(eval_every_steps=10.0)),  # pyright: ignore
+            r"log\.eval_every_steps is 10\.0",
+        ),
+        (lambda: dataclasses.replace(CONFIG.model, width=64.0), r"model\.width is 64\.0"),
+        (
+            lambda: DecoderConfig(width=8, depth=1, num_heads=1, vocab_size=9, seq_len=8.0),  # pyright: ignore
+            r"model\.seq_len is 8\.0",
+        ),
+    ],
+)
+def test_a_whole_number_is_an_int(changed: Callable[[], Any], message: str) -> None:
+    """A float would fail later, or train with other durations."""
+    with pytest.raises(MupaxError, match=message):
+        changed()
+    # The control: a float field takes an integer, and an optional integer may be absent.
+    optimizer = run.OptimizerConfig(peak_lr=1, decay_steps=None)
+    assert dataclasses.replace(CONFIG, optimizer=optimizer, steps=8).steps == 8

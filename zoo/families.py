@@ -19,7 +19,7 @@ import math
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from mupax import MupaxError
-from mupax.config_fields import Affects, Listed
+from mupax.config_fields import Affects, Listed, integer_problem
 from mupax.plugins import importable_name
 from mupax.presets.roles import ENCODER, EXPERTS, OWN, FactorSpec, ParamSpec, Role, Stack
 
@@ -157,6 +157,9 @@ class ModelConfig(abc.ABC):
             cls.family = f"{module}:{cls.__qualname__}"
 
     def __post_init__(self) -> None:
+        problem = integer_problem(self, "model.")
+        if problem is not None:
+            raise ConfigError(problem)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             # bool is a subclass of int. With isinstance, a flag that is False would be refused as

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, get_args
 
 from tyro import conf
 
-from mupax.config_fields import Affects, Listed
+from mupax.config_fields import Affects, Listed, integer_problem
 from mupax.presets.roles import AXES as PARAMETER_AXES
 from mupax.presets.roles import ENCODER
 from mupax.train.config.checks import at_least, check_place
@@ -294,6 +294,9 @@ class Config:
 
     def __post_init__(self) -> None:
         # The first check that fails decides the message, so their order is part of the interface.
+        problem = integer_problem(self)
+        if problem is not None:
+            raise ConfigError(problem)
         self._check_resume()
         self._check_numbers()
         self._check_durations()
