@@ -21,6 +21,7 @@ from mupax.disk import lasting_name
 from mupax.mappings import function_of
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import DataError
+from mupax.train.data.interface import with_flags_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,12 @@ class Prepare:
 
         Raises:
             UsageError: `data_dir` is set, and the name is text:PATH or records:PATH.
+            DataError: The data is missing or damaged, or a flag does not fit it.
         """
+        with with_flags_of(self):
+            return self._run()
+
+    def _run(self) -> int:
         from mupax.train.config.data import source, source_key
         from mupax.train.data import cache
 

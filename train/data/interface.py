@@ -17,6 +17,7 @@ import abc
 import contextlib
 import dataclasses
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -119,6 +120,38 @@ class DataError(MupaxError):
 
     The message says which file or command is needed.
     """
+
+
+_DATA_FLAG = re.compile(r"(--)?\bdata\.([a-z_-]+)")
+"""Flag or field of a run's data in a message, such as `--data.on-broken` or `data.tokenizer`."""
+
+
+@contextlib.contextmanager
+def with_flags_of(command: Any) -> Iterator[None]:
+    """Context manager in which errors name the flags of a command of `mupax data`, not of a run.
+
+    `--data.field` becomes `--field`, and `write data.name as text:PATH` becomes `write text:PATH`,
+    because these commands take the name without a flag.
+
+    Args:
+        command: Dataclass of the command's flags. A flag that it lacks is called one of a run.
+
+    Raises:
+        DataError: The block raised a `DataError`, whose message is rewritten.
+    """
+    names = {field.name for field in dataclasses.fields(command)}
+
+    def own_flag(match: re.Match[str]) -> str:
+        name = match[2].replace("-", "_")
+        if name in names:
+            return f"--{name.replace('_', '-')}"
+        return f"{match[0]} of a run" if match[1] else match[0]
+
+    try:
+        yield
+    except DataError as error:
+        text = re.sub(r"([Ww]rite )(?:--)?data\.name (?:as )?", r"\1", str(error))
+        raise DataError(_DATA_FLAG.sub(own_flag, text)) from error
 
 
 class ReadError(MupaxFailure):

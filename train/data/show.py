@@ -55,6 +55,12 @@ class Show:
             DataError: The text is missing, is images or conversations, or --rate, --mean-span or
                 --inputs is out of range.
         """
+        from mupax.train.data.interface import with_flags_of
+
+        with with_flags_of(self):
+            return self._run()
+
+    def _run(self) -> int:
         from mupax.train.config.checks import at_least
         from mupax.train.config.data import DataConfig
         from mupax.train.data.text.denoising import denoising

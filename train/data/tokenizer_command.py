@@ -9,11 +9,12 @@ import dataclasses
 import itertools
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro import conf
 
 from mupax import command_line, disk, terminal
+from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 
 if TYPE_CHECKING:
     from mupax.train.data.sources.training_texts import TrainingTexts
@@ -43,6 +44,10 @@ class TrainTokenizer:
     single tokens of the tokenizer."""
     data_dir: str | None = None
     """Folder of prepared data sets (the user's cache unless given)."""
+    on_broken: Literal["stop", "skip"] = "stop"
+    """Treatment of a broken file or record: stop, or skip and count it."""
+    limits: LimitsConfig = DEFAULT_LIMITS
+    """Limits of files and records, as data.limits."""
 
     def run(self) -> int:
         """Train the tokenizer, write it, print how to use it and return 0.
@@ -55,6 +60,12 @@ class TrainTokenizer:
                 made.
             DiskError: The file cannot be written.
         """
+        from mupax.train.data.interface import with_flags_of
+
+        with with_flags_of(self):
+            return self._run()
+
+    def _run(self) -> int:
         from mupax.train.data.interface import DataError
         from mupax.train.data.text import named_tokenizers
         from mupax.train.data.text.tokenizer import SEPARATOR, Subwords
@@ -81,6 +92,9 @@ class TrainTokenizer:
         # The library's `save` refuses a path that is not UTF-8.
         disk.write_whole(file, library.to_str(pretty=True))
 
+        for log in texts.broken:
+            for line in log.summary():
+                terminal.say(line)
         encoder = Subwords(file)
         special = ", ".join(dict.fromkeys((SEPARATOR, *texts.special)))
         terminal.say(
@@ -183,6 +197,8 @@ class TrainTokenizer:
             field=self.field,
             chat_template=self.chat_template,
             data_dir=self.data_dir,
+            on_broken=self.on_broken,
+            limits=self.limits,
             tokenizer=f"bpe:{self.size}",
         )
         # Any text fits this model. The readers only ask for its kind.

@@ -115,7 +115,7 @@ class Piece:
             except UnicodeDecodeError as error:
                 # A few bytes around the error let a user find the place in an editor.
                 near = data[max(0, error.start - 20) : error.start + 10]
-                advice = "convert the file, or use data.tokenizer bytes"
+                advice = "convert the file, or train on bytes (data.tokenizer bytes)"
                 return error.start, f"is not UTF-8 near {near!r}; {advice}"
         return None
 

@@ -25,6 +25,7 @@ from mupax.zoo.families import ModelConfig
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
     from mupax.train.data.chats.templates import Template
+    from mupax.train.data.records.broken import BrokenLog
     from mupax.train.data.text.packing import Documents
 
 
@@ -40,6 +41,8 @@ class TrainingTexts(NamedTuple):
 
     A tokenizer that is trained on the documents has each of them as one token.
     """
+    broken: tuple[BrokenLog, ...] = ()
+    """Logs of the entries that reading has left out so far."""
 
 
 def opened(config: DataConfig, model: ModelConfig, note: cache.Note) -> TrainingTexts:
@@ -61,7 +64,9 @@ def opened(config: DataConfig, model: ModelConfig, note: cache.Note) -> Training
         return TrainingTexts(key, lambda: _training_part(documents()))
     if kind in ("text", "records"):
         files, key = text.user_text(config, model, note)
-        return TrainingTexts(key, lambda: _training_part(splits.sides(files)))
+        return TrainingTexts(
+            key, lambda: _training_part(splits.sides(files)), broken=(files.broken,)
+        )
     if kind == "chat":
         return _chats(config, note)
     if kind == "hf":
@@ -134,14 +139,16 @@ def weighted(
     for name in texts:
         keys.append(f"{name} {texts[name].key} {weights[name] if weights else ''}")
     special: dict[str, None] = {}
+    broken: list[BrokenLog] = []
     for part in texts.values():
         special |= dict.fromkeys(part.special)
+        broken += part.broken
 
     def read() -> Iterator[bytes]:
         shares = [weights[name] if weights else 1 for name in texts]
         return _interleaved([*texts.values()], shares, bool(weights))
 
-    return TrainingTexts(f"mix-{cache.digest(*keys)}", read, tuple(special))
+    return TrainingTexts(f"mix-{cache.digest(*keys)}", read, tuple(special), tuple(broken))
 
 
 def _interleaved(
@@ -214,7 +221,10 @@ def _chats(config: DataConfig, note: cache.Note) -> TrainingTexts:
     content = contents.digest([path for _, path in files.every()], note)
     key = cache.digest(content, field, template.source, *map(str, template.tokens.items()))
     return TrainingTexts(
-        f"chat-{key}", lambda: _written(template, splits.sides(files)), template.special_tokens
+        f"chat-{key}",
+        lambda: _written(template, splits.sides(files)),
+        template.special_tokens,
+        (files.broken,),
     )
 
 

@@ -91,7 +91,7 @@ def assert_stops(capfd: Capture, words: str, *message: str) -> None:
     """Assert that the command refuses broken data and names the flag that leaves them out."""
     code, printed = prepare(capfd, *words.split())
     assert code == 2
-    for word in (*message, "--data.on-broken skip"):
+    for word in (*message, " --on-broken skip"):
         assert word in printed
 
 

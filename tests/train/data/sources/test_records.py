@@ -283,9 +283,9 @@ def test_a_separator_by_flag() -> None:
         (
             "data prepare text:docs.jsonl.zst --field body",
             2,
-            "line 1 has no field 'body'; write --data.field text",
+            "line 1 has no field 'body'; write --field text",
         ),
-        ("data prepare records:gone", 2, "no file or folder gone; write data.name as records:PATH"),
+        ("data prepare records:gone", 2, "no file or folder gone; write records:PATH"),
         (
             "data prepare records:docs.jsonl.zst --tokenizer gone.json",
             2,
@@ -294,7 +294,7 @@ def test_a_separator_by_flag() -> None:
         (
             "data prepare records:docs.jsonl.zst --tokenizer ids:300",
             2,
-            "docs.jsonl.zst is text, and data.tokenizer ids:300 has",
+            "docs.jsonl.zst is text, and --tokenizer ids:300 has",
         ),
         (
             "train lm-tiny --data.field body",

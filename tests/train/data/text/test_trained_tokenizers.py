@@ -304,12 +304,27 @@ def test_plain_sources_are_read_once_each(capsys: pytest.CaptureFixture[str]) ->
             "chat:talks.jsonl --size 300 --out t.json --chat-template gone",
             "no chat template at gone",
         ),
-        ("records:records.jsonl --size 300 --out t.json", "write --data.field body"),
+        ("records:records.jsonl --size 300 --out t.json", "write --field body"),
+        ("records:gone --size 300 --out t.json", "no file or folder gone; write records:PATH"),
+        ("text:latin.txt --size 300 --out t.json", "add --on-broken skip"),
     ],
 )
 def test_bad_input_of_the_command_is_one_message(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("latin.txt").write_bytes("naïve text\n".encode("latin-1") * 50)
     assert main(["data", "tokenizer", *words.split()]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    text = " ".join(capsys.readouterr().err.split())
+    assert message in text
+    assert "--data." not in text, "these are flags of a run"
     assert not Path("t.json").exists()
+
+
+def test_broken_texts_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps({"text": f"some words {number}"}) for number in range(50)]
+    Path("odd.jsonl").write_text("\n".join([*lines, '{"text": null}']))
+    words = "records:odd.jsonl --size 258 --out odd.json"
+    assert main(["data", "tokenizer", *words.split()]) == 2
+    assert "add --on-broken skip" in " ".join(capsys.readouterr().err.split())
+    assert main(["data", "tokenizer", *words.split(), "--on-broken", "skip"]) == 0
+    assert "left out, as broken: 1 record: odd.jsonl line 51" in capsys.readouterr().out
