@@ -5,7 +5,8 @@ where the environment names it. A process without any of these stays alone.
 
 **Signals** (`StopRequest`): SIGINT, SIGTERM, SIGHUP (a closed terminal) and SIGUSR1 (SLURM's
 `--signal=USR1@120`). A run in training stops at the next boundary and saves. Before and after that
-it ends at once. A second SIGINT or SIGTERM ends the process at once, whatever it waits for.
+it ends at once. A second SIGINT or SIGTERM lets it save, too, and says so. A third one ends the
+process at once, whatever it waits for.
 
 A thread receives the signals through the wake-up descriptor that Python's handlers write to. The
 main thread may be inside the compiler or a collective operation, where no handler runs, and where a
@@ -38,7 +39,7 @@ from mupax.train.config.run import DistributedConfig
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _INSISTING = (signal.SIGINT, signal.SIGTERM)
-"""Signals of which a second one ends the process.
+"""Signals of which a third one ends the process, although it saves.
 
 A closed terminal sends SIGHUP twice, and SIGUSR1 is a notice before SIGTERM."""
 _ONE_S = 0.3
@@ -66,6 +67,27 @@ LEAD_S = 5.0
 """Seconds that process 0 has alone to report what is wrong with a run's data."""
 
 
+class Insistence:
+    """Count of SIGINTs and SIGTERMs. Those within 0.3 seconds of one that counted are the same."""
+
+    LAST = 3
+    """Count at which a process ends at once. A second signal often comes unasked, from a scheduler
+    or a person who sees no end yet, and must not cost what is being saved."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._counted_at = -math.inf
+
+    def add(self, number: int) -> bool:
+        """Count a signal that arrives now. Return whether it counted."""
+        now = time.monotonic()
+        if number not in _INSISTING or now - self._counted_at <= _ONE_S:
+            return False
+        self.count += 1
+        self._counted_at = now
+        return True
+
+
 class StopRequest:
     """Context manager that listens for SIGINT, SIGTERM, SIGHUP and SIGUSR1, which stop the run.
 
@@ -85,8 +107,7 @@ class StopRequest:
         self._interactive = hasattr(sys, "ps1")
         self._num_done = 0
         """Number of dispatched programs."""
-        self._first_insisting = math.inf
-        """Time of the first signal of `_INSISTING`."""
+        self._insistence = Insistence()
         self._bound: int | None = None
         """Number of programs after which this process has promised to wait until all agree."""
         self._agreed: int | None = None
@@ -229,12 +250,13 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Store a signal in `received`, unless an earlier one is there. Python's signal handler.
 
-        In an interactive session SIGINT raises `KeyboardInterrupt`, unless it is the first signal
-        and there is something to save.
+        In an interactive session SIGINT raises `KeyboardInterrupt`, unless there is something to
+        save and it is the first or second signal.
         """
-        is_first = not self.received
-        if number == signal.SIGINT and self._interactive and not (is_first and self._saves):
-            raise KeyboardInterrupt
+        if number == signal.SIGINT and self._interactive:
+            self._insistence.add(number)
+            if not self._saves or self._insistence.count >= Insistence.LAST:
+                raise KeyboardInterrupt
         # The listening thread may have stored a signal before this handler runs.
         self.received = self.received or signal.Signals(number)
 
@@ -250,20 +272,21 @@ class StopRequest:
     def _hear(self, number: signal.Signals) -> None:
         """Store a signal in `received`, and end the process if it must not wait.
 
-        A second SIGINT or SIGTERM, more than 0.3 seconds after the first, ends it at once. Any
-        signal ends it if there is nothing to save: a process that is alone at once, several within
-        seconds. SIGINT in an interactive session is left to `_note`.
+        A third SIGINT or SIGTERM ends it at once (`Insistence`). After a second one a line says
+        that the run is being saved. Any signal ends it if there is nothing to save: a process that
+        is alone at once, several within seconds. SIGINT in an interactive session is left to
+        `_note`.
         """
         if number == signal.SIGINT and self._interactive:
             return  # `_note` handles it in the main thread
         self.received = self.received or number
-        heard_time = time.monotonic()
-        if number in _INSISTING:
-            if heard_time - self._first_insisting > _ONE_S:
+        if self._insistence.add(number) and self._insistence.count > 1:
+            if self._insistence.count >= Insistence.LAST or not self._saves:
                 self._leave_at_once(number)
-            # The time of the first signal stays. Signals within `_ONE_S` of it count as the same
-            # one.
-            self._first_insisting = min(self._first_insisting, heard_time)
+            terminal.note(
+                f"{number.name} again: the run ends once it is saved; a third signal ends it at "
+                "once, and what is being saved is lost"
+            )
         if not self._saves:
             text = f"stopped by {number.name} with nothing to save: checkpoints are as they were"
             if self._processes.closed:  # alone, not joined yet, or closed already
@@ -276,7 +299,7 @@ class StopRequest:
 
     def _leave_at_once(self, number: signal.Signals) -> None:
         """End this process without saving, after telling the others to end."""
-        text = f"stopped at once by a second {number.name}"
+        text = f"stopped at once by one more {number.name}"
         if not self._processes.closed:
             # In a thread, because the coordination service may not answer.
             tell = threading.Thread(target=self._processes.post_failure, args=(text,), daemon=True)

@@ -221,7 +221,7 @@ class TrainedModel:
 
     @property
     def keeps_average(self) -> bool:
-        """Whether `plain_weights` can read a moving average of the parameters."""
+        """True for a run that keeps a moving average, which `plain_weights` can read."""
         return self.run is not None and self.config.ema.decay is not None
 
     @property

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from mupax import terminal
 from mupax.disk import is_remote, path_of
 from mupax.train.config.run import Config
+from mupax.train.parallel.processes import Insistence
 from mupax.train.run.restart.memory import VARIABLE, Memory, Reached
 
 FILE = "attempts.jsonl"
@@ -58,7 +59,7 @@ SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
 _TAIL_BYTES = 16 * 2**10
 """Bytes of standard error that are searched for the last line of the run."""
 _KILL_SECONDS = 10.0
-"""Seconds that a run may take to end after a second signal."""
+"""Seconds that a run may take to end after the signal that ends it at once (`Insistence`)."""
 
 FINAL = frozenset({0, 2, 128 + signal.SIGPIPE, *(128 + number for number in SIGNALS)})
 """Exit codes after which a run is not started again: done, bad input, stopped."""
@@ -278,8 +279,8 @@ def attempt(number: int, command: Sequence[str], listener: Listener) -> RestartA
 
     Args:
         number: Number of the attempt, from 1.
-        listener: Listener whose signals are passed on. The child is killed `_KILL_SECONDS` after a
-            second signal.
+        listener: Listener whose signals are passed on. The child is killed `_KILL_SECONDS` after
+            the third SIGINT or SIGTERM, which ends it without a save.
     """
     began = time.time()
     kills_before = _kills_for_memory()
@@ -311,8 +312,8 @@ def attempt(number: int, command: Sequence[str], listener: Listener) -> RestartA
 def _attend(child: subprocess.Popen[bytes], listener: Listener) -> bytes:
     """Pass signals to a child, and its standard error to that of this process, until it ends.
 
-    Kill the child `_KILL_SECONDS` after a second signal. Return the last `_TAIL_BYTES` of its
-    standard error.
+    Kill the child `_KILL_SECONDS` after the third SIGINT or SIGTERM. Return the last `_TAIL_BYTES`
+    of its standard error.
     """
     assert child.stderr is not None
     pipe = child.stderr.fileno()
@@ -320,6 +321,7 @@ def _attend(child: subprocess.Popen[bytes], listener: Listener) -> bytes:
     files = [pipe]
     num_passed = 0
     kill_time = float("inf")
+    insistence = Insistence()
     tail = b""
     while child.poll() is None:
         # A short wait, because the end of the child wakes nobody if its pipe stays open.
@@ -327,7 +329,8 @@ def _attend(child: subprocess.Popen[bytes], listener: Listener) -> bytes:
         for signal_number in listener.received[num_passed:]:
             child.send_signal(signal_number)
             num_passed += 1
-            if num_passed > 1:
+            insistence.add(signal_number)
+            if insistence.count >= Insistence.LAST:
                 kill_time = time.monotonic() + _KILL_SECONDS
         if time.monotonic() > kill_time:
             child.kill()

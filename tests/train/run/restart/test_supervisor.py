@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -189,6 +191,36 @@ def test_a_signal_is_passed_on_and_nothing_starts_again(
     process.send_signal(number)
     assert process.wait(20) == 128 + number
     assert (Path("heard").read_text(), len(started())) == (str(int(number)), 1)
+
+
+SAVING = """
+import signal, time
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+until = time.monotonic() + 4
+while time.monotonic() < until:  # a signal would cut a single sleep
+    time.sleep(0.1)
+raise SystemExit(143)
+"""
+
+
+@pytest.mark.parametrize(("count", "code"), [(2, 143), (3, -signal.SIGKILL)])
+def test_a_run_that_saves_is_killed_after_three_signals_and_not_two(
+    count: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_KILL_SECONDS", 0.2)
+
+    def insist() -> None:
+        time.sleep(1)
+        for _ in range(count):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+
+    with supervisor.Listener() as listener:
+        sender = threading.Thread(target=insist)
+        sender.start()
+        attempt = supervisor.attempt(1, [sys.executable, "-c", SAVING], listener)
+        sender.join()
+    assert attempt.code == code
 
 
 @pytest.mark.skipif(
