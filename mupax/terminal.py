@@ -389,10 +389,11 @@ def _print_error(error: Exception) -> int:
 
 def _with_advice(message: str, cause: BaseException | None) -> str:
     """Return a message, with what to do if it ends with the system's text about a full disk."""
-    is_full = isinstance(cause, OSError) and cause.errno in NO_ROOM
-    if is_full and message.endswith(str(cause.strerror)):
-        return f"{message}; make room, then write the same command again"
-    return message
+    if not isinstance(cause, OSError) or cause.errno not in NO_ROOM:
+        return message
+    if not message.endswith(str(cause.strerror)):
+        return message
+    return f"{message}; make room, then write the same command again"
 
 
 def _written_file(error: Exception) -> str | None:
@@ -402,14 +403,15 @@ def _written_file(error: Exception) -> str | None:
     closed, as on a full disk. Its name is that of the open file in the innermost function that has
     one.
     """
-    name = None
+    written = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
-            is_file = isinstance(value, io.IOBase) and isinstance(getattr(value, "name", None), str)
+            name: Any = getattr(value, "name", None)
+            is_file = isinstance(value, io.IOBase) and isinstance(name, str)
             # The standard streams are named <stdout> and <stderr>.
-            if is_file and getattr(value, "mode", "r")[:1] != "r" and value.name[:1] != "<":
-                name = value.name
-    return name
+            if is_file and not name.startswith("<") and getattr(value, "mode", "r")[:1] != "r":
+                written = name
+    return written
 
 
 def _complain(text: str) -> None:
