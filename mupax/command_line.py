@@ -444,6 +444,24 @@ def flags(owner: Any) -> list[str]:
     return names
 
 
+def refuse_idle(command: Any, names: Sequence[str], reason: str, cure: str) -> None:
+    """Raise UsageError if the user set one of these fields, all of which have no effect here.
+
+    A field with its default counts as not set.
+
+    Args:
+        command: Parsed command, a dataclass.
+        names: Fields of `command`.
+        reason: Condition under which they have no effect, such as "without --joint".
+        cure: What to write for them to have an effect, such as "--joint NAME".
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(command)}
+    for name in names:
+        if getattr(command, name) != defaults[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} has no effect {reason}; {cure}, or leave {flag} out")
+
+
 class FlagField(NamedTuple):
     """A field of a command, and the flags that set it."""
 

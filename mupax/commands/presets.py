@@ -69,7 +69,9 @@ class Constants:
         if self.json:
             entries = {}
             for constant, default in defaults.items():
-                published = [dataclasses.asdict(choice) for choice in choices.of(name, constant)]
+                published = [
+                    dataclasses.asdict(choice) for choice in choices.described(name, constant)
+                ]
                 entries[constant] = {"default": default, "choices": published}
             return print_json(entries)
         print(table.constants_text(name, defaults))
@@ -103,6 +105,25 @@ class Table(PresetFlags, RunFlags):
     """Noise scale in examples, from `mupax noise`. The joint rule does not hold above it."""
     json: Switch = False
     """Print JSON."""
+
+    def __post_init__(self) -> None:
+        # Comparing NaN by order gives False, so this form refuses NaN. `<= 0` would accept it.
+        if self.noise_scale is not None and not self.noise_scale > 0:
+            raise presets.PresetError(
+                f"--noise-scale is {self.noise_scale}; write a number of examples above 0"
+            )
+        if self.joint == "none":
+            names = ("batch", "tokens", "b1", "b2", "noise_scale")
+            command_line.refuse_idle(self, names, "without --joint", "add --joint NAME")
+            if self.rules:
+                command_line.refuse_idle(self, ("decay",), "with --rules", "leave --rules out")
+        super().__post_init__()
+        start, stop = self.ends()[0]
+        if start == stop:
+            cure = "add --batch FROM:TO, such as 8:64"
+            command_line.refuse_idle(self, ("noise_scale",), "at the base's batch", cure)
+        if self.rules:
+            command_line.refuse_idle(self, ("absolute",), "with --rules", "leave --rules out")
 
     def run(self) -> int:
         model = cli.model_of(self.model)
@@ -248,6 +269,8 @@ class Compare:
             raise command_line.UsageError(
                 "compare needs presets, such as compare mup sp; `mupax presets` has all"
             )
+        if self.json:
+            command_line.refuse_idle(self, ("markdown",), "with --json", "leave --json out")
 
     def run(self) -> int:
         # A preset that is written twice is one.

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from tyro import conf
 
-from mupax.command_line import Switch
+from mupax.command_line import Switch, refuse_idle
 from mupax.presets import horizon, joint
 from mupax.presets.analysis import joint_limits
-from mupax.presets.roles import RUN_AXES
+from mupax.presets.roles import RUN_AXES, PresetError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,16 @@ class RunFlags:
     """Adam's b1 at the base. Rules that take it out of (0, 1) are reported."""
     b2: float = 0.95
     """Adam's b2 at the base. Rules that take it out of (0, 1) are reported."""
+
+    def __post_init__(self) -> None:
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise PresetError(f"--{name} is {value}; write a number in [0, 1), such as 0.9")
+        # The rules scale betas by powers of the ratios, so nothing happens to them at the base.
+        if all(start == stop for start, stop in self.ends()):
+            reason = "if batch and tokens are the base's"
+            refuse_idle(self, ("b1", "b2"), reason, "add --batch FROM:TO, such as 8:64")
 
     def ends(self) -> list[tuple[float, float]]:
         """Return the pairs (base, run) of the flags `--batch` and `--tokens`, in this order.
@@ -49,6 +59,11 @@ class Joint(RunFlags):
 
     json: Switch = False
     """Print JSON."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.json:
+            refuse_idle(self, ("b1", "b2"), "with --json", "leave --json out")
 
     def run(self) -> int:
         """Print the joint rules, as JSON if `json` is set, and return the exit code 0."""

@@ -113,6 +113,26 @@ def test_text_has_the_forward_scales_and_the_rules(capsys: pytest.CaptureFixture
             ["table", "mup", "--model", "gpt2", "--form", "plain"],
             "a tied readout has no plain form",
         ),
+        (
+            [*TABLE, "--noise-scale", "-3"],
+            "--noise-scale is -3.0; write a number of examples above 0",
+        ),
+        (
+            [*TABLE, "--batch", "8:64"],
+            "--batch has no effect without --joint; add --joint NAME, or leave --batch out",
+        ),
+        ([*TABLE, "--b1", "0.8"], "--b1 has no effect without --joint"),
+        ([*TABLE, "--joint", "sde", "--batch", "8:64", "--b1", "2"], "--b1 is 2.0; write a number"),
+        (
+            [*TABLE, "--joint", "sde", "--noise-scale", "9"],
+            "--noise-scale has no effect at the base's batch; add --batch FROM:TO",
+        ),
+        ([*TABLE, "--rules", "--absolute"], "--absolute has no effect with --rules"),
+        ([*TABLE, "--rules", "--decay", "independent"], "--decay has no effect with --rules"),
+        (["joint", "--b2", "nan", "--batch", "8:64"], "--b2 is nan; write a number in [0, 1)"),
+        (["joint", "--b2", "0.9"], "--b2 has no effect if batch and tokens are the base's"),
+        (["joint", "--b2", "0.9", "--tokens", "1:8", "--json"], "--b2 has no effect with --json"),
+        (["compare", "mup", "--markdown", "--json"], "--markdown has no effect with --json"),
         (["table", "mup"], "this needs --model MODEL|RECIPE|FILE"),
         (["tabel"], "no command is named 'tabel'; did you mean table?"),
     ],
@@ -126,6 +146,21 @@ def test_wrong_input_exits_2_with_one_message(
     assert "Traceback" not in output.err
     assert len(output.err.splitlines()) <= 10
     assert not output.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "table mup --model lm-tiny --joint sde --batch 8:64 --b1 0.8 --noise-scale 9 --absolute",
+        "table mup --model lm-tiny --rules --joint sde --tokens 1:8 --decay independent --b2 0.9",
+        "joint --batch 8:64 --b1 0.8",
+    ],
+)
+def test_control_flags_that_have_an_effect_are_taken(
+    words: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["presets", *words.split()]) == 0
+    assert capsys.readouterr().out
 
 
 def test_a_real_process():

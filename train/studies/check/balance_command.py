@@ -25,6 +25,23 @@ if TYPE_CHECKING:
 
 READ = ("--model", "--preset", "--optimizer", "--data", "--seed")
 """Flags of a run that the command reads, including all fields below them (`--model.depth`)."""
+_IDLE = (
+    "peak-lr",
+    "adam-lr",
+    "weight-decay",
+    "decay",
+    "layer-decay",
+    "clip-norm",
+    "schedule",
+    "warmup-steps",
+    "warmup-tokens",
+    "warmup-from-zero",
+    "decay-steps",
+    "decay-timescale",
+    "final-lr-fraction",
+    "qk-clip",
+)
+"""Flags of `--optimizer.` that change nothing: the first step has no schedule, and rate 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +129,12 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
         if flag.startswith("--") and flag.partition(".")[0] not in READ:
             takes = f"beside --out it takes {', '.join(READ)} and their fields"
             raise UsageError(f"balance does not read {flag}; {takes}")
+        owner, _, field = flag.replace("_", "-").replace(".no-", ".").partition(".")
+        if owner == "--optimizer" and field in _IDLE:
+            raise UsageError(
+                f"{flag} has no effect: balance derives the rates from a first step at rate 1, "
+                f"without decay and clipping; leave {flag} out"
+            )
     if not args.out.absolute().parent.is_dir():
         raise UsageError(
             f"--out {args.out}: there is no folder {args.out.parent}; "

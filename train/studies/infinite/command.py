@@ -502,6 +502,12 @@ class Dynamics:
     def __post_init__(self) -> None:
         at_least("--", self, 1, "steps", "images", "heads")
         at_least("--", self, 2, "draws", "seeds")
+        for count in self.finite:
+            if count < 1:
+                raise ConfigError(f"--finite has {count}; write numbers of heads of at least 1")
+        if not self.finite:
+            cure = "add --finite H ..., such as --finite 8"
+            command_line.refuse_idle(self, ("seeds",), "without --finite", cure)
 
 
 def main(argv: Sequence[str]) -> int:

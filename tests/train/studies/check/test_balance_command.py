@@ -188,6 +188,10 @@ def test_what_grows_has_no_measured_numbers(
         (["lm-tiny", "--out", "no-such/x.json"], "there is no folder no-such"),
         (["lm-tiny", "--out", "x.json", "--steps", "3"], "balance does not read --steps"),
         (
+            ["lm-tiny", "--out", "x.json", "--optimizer.peak-lr=3"],
+            "--optimizer.peak-lr has no effect: balance derives the rates",
+        ),
+        (
             ["lm-tiny", "--out", "x.json", "--optimizer", "adagrad"],
             "no optimizer is named 'adagrad'; write adamw, adam, sgd, momentum, muon, lion",
         ),

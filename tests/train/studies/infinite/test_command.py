@@ -50,6 +50,8 @@ def test_the_limit_with_finite_models_beside_it(
         ),
         (["--model", "vit-tiny"], "model.norm_gain is True"),
         (["--draws", "1"], "--draws is 1; write a number of at least 2"),
+        (["--finite", "0"], "--finite has 0; write numbers of heads of at least 1"),
+        (["--seeds", "3"], "--seeds has no effect without --finite; add --finite H"),
         (["--head", "9"], "no flag is named --head; did you mean --heads"),
     ],
 )
