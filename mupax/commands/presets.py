@@ -46,8 +46,8 @@ class List:
 class Constants:
     """Constants of a preset with their defaults.
 
-    Where sources disagree on a constant, each published value is listed with its rule, source and
-    status. Every preset also takes constants of parameter groups, such as
+    Every value or range is listed with its rule, source and status. Where sources disagree on a
+    constant, there are several. Every preset also takes constants of parameter groups, such as
     --preset.rates.readout 4.
     """
 

@@ -133,7 +133,7 @@ def rule_rows(
 
 
 def constants_text(preset: str, defaults: Mapping[str, Any]) -> str:
-    """Return text on a preset's constants: each default, and the values that sources disagree on.
+    """Return text on a preset's constants: each default, and its values with their sources.
 
     Args:
         preset: Name in `mupax.presets.papers.PRESETS`.
@@ -142,7 +142,7 @@ def constants_text(preset: str, defaults: Mapping[str, Any]) -> str:
     lines = []
     for constant, default in defaults.items():
         lines.append(f"{constant}, {cell(default)} unless given")
-        for choice in choices.of(preset, constant):
+        for choice in choices.described(preset, constant):
             text = f"{cell(choice.value)}: {choice.rule}. {choice.source}: {choice.status}."
             lines.append(terminal.wrapped(f"  {text}"))
     columns = ", ".join(f"{column}.GROUP" for column in constants.COLUMNS)

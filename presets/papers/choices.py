@@ -32,7 +32,7 @@ class Choice:
 
     Attributes:
         constant: Name of the constant.
-        value: Value of the constant.
+        value: Value of the constant, or in `SOURCES` the text of a range.
         presets: Names of the presets that take the constant.
         rule: What the value does to the table.
         source: Paper or other source of the value.
@@ -377,6 +377,176 @@ CHOICES = (
     ),
 )
 """Values of constants on which sources disagree, in the order in which they are printed."""
+
+_THEORY = ("ntk", "hybrid", "maximal-update")
+_LIMITS = "Bordelon et al. 2405.15712, section 2.1"
+_EFFECTIVE = "Dinan, Yaida and Zhang 2304.02034"
+_UNIT = "Blake et al. 2407.17465"
+
+SOURCES = (
+    Choice(
+        constant="alpha_l",
+        value="0.5 to 1",
+        presets=("depth-mup",),
+        rule="every residual branch L^-alpha_l; 1/2 keeps a Brownian term at the start",
+        source=_LIMITS,
+        status="verified",
+    ),
+    Choice(
+        constant="alpha_l",
+        value="0.5 to 1",
+        presets=("completep",),
+        rule="every residual branch L^-alpha_l; 1 is CompleteP",
+        source="CompleteP, its table (2505.01618)",
+        status="verified",
+    ),
+    Choice(
+        constant="alpha_a",
+        value="0.5 to 1",
+        presets=("mup", "depth-mup"),
+        rule="attention logits N^-alpha_a, and rates of queries and keys with them",
+        source=_LIMITS,
+        status="verified",
+    ),
+    Choice(
+        constant="alpha_a",
+        value="1",
+        presets=("completep",),
+        rule="attention logits N^-1",
+        source="CompleteP, its code",
+        status="verified",
+    ),
+    Choice(
+        constant="alpha_a",
+        value="0.5 to 1",
+        presets=("completep",),
+        rule="attention logits N^-alpha_a, and rates of queries and keys with them",
+        source=_LIMITS,
+        status="verified",
+    ),
+    Choice(
+        constant="gamma0",
+        value="above 0",
+        presets=_FAMILY,
+        rule="amount of feature learning: the readout by 1/gamma0, SGD rates by gamma0^2",
+        source=f"{_LIMITS} and appendix E.1; Adam's eps by 1/gamma0 derived",
+        status="verified",
+    ),
+    Choice(
+        constant="beta0",
+        value="above 0",
+        presets=(*_FAMILY, "completep"),
+        rule="factor on every residual branch: the effective depth",
+        source=_LIMITS,
+        status="verified",
+    ),
+    Choice(
+        constant="c_a",
+        value="above 0",
+        presets=(*_FAMILY, "completep"),
+        rule="factor on attention logits; with 1 they are those of sp at the base",
+        source="derived",
+        status="derived",
+    ),
+    Choice(
+        constant="decay",
+        value="table",
+        presets=("completep",),
+        rule="coupled weight decay of block matrices goes as fan-in at every alpha_l; None is table",
+        source="CompleteP, its table (2505.01618)",
+        status="verified",
+    ),
+    Choice(
+        constant="decay",
+        value="rate",
+        presets=("completep",),
+        rule="coupled weight decay goes as 1/lr, so that lr*wd does not scale",
+        source="derived",
+        status="derived",
+    ),
+    Choice(
+        constant="s",
+        value="0 to 1",
+        presets=_THEORY,
+        rule="from neural tangent (0) over hybrid (1/2) to maximal update (1)",
+        source=_EFFECTIVE,
+        status="verified",
+    ),
+    Choice(
+        constant="alpha_a",
+        value="0.5",
+        presets=_THEORY,
+        rule="attention logits N^-1/2",
+        source=_EFFECTIVE,
+        status="verified",
+    ),
+    Choice(
+        constant="alpha_a",
+        value="up to 1",
+        presets=_THEORY,
+        rule="attention logits N^-alpha_a; 1 makes s = 1 mup in plain form",
+        source="derived",
+        status="derived",
+    ),
+    Choice(
+        constant="init",
+        value="paper",
+        presets=_THEORY,
+        rule="initial variances C / fan-in with a C for each role",
+        source=_EFFECTIVE,
+        status="verified",
+    ),
+    Choice(
+        constant="init",
+        value="fan-in",
+        presets=_THEORY,
+        rule="initial variances 1 / fan-in",
+        source="common practice",
+        status="verified",
+    ),
+    Choice(
+        constant="alpha_res",
+        value="above 0",
+        presets=("u-mup",),
+        rule="size of the residual branches against the embedding, in the tau rule",
+        source=_UNIT,
+        status="reported",
+    ),
+    Choice(
+        constant="alpha_ratio",
+        value="above 0",
+        presets=("u-mup",),
+        rule="size of attention branches over MLP branches, in the tau rule",
+        source=_UNIT,
+        status="reported",
+    ),
+    Choice(
+        constant="embedding_exponent",
+        value="-0.5",
+        presets=("u-mup",),
+        rule="rates of embeddings D^-1/2",
+        source=_UNIT,
+        status="reported",
+    ),
+    Choice(
+        constant="embedding_exponent",
+        value="0",
+        presets=("u-mup",),
+        rule="rates of embeddings do not scale",
+        source="Tensor Programs V (2203.03466), CompleteP (2505.01618)",
+        status="verified",
+    ),
+)
+"""Sources of all other constants. They take a range, or their preset checks their values itself."""
+
+
+def described(preset: str, constant: str) -> list[Choice]:
+    """Return the values and ranges of a preset's constant, each with its rule and source."""
+    matching = of(preset, constant)
+    for entry in SOURCES:
+        if preset in entry.presets and constant == entry.constant:
+            matching.append(entry)
+    return matching
 
 
 def of(preset: str, constant: str) -> list[Choice]:

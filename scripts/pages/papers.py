@@ -32,9 +32,9 @@ SHOWN = ("docs/", "presets/", "zoo/", "train/", "README.md")
 """Beginnings of the paths that the page lists. Scripts and tests repeat their citations."""
 HEAD = """# Papers
 
-The table has cited papers and the citing files. Where sources disagree on a constant,
-`mupax presets constants mup` says whether a value was read in the source (verified), in an account
-of it (reported) or worked out here (derived).
+The table has cited papers and the citing files. `mupax presets constants mup` says whether a
+constant's value was read in the source (verified), in an account of it (reported) or worked out
+here (derived).
 
 """
 

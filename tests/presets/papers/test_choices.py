@@ -68,6 +68,19 @@ def test_every_constant_that_is_listed_is_one_and_its_default_is_listed():
             assert choice.source
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_command_gives_a_source_of_every_constant(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["presets", "constants", name, "--json"]) == 0
+    constants = json.loads(capsys.readouterr().out)
+    assert set(constants) == set(inspect.signature(PRESETS[name]).parameters)
+    for constant, entry in constants.items():
+        assert entry["choices"], constant
+        for row in entry["choices"]:
+            assert row["source"], constant
+
+
 @pytest.mark.parametrize(
     ("name", "constants", "message"),
     [
