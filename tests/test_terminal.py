@@ -30,7 +30,15 @@ LISTS = [
     "presets tuned",
     "presets table mup --model gpt2 --base lm-proxy",
     "presets table completep --model gpt2 --rules",
+    "presets table mup --model gpt2 --joint completed-muon --optimizer muon --batch 8:64",
     "presets limits mup",
+    "presets limits mup --optimizer muon --joint completed-muon",
+    "presets limits mup --experts",
+    "presets joint --batch 8:64 --tokens 1:8",
+    "presets constants mup",
+    "presets constants completep",
+    "presets desiderata mup",
+    "presets desiderata mup --encoder",
     "presets compare sp mup mup-half depth-mup completep ntk",
     "presets compare sp mup completep --summary",
     "models",
@@ -63,7 +71,7 @@ def test_no_word_breaks_at_80_columns_and_no_line_in_a_pipe(
     assert [line for line in narrow.splitlines() if len(line) > 80] == []
     assert set(piped.split()) == set(narrow.split()) - {"\\"}  # after which a long command goes on
     assert "…" not in piped
-    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("COLUMNS", "4000")
     assert [line.rstrip() for line in printed(words, capsys).splitlines()] == [
         line.rstrip() for line in piped.splitlines()
     ]

@@ -198,7 +198,7 @@ def joint_text(ratios: Mapping[str, float], *, b1: float, b2: float) -> str:
         "how distances of weights, and shares of the run, go where noise outweighs the gradient; "
         "1 stays"
     )
-    parts = [terminal.table(joint.rows()), f"{title}\n{terminal.table(powers)}"]
+    parts = [terminal.table(joint.rows()), f"{terminal.wrapped(title)}\n{terminal.table(powers)}"]
     if set(ratios.values()) != {1.0}:
         title = f"factors at B = {ratios['batch']:.4g}, T = {ratios['tokens']:.4g}"
         parts.append(f"{title}\n{terminal.table(joint.rows(ratios))}")
