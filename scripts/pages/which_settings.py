@@ -43,9 +43,9 @@ Kinds of evidence, best first:
 - **published constants**: settings that [others published](../reference/tuned.md#published) for a
   model of the same kind, within three doublings in width and depth.
 
-If you can, measure small models under `mup` instead (`mupax transfer`), and plan the large run
-from this study's folder (`mupax plan MODEL --from FOLDER`). For an Adam run longer than the
-study's, add `--joint sde` to `plan`, and let `--data.batch-size` grow as the square root of the
+If you can, measure small models under `mup` (`mupax transfer`), and plan the
+large run from the study's folder (`mupax plan MODEL --from FOLDER`). For an Adam run longer than
+the study's, add `--joint sde` to `plan`, and raise `--data.batch-size` as the square root of the
 tokens ([other rules](../evidence/forecasts.md#which-rule-to-use-for-a-longer-run)).
 
 Made by `python -m scripts.pages.which_settings`.
@@ -62,7 +62,7 @@ def page() -> str:
             rows.append(_row(name, model, ranked[0]))
         else:
             unknown.append(f"`{name}`")
-    head = ("model", "length", "learning rate", "interval", "batch", "`--preset`", "evidence")
+    head = ("model", "length", "learning rate (AdamW unless named)", "interval", "batch", "`--preset`", "evidence")
     nothing = f"At these lengths no evidence applies to {', '.join(unknown)}."
     return f"{HEAD}\n{table([head, *rows])}\n\n{nothing}\n{TAIL}"
 
@@ -83,10 +83,13 @@ def _row(name: str, model: ModelConfig, best: evidence.Evidence) -> tuple[str, .
     if ends is not None:
         interval = f"{ends[0]:.2g} to {ends[1]:.2g} ({best.level} %)"
     batch = "not known" if best.batch is None else f"{best.batch:.0f}"
+    rate = f"{best.peak_lr:.3g}"
+    if best.optimizer != evidence.LAW_OPTIMIZER:
+        rate += f" ({best.optimizer})"
     return (
         f"`{name}` ({families.params(model):,})",
         f"{length(model):.2g} {model.unit}s",
-        f"{best.peak_lr:.3g}",
+        rate,
         interval,
         batch,
         f"`{best.preset}`",

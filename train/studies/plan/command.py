@@ -679,7 +679,7 @@ def _plan_run(args: Plan, recipe_flags: Sequence[str], argv: Sequence[str]) -> i
     # The first column has the names of the values and needs no heading.
     header = ("", *COLUMNS[1:])
     Report(
-        answers=[_conclusion(args.recipe, config, rows, fits=cost.fits)],
+        answers=[_conclusion(_subject(args.recipe, request), config, rows, fits=cost.fits)],
         steps=[Step("Next: train it", command)],
         sections=[Section(terminal.filled([header, *rows]))],
         remarks=[f"caution: {caution}" for caution in cautions],
@@ -762,17 +762,28 @@ def _plan_from_evidence(model: str, args: Plan, recipe_flags: Sequence[str]) -> 
     return evidence.plan(model, joint.amount("--tokens", args.tokens), args.out)
 
 
-def _conclusion(recipe: str, config: Config, rows: Sequence[PlanRow], *, fits: bool) -> str:
+def _subject(name: str, request: Request) -> str:
+    """Return a run's name for the summary, which says so if a model has the name of the recipe.
+
+    Args:
+        name: Recipe, file or model of the command line.
+    """
+    if name in CONFIGS and request.source == f"recipe {name}":
+        return f"recipe {name} (`--model {name} --tokens N` alone plans the model)"
+    return name
+
+
+def _conclusion(subject: str, config: Config, rows: Sequence[PlanRow], *, fits: bool) -> str:
     """Return the plan's summary: a sentence with steps, rate, loss and time.
 
     A run that does not fit the chips has a sentence that says so, without loss and time.
 
     Args:
-        recipe: Recipe, file or model of the command line.
+        subject: Name of the run, from `_subject`.
     """
     by_name = {row.name: row for row in rows}
     rate = by_name["peak rate"].value
-    run = f"{recipe}: {config.steps:,} steps at a peak rate of {rate}"
+    run = f"{subject}: {config.steps:,} steps at a peak rate of {rate}"
     if not fits:
         return f"{run} do not fit the chips: {by_name['memory'].value}"
     time = ""

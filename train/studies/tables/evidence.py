@@ -38,6 +38,8 @@ Kind = Literal["measured here", "published law", "published constants"]
 """Kinds of evidence on a learning rate, the best first."""
 LAW_TOKENS = 2048
 """Tokens per sequence in the published runs that the law is fitted to."""
+LAW_OPTIMIZER = "adamw"
+"""Optimizer of these runs."""
 TABLES = (Role.TOKEN_EMBEDDING, Role.POSITION, Role.READOUT)
 """Roles of parameters that the published law does not count in the size of a model."""
 
@@ -51,6 +53,7 @@ class Evidence:
         source: Name of the source as it is printed: a tuned preset or a paper.
         preset: Value for `--preset`.
         peak_lr: Peak learning rate.
+        optimizer: Optimizer that the learning rate is for, a key of `OPTIMIZERS`.
         rate_interval: Interval (low, high) of the learning rate. `None` if unknown.
         level: Probability of the intervals in percent. Studies of mupax give 95, the published law
             90. `None` for published constants, which have no intervals.
@@ -68,6 +71,7 @@ class Evidence:
     source: str
     preset: str
     peak_lr: float
+    optimizer: str
     rate_interval: tuple[float, float] | None = None
     level: int | None = None
     batch: float | None = None
@@ -159,6 +163,7 @@ def _measured(model: ModelConfig, tokens: float) -> Evidence | None:
         source=tuned.use,
         preset=tuned.use,
         peak_lr=tuned.optimizer["peak_lr"],
+        optimizer=tuned.optimizer["name"],
         rate_interval=rate_interval,
         level=95,
         batch=tuned.provenance["batch"],
@@ -196,6 +201,7 @@ def _law(model: ModelConfig, tokens: float) -> Evidence | None:
         source=f"{forecaster.fit.table.rows:,} runs of Step Law (2503.04715)",
         preset="sp",
         peak_lr=best.peak_lr.value,
+        optimizer=LAW_OPTIMIZER,
         rate_interval=(best.peak_lr.low, best.peak_lr.high),
         level=90,
         batch=best.batch_sequences.value * share,
@@ -234,6 +240,7 @@ def _published(model: ModelConfig) -> Evidence | None:
         source=f"{tuned.use}, {study['source']['name']}",
         preset=tuned.use,
         peak_lr=tuned.optimizer["peak_lr"],
+        optimizer=tuned.optimizer["name"],
         # A batch of 0 stands for a source that names none.
         batch=study["batch"] or None,
         doublings=doublings,
@@ -314,9 +321,11 @@ def plan(name: str, tokens: float, path: Path | None) -> int:
         interval = f"{best.level} %: {_range(best.rate_interval, '{:.3g}')}"
     batch = "" if best.batch is None else f" and a batch of {best.batch:.0f}"
     answer = (
-        f"{name}, {tokens:.4g} {unit}: a peak rate of {best.peak_lr:.3g} ({interval}){batch} "
-        f"under {best.preset}, by {best.kind}: {best.source}"
+        f"model {name}, {tokens:.4g} {unit}: a peak rate of {best.peak_lr:.3g} ({interval}) for "
+        f"{best.optimizer}{batch} under {best.preset}, by {best.kind}: {best.source}"
     )
+    if name in RECIPES:
+        answer += f"; `mupax plan {name}` plans the recipe {name} with settings of its own"
     remarks = [
         "where one kind of evidence contradicts another, "
         "sweep a few rates between them on a smaller model (`mupax sweep`)"
@@ -375,7 +384,7 @@ def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence
 
 def rows(candidates: list[Evidence]) -> list[tuple[str, ...]]:
     """Return a table as text: a row of headings, then a row for each piece of evidence."""
-    table = [("evidence", "rate", "interval", "batch", "loss", "")]
+    table = [("evidence", "optimizer", "rate", "interval", "batch", "loss", "")]
     for evidence in candidates:
         interval = "not known"
         if evidence.rate_interval is not None:
@@ -389,7 +398,8 @@ def rows(candidates: list[Evidence]) -> list[tuple[str, ...]]:
             loss = f"{evidence.loss.value:.2f} ({ends})"
         label = f"{evidence.kind}: {evidence.source}"
         remark = evidence.remark if evidence.applies else f"does not apply: {evidence.remark}"
-        table.append((label, f"{evidence.peak_lr:.3g}", interval, batch, loss, remark))
+        rate = f"{evidence.peak_lr:.3g}"
+        table.append((label, evidence.optimizer, rate, interval, batch, loss, remark))
     return table
 
 

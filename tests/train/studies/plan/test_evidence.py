@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -89,3 +90,28 @@ def test_the_command_trains_what_is_printed(
     config = parse(name_of_recipe, recipe(name_of_recipe), flags).config
     assert config.optimizer.peak_lr == pytest.approx(best["peak_lr"], rel=0.01)
     assert config.steps * config.data.batch_size * config.model.units == pytest.approx(1e8, rel=0.1)
+
+
+def test_every_rate_has_the_optimizer_that_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "lm-proxy", "--tokens", "2m"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert "a peak rate of 0.0552 (no interval is known) for muon" in first
+    rates = {}
+    for evidence_kind in ("measured here", "published constants", "published law"):
+        (row,) = [line for line in lines if line.strip().startswith(evidence_kind)]
+        rates[evidence_kind] = re.split(r"\s{2,}", row.strip())[1:3]
+    assert rates["measured here"] == ["muon", "0.0552"]
+    assert {optimizer for optimizer, _ in rates.values()} == {"muon", "adamw"}
+
+
+def test_a_recipe_and_a_model_of_one_name_are_told_apart_on_the_first_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    firsts = {}
+    for words in ("lm-8b", "--model lm-8b", "gpt2"):
+        assert main(["plan", *words.split(), "--tokens", "160b"]) == 0
+        firsts[words] = capsys.readouterr().out.splitlines()[0]
+    assert firsts["lm-8b"].startswith("recipe lm-8b (`--model lm-8b --tokens N` alone plans the")
+    assert firsts["--model lm-8b"].startswith("model lm-8b, 1.6e+11 tokens: a peak rate of 0.001")
+    assert "`mupax plan lm-8b` plans the recipe lm-8b" in firsts["--model lm-8b"]
+    assert "recipe" not in firsts["gpt2"]  # the control: only a model has this name
