@@ -15,10 +15,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mupax.mappings import drop_keys
-from mupax.presets.roles import ParamSpec, PresetError, Role
+from mupax.presets import adapters
+from mupax.presets.roles import ADAPTERS, RANK, ParamSpec, PresetError, Role
 from mupax.train.studies.roles.flow import ADDS, Flow, SignalSource
 from mupax.train.studies.roles.graph import Atom, Dim, Graph, Node, OperandUse, ParamDim
 from mupax.train.studies.roles.matrices import (
+    FACTORIZED,
     FIXED,
     Attention,
     Constraint,
@@ -27,6 +29,7 @@ from mupax.train.studies.roles.matrices import (
     attentions,
     split_names,
 )
+from mupax.train.studies.roles.operations import LAYOUT
 
 _ENDS = frozenset({Role.MLP_OUT, Role.EXPERT_OUT})
 _STREAM = frozenset({Role.ROUTER, Role.PATCH_EMBEDDING, Role.TOKEN_EMBEDDING})
@@ -34,6 +37,12 @@ _STREAM = frozenset({Role.ROUTER, Role.PATCH_EMBEDDING, Role.TOKEN_EMBEDDING})
 _LOOKUPS = {"position": Role.POSITION, "source": Role.POSITION, "distance": Role.RELATIVE_BIAS}
 """Roles of tables that are looked up along an axis. All others are token embeddings."""
 _JOINS = ("concatenate", "select_n", "scatter", "dynamic_update_slice", "stack")
+
+DIRECT_QUERY = (
+    "it is a query itself, without a matrix of queries; declare it as a bias of queries, "
+    "ParamSpec(role=Role.BIAS, of=Role.QUERY, axes=('heads', 'head_dim'))"
+)
+"""Reason to refuse a learned query that is multiplied by keys."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -48,6 +57,9 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
     """
     flow = matrices.flow
     node = use.node
+    names = matrices.names.get(use.param, ())
+    if RANK in names or (node.op == "lookup" and "input" in names):
+        raise Refusal(FACTORIZED)
     # In h + x @ w + b the bias is added to the stream itself, which the next test would refuse.
     if node.op in ADDS and use.other in flow.branches:
         bias = _bias_after_branch(matrices, use)
@@ -58,6 +70,8 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
             "it acts on the stream itself between two branches, where in_block is not settled; "
             "declare its role"
         )
+    if node.info.get("learned"):
+        return _learned(matrices, use)
     if node.op == "lookup":
         return _looked_up(matrices, use)
     if node.op in ADDS:
@@ -73,6 +87,52 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
         f"it meets an activation in {node.op}; none of the roles does so: "
         "declare one, or write it as a product or sum"
     )
+
+
+def _learned(matrices: Matrices, use: OperandUse) -> Constraint:
+    """Return the role of learned queries of attention, such as those of a pooling head.
+
+    Raises:
+        Refusal: The parameter is added to other tokens, or no matrix of queries reads it.
+    """
+    flow = matrices.flow
+    node = use.node
+    for user in _after_layout(flow, node):
+        # Tokens start a stream. What is added to other tokens is a bias or a position.
+        before = [operand for operand in user.inputs if not flow.precedes(node, operand)]
+        if user.op in ADDS and before:
+            raise Refusal("it is added to other tokens; declare its role")
+    for attention in matrices.attentions:
+        logits = attention.logits
+        if not attention.queries and any(
+            source.node is node for operand in logits.inputs for source in flow.sources(operand)
+        ):
+            raise Refusal(DIRECT_QUERY)
+        # The matrix of queries writes the axis of a head, which the logits sum over. The learned
+        # vector does not, so that the two cannot be taken for each other.
+        summed = itertools.chain(*logits.info["contracted"][0], *logits.info["contracted"][1])
+        writers = {param for atom in summed for param, _ in atom.param_dims}
+        for product, param in attention.queries:
+            for query in flow.matrices[product]:
+                assert query.other is not None
+                sources = flow.sources(query.other, through=True)
+                is_read = any(source.node is node for source in sources)
+                if is_read and param in writers and use.param not in writers:
+                    evidence = f"is a learned query, which {param} reads"
+                    return Constraint(role=Role.TOKEN_EMBEDDING, evidence=evidence)
+    raise Refusal("no matrix of queries reads it; declare its role")
+
+
+def _after_layout(flow: Flow, node: Node) -> list[Node]:
+    """Return the results of all operations that read a value, or the value in another layout."""
+    results = []
+    stack = [node]
+    while stack:
+        for user in flow.users(stack.pop()):
+            results.append(user)
+            if user.op in LAYOUT:
+                stack.append(user)
+    return results
 
 
 def _looked_up(matrices: Matrices, use: OperandUse) -> Constraint:
@@ -137,8 +197,15 @@ def _constraints(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Co
 
 
 def _accepted(matrices: Matrices, sources: Iterable[SignalSource]) -> list[Constraint]:
-    """Return the roles of the parameters whose products are sources, without uncertain ones."""
-    return [fact for fact in _constraints(matrices, sources) if fact is not None]
+    """Return the roles of the parameters whose products are sources.
+
+    Uncertain ones are left out, and adapters, whose product is a part of the adapted matrix's.
+    """
+    accepted = []
+    for constraint in _constraints(matrices, sources):
+        if constraint is not None and constraint.role not in ADAPTERS:
+            accepted.append(constraint)
+    return accepted
 
 
 def _role_names(roles: Iterable[Role]) -> str:
@@ -482,7 +549,7 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
     names, refused = axis_names(samples, graph)
     named = drop_keys(names, refused)
     flow = Flow(graph)
-    all_attention = attentions(flow)
+    all_attention = attentions(flow, named)
     matrices = Matrices(flow, all_attention, named)
     for param, reason in matrices.refused.items():
         # A reason about axis names stays, because a role can only be found for dimensions with
@@ -495,6 +562,7 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
     has_kv_heads = "kv_heads" in samples[0].sizes
     specs: dict[str, ParamSpec] = {}
     evidence: dict[str, str] = {}
+    adapted: dict[str, str] = {}
     tied = None
     for param, axes in named.items():
         if param in refused:
@@ -503,10 +571,15 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
             facts = [_fact(matrices, all_attention, use) for use in uses.get(param, [])]
             if not facts and _meets_parameters(graph, param):
                 raise Refusal(
-                    "it meets other parameters before anything of the batch, as a learned query "
-                    "meets the matrix of queries; declare its role"
+                    "it meets other parameters before anything of the batch; multiply it with an "
+                    "activation first, as x @ a @ b in place of x @ (a @ b), or declare its role"
                 )
             agreed, readout = _agreed(facts)
+            if agreed.adapts:
+                # The declaration of an adapter follows from that of its matrix.
+                evidence[param] = agreed.evidence
+                adapted[param] = agreed.adapts
+                continue
             owner = Role(agreed.of or agreed.role)
             if not has_kv_heads and owner in (Role.KEY, Role.VALUE):
                 # Presets scale keys and values by kv_heads, even if a model names only heads.
@@ -519,6 +592,14 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
         # `ParamSpec` raises PresetError where the fields of a role contradict each other.
         except (Refusal, PresetError) as reason:
             refused[param] = str(reason)
+    for param, matrix in adapted.items():
+        if matrix not in specs:
+            del evidence[param]
+            refused[param] = f"it adapts {matrix}, which is refused itself"
+            continue
+        a, b = adapters.pair(specs[matrix])
+        reads_rank = named[param].index(RANK) < len(named[param]) - 1
+        specs[param] = b if reads_rank else a
     return Roles(specs, evidence, refused, tied)
 
 

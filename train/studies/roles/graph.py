@@ -114,7 +114,8 @@ class Node:
             gather's index.
         info: Further facts about the operation, by name: "contracted", "batched" and "kept" of a
             product (`operations.dot`), "summed" of a reduction, "chosen" of a lookup, "selected" of
-            a slice of a concatenation, "power" of `integer_pow`, "value" of a scalar constant.
+            a slice of a concatenation, "power" of `integer_pow`, "value" of a scalar constant,
+            "learned" of a parameter that counts as an activation.
     """
 
     number: int
@@ -205,6 +206,17 @@ class Graph:
         node = self.add("parameter", (), dims, True, "view")
         # `add` takes parameters from the inputs, and this node has none.
         node.params = frozenset({path})
+        return node
+
+    def learned_vectors(self, path: str, shape: tuple[int, ...]) -> Node:
+        """Add a parameter as an activation, as tokens that do not depend on the batch, and return it.
+
+        Its only use is this activation itself.
+        """
+        dims = [(Atom(size, frozenset({(path, index)})),) for index, size in enumerate(shape)]
+        self.shapes[path] = shape
+        node = self.add("lookup", (), dims, True, "activation", learned=True)
+        self.uses.append(OperandUse(path, node, node, None))
         return node
 
     def use(self, node: Node, view: Node, other: Node | None) -> None:

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from mupax.presets.roles import Role
-from mupax.train.studies.roles.flow import Destination, Flow, SignalSource
+from mupax.presets.roles import RANK, Role
+from mupax.train.studies.roles.flow import BRANCHES, Destination, Flow, SignalSource
 from mupax.train.studies.roles.graph import Atom, Dim, Node, OperandUse
 from mupax.train.studies.roles.operations import LAYOUT
 
@@ -68,11 +68,14 @@ class _SoftmaxProduct(NamedTuple):
     logits: Node
 
 
-def attentions(flow: Flow) -> list[Attention]:
+def attentions(flow: Flow, names: Mapping[str, tuple[str, ...]]) -> list[Attention]:
     """Find all attention in a loss, and return one entry for each softmax over keys.
 
     `flow.products`, the products of two activations, changes in place. Products with the weights
     that a router gives its experts are removed from it.
+
+    Args:
+        names: Axis names of each parameter's dimensions, as for `Matrices`.
     """
     products = []
     for mix in flow.graph.nodes:
@@ -99,11 +102,14 @@ def attentions(flow: Flow) -> list[Attention]:
         key_side = _key_side(mix, side, logits)
         if key_side is None:
             continue
-        queries = _matrices(flow, logits.inputs[1 - key_side])
-        keys = _matrices(flow, logits.inputs[key_side])
-        values = _matrices(flow, mix.inputs[1 - side])
-        # In self-attention queries and keys are computed from the same stream.
-        cross = _streams(flow, queries) != _streams(flow, keys)
+        queries = _matrices(flow, logits.inputs[1 - key_side], names)
+        keys = _matrices(flow, logits.inputs[key_side], names)
+        values = _matrices(flow, mix.inputs[1 - side], names)
+        # In self-attention queries and keys are computed from the same stream. Learned queries are
+        # no stream.
+        query_streams = _streams(flow, queries)
+        is_learned = all(node.info.get("learned") for node in query_streams)
+        cross = not is_learned and query_streams != _streams(flow, keys)
         result.append(Attention(logits, mix, queries, keys, values, cross))
     return result
 
@@ -193,15 +199,17 @@ def _are_all_chosen_by(flow: Flow, sources: list[SignalSource]) -> bool:
     return True
 
 
-def _matrices(flow: Flow, node: Node) -> frozenset[Matrix]:
+def _matrices(flow: Flow, node: Node, names: Mapping[str, tuple[str, ...]]) -> frozenset[Matrix]:
     """Return the matrix products with parameters that a value comes from.
 
-    No nonlinearity may lie between.
+    No nonlinearity may lie between. Matrices of low-rank adapters are left out, because they read
+    and write what the matrix does that they are added to.
     """
     matrices = set()
     for source in flow.sources(node):
         for param in source.params:
-            matrices.add((source.node, param))
+            if RANK not in names.get(param, ()):
+                matrices.add((source.node, param))
     return frozenset(matrices)
 
 
@@ -225,6 +233,14 @@ def split_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(axes)
 
 
+FACTORIZED = (
+    "it is one of two factors of a table, of a fixed rank; make them one table of vocab x embed, "
+    "or declare the table TOKEN_EMBEDDING with axes=('vocab', 'input'), shared=('embed',), and the "
+    "factor PATCH_EMBEDDING with axes=('input', 'embed'), fan_in=('input',)"
+)
+"""Reason to refuse the factors of an embedding, for which no preset has rows."""
+
+
 class Refusal(Exception):
     """Error for a parameter whose role is not certain. The text says what to write instead."""
 
@@ -245,6 +261,7 @@ class Constraint:
         encoder: Whether the use is in an encoder: keys of cross-attention are computed from it.
         shared: Growing axes along which the parameter is shared. The operand that it meets has
             these axes, and the parameter has not.
+        adapts: Path of the matrix that an adapter is added to. Empty for all other roles.
     """
 
     role: Role
@@ -256,6 +273,7 @@ class Constraint:
     value_dim: bool = False
     encoder: bool = False
     shared: tuple[str, ...] = ()
+    adapts: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -342,6 +360,11 @@ class Matrices:
             Refusal: The role is not certain.
         """
         product = self._product(use)
+        if RANK in product.names:
+            return self._adapter(product)
+        # "input" stands for a fixed size, such as the short rows of a table.
+        if "input" in product.names and self._is_of_table(product):
+            raise Refusal(FACTORIZED)
         if product.other.kind == "data":
             return _constraint_on_data(product)
         of_attention = self._of_attention(use)
@@ -402,6 +425,102 @@ class Matrices:
             in_block=self.flow.branch_of(node) is not None,
             destinations=list(self.flow.reaches(node, use.param)),
         )
+
+    def _adapter(self, product: _Product) -> Constraint:
+        """Return the role of one of the two matrices of a low-rank adapter (LoRA).
+
+        With matrices A and B, x A B is added to the product x W of the adapted matrix W.
+
+        Raises:
+            Refusal: The product is no part of such a sum.
+        """
+        reads_rank = [product.names[index] for index in product.fan_in] == [RANK]
+        if reads_rank:
+            last = product.use
+            first = self._before(last)
+        else:
+            first = product.use
+            last = self._after(product)
+        adapted = None
+        if first is not None and last is not None:
+            adapted = self._adapted(first, last)
+        if adapted is None:
+            if self._is_of_table(product):
+                raise Refusal(FACTORIZED)
+            raise Refusal(
+                "its axis rank is that of a low-rank adapter, x @ w + x @ a @ b, and there is no "
+                "such sum; make the two factors one matrix, or declare their roles"
+            )
+        role = Role.LORA_B if reads_rank else Role.LORA_A
+        evidence = f"; x @ a @ b is added to the product of {adapted}"
+        constraint = product.constraint(role, evidence)
+        return dataclasses.replace(constraint, in_block=True, adapts=adapted)
+
+    def _is_of_table(self, product: _Product) -> bool:
+        """Return whether a product's parameter is a table, or the factor that reads a table."""
+        factors = {product.use.param}
+        for source in self.flow.sources(product.other):
+            factors |= source.params
+            if source.node.op == "lookup":
+                factors |= {param for param, _ in source.node.info.get("chosen", ())}
+        for use in self.flow.graph.uses:
+            is_looked_up = use.node.op == "lookup"
+            is_one_hot = use.other is not None and _is_one_hot(use.other)
+            is_short = not {RANK, "input"}.isdisjoint(self.names.get(use.param, ()))
+            if use.param in factors and is_short and (is_looked_up or is_one_hot):
+                return True
+        return False
+
+    def _before(self, last: OperandUse) -> OperandUse | None:
+        """Return the use of the matrix A whose product is all that the matrix B reads, if any."""
+        assert last.other is not None
+        sources = self.flow.sources(last.other)
+        if len(sources) != 1 or len(sources[0].params) != 1:
+            return None
+        (use,) = self.flow.matrices[sources[0].node]
+        return use
+
+    def _after(self, product: _Product) -> OperandUse | None:
+        """Return the use of the matrix B that reads the product of the matrix A, if only one does."""
+        ends = {destination.end for destination in product.destinations}
+        uses = [use for end in ends for use in self.flow.matrices.get(end, ())]
+        return uses[0] if len(uses) == 1 and RANK in self.names.get(uses[0].param, ()) else None
+
+    def _adapted(self, first: OperandUse, last: OperandUse) -> str | None:
+        """Return the path of the matrix to whose product an adapter is added, or `None`.
+
+        The matrix reads the value that the adapter reads, sums over the same axes, and writes the
+        same axes.
+
+        Args:
+            first: Use of the adapter's matrix A.
+            last: Use of the adapter's matrix B.
+        """
+        flow = self.flow
+        inputs = self._axes_of_one(first.param)
+        outputs = self._axes_of_one(last.param)
+        if inputs[-1:] != (RANK,) or outputs[:1] != (RANK,):
+            return None
+        axes = (*inputs[:-1], *outputs[1:])
+        stack = [last.node]
+        while stack:
+            node = stack.pop()
+            for user in flow.users(node):
+                if user.op in LAYOUT or user.op == "mul":
+                    stack.append(user)
+                if user.op not in BRANCHES:
+                    continue
+                for source in flow.sources(user):
+                    for use in flow.matrices.get(source.node, ()):
+                        reads_same = _before_layout(use.other) is _before_layout(first.other)
+                        if reads_same and self._axes_of_one(use.param) == axes:
+                            return use.param
+        return None
+
+    def _axes_of_one(self, param: str) -> tuple[str, ...]:
+        """Return the axes of a parameter without those that count the blocks of a stack."""
+        axes = split_names(self.names.get(param, ()))
+        return tuple(axis for axis in axes if axis not in ("layers", "encoder_layers"))
 
     def _refuse_opaque(self, product: _Product, sources: list[SignalSource]) -> None:
         """Raise Refusal for a product that reads, or is read by, an unsupported operation."""
@@ -543,6 +662,7 @@ class Matrices:
                     has_value_dim = True
             keys = ", ".join(sorted({param for _, param in attention.keys}))
             queries = ", ".join(sorted({param for _, param in attention.queries}))
+            queries = queries or "learned queries"
             if matrix in attention.queries:
                 constraints[Role.QUERY] = Constraint(
                     role=Role.QUERY,
@@ -569,6 +689,13 @@ class Matrices:
                     cross=attention.cross,
                 )
         return list(constraints.values())
+
+
+def _before_layout(node: Node | None) -> Node | None:
+    """Return the value that a value is another layout of, or the value itself."""
+    while node is not None and node.op in LAYOUT and len(node.inputs) == 1:
+        node = node.inputs[0]
+    return node
 
 
 def _constraint_on_data(product: _Product) -> Constraint:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from mupax.presets.roles import AXES, ParamSpec, PresetError
 from mupax.train.core.loss import cross_entropy, cross_entropy_from_logits
 from mupax.train.studies.roles import operations
-from mupax.train.studies.roles.deduce import Roles, Sample, deduce
+from mupax.train.studies.roles.deduce import DIRECT_QUERY, Roles, Sample, deduce
 from mupax.train.studies.roles.graph import Graph, Node, fresh
 from mupax.zoo import families
 from mupax.zoo.definition import Definition, definition
@@ -47,19 +47,24 @@ _TOGETHER = (("num_heads", "num_kv_heads"), ("image_size", "patch_size"))
 """Fields that can only be doubled together in some models."""
 
 
-def trace(loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any) -> Graph:
+Loss = Callable[[Any, Any], jax.Array]
+"""Function of parameters and a batch that returns a scalar."""
+
+
+def trace(loss: Loss, params: Any, batch: Any, learned: Collection[str] = ()) -> Graph:
     """Trace a loss and return its graph, without computing any array.
 
     Args:
-        loss: Function of parameters and a batch that returns a scalar.
         params: Tree of arrays, or of shapes such as `jax.ShapeDtypeStruct`.
         batch: Tree of arrays, or of shapes such as `jax.ShapeDtypeStruct`.
+        learned: Paths of parameters that count as activations, such as learned queries.
     """
     closed = jax.make_jaxpr(loss)(params, batch)
     graph = Graph()
     inputs = []
     for name, leaf in named_leaves(params).items():
-        inputs.append(graph.parameter(name, tuple(leaf.shape)))
+        add = graph.learned_vectors if name in learned else graph.parameter
+        inputs.append(add(name, tuple(leaf.shape)))
     for leaf in jax.tree.leaves(batch):
         floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
         inputs.append(graph.add("batch", (), fresh(leaf.shape), floating, "data"))
@@ -364,7 +369,26 @@ def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
     for sample in samples:
         if base.shapes.keys() <= sample.shapes.keys():
             complete.append(sample)
-    return deduce(trace(loss, params, batch), complete)
+    return _traced_roles(loss, params, batch, complete)
+
+
+def _traced_roles(loss: Loss, params: Any, batch: Any, samples: Sequence[Sample]) -> Roles:
+    """Return the roles of all parameters of a loss, also with learned queries of attention.
+
+    A learned query meets the matrix of queries and nothing of the batch, so that both look like a
+    computation on parameters alone. Each refused vector is therefore tried as an activation.
+    """
+    roles = deduce(trace(loss, params, batch), samples)
+    learned: set[str] = set()
+    for param in roles.refused:
+        if len(samples[0].shapes[param]) > 2:
+            continue
+        trial = deduce(trace(loss, params, batch, learned | {param}), samples)
+        is_query = param in trial.specs or trial.refused.get(param) == DIRECT_QUERY
+        if is_query and len(trial.refused) < len(roles.refused):
+            learned.add(param)
+            roles = trial
+    return roles
 
 
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
@@ -390,8 +414,7 @@ def roles_of_config(config: ModelConfig) -> Roles:
     samples = [_sample(variation) for variation in (config, *variations(config))]
     # On a CPU attention consists of primitives. The kernels of other devices are opaque.
     cpu = Layout(Mesh(np.array(jax.devices("cpu")[:1]), "data"), {})
-    graph = trace(loss_of(model, cpu), model.abstract, batch)
-    return deduce(graph, samples)
+    return _traced_roles(loss_of(model, cpu), model.abstract, batch, samples)
 
 
 def loss_of(

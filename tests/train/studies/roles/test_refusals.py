@@ -95,21 +95,6 @@ def test_a_parameter_that_is_not_used() -> None:
     assert refusal(roles, "idle") == "the loss does not use it; leave it out"
 
 
-def test_a_learned_query_is_not_called_unused() -> None:
-    def with_probe(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        return {**heads(s), "probe": (s["embed"],)}
-
-    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        probe = jnp.broadcast_to(p["probe"], (x.shape[0], 1, x.shape[-1]))
-        query = jnp.einsum("btd,dhn->bhtn", probe, p["q"])
-        key, value = (jnp.einsum("btd,dhn->bhtn", x, p[name]) for name in "kv")
-        weights = jax.nn.softmax(query @ key.swapaxes(2, 3))
-        return jnp.einsum("bhtn,hnd->btd", weights @ value, p["o"])
-
-    roles = roles_of(with_probe, branch, ATTENTION)
-    assert roles.refused["q"].startswith("it meets other parameters before anything of the batch")
-
-
 def test_a_dimension_of_size_1_is_to_be_left_out() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return run_mlp(p, x) + p["shift"][0]
