@@ -363,6 +363,9 @@ def _role_of_embedding(name: str, label: Label, shapes: Mapping[str, Sequence[Sh
     # the module that embeds patches.
     if by_growth in ("hidden", "patch_embedding", "norm_gain"):
         return ""
+    # The second factor of a table is called an embedding, too, and nothing looks it up.
+    if names.PROJECTS.search(name.removesuffix(".weight").removesuffix(".kernel")):
+        return ""
     return Role.TOKEN_EMBEDDING.value
 
 

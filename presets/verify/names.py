@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from mupax.presets.roles import PresetError, Role
+from mupax.presets.roles import ADAPTERS, PresetError, Role
 
 FUSED = "qkv"
 """Role of an array that holds the matrices of queries, keys and values together."""
@@ -20,7 +20,7 @@ SKIPPED = "none"
 EMBEDDING = "embedding"
 """Role of a name that only says that something is embedded. Shapes decide between a table, which is
 looked up, and a matrix, such as the projection of patches."""
-_NO_NAMES = (Role.BIAS, Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT)
+_NO_NAMES = (Role.BIAS, Role.ROUTER, Role.EXPERT_IN, Role.EXPERT_OUT, *ADAPTERS)
 """Roles that `--role` does not take. The role of a bias follows from its matrix: `query.bias`."""
 ROLES = (*(role.value for role in Role if role not in _NO_NAMES), FUSED, SKIPPED)
 """Roles that `--role` takes."""
@@ -41,7 +41,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     (r"relative_(attention_)?bias", "relative_bias"),
     (
         r"cls(_?token)?|class_(embedding|token)|registers?|mask_token|"
-        r"dist(illation)?_token",
+        r"dist(illation)?_token|probe|latents?|query_tokens?|learned_quer(y|ies)",
         "token_embedding",
     ),
     (
@@ -91,12 +91,12 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
 """Patterns for the last words of a name, with their roles. The first pattern that fits counts."""
 _NOT_JUDGED = re.compile(
     r"(?:^|\.)(\w*experts?(_gate)?|\w*router\w*|moe|\w+_moe|moe_\w+|mamba\w*|ssm|a_log|conv1d|"
-    r"rotary_emb|mixer\.(in_proj|out_proj|x_proj|dt_proj|dt|d|norm))(?:\.|$)",
+    r"lora|lora_\w+|\w+_lora(_[ab])?|rotary_emb|mixer\.(in_proj|out_proj|x_proj|dt_proj|dt|d|norm))(?:\.|$)",
     re.IGNORECASE,
 )
 """Pattern for modules whose parameters get the role `SKIPPED`.
 
-They are experts, routers and state-space layers such as Mamba's (`mixer`).
+They are experts, routers, low-rank adapters and state-space layers such as Mamba's (`mixer`).
 """
 _EXPERTS = re.compile(r"^(.*)\.\w*experts?\.")
 """Pattern for the name of an expert's parameter.
@@ -132,6 +132,10 @@ _LEAF_KINDS = {
     "g": "gain",
 }
 _LAYOUTS = {"weight": "out, in", "kernel": "in, out"}
+
+
+PROJECTS = re.compile(r"(^|[._])(proj\w*|factor|mapping\w*)$", re.IGNORECASE)
+"""Pattern for the end of the name of an embedding that is a matrix, as behind a narrow table."""
 
 
 class Label(NamedTuple):
@@ -218,7 +222,8 @@ def label(name: str, dual: bool = False, with_experts: Collection[str] = ()) -> 
             module is a router, and elsewhere the first matrix of a gated MLP.
     """
     dotted = _dotted(name)
-    module, leaf = _split_leaf(dotted)
+    # PEFT calls the matrix that has an adapter the base layer of its module.
+    module, leaf = _split_leaf(dotted.replace(".base_layer.", "."))
     words = module.replace(".*", "")
     # layers.0.attn.weight is in a block, but layers.0.weight is a layer itself, as in an MLP.
     numbers = list(LAYER.finditer(f"{module}."))
@@ -230,6 +235,8 @@ def label(name: str, dual: bool = False, with_experts: Collection[str] = ()) -> 
     kind = _LEAF_KINDS.get(leaf, "matrix" if leaf else "")
     # Patterns for modules at the top level begin with "root.".
     role = _role(words if "." in words else f"root.{words}", in_block)
+    if role == Role.TOKEN_EMBEDDING.value and PROJECTS.search(words):
+        role = EMBEDDING
     # The model itself may be called moe or mamba. So only words inside of a block count, and
     # outside of blocks the words after the first one.
     if "*" in name:

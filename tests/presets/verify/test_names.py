@@ -12,13 +12,15 @@ pytestmark = pytest.mark.core
 
 NAMES_BY_ROLE = {
     "token_embedding": "transformer.wte.weight model.embed_tokens.weight gpt_neox.embed_in.weight embedding.word_embeddings.weight "
-    "bert.embeddings.word_embeddings.weight shared.weight encoder.weight vit.embeddings.cls_token",
+    "bert.embeddings.word_embeddings.weight shared.weight encoder.weight vit.embeddings.cls_token "
+    "params/MAPHead_0/probe attn_pool.latent perceiver.embeddings.latents query_tokens",
     "position": "transformer.wpe.weight bert.embeddings.position_embeddings.weight Transformer/posembed_input/pos_embedding pos_embed",
     "patch_embedding": "vit.embeddings.patch_embeddings.projection.weight patch_embed.proj.weight conv_proj.weight",
     "qkv": "transformer.h.0.attn.c_attn.weight decoder.layers.0.self_attention.linear_qkv.weight blocks.0.attn.qkv.weight "
     "gpt_neox.layers.1.attention.query_key_value.weight transformer.blocks.0.att_proj.weight e.layers.0.self_attn.in_proj_weight",
     "query": "model.layers.3.self_attn.q_proj.weight bert.encoder.layer.0.attention.self.query.weight "
-    "params/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel encoder.block.0.layer.0.SelfAttention.q.weight",
+    "params/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel encoder.block.0.layer.0.SelfAttention.q.weight "
+    "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight",
     "attention_out": "transformer.h.0.attn.c_proj.weight model.layers.3.self_attn.o_proj.weight gpt_neox.layers.1.attention.dense.weight "
     "bert.encoder.layer.0.attention.output.dense.weight blocks.0.attn.proj.weight encoder.block.0.layer.0.SelfAttention.o.weight",
     "mlp_in": "transformer.h.0.mlp.c_fc.weight model.layers.3.mlp.gate_proj.weight gpt_neox.layers.1.mlp.dense_h_to_4h.weight "
@@ -34,6 +36,7 @@ NAMES_BY_ROLE = {
     "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight decoder.layers.0.mlp.router.weight model.layers.0.mlp.router.bias "
     "model.layers.0.mlp.shared_experts.up_proj.weight model.layers.0.mlp.shared_expert_gate.weight model.layers.0.mlp.experts.gate_up_proj "
     "backbone.layers.0.mixer.in_proj.weight backbone.layers.0.mixer.out_proj.weight backbone.layers.0.mixer.A_log backbone.layers.0.mixer.D "
+    "model.layers.0.self_attn.q_proj.lora_A.default.weight model.layers.0.mlp.up_proj.lora_B.weight block.attention.query_lora.a "
     "encoder.block.0.layer.1.mlp.router.classifier.weight transformer.blocks.0.ffn.experts.mlp.w1 transformer.blocks.0.ffn.router.layer.weight",
     "": "fc_1.weight layer1.0.conv1.weight linear.weight something.weight t_embedder.mlp.0.weight member_proj.weight",
     "embedding": "params/embedding/kernel params/Embed_0/embedding params/items/embedding embedding.weight emb.weight src_embedding.weight "

@@ -369,6 +369,50 @@ def test_a_matrix_that_is_called_an_embedding_is_told_by_its_shapes(tmp_path: Pa
     assert report["guessed"] == {"embed.weight": "patch_embedding", "time_embed.2.weight": "hidden"}
 
 
+def test_low_rank_adapters_are_not_judged(tmp_path: Path):
+    files = []
+    for width in (64, 256):
+        adapter = {"std": 0.02, "lr": 6e-4, "wd": 0.0, "eps": 1e-8}
+        files.append({
+            "h.0.attn.q_proj.lora_A.default.weight": {**adapter, "shape": [8, width]},
+            "h.0.attn.q_proj.lora_B.default.weight": {**adapter, "shape": [width, 8]},
+            **network(width),
+        })  # fmt: skip
+    code, report = verified(tmp_path, *files)
+    assert (code, report["lines"][0]["verdict"], report["guessed"]) == (0, "right", {})
+    files[1]["h.0.attn.q_proj.weight"]["lr"] *= 4
+    assert verified(tmp_path, *files)[0] == 1  # the control: the matrix that they adapt
+
+
+@pytest.mark.parametrize("layout", ["out, in", "none"])
+def test_the_second_factor_of_a_table_is_no_table(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    files = []
+    for width in (64, 256):
+        contents = network(width)
+        values = contents.pop("wte.weight")
+        name = "tok_embeddings_proj.weight" if layout == "out, in" else "tok_embeddings_proj"
+        shape = [width, 12] if layout == "out, in" else [12, width]
+        files.append(
+            {
+                "wte.weight": {**values, "shape": [256, 12]},
+                name: {**values, "shape": shape},
+                **contents,
+            }
+        )
+    code, text = shown(capsys, tmp_path, *files)
+    assert code == 2
+    if layout == "none":
+        # Without a layout nothing shows which dimension it reads.
+        assert "nothing says what tok_embeddings_proj is; write --role" in text
+        return
+    assert "wte.weight has the shape [256, 12]" in text
+    assert "leave it out by --role 'wte.weight=none'" in text
+    _, text = shown(capsys, tmp_path, *files, flags=("--role", "wte.weight=none"))
+    assert "taken for patch_embedding by their shapes, as their names say nothing: tok_emb" in text
+
+
 def test_a_norm_beside_the_matrix_that_embeds_patches_is_a_norm(tmp_path: Path):
     """As in lucidrains' ViT, whose first module is a Sequential."""
     files = []
