@@ -522,8 +522,8 @@ def _consequence_alone(
         return None
     tied = difference.name == TIED
     changed = _with_differences(reference.preset, [difference], line)
-    before = entries(Limit(reference.preset, family, line.growth, tied=tied), line.limit)
-    after = entries(Limit(changed, family, line.growth, tied=tied), line.limit)
+    before = entries(Limit(reference.preset, family, line.growth_in_step, tied=tied), line.limit)
+    after = entries(Limit(changed, family, line.growth_in_step, tied=tied), line.limit)
 
     worse = {}
     for row, entry in after.items():
@@ -575,7 +575,9 @@ def _judging_observables(preset: Preset, line: GrowthSeries, family: Family) -> 
     tied = base.dump.readout is not None
     has_encoder = {parameter.spec.part for parameter in base.parameters.values()} != {""}
     rows = {}
-    for row, entry in entries(Limit(preset, family, line.growth, tied=tied), line.limit).items():
+    for row, entry in entries(
+        Limit(preset, family, line.growth_in_step, tied=tied), line.limit
+    ).items():
         # `limits` has observables of an encoder for every model.
         about_encoder = "cross-" in row or "encoder" in row
         if row in DESCRIPTIVE or (about_encoder and not has_encoder):

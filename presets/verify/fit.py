@@ -39,6 +39,8 @@ TOLERANCE = 0.1
 _WORDS = {"embed": "width", "layers": "depth", "encoder_layers": "depth"}
 _SAME_SIZE = 1.001
 """Largest ratio of two sizes that counts as no growth."""
+_ROUNDED_MLP = 1.34
+"""Change of MLP size over width up to which it is rounding. From 4 to 3 it is 1.33."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,19 @@ class GrowthSeries:
         if self.axis in ("layers", "encoder_layers"):
             return "depth"
         return "head_dim" if self.growth.get("head_dim") else "heads"
+
+    @property
+    def growth_in_step(self) -> dict[str, float]:
+        """The field `growth`, with an MLP that grows as the width if only rounding differs.
+
+        Hidden sizes are rounded, as 8/3 of the width to multiples of 256. Values are compared with
+        laws at the true sizes. Limits are those of growth in step, because rounding does not go on.
+        """
+        growth = dict(self.growth)
+        base, *larger = self.models
+        if "embed" in growth and all(_in_step(_ratios(base, model)) for model in larger):
+            growth["mlp"] = growth["embed"]
+        return growth
 
     @property
     def grown(self) -> str:
@@ -133,6 +148,8 @@ def _direction(base: Model, model: Model) -> tuple[float, ...]:
             base's.
     """
     ratios = _ratios(base, model)
+    if _in_step(ratios):
+        ratios["mlp"] = ratios["embed"]
     smallest = min(ratios, key=ratios.__getitem__)
     if ratios[smallest] < 0.999:
         raise PresetError(
@@ -151,6 +168,16 @@ def _direction(base: Model, model: Model) -> tuple[float, ...]:
     for ratio in ratios.values():
         exponents.append(round(math.log(ratio) / math.log(fastest), 1))
     return tuple(exponents)
+
+
+def _in_step(ratios: Mapping[str, float]) -> bool:
+    """Return whether the MLP grows as the width does, but for rounding.
+
+    Args:
+        ratios: Size in the model divided by the base's, by axis.
+    """
+    ratio = ratios["mlp"] / ratios["embed"]
+    return 1 / _ROUNDED_MLP < ratio < _ROUNDED_MLP
 
 
 def _ratios(base: Model, model: Model) -> dict[str, float]:

@@ -220,7 +220,7 @@ def _stable_laws(line: GrowthSeries, optimizer: str) -> tuple[Laws, ...]:
     """
     # Rounded and sorted, so that similar lines have one key in the cache.
     growth = []
-    for axis, power in sorted(line.growth.items()):
+    for axis, power in sorted(line.growth_in_step.items()):
         growth.append((axis, round(power, 3)))
     tied = line.models[0].dump.readout is not None
     return _cached_stable_laws(optimizer, tuple(growth), line.limit, tied)

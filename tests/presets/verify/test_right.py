@@ -120,6 +120,33 @@ def test_a_tied_readout_and_independent_decay_are_right(tied: bool, decay: Any, 
     assert (code, report["lines"][0]["findings"]) == (0, [])
 
 
+@pytest.mark.parametrize("ratios", [(4, 3), (4, 3.5, 3), (3, 3, 2.75, 2.6875)])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["mup", "spectral"])
+def test_an_mlp_of_rounded_size_is_right_at_its_true_fan_in(
+    name: str, optimizer: str, ratios: tuple[float, ...], tmp_path: Path
+):
+    models = []
+    for index, ratio in enumerate(ratios):
+        models.append(decoder(256 * 2**index, activation="swiglu", mlp_ratio=ratio))
+    files = [dump(presets.get(name), model, models[0], optimizer) for model in models]
+    code, report = verified(tmp_path, *files)
+    (line,) = report["lines"]
+    assert (code, line["verdict"]) == (0, "right")
+
+    # The control: all matrices follow the width, as where F/D is taken for a constant.
+    def by_width(path: str, entry: Contents) -> Contents | None:
+        if path != "block.mlp.down":
+            return None
+        times = models[-1].width / models[0].width
+        return {"std": files[0][path]["std"] * times**-0.9, "lr": files[0][path]["lr"]}
+
+    files[-1] = changed(files[-1], by_width)
+    code, report = verified(tmp_path, *files)
+    assert code == 1
+    assert "block.mlp.down" in str(report["lines"][0]["findings"])
+
+
 def test_two_lines_of_growth_are_held_against_one_base(tmp_path: Path):
     base = FAMILIES["decoder"]
     preset = presets.get("completep")
