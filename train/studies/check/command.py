@@ -206,7 +206,7 @@ def _check_preset(args: Check, config: Config, rest: Sequence[str]) -> int:
     page = _Page(
         title=f"{args.model} under {preset.label}, {optimizer.name}, {grew}",
         subject=f"{preset.name} follows its table as {growth_words}",
-        following=_next_steps(args, config, rest, findings),
+        following=_next_steps(args, config, rest, findings, optimizer.peak_lr),
     )
     return _report(args, findings, page, plan.not_judged, about)
 
@@ -332,16 +332,18 @@ def _sizes_line(name: str, models: Sequence[TransformerConfig], notes: Sequence[
 
 
 def _next_steps(
-    args: Check, config: Config, rest: Sequence[str], findings: Sequence[Finding]
+    args: Check, config: Config, rest: Sequence[str], findings: Sequence[Finding], peak_lr: float
 ) -> list[str]:
     """Return a list of at most one sentence on what to type next.
 
-    The sentence depends on the outcome: the check passed, only the preset's table is wrong, or the
-    program deviates from the table. Every command in it runs as it is printed.
+    The sentence depends on the outcome: the check passed, its learning rate is too high, only the
+    preset's table is wrong, or the program deviates from the table. Every command in it runs as it
+    is printed.
 
     Args:
         config: Run with the model, the preset and the optimizer of the check.
         rest: Flags of the run that the user wrote.
+        peak_lr: Learning rate of the check.
     """
     from mupax.train.studies.check.judge import passes
 
@@ -351,6 +353,10 @@ def _next_steps(
         if command is None:
             return []
         return [f"next: {command} finds the learning rate at the base, for every size"]
+    if any(finding.diverges for finding in findings):
+        return [
+            f"next: type the same command with --peak-lr {peak_lr / 8:.3g}, an eighth of this rate"
+        ]
     if all(finding.agrees for finding in findings):
         compared = " ".join(dict.fromkeys([preset, "mup", "depth-mup", "completep"]))
         return [

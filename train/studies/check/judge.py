@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
+from mupax.train.studies.check.observables import LOSS
 from mupax.train.studies.check.theory import Expected
 
 LAYERS = "{}, by layer"
@@ -67,6 +68,8 @@ class Finding:
             theory has no number or a value is zero.
         drops_smallest: True if the slope and its interval are fitted without the smallest size.
         seeds: Number of initializations of every size, 0 if not recorded.
+        diverges: True if the loss of every size rises above its start, or is not finite. Slopes
+            then say little about rules: the learning rate is too high.
     """
 
     observable: str
@@ -80,6 +83,7 @@ class Finding:
     base: float = 1.0
     drops_smallest: bool = False
     seeds: int = 0
+    diverges: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -196,6 +200,7 @@ def judge(
     # Centered sizes make the slope x.y / x.x, without an intercept.
     centered_x = x - x.mean()
     base_ratios = _base_ratios(measured, expected)
+    diverges = _diverges(measured)
 
     findings = []
     for name, values in measured.items():
@@ -214,6 +219,7 @@ def judge(
                 values=tuple(map(float, fit.typical)),
                 expected=theory,
                 seeds=values.shape[1],
+                diverges=diverges,
             )
             if step == 0 and not finding.is_in_band:
                 finding = _without_smallest(finding, x, values[:, :, step])
@@ -225,6 +231,18 @@ def judge(
             base = base_ratios.get((name, step), 1.0)
             findings.append(dataclasses.replace(finding, base=base))
     return findings
+
+
+def _diverges(measured: Mapping[str, np.ndarray]) -> bool:
+    """Return whether the loss of every size is above its start after some step, or not finite.
+
+    The loss is the mean over seeds. Return False if it was not measured, as in whole runs.
+    """
+    if LOSS not in measured:
+        return False
+    mean_loss = measured[LOSS].mean(axis=1)
+    falls = np.all(mean_loss <= mean_loss[:, :1], axis=1)  # False with a NaN
+    return not falls.any()
 
 
 def _without_smallest(finding: Finding, x: np.ndarray, values: np.ndarray) -> Finding:

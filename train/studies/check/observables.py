@@ -55,6 +55,8 @@ CROSS = "contribution/block.cross.attention_out"
 It is reported apart from the contribution of the whole block, so that a wrong scale of this branch
 shows under its own name.
 """
+LOSS = "loss"
+"""Name of the mean loss over targets, which theory says nothing about. It shows divergence."""
 _BY_LAYER = (*_BY_OWN_WEIGHTS, "contribution", CROSS)
 """Activations that are recorded layer by layer. A preset sets their size at initialization."""
 LOOKED_UP = frozenset({Role.TOKEN_EMBEDDING, Role.POSITION, Role.RELATIVE_BIAS})
@@ -116,12 +118,13 @@ def program(
 
         # The reference must be these initial parameters, which the caller's inputs do not know.
         centered = inputs._replace(reference=initial)
-        grads, _sums = gradients(definition, state.params, centered, dict(batch), 1)
+        grads, sums = gradients(definition, state.params, centered, dict(batch), 1)
 
         model = definition.model(state.params, factors.multiplier, factors.forward)
         is_tied = definition.tied_readout is not None
         stats = _activations(model, now, start, _model_inputs(batch), is_tied)
         stats["change logits"] = along_targets(now["logits"] - start["logits"], batch)
+        stats[LOSS] = sums.loss / sums.weight
         read_now = _rows_read(definition, grads)
         weights = _Weights(initial, state.params, grads)
         stats |= _weights(definition, factors, weights, rows_read, read_now)

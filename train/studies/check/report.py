@@ -505,7 +505,7 @@ def show(
     from rich.table import Table
 
     console.print(verdict_line(findings, not_judged, blamed, subject))
-    for sentence in following:
+    for sentence in (*notes(findings), *following):
         # Rich would colour parts of a command, and take brackets in it for markup.
         console.print(sentence, highlight=False, markup=False)
     wide = console.width >= _WIDE
@@ -537,6 +537,7 @@ def text(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
         not_judged: Observables that theory says nothing about. The conclusion lists them.
     """
     lines = [plain(verdict_line(findings, not_judged))]
+    lines += [f"  {note}" for note in notes(findings)]
     for finding in findings:
         if not finding.ok:
             lines.append(f"  {_sentence(finding)}")
@@ -619,6 +620,24 @@ def verdict_line(
     about = f"{subject}: " if subject else ""
     passed = f"all {len(findings)} observables within theory"
     return f"[bold green]passes[/bold green]: {about}{passed}{unsaid}"
+
+
+def notes(findings: Sequence[Finding]) -> list[str]:
+    """Return sentences on a failing check at too high a rate, and on what it does not observe."""
+    sentences = []
+    if not passes(findings) and any(finding.diverges for finding in findings):
+        sentences.append(
+            "the learning rate is too high: at every size the loss rises above its start or is not "
+            "finite, and slopes then say little about rules; check at a lower peak_lr"
+        )
+    observables = {finding.observable for finding in findings}
+    has_queries = any(name.endswith((".query", "/query")) for name in observables)
+    if has_queries and "attention" not in observables:
+        sentences.append(
+            "attention logits are not observed: give the model a method internals(inputs) that "
+            'returns {"attention": logits of the softmax, [layers, batch, heads, queries, keys]}'
+        )
+    return sentences
 
 
 def _evidence(failed: Sequence[Finding], blamed: str) -> str:

@@ -603,8 +603,12 @@ def command_words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def remembered(definitions: Sequence[Definition], config: OptimizerConfig) -> check.Series:
         assert list(definitions) == command_series().definitions
-        assert config == command_series().config
-        return command_series()
+        # Programs get the learning rate as data.
+        remembered_series = copy.copy(command_series())
+        remembered_series.config = config
+        usual_rate = command_series().config.peak_lr
+        assert dataclasses.replace(config, peak_lr=usual_rate) == command_series().config
+        return remembered_series
 
     command_series()  # before `Series` is another one
     monkeypatch.setattr(check, "Series", remembered)
@@ -629,6 +633,18 @@ def test_the_command_takes_ten_steps_and_writes_json_and_a_figure_and_says_what_
         assert ("change residual" in failed) == bool(code)
     assert figure.stat().st_size > 10_000
     assert "change residual explodes" in capsys.readouterr().out
+
+
+def test_a_rate_at_which_every_size_diverges_is_blamed_in_place_of_rules(command_words, capsys):
+    assert main([*command_words, "--preset", "mup", "--peak-lr", "1"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the learning rate is too high: at every size the loss rises above its start" in shown
+    assert "next: type the same command with --peak-lr 0.125, an eighth of this rate" in shown
+    # The control: a wrong table, whose loss rises at no size at the usual rate.
+    assert main([*command_words, "--preset", "sp"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "learning rate is too high" not in shown
+    assert "next: mupax presets limits sp" in shown
 
 
 def test_lazy_fails_and_is_accepted_by_a_flag(command_words, monkeypatch, capsys, tmp_path):

@@ -85,3 +85,28 @@ def test_attention_without_a_scale_is_caught_with_two_seeds(power: float, failed
     adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
     findings = check.study(models, presets.get("mup", base=BASE), adam, batch(), seeds=2)
     assert {finding.observable for finding in findings if not finding.ok} == failed
+
+
+class Shown(Attention):
+    """The same attention, whose logits a check can read."""
+
+    def internals(self, inputs: jax.Array) -> dict[str, jax.Array]:
+        x = self.table[...][inputs]
+        normed = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5)
+        q, k = (jnp.einsum("btd,dhn->bthn", normed, w[...]) for w in (self.query, self.key))
+        logits_BHTS = jnp.einsum("bthn,bshn->bhts", q, k) * self.head_dim**self.power
+        return {"attention": logits_BHTS[None]}
+
+
+@pytest.mark.parametrize("model", [Attention, Shown])
+def test_the_summary_says_if_attention_logits_are_not_observed(model: type[Attention]) -> None:
+    models = [
+        zoo.define(lambda width=width: model(width, -0.5), sizes={"layers": 1})
+        for width in (32, 64, 128)
+    ]
+    adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
+    findings = check.study(models, presets.get("mup", base=BASE), adam, batch(), seeds=1)
+    failed = {finding.observable for finding in findings if not finding.ok}
+    assert ("attention" in failed) == (model is Shown)
+    unseen = "attention logits are not observed: give the model a method internals(inputs)"
+    assert (unseen in check.text(findings)) == (model is Attention)
