@@ -59,9 +59,9 @@ def _history(root: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
     """Yield each commit that changed pods.json, its date and its reports, the newest first."""
     for line in _git(root, "log", "--format=%h %cs", "--", *RECORDS).splitlines():
         commit, date = line.split()
-        # The file has moved, so a commit has it at one of the two paths.
+        # The file has moved, so a commit has it at one of the two paths, or has deleted it.
         contents = [_git(root, "show", f"{commit}:{path}") for path in RECORDS]
-        content = next(text for text in contents if text)
+        content = next((text for text in contents if text), '{"pods": []}')
         yield commit, date, json.loads(content)["pods"]
 
 

@@ -114,7 +114,7 @@ def _error(outcome: Outcome) -> str:
 
 def _allowed(group: str) -> str:
     """Return in words how far the slope of a group's first step may lie from theory under SGD."""
-    allowances = json.loads(theory.ALLOWANCES.read_text())["allowances"]["sgd head_dim"]
+    allowances = json.loads(theory.ALLOWANCES.read_text())["allowances"].get("sgd head_dim", {})
     observable = f"movement/{group} @1"
     below, above = allowances.get(observable, (0.0, 0.0))
     return (

@@ -140,8 +140,10 @@ def _agreement(rows: list[dict[str, Any]]) -> str:
     for verdict, count in verdicts.items():
         if verdict.startswith("contradicts"):
             contradict += count
-        else:
+        elif verdict in MEANINGS:
             remainder.append(f"{count} {verdict} ({MEANINGS[verdict]})")
+        else:
+            remainder.append(f"{count} {verdict}")
     bad = ", ".join([f"{explode} explode", *sorted(remainder)])
     return (
         f"Of {total} measured exponents {contradict} contradict theory. {healthy} are healthy. The "
@@ -154,6 +156,8 @@ def _cell(observable: dict[str, Any] | None) -> str:
     """Return a table cell: exponent in theory, measured slope and interval."""
     if observable is None:
         return ""
+    if observable["slope"] is None:
+        return f"{observable['predicted']:+.2f}: {observable['verdict']}"
     slope = f"{observable['slope']:+.2f} [{observable['low']:+.2f}, {observable['high']:+.2f}]"
     return f"{observable['predicted']:+.2f}: {slope}"
 

@@ -73,7 +73,8 @@ def theory() -> dict[str, Any]:
             if slope is None:
                 row.append("")
             else:
-                row.append(f"{slope['predicted']:+.2f} | {slope['slope']:+.2f}")
+                measured = _formatted(slope["slope"], "+.2f")
+                row.append(f"{slope['predicted']:+.2f} | {measured}")
         row.append(study["verdict"])
         groups.setdefault(f"{study['grow']} grows", []).append(row)
     return {
@@ -177,9 +178,10 @@ def forecasts() -> list[list[str]]:
             [
                 name,
                 str(summary["came"]),
-                f"{summary['inside90']:.1%}",
-                f"{summary['median_error']:.2%}",
-                f"{summary['largest_error']:.2%}",
+                # Without a trained run no forecast is inside or outside.
+                _formatted(summary["inside90"] if summary["came"] else None, ".1%"),
+                _formatted(summary["median_error"], ".2%"),
+                _formatted(summary["largest_error"], ".2%"),
             ]
         )
     return rows
@@ -271,10 +273,15 @@ def tuned() -> list[list[str]]:
 
 
 def _mean_interval(differences: list[float]) -> str:
-    """Return the mean of paired differences with half its 95 % interval by Student's t."""
+    """Return the mean of paired differences with half its 95 % interval by Student's t.
+
+    One difference has no interval, and without differences the text is empty.
+    """
     from scipy.stats import t
 
     n = len(differences)
+    if n < 2:
+        return f"{differences[0]:+.4f}" if differences else ""
     half_width = float(t.ppf(0.975, n - 1)) * statistics.stdev(differences) / n**0.5
     return f"{statistics.fmean(differences):+.4f} ± {half_width:.4f}"
 
@@ -289,12 +296,15 @@ def _interval(record: Mapping[str, Any], name: str, digits: int) -> str:
     value = record[name]
     low = record["low"]
     high = record["high"]
-    if value is None:
-        return "unknown"
     ends = ""
-    if low is not None and high is not None:
+    if value is not None and low is not None and high is not None:
         ends = f" [{low:+.{digits}f}, {high:+.{digits}f}]"
-    return f"{value:+.{digits}f}{ends}"
+    return f"{_formatted(value, f'+.{digits}f')}{ends}"
+
+
+def _formatted(value: float | None, spec: str) -> str:
+    """Return a number in a format such as ".2%", or "unknown" for `None`."""
+    return "unknown" if value is None else format(value, spec)
 
 
 def gathered() -> dict[str, Any]:

@@ -51,6 +51,24 @@ def test_facts_are_what_the_pages_say() -> None:
     assert f"{exponents} {theory['counts']['as predicted']} are healthy." in pages["checks"]
 
 
+def test_a_missing_value_is_unknown_and_stops_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    untrained = {"came": 0, "inside90": 0.0, "median_error": None, "largest_error": None}
+    frozen = {"observable": "change logits", "step": 1, "predicted": 0.0, "slope": None}
+    study = {"preset": "mup", "grow": "depth", "verdict": "fail"}
+    records = {
+        "forecasts.json": {"summary": {"new": untrained}},
+        "theory-and-measurement.json.gz": {
+            "studies": [{**study, "observables": [{**frozen, "verdict": "frozen"}]}]
+        },
+    }
+    monkeypatch.setattr(facts, "_record", records.__getitem__)
+    assert facts.forecasts() == [["new", "0", "unknown", "unknown", "unknown"]]
+    (group,) = facts.theory()["groups"]
+    assert group["rows"] == [["mup", "", "", "", "+0.00 | unknown", "fail"]]
+    sizes = [{"losses": [1.0], "reference_minus_this": [0.25]}]
+    assert facts._arm({"label": "one seed", "sizes": sizes})[-1] == "+0.2500"
+
+
 def test_it_is_set_where_typst_is_installed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,19 @@ def test_a_report_is_of_the_first_commit_that_has_its_figures(tmp_path: Path) ->
     assert commits.head(tmp_path) == last
 
 
+def test_a_commit_that_deletes_the_reports_has_none(tmp_path: Path) -> None:
+    git(tmp_path, "init")
+    committed(tmp_path, 7, "first")
+    (tmp_path / commits.RECORDS[0]).unlink()
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-m", "deleted")
+    report = json.loads('{"recipe": "lm-8b", "topology": "v5e:16x16", "compile_seconds": 3.0}')
+    report["estimated_cycles"] = 7
+    assert commits.first_committed(report, tmp_path) is None
+    again = committed(tmp_path, 7, "again")
+    assert commits.first_committed(report, tmp_path) == again
+
+
 def test_what_is_not_committed_has_no_figures(tmp_path: Path) -> None:
     git(tmp_path, "init")
     (tmp_path / "step.py").write_text("x = 1\n")

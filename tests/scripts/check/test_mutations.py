@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -288,6 +289,17 @@ def test_the_page_counts_misses_and_says_why_others_are_none():
         "| study |  |  | 1 of 2 |  | 1 of 2 | 2 |",
     ):
         assert words in page
+
+
+def test_a_miss_without_a_measured_allowance_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    allowances = tmp_path / "allowances.json"
+    allowances.write_text('{"allowances": {"adam heads": {}}}')
+    monkeypatch.setattr(theory, "ALLOWANCES", allowances)
+    outcomes = [Outcome("a", "lr", -0.5, change=2.0)]
+    page = mutation_report.markdown({"study": outcomes}, "the command")
+    assert "`movement/a @1`" in page
 
 
 def test_what_cross_attention_adds_is_an_activation_and_a_role_is_none():

@@ -162,6 +162,15 @@ def test_the_committed_table_has_every_preset_and_nothing_against_theory():
     assert theory_and_measurement.markdown(rows) in page, "write the section again"
 
 
+def test_a_verdict_without_a_meaning_is_counted_on_the_page():
+    frozen = {"observable": "attention", "step": 0, "predicted": -0.5, "ok": False}
+    frozen |= {"slope": None, "low": None, "high": None, "verdict": "frozen"}
+    rows = [{"preset": "mup", "grow": "heads", "observables": [frozen]}]
+    page = theory_and_measurement.markdown(rows)
+    assert "faults of a preset that theory predicts: 0 explode, 1 frozen." in page
+    assert "| `mup` | -0.50: frozen |" in page
+
+
 def test_an_encoder_decoder_grows() -> None:
     # `check ed-tiny --preset mup --grow heads --sizes 3 --seeds 2` has all 104 observables as
     # predicted.
