@@ -1,8 +1,9 @@
-"""Declared parameters of a decoder with everything that a preset has a rule for, and sizes of it."""
+"""Declared parameters of a decoder with every role, sizes of it, and exponents of presets."""
 
 from __future__ import annotations
 
-from mupax.presets import ParamSpec, Role
+from mupax.presets import ParamSpec, Preset, Role
+from mupax.presets.analysis.verdicts import verdicts
 
 BASE = {"embed": 6, "heads": 3, "kv_heads": 3, "head_dim": 2, "mlp": 12, "layers": 2}
 FINITE = {"vocab": 17, "patch": 12, "position": 5, "classes": 13}
@@ -39,3 +40,11 @@ SPECS = {
     "readout": ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",)),
     "readout_bias": ParamSpec(role=Role.BIAS, axes=("classes",), of=Role.READOUT),
 }
+
+
+def growth(
+    preset: Preset, observable: str, limit: str, optimizer: str = "adam"
+) -> tuple[float, str]:
+    """Return the exponent of an observable in a limit, and the verdict on it."""
+    entry = verdicts(preset, optimizer)[observable][limit]
+    return entry.exponent, entry.verdict

@@ -13,6 +13,7 @@ from mupax.presets import PresetError, joint
 from mupax.presets.analysis.joint_limits import observables, verdicts
 from mupax.presets.horizon import RULES, formula
 from mupax.presets.joint import path, scaled
+from tests.presets.test_horizon import grown
 
 pytestmark = pytest.mark.core
 
@@ -23,15 +24,11 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def at(batch: float, tokens: float) -> dict[str, float]:
-    return {"batch": batch, "tokens": tokens}
-
-
 @pytest.mark.parametrize(
     ("batch", "tokens"), [(4.0, 1.0), (1.0, 16.0), (4.0, 16.0), (0.25, 1.0), (4.0, 4.0)]
 )
 def test_each_part_has_its_own_column(batch: float, tokens: float) -> None:
-    there = scaled(NAME, at(batch, tokens), "muon", BASE)
+    there = scaled(NAME, grown(batch, tokens), "muon", BASE)
     assert there["peak_lr"] == pytest.approx(0.02 * batch**0.5 * tokens**-0.3)
     assert there["adam_lr"] == pytest.approx(0.005 * (batch / tokens) ** 0.5)
     assert there["eps"] == pytest.approx(1e-8 * (tokens / batch) ** 0.5)
@@ -45,20 +42,20 @@ def test_each_part_has_its_own_column(batch: float, tokens: float) -> None:
 def test_one_shared_peak_is_split(batch: float, tokens: float) -> None:
     """Else the Adam part would follow the column of the matrices. Under B = T it has a factor of 1."""
     one = {**BASE, "adam_lr": None}
-    there = scaled(NAME, at(batch, tokens), "muon", one)
+    there = scaled(NAME, grown(batch, tokens), "muon", one)
     assert there["peak_lr"] == pytest.approx(0.02 * batch**0.5 * tokens**-0.3)
     assert there["adam_lr"] == pytest.approx(0.02 * (batch / tokens) ** 0.5)
 
 
 def test_nothing_changes_at_the_base() -> None:
     for numbers in (BASE, {**BASE, "adam_lr": None}):
-        assert scaled(NAME, at(1.0, 1.0), "muon", numbers) == numbers
+        assert scaled(NAME, grown(1.0, 1.0), "muon", numbers) == numbers
     # The control: a rule without columns leaves one peak as it is.
-    assert scaled("none", at(4.0, 1.0), "muon", {**BASE, "adam_lr": None})["adam_lr"] is None
+    assert scaled("none", grown(4.0, 1.0), "muon", {**BASE, "adam_lr": None})["adam_lr"] is None
 
 
 def test_rules_of_adam_leave_a_second_peak_alone() -> None:
-    there = scaled("sde", at(4.0, 1.0), "adamw", BASE)
+    there = scaled("sde", grown(4.0, 1.0), "adamw", BASE)
     assert there["adam_lr"] == BASE["adam_lr"]
     assert "Adam part's lr" not in path(RULES["sde"], (8, 16), (1, 1), b1=0.9, b2=0.95)[0]
 
@@ -67,13 +64,13 @@ def test_refusals_name_the_rule_that_fits() -> None:
     with pytest.raises(
         PresetError, match="is for adam and says nothing about muon; write joint comp"
     ):
-        scaled("sde", at(4.0, 1.0), "muon", BASE)
+        scaled("sde", grown(4.0, 1.0), "muon", BASE)
     with pytest.raises(
         PresetError, match="is for muon and says nothing about adamw; write joint sde"
     ):
-        scaled(NAME, at(4.0, 1.0), "adamw", BASE)
+        scaled(NAME, grown(4.0, 1.0), "adamw", BASE)
     with pytest.raises(PresetError, match="b2 would be"):
-        scaled(NAME, at(200.0, 1.0), "muon", BASE)
+        scaled(NAME, grown(200.0, 1.0), "muon", BASE)
 
 
 def test_what_each_part_does_as_batch_and_tokens_grow() -> None:
@@ -82,7 +79,7 @@ def test_what_each_part_does_as_batch_and_tokens_grow() -> None:
     adam_part = observables(RULES[NAME].of_adam_part)
     steps = 4096
     for batch, tokens in ((4.0, 1.0), (1.0, 4.0), (2.0, 8.0)):
-        there = scaled(NAME, at(batch, tokens), "muon", BASE)
+        there = scaled(NAME, grown(batch, tokens), "muon", BASE)
         growth = tokens / batch
         for powers, peak in ((matrices, "peak_lr"), (adam_part, "adam_lr")):
             ratio = there[peak] / BASE[peak]
@@ -93,10 +90,10 @@ def test_what_each_part_does_as_batch_and_tokens_grow() -> None:
                 "warm-up": there["warmup_steps"] / BASE["warmup_steps"] / growth,
             }
             for name, value in expected.items():
-                assert powers[name](at(batch, tokens)) == pytest.approx(value, rel=0.02), name
+                assert powers[name](grown(batch, tokens)) == pytest.approx(value, rel=0.02), name
         memory = 1 / (1 - there["b2"]) / (steps * growth)
         at_base = 1 / (1 - BASE["b2"]) / steps
-        assert adam_part["memory of b2"](at(batch, tokens)) == pytest.approx(memory / at_base)
+        assert adam_part["memory of b2"](grown(batch, tokens)) == pytest.approx(memory / at_base)
     assert set(matrices) < set(adam_part)
     assert formula(matrices["displacement by noise"]) == "T^0.2"
     assert formula(adam_part["displacement by noise"]) == "1"

@@ -7,24 +7,18 @@ import dataclasses
 import pytest
 
 from mupax import presets
-from mupax.presets import Preset, Role
+from mupax.presets import Role
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import LIMITS, SPECS
 from mupax.presets.analysis.verdicts import Entry, compare_rows, verdicts, wrong
 from mupax.presets.rule import ONE, axis
+from tests.presets.specs import growth
 
 pytestmark = pytest.mark.core
 
 N = "head_dim"
 H = "heads"
 L = "depth"
-
-
-def growth(
-    preset: Preset, observable: str, limit: str, optimizer: str = "adam"
-) -> tuple[float, str]:
-    entry = verdicts(preset, optimizer)[observable][limit]
-    return entry.exponent, entry.verdict
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])

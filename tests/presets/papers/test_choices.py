@@ -21,6 +21,7 @@ from mupax.presets.papers import choices
 from mupax.presets.roles import VECTORS, with_value_dim
 from mupax.presets.rule import ONE, axis
 from tests.presets.papers.test_others import ALL, BASE, BIG, MATRICES, READOUT, TIED, TOKEN, D, F
+from tests.presets.specs import growth
 
 pytestmark = pytest.mark.core
 
@@ -33,11 +34,6 @@ def factor_pair(
     """Factors without and with the constants."""
     preset, other = presets.get(name, base=BASE), presets.get(name, base=BASE, **constants)
     return preset.factors(spec, BIG, optimizer), other.factors(spec, BIG, optimizer)
-
-
-def at(preset: Preset, observable: str, limit: str, optimizer: str = "adam") -> tuple[float, str]:
-    entry = verdicts(preset, optimizer)[observable][limit]
-    return entry.exponent, entry.verdict
 
 
 # The data
@@ -182,17 +178,17 @@ def test_limits_of_a_readout_of_width_half(limit: str, optimizer: str):
         "change of attention logits",
     ):
         assert (
-            at(louder, observable, limit, optimizer)
-            == at(usual, observable, limit, optimizer)
+            growth(louder, observable, limit, optimizer)
+            == growth(usual, observable, limit, optimizer)
             == (0, "stable")
         )
-    assert at(usual, "output", limit, optimizer) == (-0.5, "vanishes")
-    assert at(louder, "output", limit, optimizer) == (0, "stable")
-    assert at(usual, "change of the output", limit, optimizer) == (0, "stable")
-    assert at(louder, "change of the output", limit, optimizer) == (0.5, "explodes")
+    assert growth(usual, "output", limit, optimizer) == (-0.5, "vanishes")
+    assert growth(louder, "output", limit, optimizer) == (0, "stable")
+    assert growth(usual, "change of the output", limit, optimizer) == (0, "stable")
+    assert growth(louder, "change of the output", limit, optimizer) == (0.5, "explodes")
     if optimizer == "adam":
         for group in ("embedding", "block", "readout"):
-            assert at(louder, f"gradient over eps, {group}", limit) == (0, "stable")
+            assert growth(louder, f"gradient over eps, {group}", limit) == (0, "stable")
 
 
 def test_an_embedding_rate_of_width_half():
@@ -208,8 +204,8 @@ def test_an_embedding_rate_of_width_half():
                 == factor_pair(name, spec, "sgd", embedding_width=-0.5)[1]
             )
     usual, slow = presets.get("mup"), presets.get("mup", embedding_width=-0.5)
-    assert at(usual, "weight movement, embedding", "heads") == (0, "stable")
-    assert at(slow, "weight movement, embedding", "heads") == (-0.5, "frozen")
+    assert growth(usual, "weight movement, embedding", "heads") == (0, "stable")
+    assert growth(slow, "weight movement, embedding", "heads") == (-0.5, "frozen")
     assert slow.factors(TOKEN, BIG).lr == presets.get("u-mup").factors(TOKEN, BIG).lr
 
 
@@ -328,8 +324,8 @@ def test_control_moonlights_own_scale_moves_features_too_much():
         )
 
     moonlight = dataclasses.replace(usual, rule=own)
-    assert at(rms, "change of the stream", "heads", "muon") == (0, "stable")
-    assert at(moonlight, "change of the stream", "heads", "muon")[1] == "explodes"
+    assert growth(rms, "change of the stream", "heads", "muon") == (0, "stable")
+    assert growth(moonlight, "change of the stream", "heads", "muon")[1] == "explodes"
 
 
 @pytest.mark.parametrize("name", ["shampoo", "soap", "SOAP"])
@@ -414,8 +410,11 @@ def test_completed_has_the_eps_of_embeddings():
     assert theirs.factors(ALL["final_gain"], BIG).eps == 1
     for group in ("embedding", "readout"):
         row = f"gradient over eps, {group}"
-        assert at(presets.get("completep"), row, "heads") == (-1, "vanishes")
-        assert at(presets.get("completep", eps_scope="completed"), row, "heads") == (0, "stable")
+        assert growth(presets.get("completep"), row, "heads") == (-1, "vanishes")
+        assert growth(presets.get("completep", eps_scope="completed"), row, "heads") == (
+            0,
+            "stable",
+        )
 
 
 def test_a_bias_inside_the_readouts_multiplier_learns_one_over_the_width():
@@ -486,8 +485,8 @@ def test_what_the_papers_table_lets_change_is_no_trouble_of_its_own_and_is_one_o
             return limit.of("experts").gradient[of_experts[spec.role]]
 
         words: set[str] = set()
-        for growth in EXPERT_LIMITS.values():
-            health = Health(preset, Limit(preset, "adam", growth, part="experts"), gradient)
+        for axes in EXPERT_LIMITS.values():
+            health = Health(preset, Limit(preset, "adam", axes, part="experts"), gradient)
             words |= {group for group, column in health.troubles(specs) if column == "eps"}
         return words
 
