@@ -450,7 +450,6 @@ def refuse_idle(command: Any, names: Sequence[str], reason: str, cure: str) -> N
     A field with its default counts as not set.
 
     Args:
-        command: Parsed command, a dataclass.
         names: Fields of `command`.
         reason: Condition under which they have no effect, such as "without --joint".
         cure: What to write for them to have an effect, such as "--joint NAME".

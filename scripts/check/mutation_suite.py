@@ -20,6 +20,7 @@ from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, theory
 from mupax.train.studies.check.check import Finding, digest
+from mupax.train.studies.check.observables import LOSS
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts.check import mutants
@@ -277,7 +278,7 @@ class Suite:
 def is_activation(name: str) -> bool:
     """Return whether an observable is an activation, or change of one, and not a role's weights."""
     # Other names with a slash are about the weights of one role.
-    return "/" not in name or name.startswith("contribution")
+    return name != LOSS and ("/" not in name or name.startswith("contribution"))
 
 
 def _change(right: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) -> float:

@@ -62,7 +62,15 @@ def page() -> str:
             rows.append(_row(name, model, ranked[0]))
         else:
             unknown.append(f"`{name}`")
-    head = ("model", "length", "learning rate (AdamW unless named)", "interval", "batch", "`--preset`", "evidence")
+    head = (
+        "model",
+        "length",
+        "learning rate (AdamW unless named)",
+        "interval",
+        "batch",
+        "`--preset`",
+        "evidence",
+    )
     nothing = f"At these lengths no evidence applies to {', '.join(unknown)}."
     return f"{HEAD}\n{table([head, *rows])}\n\n{nothing}\n{TAIL}"
 

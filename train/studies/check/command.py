@@ -343,7 +343,6 @@ def _next_steps(
     Args:
         config: Run with the model, the preset and the optimizer of the check.
         rest: Flags of the run that the user wrote.
-        peak_lr: Learning rate of the check.
     """
     from mupax.train.studies.check.judge import passes
 

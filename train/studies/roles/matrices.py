@@ -489,12 +489,12 @@ class Matrices:
     def _adapted(self, first: OperandUse, last: OperandUse) -> str | None:
         """Return the path of the matrix to whose product an adapter is added, or `None`.
 
-        The matrix reads the value that the adapter reads, sums over the same axes, and writes the
-        same axes.
+        With matrices A and B, the adapter is x A B. The matrix sums over the axes of A and writes
+        those of B.
 
         Args:
-            first: Use of the adapter's matrix A.
-            last: Use of the adapter's matrix B.
+            first: Use of A, which reads what the matrix reads.
+            last: Use of B, which writes what the matrix writes.
         """
         flow = self.flow
         inputs = self._axes_of_one(first.param)
