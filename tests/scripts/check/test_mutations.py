@@ -305,7 +305,12 @@ def test_a_miss_without_a_measured_allowance_has_none(
 def test_what_cross_attention_adds_is_an_activation_and_a_role_is_none():
     assert is_activation("residual")
     assert is_activation(CROSS)
-    for name in ("loss", "weight/readout", "movement/block.cross.attention_out", "gradient/readout"):
+    for name in (
+        "loss",
+        "weight/readout",
+        "movement/block.cross.attention_out",
+        "gradient/readout",
+    ):
         assert not is_activation(name)
 
 
