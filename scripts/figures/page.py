@@ -34,7 +34,7 @@ and adds predictions of this project.
 
 A predicted value **reproduces** if the estimate lies in the band (±) around it and the 95 % interval over seeds is at most twice as wide.
 A predicted lower bound reproduces if the whole interval lies above it. A prediction **does not reproduce** if the whole interval lies
-outside. Otherwise it is undecided. A control is a wrong prediction: it must not reproduce.
+outside the band. Otherwise it is undecided. A control is a wrong prediction: it must fail, that is, not reproduce.
 """
 
 
@@ -88,8 +88,8 @@ def _summary(records: Mapping[str, Record]) -> str:
     num_failed = sum(map(_fails_as_control, predicted))
     return (
         f"**{num_reproduced} of {len(claims)} predictions reproduce**, {num_refuted} do not, and "
-        f"{num_undecided} are undecided. {num_failed} of {num_controls} controls fail. The tables "
-        "show what does not reproduce, and controls that do not fail. The record of each figure has all rows and the method.\n"
+        f"{num_undecided} are undecided. {num_failed} of {num_controls} controls fail, as all should. The tables "
+        "show what does not reproduce, and controls that do not fail. Each figure's record has all rows and the method.\n"
     )
 
 
@@ -150,7 +150,11 @@ def _counts(rows: Sequence[Row]) -> str:
             counts.append(f"{num_undecided} undecided")
     if controls:
         num_failed = sum(map(_fails_as_control, controls))
-        counts.append(f"{num_failed} of {len(controls)} controls fail")
+        fraction = f"{num_failed} of {len(controls)} controls"
+        if num_failed == len(controls):
+            counts.append(f"{fraction} rightly fail")
+        else:
+            counts.append(f"only {fraction} fail")
     return "; ".join(counts)
 
 
