@@ -89,7 +89,7 @@ def _summary(records: Mapping[str, Record]) -> str:
     return (
         f"**{num_reproduced} of {len(claims)} predictions reproduce**, {num_refuted} do not, and "
         f"{num_undecided} are undecided. {num_failed} of {num_controls} controls fail, as all should. The tables "
-        "show what does not reproduce, and controls that do not fail. Each figure's record has all rows and the method.\n"
+        "show what does not reproduce, and controls that do not fail. Records have all rows and the method.\n"
     )
 
 

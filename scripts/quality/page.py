@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
 HEAD = f"""# Does a tuned preset win?
 
 This page compares the training losses of two ways to choose the constants of larger models, such as the learning rate. The
-smallest model of a comparison is its base, whose link leads to the constants.
+smallest model of a comparison is its base. A section links to its base's constants.
 
 * **The preset** is tuned at the base alone. A search chooses the learning rate, its multipliers for the readout and the input embedding
   (their "rates" in the tables), and the readout's initial std. Larger models keep these constants, except in rows with
