@@ -142,8 +142,14 @@ def integer_problem(config: Any, prefix: str = "") -> str | None:
 @functools.cache
 def _integer_fields(owner: type) -> frozenset[str]:
     """Return the names of a dataclass's fields whose declared type has `int` and no `float`."""
+    try:
+        hints = get_type_hints(owner)
+    except Exception:
+        # An annotation of a user's model may be any expression, and its names may be imported for
+        # type checkers only. The fields of the bases are still checked.
+        return frozenset().union(*map(_integer_fields, owner.__bases__))
     names = set()
-    for name, hint in get_type_hints(owner).items():
+    for name, hint in hints.items():
         parts = get_args(hint) or (hint,)
         is_tuple = get_origin(hint) is tuple
         if int in parts and float not in parts and not is_tuple:

@@ -96,3 +96,20 @@ def test_a_whole_number_is_an_int(changed: Callable[[], Any], message: str) -> N
     # The control: a float field takes an integer, and an optional integer may be absent.
     optimizer = run.OptimizerConfig(peak_lr=1, decay_steps=None)
     assert dataclasses.replace(CONFIG, optimizer=optimizer, steps=8).steps == 8
+
+
+def test_a_model_may_have_a_type_that_python_cannot_look_up() -> None:
+    """Names of a function, and imports under TYPE_CHECKING, are not in a model's module."""
+
+    class Note:
+        pass
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Noted(DecoderConfig):
+        note: Note | None = None
+
+    sizes_of_model: dict[str, Any] = {"width": 8, "depth": 1, "num_heads": 1, "vocab_size": 9}
+    model = Noted(**sizes_of_model, seq_len=8, note=Note())
+    assert dataclasses.replace(CONFIG, model=model).model == model
+    with pytest.raises(MupaxError, match=r"model\.seq_len is 8\.0"):
+        Noted(**sizes_of_model, seq_len=8.0)  # pyright: ignore[reportArgumentType]
