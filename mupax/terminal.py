@@ -94,6 +94,12 @@ def note(text: str) -> None:
     _say(text, sys.stderr)
 
 
+def complain(text: str) -> None:
+    """Print text as `note` does. Drop it if standard error is closed, full, or read by nobody."""
+    with contextlib.suppress(OSError, ValueError):
+        note(text)
+
+
 def _say(text: str, stream: TextIO) -> None:
     width = columns(stream)
     lines: list[str] = []
@@ -330,7 +336,7 @@ def exit_code(
         if stop.code is None or isinstance(stop.code, int):
             code = stop.code or 0
         else:
-            _complain(str(stop.code))
+            complain(str(stop.code))
             code = 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -351,13 +357,13 @@ def _print_error(error: Exception) -> int:
     """
     if isinstance(error, MupaxError):
         lines = f"error: {error}".splitlines()
-        _complain("\n".join(lines[:MESSAGE_LINES]))
+        complain("\n".join(lines[:MESSAGE_LINES]))
         return 2
     if isinstance(error, MupaxFailure):
-        _complain(f"error: {_with_advice(str(error), error.__cause__)}")
+        complain(f"error: {_with_advice(str(error), error.__cause__)}")
         return 1
     if isinstance(error, RecursionError):
-        _complain(
+        complain(
             "error: a file or a word of the command line is nested too deep; write it with fewer "
             "levels"
         )
@@ -365,12 +371,12 @@ def _print_error(error: Exception) -> int:
 
     out_of_memory = exhausted(error)
     if out_of_memory:
-        _complain(f"error: {out_of_memory}; {_LESS_MEMORY}")
+        complain(f"error: {out_of_memory}; {_LESS_MEMORY}")
         return 1
 
     wrong_variable = process.explained(error)
     if wrong_variable:
-        _complain(f"error: {wrong_variable}")
+        complain(f"error: {wrong_variable}")
         return 2
 
     cause = system_error(error)
@@ -383,7 +389,7 @@ def _print_error(error: Exception) -> int:
     if not file and cause.errno in NO_ROOM:
         file = _written_file(error)
     place = f"{file}: " if file else ""
-    _complain(f"error: {_with_advice(f'{place}{cause.strerror}', cause)}")
+    complain(f"error: {_with_advice(f'{place}{cause.strerror}', cause)}")
     return 1
 
 
@@ -406,18 +412,23 @@ def _written_file(error: Exception) -> str | None:
     written = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():
-            name: Any = getattr(value, "name", None)
-            is_file = isinstance(value, io.IOBase) and isinstance(name, str)
-            # The standard streams are named <stdout> and <stderr>.
-            if is_file and not name.startswith("<") and getattr(value, "mode", "r")[:1] != "r":
-                written = name
+            # Attributes of other objects may be code that fails.
+            if isinstance(value, io.IOBase):
+                written = _name_if_written(value) or written
     return written
 
 
-def _complain(text: str) -> None:
-    """Print an error on standard error. Ignore it if standard error is closed or full."""
-    with contextlib.suppress(OSError, ValueError):
-        note(text)
+def _name_if_written(file: Any) -> str | None:
+    """Return the name of an open file, or `None` if it has no name or is only read."""
+    # The attributes of a text file whose buffer was detached raise ValueError.
+    with contextlib.suppress(ValueError):
+        name = getattr(file, "name", None)
+        mode = getattr(file, "mode", None)
+        # The standard streams are named <stdout> and <stderr>. The mode of gzip is a number.
+        is_named = isinstance(name, str) and not name.startswith("<")
+        if is_named and isinstance(mode, str) and not mode.startswith("r"):
+            return name
+    return None
 
 
 def _flushed(code: int) -> int:
@@ -433,7 +444,7 @@ def _flushed(code: int) -> int:
         code = code or 128 + signal.SIGPIPE
     elif error is not None:
         reason = getattr(error, "strerror", None) or error
-        _complain(f"error: standard output cannot be written: {reason}")
+        complain(f"error: standard output cannot be written: {reason}")
         code = code or 1
     _flush(sys.stderr)
     return code

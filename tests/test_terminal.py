@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import gzip
 import io
 import itertools
 import os
@@ -16,6 +18,7 @@ import sys
 import termios
 import tokenize
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -370,3 +373,34 @@ def test_a_full_disk_names_the_file_and_what_to_do(
     place = "/dev/full cannot be written" if is_whole else "/dev/full"
     advice = "make room, then write the same command again"
     assert capsys.readouterr().err == f"error: {place}: No space left on device; {advice}\n"
+
+
+class Unready:
+    """Value of a function that fails when it is looked at."""
+
+    @property
+    def name(self) -> str:
+        raise RuntimeError("not ready")
+
+
+@pytest.mark.parametrize("way", ["gzip", "detached", "unready"])
+def test_a_full_disk_is_one_line_whatever_the_functions_hold(
+    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = contextlib.ExitStack()
+
+    @terminal.entry_point
+    def main(argv: list[str]) -> int:
+        held: Any = Unready()
+        if way == "gzip":
+            held = files.enter_context(gzip.GzipFile(tmp_path / "file.gz", "wb"))
+        elif way == "detached":
+            held = io.TextIOWrapper(files.enter_context((tmp_path / "file").open("wb")))
+            held.detach()
+        assert held is not None
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with files:
+        assert main([]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("No space left on device; make room, then write the same command again")

@@ -396,7 +396,7 @@ class Cluster(Processes):
         The main thread may hang in a collective operation that never ends.
         """
         self._failing = True  # one reason is enough, so the guard adds no other
-        terminal.note("\n".join(f"error: {reason}".splitlines()[:10]))
+        terminal.complain("\n".join(f"error: {reason}".splitlines()[:10]))
         if self.leader:
             # Wait until the others have read the reason: the store ends with process 0.
             time.sleep(3 * _POLL_S)
@@ -486,7 +486,7 @@ def _too_late(address: dict[str, Any], seconds: int) -> None:
     if address.get("coordinator_address"):
         process = f"process {address['process_id']} of {address['num_processes']}"
         place = f" at {address['coordinator_address']}"
-    terminal.note(
+    terminal.complain(
         f"error: {process} waited {seconds} s for process 0{place} and the others; start all of "
         "them at about the same time, check that every one reaches that host and port, or give "
         "--distributed.timeout-seconds more"

@@ -283,7 +283,9 @@ class StopRequest:
         if self._insistence.add(number) and self._insistence.count > 1:
             if self._insistence.count >= Insistence.LAST or not self._saves:
                 self._leave_at_once(number)
-            terminal.note(
+            # Ctrl-C in `mupax train ... 2>&1 | tee log` ends tee. An exception would end this
+            # thread, and no further signal would end the process.
+            terminal.complain(
                 f"{number.name} again: the run ends once it is saved; a third signal ends it at "
                 "once, and what is being saved is lost"
             )
@@ -291,7 +293,7 @@ class StopRequest:
             text = f"stopped by {number.name} with nothing to save: checkpoints are as they were"
             if self._processes.closed:  # alone, not joined yet, or closed already
                 leave(self.exit_code, text)
-            terminal.note(text)
+            terminal.complain(text)
             # The thread of `_talk` leaves with all processes, unless the network holds it up.
             late = threading.Timer(2 * _TOGETHER_S, leave, (self.exit_code,))
             late.daemon = True

@@ -128,6 +128,25 @@ def test_two_signals_are_noted_and_a_third_one_ends_at_once(
     assert len(done.stderr.splitlines()) == bool(err) + is_cut
 
 
+def test_a_third_signal_ends_a_run_whose_output_nobody_reads() -> None:
+    """Ctrl-C in `mupax train ... 2>&1 | tee log` ends tee, so that the line on the second fails."""
+    words = ["defer", "SIGINT", "SIGINT", "SIGINT", "apart"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LISTENING, *words],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=writer,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stdout) == (130, b"")
+
+
 def test_a_signal_while_xla_compiles_ends_the_process_at_once() -> None:
     program = """
 import jax, jax.numpy as jnp
