@@ -124,6 +124,8 @@ class DataError(MupaxError):
 
 _DATA_FLAG = re.compile(r"(--)?\bdata\.([a-z_-]+)")
 """Flag or field of a run's data in a message, such as `--data.on-broken` or `data.tokenizer`."""
+_DATA_NAME = re.compile(r"(--)?\bdata\.name (as )?")
+"""The field `data.name` before its value, in a message."""
 
 
 @contextlib.contextmanager
@@ -134,7 +136,8 @@ def with_flags_of(command: Any) -> Iterator[None]:
     because these commands take the name without a flag.
 
     Args:
-        command: Dataclass of the command's flags. A flag that it lacks is called one of a run.
+        command: Dataclass of the command's flags. A flag that it lacks keeps its name, and the
+            message ends with the command that has it.
 
     Raises:
         DataError: The block raised a `DataError`, whose message is rewritten.
@@ -143,15 +146,16 @@ def with_flags_of(command: Any) -> Iterator[None]:
 
     def own_flag(match: re.Match[str]) -> str:
         name = match[2].replace("-", "_")
-        if name in names:
-            return f"--{name.replace('_', '-')}"
-        return f"{match[0]} of a run" if match[1] else match[0]
+        return f"--{name.replace('_', '-')}" if name in names else match[0]
 
     try:
         yield
     except DataError as error:
-        text = re.sub(r"([Ww]rite )(?:--)?data\.name (?:as )?", r"\1", str(error))
-        raise DataError(_DATA_FLAG.sub(own_flag, text)) from error
+        text = _DATA_NAME.sub("", str(error))
+        text = _DATA_FLAG.sub(own_flag, text)
+        if "--data." in text:
+            text += " (--data. begins flags of `mupax train`)"
+        raise DataError(text) from error
 
 
 class ReadError(MupaxFailure):

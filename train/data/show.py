@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro import conf
 
 from mupax import terminal
+from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +45,12 @@ class Show:
     """bytes, bpe:SIZE, or the path of a tokenizer.json."""
     data_dir: str | None = None
     """Folder of prepared data sets (the user's cache unless given)."""
+    field: str = "text"
+    """Field or column of records:PATH that has the text."""
+    on_broken: Literal["stop", "skip"] = "stop"
+    """Treatment of a broken file or record: stop, or skip and count it."""
+    limits: LimitsConfig = DEFAULT_LIMITS
+    """Limits of files and records, as data.limits."""
     baselines: bool = False
     """Measure what count models and copying reach on 512 examples."""
 
@@ -79,6 +86,9 @@ class Show:
             eval_examples=512,
             tokenizer=self.tokenizer,
             data_dir=self.data_dir,
+            field=self.field,
+            on_broken=self.on_broken,
+            limits=self.limits,
         )
         data = denoising(config, noise, inputs=self.inputs, seed=0)
         tokens, inputs, targets = data.lengths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -218,6 +219,25 @@ def test_refusals_are_one_line(capsys: Capture) -> None:
     assert command.main(["show", "text:book.txt", "--rate", "2"]) == 2
     message = "error: the noise rate is 2.0; write a share of the tokens in (0, 1)"
     assert message in capsys.readouterr().err
+
+
+def test_records_are_shown_as_their_refusals_say(capsys: Capture) -> None:
+    lines = [json.dumps({"body": f"some words {number} " * 9}) for number in range(200)]
+    write("records.jsonl", "\n".join([*lines, '{"body": null}']))
+    words = ["show", "records:records.jsonl"]
+    for flags in ("--field body", "--on-broken skip"):
+        assert command.main(words) == 2
+        assert f" {flags}" in " ".join(capsys.readouterr().err.split())
+        words += flags.split()
+    assert command.main([*words, "--examples", "1"]) == 0
+    assert "some·words" in capsys.readouterr().out
+
+
+def test_a_flag_that_the_command_lacks_is_named_with_its_own(capsys: Capture) -> None:
+    assert command.main(["show", "mix"]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert message.startswith("error: mix has no texts; write them as --data.mix code=text:")
+    assert message.endswith("(--data. begins flags of `mupax train`)")
 
 
 def test_invisible_characters_have_a_sign() -> None:
