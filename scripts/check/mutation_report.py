@@ -154,9 +154,9 @@ def _alike(outcomes: Outcomes) -> str:
     if not numbers:
         return "None."
     counts = [f"{number} {reason}" for reason, number in numbers.items()]
-    first, *others = counts
+    first, *further_counts = counts
     first = first.replace(" ", " have ", 1)
-    return f"Among mutants without effect, {'; '.join([first, *others])}."
+    return f"Among mutants without effect, {'; '.join([first, *further_counts])}."
 
 
 def _reason(outcome: Outcome) -> str:
