@@ -238,8 +238,8 @@ def restore(run_record: Mapping[str, Any], *, needs_metrics: bool = True) -> set
                         f"add {FLAG} {name:.80} if you trust it, in its folder or with that on "
                         "PYTHONPATH"
                     )
-                terminal.note(
-                    f"caution: {missing_text} of the module {name!r:.80} is not measured; "
+                _caution(
+                    f"{missing_text} of the module {name!r:.80} is not measured; "
                     f"add {FLAG} {name:.80} if you trust it"
                 )
                 absent.update(metrics)
@@ -249,16 +249,22 @@ def restore(run_record: Mapping[str, Any], *, needs_metrics: bool = True) -> set
             except MupaxError as error:
                 if needs_metrics or not only_metrics:
                     raise
-                terminal.note(f"caution: {missing_text} is not measured: {error}")
+                _caution(f"{missing_text} is not measured: {error}")
                 absent.update(metrics)
                 continue
         module = loaded_module(name)
         if module is not None and entry.get("digest") not in (None, digest(module)):
-            terminal.note(
-                f"caution: {name} has changed since the run recorded it: "
+            _caution(
+                f"{name} has changed since the run recorded it: "
                 f"its {', '.join(provides)} may differ"
             )
     return absent
+
+
+@functools.cache
+def _caution(text: str) -> None:
+    """Print a caution once per process, because a command may read a run's record several times."""
+    terminal.note(f"caution: {text}")
 
 
 def _ranking_metrics(run_record: Mapping[str, Any]) -> list[str]:

@@ -40,6 +40,7 @@ def forget() -> None:
     for name in EXAMPLES:
         sys.modules.pop(name, None)
     config_record._registered_by.clear()
+    config_record._caution.cache_clear()
 
 
 def command(*words: str) -> tuple[int, str]:
@@ -169,6 +170,11 @@ def test_a_run_whose_module_is_gone_is_used_and_not_trained_further(page: Page) 
         code, text = command("eval", "runs/top5", "--step", "best")
         assert code == 2
         assert "no metric here is named 'top5_accuracy'" in text
+        # A start from a run reads its record several times.
+        start = "--init-from runs/top5 --steps 1 --workdir runs/started --log.no-tensorboard"
+        code, text = command("train", "vit-digits", *SMALL.split(), *start.split())
+        assert code == 0, text
+        assert " ".join(text.split()).count(caution) == 1
         code, text = command("train", "--resume", "--workdir", "runs/top5", "--steps", "40")
         assert code == 2
         assert "--plugin top5: no module of this name" in " ".join(text.split())
