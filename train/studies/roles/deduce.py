@@ -27,6 +27,7 @@ from mupax.train.studies.roles.matrices import (
     Matrices,
     Refusal,
     attentions,
+    has_short_rows,
     split_names,
 )
 from mupax.train.studies.roles.operations import LAYOUT
@@ -58,8 +59,13 @@ def fact(matrices: Matrices, use: OperandUse) -> Constraint:
     flow = matrices.flow
     node = use.node
     names = matrices.names.get(use.param, ())
-    if RANK in names or (node.op == "lookup" and "input" in names):
+    if has_short_rows(use, names):
         raise Refusal(FACTORIZED)
+    if RANK in names:
+        raise Refusal(
+            "its axis rank is that of a low-rank adapter, and only its two matrices have roles; "
+            "leave it out, or declare its role"
+        )
     # In h + x @ w + b the bias is added to the stream itself, which the next test would refuse.
     if node.op in ADDS and use.other in flow.branches:
         bias = _bias_after_branch(matrices, use)

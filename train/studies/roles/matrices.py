@@ -435,21 +435,18 @@ class Matrices:
             Refusal: The product is no part of such a sum.
         """
         reads_rank = [product.names[index] for index in product.fan_in] == [RANK]
-        if reads_rank:
-            last = product.use
-            first = self._before(last)
-        else:
-            first = product.use
-            last = self._after(product)
+        last = product.use if reads_rank else self._after(product)
+        first = None if last is None else self._before(last)
         adapted = None
-        if first is not None and last is not None:
+        if first is not None and last is not None and product.use in (first, last):
             adapted = self._adapted(first, last)
         if adapted is None:
             if self._is_of_table(product):
                 raise Refusal(FACTORIZED)
             raise Refusal(
-                "its axis rank is that of a low-rank adapter, x @ w + x @ a @ b, and there is no "
-                "such sum; make the two factors one matrix, or declare their roles"
+                "its axis rank is that of a low-rank adapter, x @ w + x @ a @ b with a "
+                "[inputs, rank] and b [rank, outputs], and there is no such sum; make the two "
+                "factors one matrix, or declare their roles"
             )
         role = Role.LORA_B if reads_rank else Role.LORA_A
         evidence = f"; x @ a @ b is added to the product of {adapted}"
@@ -463,28 +460,43 @@ class Matrices:
             factors |= source.params
             if source.node.op == "lookup":
                 factors |= {param for param, _ in source.node.info.get("chosen", ())}
-        for use in self.flow.graph.uses:
-            is_looked_up = use.node.op == "lookup"
-            is_one_hot = use.other is not None and _is_one_hot(use.other)
-            is_short = not {RANK, "input"}.isdisjoint(self.names.get(use.param, ()))
-            if use.param in factors and is_short and (is_looked_up or is_one_hot):
-                return True
-        return False
+        uses = [use for use in self.flow.graph.uses if use.param in factors]
+        return any(has_short_rows(use, self.names.get(use.param, ())) for use in uses)
 
     def _before(self, last: OperandUse) -> OperandUse | None:
-        """Return the use of the matrix A whose product is all that the matrix B reads, if any."""
+        """Return the use of the matrix A whose product is all that the matrix B reads, if any.
+
+        The result is `None` if a norm or a nonlinearity lies between.
+        """
         assert last.other is not None
         sources = self.flow.sources(last.other)
-        if len(sources) != 1 or len(sources[0].params) != 1:
+        if len(sources) != 1 or len(sources[0].params) != 1 or self.flow.norm(last.other):
             return None
-        (use,) = self.flow.matrices[sources[0].node]
-        return use
+        # The matrices A of several adapters can be concatenated in one product.
+        for use in self.flow.matrices[sources[0].node]:
+            if use.param in sources[0].params:
+                return use
+        return None
 
     def _after(self, product: _Product) -> OperandUse | None:
-        """Return the use of the matrix B that reads the product of the matrix A, if only one does."""
+        """Return the use of the matrix B that reads the product of the matrix A, if any.
+
+        Raises:
+            Refusal: Several matrices read it.
+        """
         ends = {destination.end for destination in product.destinations}
-        uses = [use for end in ends for use in self.flow.matrices.get(end, ())]
-        return uses[0] if len(uses) == 1 and RANK in self.names.get(uses[0].param, ()) else None
+        uses = []
+        for end in ends:
+            for use in self.flow.matrices.get(end, ()):
+                if RANK in self.names.get(use.param, ()):
+                    uses.append(use)
+        if len(uses) > 1:
+            readers = ", ".join(sorted(use.param for use in uses))
+            raise Refusal(
+                f"its axis rank is that of a low-rank adapter, and {readers} read its product; "
+                "make a matrix for each of them"
+            )
+        return uses[0] if uses else None
 
     def _adapted(self, first: OperandUse, last: OperandUse) -> str | None:
         """Return the path of the matrix to whose product an adapter is added, or `None`.
@@ -504,16 +516,20 @@ class Matrices:
         axes = (*inputs[:-1], *outputs[1:])
         stack = [last.node]
         while stack:
-            node = stack.pop()
-            for user in flow.users(node):
-                if user.op in LAYOUT or user.op == "mul":
+            for user, plain in flow.consumers.get(stack.pop(), ()):
+                # A gate or a norm of x A B makes something else of it than an adapter.
+                is_normed = any(operand in flow.normalizers for operand in user.inputs)
+                if not plain or is_normed or user.op not in LAYOUT | BRANCHES | {"mul", "div"}:
+                    continue
+                if user not in flow.branches:
                     stack.append(user)
                 if user.op not in BRANCHES:
                     continue
                 for source in flow.sources(user):
                     for use in flow.matrices.get(source.node, ()):
                         reads_same = _before_layout(use.other) is _before_layout(first.other)
-                        if reads_same and self._axes_of_one(use.param) == axes:
+                        is_source = use.param in source.params
+                        if is_source and reads_same and self._axes_of_one(use.param) == axes:
                             return use.param
         return None
 
@@ -742,6 +758,24 @@ def complete_dims(
                 "or mixes axes; keep axes apart"
             )
     return indices
+
+
+def has_short_rows(use: OperandUse, names: tuple[str, ...]) -> bool:
+    """Return whether a use takes rows of a fixed size from a table, as of a table's first factor.
+
+    Args:
+        names: Axes of the parameter's dimensions.
+    """
+    node = use.node
+    if "chosen" in node.info:
+        rows = [index for param, index in node.info["chosen"] if param == use.param]
+    elif node.op == "dot" and use.other is not None and _is_one_hot(use.other):
+        side = 0 if node.inputs[0] is use.view else 1
+        rows = use.dims_of_param(node.info["contracted"][side])
+    else:
+        return False
+    kept = {axis for index, axis in enumerate(names) if index not in rows}
+    return not {RANK, "input"}.isdisjoint(kept)
 
 
 def _is_one_hot(node: Node) -> bool:

@@ -23,14 +23,22 @@ Params = Any
 Embed = Callable[[Params, jax.Array], jax.Array]
 
 
+def looked_up(p: Params, tokens: jax.Array) -> jax.Array:
+    return p["table"][tokens]
+
+
 def decoder(
-    embed: Embed, shapes: Mapping[str, tuple[str, ...]], adapted: tuple[str, ...] = ()
+    embed: Embed,
+    shapes: Mapping[str, tuple[str, ...]],
+    adapted: tuple[str, ...] = (),
+    up: Callable[[Params, jax.Array], jax.Array] | None = None,
 ) -> models.Build:
     """Return a decoder of one block with parameters of its own, given by their axes.
 
     Args:
         embed: Function of parameters and tokens that returns the stream before the block.
         adapted: Matrices of the block that have adapters named NAME_a and NAME_b.
+        up: Function in place of the product with the MLP's first matrix.
     """
     block = {
         "q": ("embed", "heads", "head_dim"),
@@ -69,8 +77,8 @@ def decoder(
             q, k, v = (product(p, name, "btd,dhn->bthn", y) for name in "qkv")
             weights = jax.nn.softmax(jnp.einsum("bthn,bshn->bhts", q, k))
             x = x + product(p, "o", "bthn,hnd->btd", jnp.einsum("bhts,bshn->bthn", weights, v))
-            hidden = jax.nn.gelu(product(p, "up", "btd,df->btf", normed(x)))
-            x = x + product(p, "down", "btf,fd->btd", hidden)
+            first = up(p, normed(x)) if up else product(p, "up", "btd,df->btf", normed(x))
+            x = x + product(p, "down", "btf,fd->btd", jax.nn.gelu(first))
             scores = jax.nn.log_softmax(normed(x) @ p["readout"])
             return -jnp.mean(jnp.take_along_axis(scores, tokens[..., None], axis=-1))
 
@@ -80,13 +88,12 @@ def decoder(
 
 
 def test_adapters_are_found_and_change_no_other_role() -> None:
-    def embed(p: Params, tokens: jax.Array) -> jax.Array:
-        return p["table"][tokens]
-
     tables = {"table": ("vocab", "embed")}
     adapted = ("q", "k", "v", "o", "up", "down")
-    plain = models.roles_of(decoder(embed, tables), {k: n for k, n in SIZES.items() if k != "rank"})
-    roles = models.roles_of(decoder(embed, tables, adapted), SIZES)
+    plain = models.roles_of(
+        decoder(looked_up, tables), {k: n for k, n in SIZES.items() if k != "rank"}
+    )
+    roles = models.roles_of(decoder(looked_up, tables, adapted), SIZES)
     assert plain.refused == roles.refused == {}
     for name, spec in plain.specs.items():
         assert roles.specs[name] == spec, name
@@ -94,6 +101,98 @@ def test_adapters_are_found_and_change_no_other_role() -> None:
         assert (roles.specs[f"{name}_a"], roles.specs[f"{name}_b"]) == adapters.pair(
             plain.specs[name]
         )
+
+
+def summed_first(p: Params, x: jax.Array) -> jax.Array:
+    return x @ p["up"] + (x @ p["a"] @ p["b"] + x @ p["a2"] @ p["b2"])
+
+
+def concatenated(p: Params, x: jax.Array) -> jax.Array:
+    low = x @ jnp.concatenate([p["a"], p["a2"]], 1)
+    return x @ p["up"] + low[..., :9] @ p["b"] + low[..., 9:] @ p["b2"]
+
+
+@pytest.mark.parametrize("up", [summed_first, concatenated])
+def test_two_adapters_of_one_matrix_are_found(up: Callable[..., jax.Array]) -> None:
+    a, b = ("embed", "rank"), ("rank", "mlp")
+    shapes = {"table": ("vocab", "embed"), "a": a, "b": b, "a2": a, "b2": b}
+    roles = models.roles_of(decoder(looked_up, shapes, up=up), SIZES)
+    assert roles.refused == {}
+    pair = adapters.pair(roles.specs["up"])
+    assert [roles.specs[name] for name in ("a", "b", "a2", "b2")] == [*pair, *pair]
+
+
+def test_an_adapter_of_one_of_two_concatenated_matrices_names_that_matrix() -> None:
+    def fused(p: Params, x: jax.Array) -> jax.Array:
+        both = x @ jnp.concatenate([p["up"], p["gate"]], 1)
+        size = p["up"].shape[1]
+        return (both[..., :size] + x @ p["a"] @ p["b"]) * jax.nn.gelu(both[..., size:])
+
+    shapes = {"table": ("vocab", "embed"), "gate": ("embed", "mlp")}
+    shapes |= {"a": ("embed", "rank"), "b": ("rank", "mlp")}
+    roles = models.roles_of(decoder(looked_up, shapes, up=fused), SIZES)
+    assert roles.evidence["a"].endswith("is added to the product of up")
+
+
+NOT_LOW_RANK = {
+    "nonlinearity": lambda p, x: x @ p["up"] + jax.nn.gelu(x @ p["a"]) @ p["b"],
+    "norm": lambda p, x: x @ p["up"] + normed(x @ p["a"]) @ p["b"],
+    "norm after": lambda p, x: x @ p["up"] + normed(x @ p["a"] @ p["b"]),
+    "gate": lambda p, x: x @ p["up"] + x @ p["a"] @ p["b"] * jax.nn.sigmoid(x @ p["gate"]),
+}
+
+
+@pytest.mark.parametrize("up", NOT_LOW_RANK.values(), ids=NOT_LOW_RANK)
+def test_what_is_more_than_a_product_of_two_matrices_is_no_adapter(
+    up: Callable[..., jax.Array],
+) -> None:
+    shapes = {"table": ("vocab", "embed"), "a": ("embed", "rank"), "b": ("rank", "mlp")}
+    shapes["gate"] = ("embed", "mlp")
+    roles = models.roles_of(decoder(looked_up, shapes, up=up), SIZES)
+    for name in "ab":
+        assert roles.refused[name].startswith("its axis rank is that of a low-rank adapter")
+
+
+def test_a_matrix_that_two_adapters_share_is_refused_with_what_to_write() -> None:
+    def shared(p: Params, x: jax.Array) -> jax.Array:
+        low = x @ p["a"]
+        return (x @ p["up"] + low @ p["b"]) * jax.nn.gelu(x @ p["gate"] + low @ p["b2"])
+
+    b = ("rank", "mlp")
+    shapes = {"table": ("vocab", "embed"), "gate": ("embed", "mlp")}
+    shapes |= {"a": ("embed", "rank"), "b": b, "b2": b}
+    roles = models.roles_of(decoder(looked_up, shapes, up=shared), SIZES)
+    assert roles.refused == {
+        "a": "its axis rank is that of a low-rank adapter, and b, b2 read its product; "
+        "make a matrix for each of them"
+    }
+
+
+def test_a_gain_along_the_rank_is_no_factor_of_a_table() -> None:
+    def scaled(p: Params, x: jax.Array) -> jax.Array:
+        return x @ p["up"] + (x @ p["a"] * p["gain"]) @ p["b"]
+
+    shapes = {"table": ("vocab", "embed"), "a": ("embed", "rank"), "b": ("rank", "mlp")}
+    shapes["gain"] = ("rank",)
+    roles = models.roles_of(decoder(looked_up, shapes, up=scaled), SIZES)
+    assert list(roles.refused) == ["gain"]
+    assert "only its two matrices have roles" in roles.refused["gain"]
+
+
+KINDS: dict[str, Embed] = {
+    "lookup": lambda p, tokens: p["table"][tokens] + p["kinds"][tokens % 3],
+    "one-hot": lambda p, tokens: p["table"][tokens] + jax.nn.one_hot(tokens % 3, 9) @ p["kinds"],
+}
+
+
+@pytest.mark.parametrize("embed", KINDS.values(), ids=KINDS)
+def test_a_table_with_a_fixed_number_of_rows_is_a_table(embed: Embed) -> None:
+    """As of BERT's token types."""
+    sizes = {"input" if name == "rank" else name: n for name, n in SIZES.items()}
+    shapes = {"table": ("vocab", "embed"), "kinds": ("input", "embed")}
+    roles = models.roles_of(decoder(embed, shapes), sizes)
+    assert roles.refused == {}
+    assert roles.specs["kinds"].role is Role.TOKEN_EMBEDDING
 
 
 @pytest.mark.parametrize("layers", ["scan", "unrolled"])
