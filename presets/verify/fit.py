@@ -127,9 +127,11 @@ def lines(models: Sequence[Model]) -> list[GrowthSeries]:
 
     # Files may come in any order, so the smallest model is the base.
     base, *larger = sorted(models, key=_total_size)
+    # For all models together, so that a slow drift of the MLP's ratio does not split one line.
+    in_step = all(_in_step(_ratios(base, model)) for model in larger)
     directions: dict[tuple[float, ...], list[Model]] = {}
     for model in larger:
-        direction = _direction(base, model)
+        direction = _direction(base, model, in_step=in_step)
         directions.setdefault(direction, []).append(model)
     return [_series(base, members) for members in directions.values()]
 
@@ -138,17 +140,20 @@ def _total_size(model: Model) -> int:
     return math.prod(model.sizes.get(axis, 1) for axis in GROWING)
 
 
-def _direction(base: Model, model: Model) -> tuple[float, ...]:
+def _direction(base: Model, model: Model, *, in_step: bool) -> tuple[float, ...]:
     """Return the exponent with which each axis of `GROWING` grows, relative to the fastest axis.
 
     Exponents are rounded to 0.1. Models with equal results are in one growth series.
+
+    Args:
+        in_step: Whether the MLP counts as growing as the width does.
 
     Raises:
         PresetError: Both models have the same sizes, or an axis of `model` is smaller than the
             base's.
     """
     ratios = _ratios(base, model)
-    if _in_step(ratios):
+    if in_step:
         ratios["mlp"] = ratios["embed"]
     smallest = min(ratios, key=ratios.__getitem__)
     if ratios[smallest] < 0.999:
@@ -176,6 +181,9 @@ def _in_step(ratios: Mapping[str, float]) -> bool:
     Args:
         ratios: Size in the model divided by the base's, by axis.
     """
+    # Where only one of them grows, that is meant.
+    if min(ratios["mlp"], ratios["embed"]) < _SAME_SIZE:
+        return max(ratios["mlp"], ratios["embed"]) < _SAME_SIZE
     ratio = ratios["mlp"] / ratios["embed"]
     return 1 / _ROUNDED_MLP < ratio < _ROUNDED_MLP
 

@@ -147,6 +147,33 @@ def test_an_mlp_of_rounded_size_is_right_at_its_true_fan_in(
     assert "block.mlp.down" in str(report["lines"][0]["findings"])
 
 
+@pytest.mark.parametrize(
+    ("widths", "ratios", "grows", "verdict"),
+    [
+        ((256, 256), (4, 5), {"mlp": 1.0}, "right"),  # the MLP alone
+        ((256, 320), (4, 3.2), {"embed": 1.0}, "wrong"),  # the width alone
+        ((256, 512, 1024), (4, 3.25, 2.625), {"embed": 1.0, "mlp": 0.696}, "wrong"),  # a drift
+    ],
+)
+def test_an_mlp_that_does_not_grow_in_step_is_not_taken_for_rounded(
+    widths: tuple[int, ...],
+    ratios: tuple[float, ...],
+    grows: dict[str, float],
+    verdict: str,
+    tmp_path: Path,
+):
+    models = []
+    for width, ratio in zip(widths, ratios, strict=True):
+        models.append(decoder(width, activation="swiglu", mlp_ratio=ratio))
+    files = [dump(presets.get("spectral"), model, models[0], "muon") for model in models]
+    code, report = verified(tmp_path, *files)
+    (line,) = report["lines"]
+    for axis in ("embed", "mlp"):
+        assert line["grows"].get(axis) == pytest.approx(grows.get(axis), abs=1e-3)
+    # Where the MLP lags behind, spectral is unstable, and the table is held against mup.
+    assert (code, line["verdict"]) == (int(verdict == "wrong"), verdict)
+
+
 def test_two_lines_of_growth_are_held_against_one_base(tmp_path: Path):
     base = FAMILIES["decoder"]
     preset = presets.get("completep")
