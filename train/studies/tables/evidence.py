@@ -384,7 +384,8 @@ def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence
 
 def rows(candidates: list[Evidence]) -> list[tuple[str, ...]]:
     """Return a table as text: a row of headings, then a row for each piece of evidence."""
-    table = [("evidence", "optimizer", "rate", "interval", "batch", "loss", "")]
+    # Narrow terminals repeat the first column, so the long names of sources are in the second.
+    table = [("evidence", "source", "optimizer", "rate", "interval", "batch", "loss", "")]
     for evidence in candidates:
         interval = "not known"
         if evidence.rate_interval is not None:
@@ -396,10 +397,10 @@ def rows(candidates: list[Evidence]) -> list[tuple[str, ...]]:
         if evidence.loss is not None:
             ends = _range((evidence.loss.low, evidence.loss.high), "{:.2f}")
             loss = f"{evidence.loss.value:.2f} ({ends})"
-        label = f"{evidence.kind}: {evidence.source}"
         remark = evidence.remark if evidence.applies else f"does not apply: {evidence.remark}"
         rate = f"{evidence.peak_lr:.3g}"
-        table.append((label, evidence.optimizer, rate, interval, batch, loss, remark))
+        source = (evidence.kind, evidence.source, evidence.optimizer)
+        table.append((*source, rate, interval, batch, loss, remark))
     return table
 
 

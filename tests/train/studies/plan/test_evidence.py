@@ -99,9 +99,22 @@ def test_every_rate_has_the_optimizer_that_it_is_for(capsys: pytest.CaptureFixtu
     rates = {}
     for evidence_kind in ("measured here", "published constants", "published law"):
         (row,) = [line for line in lines if line.strip().startswith(evidence_kind)]
-        rates[evidence_kind] = re.split(r"\s{2,}", row.strip())[1:3]
+        rates[evidence_kind] = re.split(r"\s{2,}", row.strip())[2:4]
     assert rates["measured here"] == ["muon", "0.0552"]
     assert {optimizer for optimizer, _ in rates.values()} == {"muon", "adamw"}
+
+
+def test_the_evidence_is_readable_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--model", "lm-tiny", "--tokens", "100m"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    # Three tables with the kinds of evidence, and remarks of several words a line.
+    assert sum(line.startswith(" evidence  ") for line in lines) == 3
+    assert len(lines) < 40
 
 
 def test_a_recipe_and_a_model_of_one_name_are_told_apart_on_the_first_line(
