@@ -138,6 +138,14 @@ PROJECTS = re.compile(r"(^|[._])(proj\w*|factor|mapping\w*)$", re.IGNORECASE)
 """Pattern for the end of the name of an embedding that is a matrix, as behind a narrow table."""
 
 
+_VECTORS = re.compile(r"(^|\.)(probe|latents?)$", re.IGNORECASE)
+"""Pattern for the end of a name that is of learned vectors, if the parameter is no module's matrix.
+
+A layer of these names is a linear probe, which is a readout, or the first matrix of latent
+attention. Their shapes show that.
+"""
+
+
 class Label(NamedTuple):
     """Properties of a parameter that its name shows.
 
@@ -237,6 +245,8 @@ def label(name: str, dual: bool = False, with_experts: Collection[str] = ()) -> 
     role = _role(words if "." in words else f"root.{words}", in_block)
     if role == Role.TOKEN_EMBEDDING.value and PROJECTS.search(words):
         role = EMBEDDING
+    if leaf in _LAYOUTS and _VECTORS.search(words):
+        role = ""
     # The model itself may be called moe or mamba. So only words inside of a block count, and
     # outside of blocks the words after the first one.
     if "*" in name:

@@ -38,7 +38,8 @@ NAMES_BY_ROLE = {
     "backbone.layers.0.mixer.in_proj.weight backbone.layers.0.mixer.out_proj.weight backbone.layers.0.mixer.A_log backbone.layers.0.mixer.D "
     "model.layers.0.self_attn.q_proj.lora_A.default.weight model.layers.0.mlp.up_proj.lora_B.weight block.attention.query_lora.a "
     "encoder.block.0.layer.1.mlp.router.classifier.weight transformer.blocks.0.ffn.experts.mlp.w1 transformer.blocks.0.ffn.router.layer.weight",
-    "": "fc_1.weight layer1.0.conv1.weight linear.weight something.weight t_embedder.mlp.0.weight member_proj.weight",
+    "": "probe.weight model.head.probe.kernel blocks.0.attn.latent.weight "
+    "fc_1.weight layer1.0.conv1.weight linear.weight something.weight t_embedder.mlp.0.weight member_proj.weight",
     "embedding": "params/embedding/kernel params/Embed_0/embedding params/items/embedding embedding.weight emb.weight src_embedding.weight "
     "bert.embeddings.token_type_embeddings.weight value_embeds.0.weight y_embedder.embedding_table.weight time_embed.2.weight char_embs.weight",
 }  # fmt: skip

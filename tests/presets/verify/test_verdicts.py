@@ -369,6 +369,19 @@ def test_a_matrix_that_is_called_an_embedding_is_told_by_its_shapes(tmp_path: Pa
     assert report["guessed"] == {"embed.weight": "patch_embedding", "time_embed.2.weight": "hidden"}
 
 
+def test_a_linear_probe_is_a_readout_and_a_probe_of_a_pooling_head_is_a_vector(tmp_path: Path):
+    files = []
+    for width in (64, 256):
+        contents = network(width)
+        contents["probe.weight"] = {**contents["lm_head.weight"], "shape": [10, width]}
+        contents["pool.probe"] = {**contents["wte.weight"], "shape": [1, width]}
+        files.append(contents)
+    code, report = verified(tmp_path, *files)
+    assert (code, report["guessed"]) == (0, {"probe.weight": "readout"})
+    files[1]["probe.weight"]["multiplier"] = 1.0
+    assert verified(tmp_path, *files)[0] == 1  # the control: without the multiplier of a readout
+
+
 def test_low_rank_adapters_are_not_judged(tmp_path: Path):
     files = []
     for width in (64, 256):
