@@ -760,11 +760,10 @@ def complete_dims(
     return indices
 
 
-def has_short_rows(use: OperandUse, names: tuple[str, ...]) -> bool:
-    """Return whether a use takes rows of a fixed size from a table, as of a table's first factor.
+def has_short_rows(use: OperandUse, axes: tuple[str, ...]) -> bool:
+    """Return whether a use takes rows of a fixed size from a table with these axes.
 
-    Args:
-        names: Axes of the parameter's dimensions.
+    The first factor of a factorized table has such rows.
     """
     node = use.node
     if "chosen" in node.info:
@@ -774,8 +773,8 @@ def has_short_rows(use: OperandUse, names: tuple[str, ...]) -> bool:
         rows = use.dims_of_param(node.info["contracted"][side])
     else:
         return False
-    kept = {axis for index, axis in enumerate(names) if index not in rows}
-    return not {RANK, "input"}.isdisjoint(kept)
+    row_axes = {axis for index, axis in enumerate(axes) if index not in rows}
+    return not {RANK, "input"}.isdisjoint(row_axes)
 
 
 def _is_one_hot(node: Node) -> bool:

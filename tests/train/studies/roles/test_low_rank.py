@@ -124,9 +124,9 @@ def test_two_adapters_of_one_matrix_are_found(up: Callable[..., jax.Array]) -> N
 
 def test_an_adapter_of_one_of_two_concatenated_matrices_names_that_matrix() -> None:
     def fused(p: Params, x: jax.Array) -> jax.Array:
-        both = x @ jnp.concatenate([p["up"], p["gate"]], 1)
+        products = x @ jnp.concatenate([p["up"], p["gate"]], 1)
         size = p["up"].shape[1]
-        return (both[..., :size] + x @ p["a"] @ p["b"]) * jax.nn.gelu(both[..., size:])
+        return (products[..., :size] + x @ p["a"] @ p["b"]) * jax.nn.gelu(products[..., size:])
 
     shapes = {"table": ("vocab", "embed"), "gate": ("embed", "mlp")}
     shapes |= {"a": ("embed", "rank"), "b": ("rank", "mlp")}
@@ -172,8 +172,8 @@ def test_a_gain_along_the_rank_is_no_factor_of_a_table() -> None:
     def scaled(p: Params, x: jax.Array) -> jax.Array:
         return x @ p["up"] + (x @ p["a"] * p["gain"]) @ p["b"]
 
-    shapes = {"table": ("vocab", "embed"), "a": ("embed", "rank"), "b": ("rank", "mlp")}
-    shapes["gain"] = ("rank",)
+    shapes: dict[str, tuple[str, ...]] = {"table": ("vocab", "embed"), "gain": ("rank",)}
+    shapes |= {"a": ("embed", "rank"), "b": ("rank", "mlp")}
     roles = models.roles_of(decoder(looked_up, shapes, up=scaled), SIZES)
     assert list(roles.refused) == ["gain"]
     assert "only its two matrices have roles" in roles.refused["gain"]
