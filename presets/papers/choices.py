@@ -224,7 +224,7 @@ CHOICES = (
             "E^-1, expert in E^-1 m^-1, expert out E^-1 D^-1, gains and biases D^-1, each "
             "L^-alpha_l in blocks"
         ),
-        source="derived, and measured by `mupax check`",
+        source="mupax, and measured by `mupax check`",
         status="derived",
     ),
     Choice(
@@ -305,7 +305,7 @@ CHOICES = (
             "tiles of the base's size are orthogonalized apart, rate 1/in as Adam's: in times out "
             "tiles add up coherently"
         ),
-        source="derived",
+        source="mupax",
         status="derived",
     ),
     Choice(
@@ -445,7 +445,7 @@ SOURCES = (
         value="above 0",
         presets=(*_FAMILY, "completep"),
         rule="factor on attention logits; with 1 they are those of sp at the base",
-        source="derived",
+        source="mupax",
         status="derived",
     ),
     Choice(
@@ -461,7 +461,7 @@ SOURCES = (
         value="rate",
         presets=("completep",),
         rule="coupled weight decay goes as 1/lr, so that lr*wd does not scale",
-        source="derived",
+        source="mupax",
         status="derived",
     ),
     Choice(
@@ -485,7 +485,7 @@ SOURCES = (
         value="up to 1",
         presets=_THEORY,
         rule="attention logits N^-alpha_a; 1 makes s = 1 mup in plain form",
-        source="derived",
+        source="mupax",
         status="derived",
     ),
     Choice(
