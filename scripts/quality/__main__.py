@@ -83,7 +83,7 @@ def measure_rates(cell: Cell, stop: StopRequest) -> None:
     arms = {arm.label: arm for arm in cell.arms}
     curves = {}
     for label in (MUP, RETUNED):
-        curves[label] = rates.measure(work, arms[label], rates.settings_of(record, label))
+        curves[label] = rates.measure(work, arms[label], rates.sizes_of(record, label))
     rates.write(cell.folder / "rates.json", cell, curves)
 
 

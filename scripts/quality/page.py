@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from scripts.quality.cells import CELLS
+from scripts.quality.cells import CELLS, OUT
 
 JOINS = 0.005
 """Nats that a probed group must gain to be searched at every size."""
+RATES_PICTURE = "rates.png"
+"""Name of a picture of loss against learning rate, in the folder of its cell."""
 GOAL = 0.005
 """Upper end of a difference's 95 % interval, in nats, up to which an arm counts as not worse."""
 
@@ -24,8 +26,8 @@ Record = Mapping[str, Any]
 
 HEAD = f"""# Does a tuned preset win?
 
-This page compares the training losses of two ways to choose the constants of larger models, such as the learning rate. The
-smallest model of a comparison is its base. A section links to its base's constants.
+This page compares training losses of two ways to choose the constants of larger models, such as the learning rate. The
+smallest model of a comparison is its base. A section links to its constants.
 
 * **The preset** is tuned at the base alone. A search chooses the learning rate, its multipliers for the readout and the input embedding
   (their "rates" in the tables), and the readout's initial std. Larger models keep these constants, except in rows with
@@ -40,11 +42,11 @@ means twice the base's size. m and L are width and depth, divided by the base's.
 initial std falls as m^-1/2.
 
 A run's loss is the mean over its last tenth. All runs of a comparison see the same examples in the same order. Differences are paired
-by seed (5 to 12 seeds), with a 95 % t interval. In the next table, *yes* means that all intervals of the row end at or below {GOAL:+.3f}
+by seed (5 to 12), with a 95 % t interval. In the next table, *yes* means that all intervals of the row end at or below {GOAL:+.3f}
 nats (**not worse**), *not finished* that a size is missing. **Not shown** means that no row of a section has *yes*. In `head_dim-800`,
 "less `sp`" is the difference from the second `sp` row.
 
-`python -m scripts.quality` trains missing runs and writes this page.
+`python -m scripts.quality` trains missing runs and writes this page; `--rates` measures the picture.
 """
 COLUMNS = """Each section's table has mean losses in nats by size. The last column is the first row's loss minus the row's own at the largest
 size, over the seeds of both. A row with "as sp has" is `mup` with one rule of `sp` and a learning rate searched at every size. Its
@@ -66,8 +68,8 @@ READING = {
     "With 32 heads, plain `mup`'s loss is 0.009 nats above `sp`'s.",
     "head_dim-800": "**Not shown** to be not worse than an `sp` with seven searched constants. At eight times "
     "the base, the first row's loss is 0.009 ± 0.008 nats above `sp`'s, and plain `mup`'s is "
-    "0.032 ± 0.008 above. At four times, no difference could be measured. All rows of the preset "
-    "are below an `sp` with two searched constants at every size.",
+    "0.032 ± 0.008 above. At four times, no difference could be measured. At every size, the preset's "
+    "rows are below an `sp` with two searched constants.",
     "vit-800": "**Not worse** in both `mup` rows than an `sp` whose patch embedding's multiplier is not searched. "
     "If it is searched, no difference could be measured at twice the base.",
     "muon-100": "**Not shown** to be not worse than `sp`. At 16 heads, the best `mup` rows end 0.036 nats above `sp`. "
@@ -194,6 +196,9 @@ def _section(cell: Record) -> list[str]:
     lines = [f"## {name}", ""]
     if name in READING:
         lines += [READING[name], ""]
+    if (OUT / name / RATES_PICTURE).exists():
+        picture = f"quality/{name}/{RATES_PICTURE}"
+        lines += [f"![Loss against learning rate]({picture})", ""]
     lines += [
         f"Base: [{cell['axis']} {base['size']}](quality/{name}/result.json), loss "
         f"{_loss(base['losses'])} nats.",

@@ -54,10 +54,10 @@ class RateCurve:
     marked_loss: float
 
 
-def settings_of(record: Mapping[str, Any], label: str) -> list[Setting]:
-    """Return an arm's settings, one per size, from the content of a cell's result.json."""
+def sizes_of(record: Mapping[str, Any], label: str) -> list[Mapping[str, Any]]:
+    """Return the rows of an arm, one per size, from the content of a cell's result.json."""
     arm = next(arm for arm in record["arms"] if arm["label"] == label)
-    return [_setting(size["octaves"]) for size in arm["sizes"]]
+    return arm["sizes"]
 
 
 def _setting(octaves: Mapping[str, float]) -> Setting:
@@ -65,17 +65,18 @@ def _setting(octaves: Mapping[str, float]) -> Setting:
     return setting({name: round(value / STEP.get(name, 1.0)) for name, value in octaves.items()})
 
 
-def measure(work: Measuring, arm: Arm, settings: Sequence[Setting]) -> list[RateCurve]:
+def measure(work: Measuring, arm: Arm, rows: Sequence[Mapping[str, Any]]) -> list[RateCurve]:
     """Train an arm at the rates around its own at every size, and return the curves.
 
     Args:
-        settings: The arm's settings, one per size of the cell.
+        rows: The arm's rows, one per size of the cell, with its setting and the losses of all seeds
+            (`sizes_of`).
     """
     cell = work.cell
     steps = [round(offset / STEP["lr"]) for offset in OFFSETS]
     curves: list[RateCurve] = []
-    for size, own_setting in zip(cell.sizes, settings, strict=True):
-        values = dict(own_setting)
+    for size, row in zip(cell.sizes, rows, strict=True):
+        values = dict(_setting(row["octaves"]))
         moved = [setting({**values, "lr": values.get("lr", 0) + step}) for step in steps]
         configs = [cell.config(arm, size, dict(neighbour), 0) for neighbour in moved]
         losses = work.losses(arm, size, moved, SEEDS).mean(axis=1)
@@ -87,7 +88,7 @@ def measure(work: Measuring, arm: Arm, settings: Sequence[Setting]) -> list[Rate
                 log2_rates=[round(rate(config), 4) for config in configs],
                 losses=[float(f"{loss:.6g}") if math.isfinite(loss) else None for loss in losses],
                 marked_rate=round(rate(marked), 4),
-                marked_loss=float(f"{work.trained(arm, size, own_setting).mean():.6g}"),
+                marked_loss=float(f"{np.mean(row['losses']):.6g}"),
             )
         )
     return curves
@@ -133,11 +134,13 @@ def draw(path: Path, left: Sequence[RateCurve], right: Sequence[RateCurve]) -> N
     panels: list[Axes] = list(figure.subplots(1, 2, sharex=True, sharey=True))
     titles = (
         "mup: everything tuned once, at width 64",
-        "sp: learning rate and other constants tuned anew at every width",
+        "sp: rate and other constants tuned anew at every width",
     )
     least = min(curve.marked_loss for curve in (*left, *right))
-    for panel, curves, title in zip(panels, (left, right), titles, strict=True):
-        _draw_panel(panel, curves)
+    # The corners that the curves leave free.
+    corners = ("lower left", "lower right")
+    for panel, curves, title, corner in zip(panels, (left, right), titles, corners, strict=True):
+        _draw_panel(panel, curves, corner)
         panel.set_title(title, fontsize=11, loc="left", color=INK)
         panel.set_xlabel("peak learning rate", fontsize=10)
     panels[0].axvline(
@@ -150,8 +153,8 @@ def draw(path: Path, left: Sequence[RateCurve], right: Sequence[RateCurve]) -> N
     figure.savefig(path, dpi=130)
 
 
-def _draw_panel(panel: Axes, curves: Sequence[RateCurve]) -> None:
-    """Draw a curve per size, with its width and marked loss written beside the mark."""
+def _draw_panel(panel: Axes, curves: Sequence[RateCurve], corner: str) -> None:
+    """Draw a curve per size, with a legend of widths and marked losses in a corner."""
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
@@ -159,7 +162,8 @@ def _draw_panel(panel: Axes, curves: Sequence[RateCurve]) -> None:
         color = colormaps["Blues"](0.4 + 0.6 * index / max(1, len(curves) - 1))
         losses = np.array([math.nan if loss is None else loss for loss in curve.losses])
         rates = np.array(curve.log2_rates)
-        panel.plot(rates, losses, "o-", color=color, lw=1.8, ms=3.5)
+        label = f"{curve.width}: {curve.marked_loss:.3f}"
+        panel.plot(rates, losses, "o-", color=color, lw=1.8, ms=3.5, label=label)
         panel.plot(
             curve.marked_rate,
             curve.marked_loss,
@@ -170,16 +174,10 @@ def _draw_panel(panel: Axes, curves: Sequence[RateCurve]) -> None:
             mew=1.8,
             zorder=5,
         )
-        panel.annotate(
-            f"width {curve.width}: {curve.marked_loss:.3f}",
-            (curve.marked_rate, curve.marked_loss),
-            xytext=(8, -11),
-            textcoords="offset points",
-            fontsize=9,
-            color=INK,
-            bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8},
-            zorder=6,
-        )
+    legend = panel.legend(
+        title="width: loss at the mark", loc=corner, fontsize=9, title_fontsize=9, frameon=False
+    )
+    legend.set_alignment("left")
     panel.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     panel.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
     panel.grid(color="#E6E6E6", linewidth=0.8)

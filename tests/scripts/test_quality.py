@@ -11,8 +11,10 @@ import pytest
 
 from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.sweep.rows import Row, Rows, has_rows
-from scripts.quality import cells, page
-from scripts.quality.cells import CELLS
+from scripts import ROOT
+from scripts.quality import cells, page, rates
+from scripts.quality.__main__ import PICTURED
+from scripts.quality.cells import CELLS, MUP, RETUNED
 from scripts.quality.descent import Setting, descend, descend_in_turn, neighbours, setting
 from scripts.quality.measuring import without_curves
 
@@ -216,3 +218,50 @@ def test_the_committed_page_is_what_its_records_say():
     assert page.markdown(records) == cells.OUT.with_suffix(".md").read_text()
     for chosen in records:
         assert has_rows(cells.OUT / chosen["cell"])
+
+
+class RecordedRuns:
+    """Stand-in for `Measuring` whose losses are a parabola of the rate's distance from the base's."""
+
+    def __init__(self) -> None:
+        self.cell = dataclasses.replace(CELLS["muon-100"], sizes=(2, 4))
+
+    def losses(
+        self, arm: cells.Arm, size: int, settings: Sequence[Setting], seeds: int
+    ) -> np.ndarray:
+        del arm, size
+        steps = np.array([dict(chosen).get("lr", 0) for chosen in settings])
+        losses = np.where(steps > 2, np.inf, 2 + 0.01 * steps**2)
+        return np.repeat(losses[:, None], seeds, axis=1)
+
+
+def test_a_rate_curve_marks_the_mean_over_all_seeds_of_the_comparison(tmp_path: Path):
+    """The curve's points have two seeds, and the marked one has all that result.json has."""
+    work = RecordedRuns()
+    row = {"octaves": {"lr": -0.5, "rates.readout": 1.0}, "losses": [2.0, 2.2, 2.4]}
+    curves = rates.measure(work, work.cell.arms[0], [row, row])  # pyright: ignore[reportArgumentType]
+    for curve in curves:
+        distances = np.array(curve.log2_rates) - curve.marked_rate
+        assert distances == pytest.approx(rates.OFFSETS, abs=2e-4)
+        assert curve.marked_loss == pytest.approx(2.2)
+        assert curve.losses[rates.OFFSETS.index(0.0)] == pytest.approx(2.01)
+        # Only the highest rate, 1.5 octaves above the base's, diverges.
+        assert [loss is None for loss in curve.losses] == [False] * 6 + [True]
+    path = tmp_path / "rates.json"
+    rates.write(path, work.cell, {MUP: curves})
+    assert rates.read(path) == {MUP: curves}
+
+
+def test_the_readme_picture_has_the_losses_of_its_section():
+    folder = CELLS[PICTURED].folder
+    chosen = next(record for record in page.records() if record["cell"] == PICTURED)
+    curves = rates.read(folder / "rates.json")
+    for label in (MUP, RETUNED):
+        rows = rates.sizes_of(chosen, label)
+        for curve, row in zip(curves[label], rows, strict=True):
+            assert curve.size == row["size"]
+            assert curve.marked_loss == pytest.approx(np.mean(row["losses"]), rel=1e-5)
+            # Two of the same seeds are at the curve's centre, so that curve and mark agree.
+            centre = curve.losses[rates.OFFSETS.index(0.0)]
+            assert centre == pytest.approx(np.mean(row["losses"][: rates.SEEDS]), rel=1e-5)
+    assert f"({folder.relative_to(ROOT)}/rates.png)" in (ROOT / "README.md").read_text()
