@@ -134,7 +134,7 @@ def integer_problem(config: Any, prefix: str = "") -> str | None:
                 return problem
         # `type`, because bool is a subclass of int, and JSON cannot hold NumPy's integers.
         elif field.name in integers and isinstance(value, numbers.Real) and type(value) is not int:
-            near = max(1, int(value)) if math.isfinite(value) else 1
+            near = max(1, int(float(value))) if math.isfinite(value) else 1
             return f"{path} is {value!r}; write a whole number as Python's int, such as {near}"
     return None
 

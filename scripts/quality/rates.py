@@ -137,10 +137,8 @@ def draw(path: Path, left: Sequence[RateCurve], right: Sequence[RateCurve]) -> N
         "sp: rate and other constants tuned anew at every width",
     )
     least = min(curve.marked_loss for curve in (*left, *right))
-    # The corners that the curves leave free.
-    corners = ("lower left", "lower right")
-    for panel, curves, title, corner in zip(panels, (left, right), titles, corners, strict=True):
-        _draw_panel(panel, curves, corner)
+    for panel, curves, title in zip(panels, (left, right), titles, strict=True):
+        _draw_panel(panel, curves)
         panel.set_title(title, fontsize=11, loc="left", color=INK)
         panel.set_xlabel("peak learning rate", fontsize=10)
     panels[0].axvline(
@@ -153,8 +151,8 @@ def draw(path: Path, left: Sequence[RateCurve], right: Sequence[RateCurve]) -> N
     figure.savefig(path, dpi=130)
 
 
-def _draw_panel(panel: Axes, curves: Sequence[RateCurve], corner: str) -> None:
-    """Draw a curve per size, with a legend of widths and marked losses in a corner."""
+def _draw_panel(panel: Axes, curves: Sequence[RateCurve]) -> None:
+    """Draw a curve per size, with a legend of widths and marked losses."""
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
@@ -174,8 +172,9 @@ def _draw_panel(panel: Axes, curves: Sequence[RateCurve], corner: str) -> None:
             mew=1.8,
             zorder=5,
         )
+    # "best" is the corner that the curves leave free.
     legend = panel.legend(
-        title="width: loss at the mark", loc=corner, fontsize=9, title_fontsize=9, frameon=False
+        title="width: loss at the mark", loc="best", fontsize=9, title_fontsize=9, frameon=False
     )
     legend.set_alignment("left")
     panel.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
