@@ -343,7 +343,7 @@ with StopRequest() as stop:
 """
     for phase, signals, code in (
         ("compiling", [signal.SIGTERM], 143),
-        ("training", [signal.SIGINT] * 2, 130),
+        ("training", [signal.SIGINT] * 3, 130),
     ):
         with subprocess.Popen(
             [sys.executable, "-c", program, phase], stdout=subprocess.PIPE, text=True
