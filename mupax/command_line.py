@@ -450,7 +450,7 @@ def refuse_idle(command: Any, names: Sequence[str], reason: str, cure: str) -> N
     A field with its default counts as not set.
 
     Args:
-        names: Fields of `command`.
+        names: Names of fields of `command`, such as "noise_scale".
         reason: Condition under which they have no effect, such as "without --joint".
         cure: What to write for them to have an effect, such as "--joint NAME".
     """

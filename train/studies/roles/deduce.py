@@ -110,14 +110,16 @@ def _learned(matrices: Matrices, use: OperandUse) -> Constraint:
             raise Refusal("it is added to other tokens; declare its role")
     for attention in matrices.attentions:
         logits = attention.logits
-        if not attention.queries and any(
-            source.node is node for operand in logits.inputs for source in flow.sources(operand)
-        ):
-            raise Refusal(DIRECT_QUERY)
+        if not attention.queries:
+            for operand in logits.inputs:
+                if any(source.node is node for source in flow.sources(operand)):
+                    raise Refusal(DIRECT_QUERY)
         # The matrix of queries writes the axis of a head, which the logits sum over. The learned
         # vector does not, so that the two cannot be taken for each other.
         summed = itertools.chain(*logits.info["contracted"][0], *logits.info["contracted"][1])
-        writers = {param for atom in summed for param, _ in atom.param_dims}
+        writers = set()
+        for atom in summed:
+            writers.update(param for param, _ in atom.param_dims)
         for product, param in attention.queries:
             for query in flow.matrices[product]:
                 assert query.other is not None

@@ -523,14 +523,26 @@ class Matrices:
                     continue
                 if user not in flow.branches:
                     stack.append(user)
-                if user.op not in BRANCHES:
-                    continue
-                for source in flow.sources(user):
-                    for use in flow.matrices.get(source.node, ()):
-                        reads_same = _before_layout(use.other) is _before_layout(first.other)
-                        is_source = use.param in source.params
-                        if is_source and reads_same and self._axes_of_one(use.param) == axes:
-                            return use.param
+                if user.op in BRANCHES:
+                    adapted = self._matrix_of_sum(user, first, axes)
+                    if adapted is not None:
+                        return adapted
+        return None
+
+    def _matrix_of_sum(self, total: Node, first: OperandUse, axes: tuple[str, ...]) -> str | None:
+        """Return the path of a matrix with certain axes whose product is a term of a sum, or `None`.
+
+        Args:
+            total: Result of adding an adapter, and perhaps more, to the product of a matrix.
+            first: Use of a matrix that reads the same activation.
+            axes: Axes that the matrix sums over, then those that it writes.
+        """
+        for source in self.flow.sources(total):
+            for use in self.flow.matrices.get(source.node, ()):
+                is_source = use.param in source.params
+                reads_same = _before_layout(use.other) is _before_layout(first.other)
+                if is_source and reads_same and self._axes_of_one(use.param) == axes:
+                    return use.param
         return None
 
     def _axes_of_one(self, param: str) -> tuple[str, ...]:
