@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import functools
 import inspect
 import io
 import os
@@ -29,7 +28,6 @@ from typing import (
     Union,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 import tyro
@@ -38,6 +36,7 @@ from tyro import conf
 from tyro.constructors import PrimitiveConstructorSpec
 
 from mupax import MupaxError, terminal
+from mupax.config_fields import field_types
 from mupax.disk import path_of
 
 T = TypeVar("T")
@@ -476,12 +475,6 @@ class FlagField(NamedTuple):
     """`True` if the last of `names` sets False, as `--no-resume` does."""
 
 
-@functools.cache
-def _type_hints(owner: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields by name, with all annotations."""
-    return get_type_hints(owner, include_extras=True)
-
-
 def _metadata(hint: Any) -> tuple[Any, ...]:
     """Return the metadata of an `Annotated` type, or `()` for any other type."""
     return getattr(hint, "__metadata__", ())
@@ -497,7 +490,7 @@ def flag_fields(owner: Any, prefix: str = "", path: tuple[str, ...] = ()) -> Ite
         prefix: Beginning of the flags' names, such as `model.`.
         path: Field names that lead from the command to `owner`.
     """
-    hints = _type_hints(owner if isinstance(owner, type) else type(owner))
+    hints = field_types(owner if isinstance(owner, type) else type(owner), include_extras=True)
     for field in dataclasses.fields(owner):
         hint = hints[field.name]
         metadata = _metadata(hint)
@@ -712,7 +705,7 @@ def _with_values(owner: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
 
 def _has_positional(command: type) -> bool:
     """Return True if the command has a positional field, which is set by a word without a flag."""
-    return any(_is_positional(hint) for hint in _type_hints(command).values())
+    return any(_is_positional(hint) for hint in field_types(command, include_extras=True).values())
 
 
 def _is_positional(hint: Any) -> bool:
@@ -727,7 +720,7 @@ def words_of(prog: str, command: Any) -> list[str]:
         command: Instance of a dataclass of flags. Flags at their defaults are left out. A field
             that is a dataclass itself must be at its default.
     """
-    hints = _type_hints(type(command))
+    hints = field_types(type(command), include_extras=True)
     positional: list[str] = []
     flag_words: list[str] = []
     for field in dataclasses.fields(command):

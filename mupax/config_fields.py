@@ -10,6 +10,8 @@ import dataclasses
 import functools
 import math
 import numbers
+import sys
+import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -142,12 +144,7 @@ def integer_problem(config: Any, prefix: str = "") -> str | None:
 @functools.cache
 def _integer_fields(owner: type) -> frozenset[str]:
     """Return the names of a dataclass's fields whose declared type has `int` and no `float`."""
-    try:
-        hints = get_type_hints(owner)
-    except Exception:
-        # An annotation of a user's model may be any expression, and its names may be imported for
-        # type checkers only. The fields of the bases are still checked.
-        return frozenset().union(*map(_integer_fields, owner.__bases__))
+    hints = field_types(owner)
     names = set()
     for name, hint in hints.items():
         parts = get_args(hint) or (hint,)
@@ -198,11 +195,43 @@ def affects_of(hint: Any) -> Affects | None:
 
 
 @functools.cache
+def field_types(owner: type, include_extras: bool = False) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by name. The result is cached.
+
+    A type that Python cannot look up is `Any`. A user's config may import the names of its types
+    for type checkers only.
+
+    Args:
+        include_extras: Keep what `Annotated` adds to a type, such as `Affects`.
+    """
+    try:
+        return get_type_hints(owner, include_extras=include_extras)
+    except Exception:  # an annotation may be any expression
+        hints = {}
+        for base in reversed(owner.__mro__):
+            for name, annotation in vars(base).get("__annotations__", {}).items():
+                hints[name] = _looked_up(base, annotation, include_extras)
+        return hints
+
+
+def _looked_up(owner: type, annotation: Any, include_extras: bool) -> Any:
+    """Return the type that an annotation in a class names, or `Any` if it cannot be looked up."""
+    holder = types.SimpleNamespace(__annotations__={"field": annotation})
+    names_of_module = vars(sys.modules[owner.__module__])
+    names_of_class = dict(vars(owner))
+    try:
+        hints = get_type_hints(holder, names_of_module, names_of_class, include_extras)
+    except Exception:
+        return Any
+    return hints["field"]
+
+
+@functools.cache
 def declared(owner: type) -> dict[str, Affects]:
     """Return the `Affects` of a dataclass's fields by name. The result is cached.
 
     Fields without an `Affects` are left out, and so are the fields of sections.
     """
-    hints = get_type_hints(owner, include_extras=True)
+    hints = field_types(owner, include_extras=True)
     marks = {name: affects_of(hint) for name, hint in hints.items()}
     return {name: mark for name, mark in marks.items() if mark is not None}

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mupax import MupaxError
-from mupax.train.config import run, sizes
+from mupax.train.config import record, run, sizes
 from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.sweep import grids
 from mupax.train.studies.tune import over
@@ -113,3 +113,24 @@ def test_a_model_may_have_a_type_that_python_cannot_look_up() -> None:
     assert dataclasses.replace(CONFIG, model=model).model == model
     with pytest.raises(MupaxError, match=r"model\.seq_len is 8\.0"):
         Noted(**sizes_of_model, seq_len=8.0)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_recorded_model_may_have_a_type_that_python_cannot_look_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that has trained can be evaluated, and its other fields are still checked."""
+
+    class Note:
+        pass
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Recorded(DecoderConfig):
+        note: Note | None = None
+        scales: tuple[float, ...] = (0.5,)
+
+    monkeypatch.setattr(record, "family_class", lambda family: Recorded)
+    model = Recorded(width=8, depth=1, num_heads=1, vocab_size=9, seq_len=8, scales=(0.1, 2.0))
+    fields = record.model_to_json(model)
+    assert record.model_from_json(fields) == model
+    with pytest.raises(MupaxError, match=r"model\.scales is \['a'\]"):
+        record.model_from_json({**fields, "scales": ["a"]})

@@ -19,10 +19,10 @@ import shlex
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from mupax import MupaxError, terminal
-from mupax.config_fields import config_fields
+from mupax.config_fields import config_fields, field_types
 from mupax.mappings import drop_keys, module_of
 from mupax.plugins import (
     FLAG,
@@ -575,12 +575,6 @@ def text_of(value: Any) -> str:
     return str(value)
 
 
-@functools.cache
-def _type_hints(owner: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, which Python would otherwise parse every time."""
-    return get_type_hints(owner)
-
-
 def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
     """Return a dataclass with these fields, and nested ones in turn, after checking each type.
 
@@ -593,7 +587,7 @@ def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
     fields_of_owner = dataclasses.fields(owner)  # pyright: ignore[reportArgumentType]
     names = [field.name for field in fields_of_owner]
     values = _object(prefix.rstrip(".") or "the config", fields)
-    hints = _type_hints(owner)
+    hints = field_types(owner)
     for name, value in values.items():
         if name not in names:
             # With a cutoff of 0 even the worst match counts, so the list is not empty.
@@ -627,6 +621,8 @@ def _fits(value: Any, hint: Any) -> bool:
     An integer is also a float. Integers from 2^53 on, NaN and infinity fit no type, and a bool is
     no number.
     """
+    if hint is Any:
+        return True
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, part) for part in get_args(hint))
