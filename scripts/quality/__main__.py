@@ -61,18 +61,17 @@ def measure(cell: Cell, stop: StopRequest) -> None:
     """Train a cell, and write its result.json after every size of every arm."""
     work = Measuring(cell, stop)
     base = work.searched(cell.arms[0], cell.sizes[0], cell.start, cell.searched)
-    study = Study(work, work.seconds, {arm.label: [base] for arm in cell.arms})
+    study = Study(work, base)
     compared = [arm for arm in cell.arms if not arm.ablation]
     ablations = [arm for arm in cell.arms if arm.ablation]
     # Ablations matter least, so they come after all sizes of the other arms.
     for arms, size in itertools.product((compared, ablations), cell.sizes[1:]):
         for arm in arms:
-            study.add_size(arm, size)
+            study.add_sizes(arm, size)
             if arm.probed and size == cell.probe_size and study.probe(arm):
                 # A group joined the search: search the sizes so far again, with the new group.
-                study.settings[arm.label] = [base]
-                for smaller in cell.sizes[1 : cell.sizes.index(size) + 1]:
-                    study.add_size(arm, smaller)
+                del study.settings[arm.label][1:]
+                study.add_sizes(arm, size)
             _write(study)
 
 
@@ -100,15 +99,20 @@ class Study:
 
     Attributes:
         work: Trainer of the cell's runs.
-        tuning: Seconds of training that the search at the base took.
-        settings: Label of an arm to its settings, one per size from the base on.
+        base: Setting of the base.
+        tuning: Seconds of training that the search of `base` took.
+        settings: Label of an arm to its settings, one per size from the base on. An arm with
+            `Arm.base_search_like` has none before that arm is probed.
         probes: Label of an arm to the probes of its groups.
     """
 
-    def __init__(self, work: Measuring, tuning: float, settings: dict[str, list[Setting]]) -> None:
+    def __init__(self, work: Measuring, base: Setting) -> None:
         self.work = work
-        self.tuning = tuning
-        self.settings = settings
+        self.base = base
+        self.tuning = work.seconds
+        self.settings: dict[str, list[Setting]] = {}
+        for arm in work.cell.arms:
+            self.settings[arm.label] = [] if arm.base_search_like else [base]
         self.probes: dict[str, list[Probe]] = {}
         self._joined: dict[str, tuple[str, ...]] = {}
 
@@ -116,7 +120,26 @@ class Study:
         """Return the constants that an arm searches at every size, and those that a probe has added."""
         return arm.tuned + self._joined.get(arm.label, ())
 
-    def add_size(self, arm: Arm, size: int) -> None:
+    def add_sizes(self, arm: Arm, last: int) -> None:
+        """Add an arm's settings at the sizes that it lacks, up to the size `last`.
+
+        Nothing is added while the groups are unknown that the search at the base needs, or if there
+        are none.
+        """
+        cell = self.work.cell
+        settings = self.settings[arm.label]
+        if not settings:
+            joined = self._joined.get(arm.base_search_like, ())
+            if not joined:
+                return
+            smallest = cell.sizes[0]
+            constants = cell.searched + joined
+            found = self.work.searched(arm, smallest, self.base, constants, in_turn=True)
+            settings.append(found)
+        for size in cell.sizes[len(settings) : cell.sizes.index(last) + 1]:
+            self._add_size(arm, size)
+
+    def _add_size(self, arm: Arm, size: int) -> None:
         """Add an arm's setting at the next size.
 
         The setting is searched if the arm is tuned at this size. Otherwise the last setting is kept.

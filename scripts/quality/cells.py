@@ -79,6 +79,8 @@ class Arm:
             last setting. None searches at all sizes.
         probed: Whether the rates of all other groups are probed at `Cell.probe_size`. Groups that
             gain enough join `tuned`.
+        base_search_like: Label of a probed arm that stands before this one. The search at the base
+            then has the groups, too, that joined that arm's search.
     """
 
     label: str
@@ -88,6 +90,7 @@ class Arm:
     ablation: bool = False
     searches: int | None = None
     probed: bool = False
+    base_search_like: str = ""
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,7 @@ def _alpha_l_1(growth: float) -> Mapping[str, float]:
 MUP = "mup"
 SP = "sp, rate and readout's rate tuned anew"
 RETUNED = "sp, rate, readout's and embedding's rate tuned anew"
+MORE = "more constants at the base"
 HALF = Arm("mup-half, readout std m^-1/2", "mup-half", constants=_half_readout)
 """Arm whose attention logits and readout std are those of `sp`."""
 ANEW = Arm(
@@ -272,10 +276,28 @@ def _retuned(embedding: str) -> Arm:
     return Arm(RETUNED, "sp", searched, probed=True)
 
 
+def _with_more_constants(arm: Arm) -> Arm:
+    """Return an arm of `mup` that tunes at the base what `RETUNED` tunes at every size."""
+    return replace(arm, label=f"{arm.label}, {MORE}", base_search_like=RETUNED)
+
+
 _SP = next(arm for arm in WIDTH_ARMS if arm.label == SP)
-LONG_ARMS = (*WIDTH_ARMS[:3], _SP, _retuned("token_embedding"))
+LONG_ARMS = (
+    *WIDTH_ARMS[:3],
+    _SP,
+    _retuned("token_embedding"),
+    _with_more_constants(WIDTH_ARMS[0]),
+    _with_more_constants(WIDTH_ARMS[2]),
+)
 """Arms of language models over 800 steps. They are few, because runs take eight times as long."""
-LONG_IMAGE_ARMS = (IMAGE_ARM, WIDTH_ARMS[2], _SP, _retuned("patch_embedding"))
+LONG_IMAGE_ARMS = (
+    IMAGE_ARM,
+    WIDTH_ARMS[2],
+    _SP,
+    _retuned("patch_embedding"),
+    _with_more_constants(WIDTH_ARMS[1]),
+    _with_more_constants(WIDTH_ARMS[2]),
+)
 """Arms of image models over 800 steps."""
 MUON_ARMS = (
     *WIDTH_ARMS[:3],

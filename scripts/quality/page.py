@@ -33,8 +33,9 @@ smallest model of a comparison is its base. A section links to its constants.
   (their "rates" in the tables), and the readout's initial std. Larger models keep these constants, except in rows with
   "tuned" or "as sp has" in their names.
 * **`sp`**, the standard parameterization, starts from the same constants. At every larger size, its learning rate and the readout's
-  multiplier are searched again. `muon` sections and a second row of `head_dim-800` also search the multipliers of the input embedding and of
+  multiplier are searched again. `muon` sections and the second `sp` row of others also search the multipliers of the input embedding and of
   parameter groups that gain more than {JOINS:.3f} nats if their multiplier moves by a factor of four at four times the base.
+  In rows with "more constants at the base", the preset's search at the base has these groups, too.
 
 A section's name has the growing size and the number of steps. In `vit` sections the head dimension grows, in `muon` sections heads,
 under Muon. In `muon-shipped-100`, nothing is searched at the base: the constants are those of `lm-laptop`. "At 2 times"

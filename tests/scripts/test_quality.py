@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from mupax.train.config.recipes import RECIPES
+from mupax.train.parallel.processes import StopRequest
 from mupax.train.studies.sweep.rows import Row, Rows, has_rows
 from scripts import ROOT
+from scripts.quality import __main__ as quality
 from scripts.quality import cells, page, rates
 from scripts.quality.__main__ import PICTURED
-from scripts.quality.cells import CELLS, MUP, RETUNED
+from scripts.quality.cells import CELLS, MORE, MUP, RETUNED, Arm, Cell
 from scripts.quality.descent import Setting, descend, descend_in_turn, neighbours, setting
 from scripts.quality.measuring import without_curves
 
@@ -128,9 +131,75 @@ def test_at_the_base_all_arms_are_one_model_and_larger_ones_differ_and_keep_it_a
         assert f"rates.readout={readout:.10g}" in last.preset.constants
         assert last.seed == 3
         assert cells.rate(last) == cells.rate(first)
-        assert (last.preset, arm.tuned, arm.searches, arm.ablation) not in runs
-        runs.append((last.preset, arm.tuned, arm.searches, arm.ablation))
+        run = (last.preset, arm.tuned, arm.searches, arm.ablation, arm.base_search_like)
+        assert run not in runs
+        runs.append(run)
     assert len({arm.label for arm in cell.arms}) == len(runs)  # results are kept by it
+
+
+class Bowls:
+    """Trainer without runs: losses have their minimum two steps from a setting's zero.
+
+    The rate of `block.key` counts at every size, so it is found at the base if it is searched there.
+    """
+
+    seconds = 1.0
+
+    def __init__(self, cell: Cell, stop: object) -> None:
+        self.cell = cell
+        self.searches: list[tuple[str, int, Sequence[str]]] = []
+
+    def losses(self, arm: Arm, size: int, settings: Sequence[Setting], seeds: int) -> np.ndarray:
+        means = [abs(dict(chosen).get("rates.block.key", 0) - 2.0) for chosen in settings]
+        return np.repeat(np.array(means)[:, None], seeds, axis=1)
+
+    def trained(self, arm: Arm, size: int, chosen: Setting) -> np.ndarray:
+        return self.losses(arm, size, [chosen], 5)[0]
+
+    def searched(
+        self,
+        arm: Arm,
+        size: int,
+        start: Setting,
+        constants: Sequence[str],
+        *,
+        in_turn: bool = False,
+    ) -> Setting:
+        self.searches.append((arm.label, size, constants))
+        return descend(
+            lambda settings, seeds: self.losses(arm, size, settings, seeds), start, constants, 2, 5
+        )
+
+
+def test_groups_that_join_the_search_of_sp_are_tuned_at_the_base_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Bowls] = []
+
+    def measuring(cell: Cell, stop: object) -> Bowls:
+        trained.append(Bowls(cell, stop))
+        return trained[0]
+
+    monkeypatch.setattr(quality, "Measuring", measuring)
+    monkeypatch.setattr(cells, "OUT", tmp_path)
+    cell = CELLS["vit-800"]
+    cell.folder.mkdir()
+    with StopRequest() as stop:
+        quality.measure(cell, stop)
+    found = {
+        arm["label"]: arm for arm in json.loads((cell.folder / "result.json").read_text())["arms"]
+    }
+    more = f"{MUP}, {MORE}"
+    key_rates = {}
+    for label in (MUP, more):
+        sizes = found[label]["sizes"]
+        key_rates[label] = [row["octaves"].get("rates.block.key") for row in sizes]
+    # The control, `mup`, tunes four constants at the base and has the recipe's rate of keys.
+    assert key_rates == {MUP: [None] * 4, more: [2.0] * 4}
+    at_base = [
+        (label, names) for label, size, names in trained[0].searches if size == cell.sizes[0]
+    ]
+    assert (more, (*cell.searched, "rates.block.key")) in at_base
 
 
 @pytest.mark.parametrize("name", ["muon-100", "muon-shipped-100"])
